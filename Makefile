@@ -1,0 +1,31 @@
+# Two commands do all the set-up: `make demo` and `make test`, each in a virtual environment of its own.
+PYTHON ?= python3
+PIP_INSTALL = install --quiet --disable-pip-version-check -c constraints.txt
+SOURCES = pyproject.toml constraints.txt
+
+.PHONY: demo test lint clean
+
+demo: .venv/installed
+	.venv/bin/azureml-strategy emulate --nodes 2 -- .venv/bin/azureml-strategy train resnet50_ddp
+
+test: lint
+	.venv-test/bin/python -m pytest
+
+lint: .venv-test/installed
+	.venv-test/bin/ruff check .
+	.venv-test/bin/ruff format --check .
+	.venv-test/bin/mypy
+	.venv-test/bin/lint-imports
+
+.venv/installed: $(SOURCES)
+	$(PYTHON) -m venv --clear .venv
+	.venv/bin/pip $(PIP_INSTALL) -e .
+	touch $@
+
+.venv-test/installed: $(SOURCES)
+	$(PYTHON) -m venv --clear .venv-test
+	.venv-test/bin/pip $(PIP_INSTALL) -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv .venv-test build dist outputs multirun mlflow.db mlruns

@@ -1,0 +1,42 @@
+"""PyTorch Lightning on Azure Machine Learning: one script, from a laptop to a cluster.
+
+Importing this package registers the strategy names (`Trainer(strategy="azureml_ddp")`), whether Lightning was
+imported before or is imported later. It imports neither torch nor Lightning itself.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from azureml_strategy.lazy import lazy_attributes
+from azureml_strategy.plugin import register_when_lightning_is_imported
+
+if TYPE_CHECKING:
+    from azureml_strategy.cluster import AzureMLEnvironment, Job, Launch, LaunchError, detect_launch, read_job
+    from azureml_strategy.strategies import AzureMLDDPStrategy
+
+__version__ = "0.1.0"
+__all__ = [
+    "AzureMLDDPStrategy",
+    "AzureMLEnvironment",
+    "Job",
+    "Launch",
+    "LaunchError",
+    "detect_launch",
+    "read_job",
+]
+
+__getattr__ = lazy_attributes(
+    __name__,
+    {
+        "AzureMLDDPStrategy": "azureml_strategy.strategies",
+        "AzureMLEnvironment": "azureml_strategy.cluster",
+        "Job": "azureml_strategy.cluster",
+        "Launch": "azureml_strategy.cluster",
+        "LaunchError": "azureml_strategy.cluster",
+        "detect_launch": "azureml_strategy.cluster",
+        "read_job": "azureml_strategy.cluster",
+    },
+)
+
+register_when_lightning_is_imported()

@@ -1,0 +1,48 @@
+"""Run something once a module has been imported, without importing it.
+
+The standard library's own machinery, because importing a library for this takes longer than the whole package may.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+Action = Callable[[ModuleType], None]
+
+
+def when_imported(module: str, action: Action) -> None:
+    """Call `action(module)` now if the module has been imported, else right after its first import."""
+    if module in sys.modules:
+        action(sys.modules[module])
+    else:
+        sys.meta_path.insert(0, _OneModule(module, action))
+
+
+class _OneModule(MetaPathFinder):
+    """Finds one module where the other finders find it, and acts after its code has run."""
+
+    def __init__(self, module: str, action: Action) -> None:
+        self._module = module
+        self._action = action
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self._module:
+            return None
+        sys.meta_path.remove(self)  # the others answer from here on, also to the line below
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def run_and_act(module: ModuleType) -> None:
+                run(module)
+                self._action(module)
+
+            spec.loader.exec_module = run_and_act  # type: ignore[method-assign]
+        return spec

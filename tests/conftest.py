@@ -1,0 +1,77 @@
+"""What every test leaves behind is checked: environment variables, child processes, process groups, signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+# pytest and hypothesis write these themselves.
+_OWN_VARIABLES = {"PYTEST_CURRENT_TEST", "COLUMNS", "LINES"}
+# Set once for the process by a library at import or first use, harmless to a later test.
+_LIBRARY_VARIABLES = {"KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
+# A shell inside an Azure ML job or a Slurm allocation must not change what a test sees.
+_JOB_PREFIXES = ("AZUREML_", "AZ_BATCH", "OMPI_", "PMI_", "PMIX_", "SLURM_", "MLFLOW_", "TORCHELASTIC_", "AMLARC_")
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "TF_CONFIG")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for name in list(os.environ):
+        if name.startswith(_JOB_PREFIXES) or name in _RANK_VARIABLES:
+            del os.environ[name]
+    # Two ranks on two cores: one thread each is what a real run on this many cores would use.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+    os.environ["PYTHONWARNINGS"] = "ignore::FutureWarning"
+
+
+@pytest.fixture(autouse=True)
+def _leaves_no_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Fail a test that leaks environment variables, child processes, a process group or a signal handler."""
+    monkeypatch.chdir(tmp_path)
+    environment = dict(os.environ)
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    monkeypatch.undo()
+    ignored = _OWN_VARIABLES | _LIBRARY_VARIABLES
+    changed = {
+        name
+        for name in environment.keys() | os.environ.keys()
+        if environment.get(name) != os.environ.get(name) and name not in ignored
+    }
+    for name in changed:  # the next test starts clean even when this one fails
+        if name in environment:
+            os.environ[name] = environment[name]
+        else:
+            del os.environ[name]
+    children = [child for child in psutil.Process().children(recursive=True) if _counts(child)]
+    for child in children:
+        child.kill()
+    group = _destroy_process_group()
+    sigterm, _ = signal.getsignal(signal.SIGTERM), signal.signal(signal.SIGTERM, handler)
+    assert not changed, f"environment variables changed by the test: {sorted(changed)}"
+    assert not children, f"processes left behind by the test: {children}"
+    assert not group, "the test left a torch.distributed process group behind"
+    assert sigterm == handler, "the test left a SIGTERM handler behind"
+
+
+def _counts(child: psutil.Process) -> bool:
+    """Whether a live child is the test's: multiprocessing's trackers live as long as the interpreter."""
+    try:
+        return child.is_running() and "resource_tracker" not in " ".join(child.cmdline())
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _destroy_process_group() -> bool:
+    import sys
+
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return False
+    distributed.destroy_process_group()
+    return True
