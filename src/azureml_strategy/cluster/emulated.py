@@ -1,0 +1,144 @@
+"""The variables Azure ML would set for a given launch: the writer beside the readers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from azureml_strategy.cluster.launch import Launch
+from azureml_strategy.cluster.variables import BATCH_PORT
+
+DISTRIBUTIONS = ("pytorch", "mpi", "tensorflow", "none")
+# What a job must not inherit from the shell that emulates it: another job's variables, or a launcher's.
+_PREFIXES = (
+    *("AZUREML_", "AZURE_ML_", "AZ_BATCH", "AMLARC_", "OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "MV2_COMM_", "VC_"),
+    *("TORCHELASTIC_", "SLURM_", "MLFLOW_EXPERIMENT_"),
+)
+_NAMES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "MASTER_IP"),
+    *("GROUP_RANK", "GROUP_WORLD_SIZE", "CROSS_RANK", "CROSS_SIZE", "LOCAL_SIZE", "NODE_COUNT", "GPU_PER_NODE_COUNT"),
+    *("TF_CONFIG", "RAY_ADDRESS", "VK_TASK_INDEX", "MLFLOW_RUN_ID", "MLFLOW_TRACKING_URI"),
+)
+
+
+@dataclass(frozen=True)
+class EmulatedRun:
+    """The run that an emulated job belongs to.
+
+    Attributes:
+        run_id: job name and MLflow run id, which are the same in Azure ML.
+        experiment: experiment name.
+        experiment_id: MLflow's id of the experiment.
+        tracking_uri: where MLflow writes.
+    """
+
+    run_id: str
+    experiment: str
+    experiment_id: str
+    tracking_uri: str
+
+
+def azure_variables(
+    launch: Launch, distribution: str, addresses: Sequence[str], run: EmulatedRun, port: int | None = None
+) -> dict[str, str]:
+    """What Azure ML gives a process of the job, and nothing else.
+
+    Args:
+        launch: the process's place.
+        distribution: `pytorch`, `mpi`, `tensorflow`, or `none` for a job without a `distribution` block.
+        addresses: the address of each node, node 0 first.
+        run: the run the job belongs to.
+        port: MASTER_PORT under `mpi` and `tensorflow`, where Azure ML sets none but a job may.
+    """
+    given = {} if port is None else {"MASTER_PORT": str(port)}
+    return {
+        **_job_variables(launch, run),
+        **_node_variables(launch, addresses),
+        **_LAUNCHERS[distribution](launch, addresses),
+        **given,
+    }
+
+
+def without_job_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a shell outside any job."""
+    return {name: value for name, value in environ.items() if not name.startswith(_PREFIXES) and name not in _NAMES}
+
+
+def _job_variables(launch: Launch, run: EmulatedRun) -> dict[str, str]:
+    return {
+        "AZUREML_RUN_ID": run.run_id,
+        "AZUREML_ROOT_RUN_ID": run.run_id,
+        "AZUREML_EXPERIMENT_ID": run.experiment_id,
+        "AZUREML_ARM_PROJECT_NAME": run.experiment,
+        "AZUREML_ARM_WORKSPACE_NAME": "emulated",
+        "AZUREML_ARM_RESOURCEGROUP": "emulated",
+        "AZUREML_ARM_SUBSCRIPTION": "00000000-0000-0000-0000-000000000000",
+        "AZUREML_PROCESS_NAME": f"rank_{launch.rank}",
+        "AZUREML_CR_COMPUTE_CONTEXT": json.dumps({"vm_priority": "Dedicated", "run_attempt_count": 0}),
+        "MLFLOW_TRACKING_URI": run.tracking_uri,
+        "MLFLOW_RUN_ID": run.run_id,
+        "MLFLOW_EXPERIMENT_NAME": run.experiment,
+        "MLFLOW_EXPERIMENT_ID": run.experiment_id,
+    }
+
+
+def _node_variables(launch: Launch, addresses: Sequence[str]) -> dict[str, str]:
+    is_master = str(launch.node_rank == 0).lower()
+    variables = {
+        "AZUREML_NODE_COUNT": str(launch.num_nodes),
+        "AZUREML_CR_NODE_RANK": str(launch.node_rank),
+        "AZ_BATCHAI_CLUSTER_NAME": "emulated",
+        "AZ_BATCHAI_IS_CURRENT_NODE_MASTER": is_master,
+        "AZ_BATCH_IS_CURRENT_NODE_MASTER": is_master,
+        "AZ_BATCHAI_JOB_MASTER_NODE_IP": addresses[0],
+        # Since August 2022 also in jobs without MPI; `localhost` on one node.
+        "AZ_BATCHAI_MPI_MASTER_NODE": addresses[0] if launch.num_nodes > 1 else "localhost",
+    }
+    if launch.num_nodes > 1:
+        variables |= {
+            "AZ_BATCH_MASTER_NODE": f"{addresses[0]}:{BATCH_PORT}",
+            "AZ_BATCH_HOST_LIST": ",".join(addresses),
+            "AZ_BATCH_NODE_LIST": ";".join(addresses),
+        }
+    return variables
+
+
+def _pytorch(launch: Launch, addresses: Sequence[str]) -> dict[str, str]:
+    return {
+        "MASTER_ADDR": launch.main_address,
+        "MASTER_PORT": str(launch.main_port),
+        "WORLD_SIZE": str(launch.world_size),
+        "NODE_RANK": str(launch.node_rank),
+        "RANK": str(launch.rank),
+        "LOCAL_RANK": str(launch.local_rank),
+    }
+
+
+def _mpi(launch: Launch, addresses: Sequence[str]) -> dict[str, str]:
+    return {
+        "OMPI_COMM_WORLD_RANK": str(launch.rank),
+        "OMPI_COMM_WORLD_SIZE": str(launch.world_size),
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(launch.local_rank),
+        "OMPI_COMM_WORLD_LOCAL_SIZE": str(launch.local_world_size),
+        "OMPI_COMM_WORLD_NODE_RANK": str(launch.local_rank),  # Open MPI counts inside the node here too
+        "OMPI_UNIVERSE_SIZE": str(launch.world_size),
+        "AZ_BATCHAI_TASK_INDEX": str(launch.rank),
+    }
+
+
+def _tensorflow(launch: Launch, addresses: Sequence[str]) -> dict[str, str]:
+    workers = [f"{address}:{2222 + i}" for address in addresses for i in range(launch.local_world_size)]
+    config = {
+        "cluster": {"worker": workers, "ps": []},
+        "task": {"type": "worker", "index": launch.rank},
+        "environment": "cloud",
+    }
+    return {"TF_CONFIG": json.dumps(config)}
+
+
+def _none(launch: Launch, addresses: Sequence[str]) -> dict[str, str]:
+    return {}
+
+
+_LAUNCHERS = {"pytorch": _pytorch, "mpi": _mpi, "tensorflow": _tensorflow, "none": _none}

@@ -1,0 +1,118 @@
+"""The Azure ML job that this process belongs to."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Job:
+    """What Azure ML says of a job; None where it does not say it.
+
+    Attributes:
+        run_id: the job's name, which is also the id of its MLflow run; the same after a retry.
+        root_run_id: the run id of the pipeline that the job is a step of, else its own.
+        experiment: experiment name.
+        workspace: workspace name.
+        resource_group: resource group of the workspace.
+        subscription: subscription id; not shown by `repr`.
+        compute: name of the compute cluster.
+        vm_size: such as `Standard_ND96isr_H100_v5`.
+        priority: `dedicated` or `low-priority`.
+        attempt: how often the job was started before, 0 the first time.
+        gpus_per_node: GPUs of one node.
+    """
+
+    run_id: str
+    root_run_id: str
+    experiment: str | None
+    workspace: str | None
+    resource_group: str | None
+    subscription: str | None = field(repr=False)
+    compute: str | None
+    vm_size: str | None
+    priority: str | None
+    attempt: int
+    gpus_per_node: int | None
+
+    @property
+    def can_be_preempted(self) -> bool:
+        """Whether the nodes are low-priority ones, which Azure may take back."""
+        return self.priority == "low-priority"
+
+    @property
+    def studio_url(self) -> str | None:
+        """The job's page in Azure ML studio."""
+        if not (self.subscription and self.resource_group and self.workspace):
+            return None
+        scope = f"/subscriptions/{self.subscription}/resourcegroups/{self.resource_group}/workspaces/{self.workspace}"
+        return f"https://ml.azure.com/runs/{self.run_id}?wsid={scope}"
+
+
+def read_job(environ: Mapping[str, str] | None = None) -> Job | None:
+    """The job of this process, or None outside Azure ML.
+
+    A diagnostic must not stop training: a compute context that cannot be read counts as absent.
+
+    Args:
+        environ: the environment to read; that of this process by default.
+    """
+    environ = os.environ if environ is None else environ
+    run_id = environ.get("AZUREML_RUN_ID")
+    if not run_id:
+        return None
+    context = _compute_context(environ)
+    return Job(
+        run_id=run_id,
+        root_run_id=environ.get("AZUREML_ROOT_RUN_ID") or run_id,
+        experiment=environ.get("AZUREML_ARM_PROJECT_NAME") or environ.get("MLFLOW_EXPERIMENT_NAME"),
+        workspace=environ.get("AZUREML_ARM_WORKSPACE_NAME"),
+        resource_group=environ.get("AZUREML_ARM_RESOURCEGROUP"),
+        subscription=environ.get("AZUREML_ARM_SUBSCRIPTION"),
+        compute=_text(context, "readable_cluster_name", "cluster_name") or environ.get("AZ_BATCHAI_CLUSTER_NAME"),
+        vm_size=_text(context, "vm_size"),
+        priority=_priority(environ, context),
+        attempt=_number(context.get("run_attempt_count")) or 0,
+        gpus_per_node=_gpus_per_node(environ, context),
+    )
+
+
+def _compute_context(environ: Mapping[str, str]) -> dict[str, Any]:
+    try:
+        context = json.loads(environ.get("AZUREML_CR_COMPUTE_CONTEXT", "{}"))
+    except ValueError:
+        return {}
+    return context if isinstance(context, dict) else {}
+
+
+def _text(context: Mapping[str, Any], *names: str) -> str | None:
+    return next((str(context[name]) for name in names if context.get(name)), None)
+
+
+def _number(value: object) -> int | None:
+    text = str(value)
+    return int(text) if text.isascii() and text.isdigit() else None
+
+
+def _priority(environ: Mapping[str, str], context: Mapping[str, Any]) -> str | None:
+    """The compute context writes `LowPriority`, `Spot` or `Dedicated`; Batch writes a flag."""
+    text = (_text(context, "vm_priority") or "").lower().replace("_", "").replace("-", "")
+    if text in ("lowpriority", "spot") or environ.get("AZ_BATCH_NODE_IS_DEDICATED", "").lower() == "false":
+        return "low-priority"
+    dedicated = text in ("dedicated", "regular") or "AZ_BATCH_NODE_IS_DEDICATED" in environ
+    return "dedicated" if dedicated else None
+
+
+def _gpus_per_node(environ: Mapping[str, str], context: Mapping[str, Any]) -> int | None:
+    names = (
+        "GPU_PER_NODE_COUNT",
+        "AZ_BATCHAI_NUM_GPUS_PER_NODE",
+        "AZ_BATCHAI_GPU_COUNT",
+        "AMLARC_NUM_GPU_PER_WORKER",
+    )
+    values = [context.get("gpu_count"), *(environ.get(name) for name in names)]
+    return next((number for number in map(_number, values) if number is not None), None)

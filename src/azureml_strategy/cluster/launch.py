@@ -1,0 +1,96 @@
+"""How Azure ML started this process: launcher, ranks, nodes and the address of rank 0."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+
+from azureml_strategy.cluster.errors import LaunchError
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One process's place in an Azure ML job. Ranks count from 0, in contiguous blocks of a node.
+
+    Attributes:
+        launcher: what started the process: `pytorch`, `mpi`, `tensorflow` or `ray` (the job's `distribution`),
+            or `torchrun` or `deepspeed` where one of these was started inside the job.
+        rank: global rank.
+        world_size: processes in the job.
+        local_rank: rank inside the node.
+        local_world_size: processes on each node.
+        node_rank: index of the node.
+        num_nodes: nodes in the job.
+        main_address: host of global rank 0.
+        main_port: its rendezvous port.
+
+    Raises:
+        LaunchError: the numbers contradict one another.
+    """
+
+    launcher: str
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    num_nodes: int
+    main_address: str
+    main_port: int
+
+    def __post_init__(self) -> None:
+        for broken in self._contradictions():
+            raise LaunchError(
+                f"The variables of the `{self.launcher}` launcher contradict one another: {broken} ({self}). "
+                "Something changed them after Azure ML set them; remove what sets them in the job or the script."
+            )
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in asdict(self).items())
+
+    def _contradictions(self) -> list[str]:
+        checks = {
+            "world_size must be num_nodes x local_world_size; nodes with different numbers of processes "
+            "are not supported": self.world_size == self.num_nodes * self.local_world_size,
+            "local_rank must be below local_world_size": 0 <= self.local_rank < self.local_world_size,
+            "node_rank must be below num_nodes": 0 <= self.node_rank < self.num_nodes,
+            "rank must be node_rank x local_world_size + local_rank": self.rank
+            == self.node_rank * self.local_world_size + self.local_rank,
+        }
+        return [broken for broken, holds in checks.items() if not holds]
+
+    def with_local_processes(self, processes: int, local_rank: int = 0) -> Launch:
+        """The launch after each node's only process has started others, one for each device.
+
+        Args:
+            processes: processes on each node afterwards.
+            local_rank: which of them this is.
+        """
+        return replace(
+            self,
+            rank=self.node_rank * processes + local_rank,
+            world_size=self.num_nodes * processes,
+            local_rank=local_rank,
+            local_world_size=processes,
+        )
+
+
+def detect_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
+    """How Azure ML started this process.
+
+    Azure's own facts win over what Lightning or DeepSpeed wrote into the environment later.
+
+    Args:
+        environ: the environment to read; that of this process by default.
+
+    Returns:
+        None outside Azure ML, and in a job of one node without a `distribution` block: there is nothing to
+        follow, and Lightning's own defaults are right.
+
+    Raises:
+        LaunchError: the variables are incomplete or contradict one another, so that no rank can be trusted.
+    """
+    from azureml_strategy.cluster.launchers import read_launch  # it builds Launch
+
+    return read_launch(os.environ if environ is None else environ)

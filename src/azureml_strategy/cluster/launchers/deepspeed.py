@@ -1,0 +1,35 @@
+"""DeepSpeed's launcher (`deepspeed --no_ssh --node_rank ...`) started inside a job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from azureml_strategy.cluster.launch import Launch
+from azureml_strategy.cluster.nodes import main_address
+from azureml_strategy.cluster.variables import main_port, required_number
+
+# Set together by deepspeed/launcher/launch.py, and by nothing else.
+_MARKERS = ("CROSS_RANK", "CROSS_SIZE", "LOCAL_SIZE")
+
+
+def read(environ: Mapping[str, str]) -> Launch | None:
+    """The launch of a worker of DeepSpeed's launcher.
+
+    Raises:
+        LaunchError: its variables are incomplete.
+    """
+    if not all(name in environ for name in _MARKERS):
+        return None
+    why = "CROSS_RANK, CROSS_SIZE and LOCAL_SIZE say that DeepSpeed's launcher started this process"
+    num_nodes = required_number(environ, "CROSS_SIZE", why)
+    return Launch(
+        launcher="deepspeed",
+        rank=required_number(environ, "RANK", why),
+        world_size=required_number(environ, "WORLD_SIZE", why),
+        local_rank=required_number(environ, "LOCAL_RANK", why),
+        local_world_size=required_number(environ, "LOCAL_SIZE", why),
+        node_rank=required_number(environ, "CROSS_RANK", why),
+        num_nodes=num_nodes,
+        main_address=main_address(environ, num_nodes),
+        main_port=main_port(environ, trusted=True),
+    )

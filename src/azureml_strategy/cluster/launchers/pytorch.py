@@ -1,0 +1,58 @@
+"""`distribution: {type: pytorch}`: RANK, WORLD_SIZE, LOCAL_RANK, NODE_RANK, MASTER_ADDR and MASTER_PORT."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from azureml_strategy.cluster.errors import LaunchError, seen
+from azureml_strategy.cluster.launch import Launch
+from azureml_strategy.cluster.nodes import NODE_VARIABLES, declared_node_rank, main_address, node_count
+from azureml_strategy.cluster.variables import is_placeholder, main_port, required_number, whole_number
+
+PYTORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def read(environ: Mapping[str, str]) -> Launch | None:
+    """The launch of a process that Azure ML started for PyTorch.
+
+    RANK decides whether this is one: Lightning writes all the others, RANK never.
+
+    Raises:
+        LaunchError: the set is incomplete in a way that the node count cannot mend.
+    """
+    rank = whole_number(environ, "RANK")
+    if rank is None:
+        return None
+    world_size = required_number(environ, "WORLD_SIZE", f"RANK={rank} is (Lightning's own strategies remove it)")
+    local_rank, node_rank = whole_number(environ, "LOCAL_RANK"), declared_node_rank(environ)
+    num_nodes = node_count(environ) or _derived_node_count(environ, rank, world_size, local_rank, node_rank)
+    local_world_size = max(world_size // num_nodes, 1)
+    polluted = num_nodes > 1 and is_placeholder(environ.get("MASTER_ADDR", ""))
+    return Launch(
+        launcher="pytorch",
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank % local_world_size if local_rank is None else local_rank,
+        local_world_size=local_world_size,
+        node_rank=rank // local_world_size if node_rank is None else node_rank,
+        num_nodes=num_nodes,
+        main_address=main_address(environ, num_nodes),
+        main_port=main_port(environ, trusted=not polluted),
+    )
+
+
+def _derived_node_count(
+    environ: Mapping[str, str], rank: int, world_size: int, local_rank: int | None, node_rank: int | None
+) -> int:
+    """The node count from the ranks alone: a node beyond the first knows how many ranks come before its own."""
+    if world_size == 1:
+        return 1
+    if node_rank and local_rank is not None:
+        processes, rest = divmod(rank - local_rank, node_rank)
+        if processes > 0 and not rest:
+            return max(world_size // processes, 1)
+    raise LaunchError(
+        f"This is rank {rank} of {world_size}, but nothing says over how many nodes they are spread "
+        f"({seen(environ, (*PYTORCH_VARIABLES, *NODE_VARIABLES))}). "
+        "Set AZUREML_NODE_COUNT to the job's `resources.instance_count`."
+    )

@@ -1,0 +1,43 @@
+"""`distribution: {type: ray}`: one process on each node, beside Ray's own.
+
+Azure ML documents no variables for it. What public ray-on-azureml set-ups read is read here: the head's address and
+the common runtime's node index. RAY_ADDRESS tells a process below Ray from a job without a distribution block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from azureml_strategy.cluster.errors import LaunchError, seen
+from azureml_strategy.cluster.launch import Launch
+from azureml_strategy.cluster.nodes import declared_node_rank, main_address, node_count
+from azureml_strategy.cluster.variables import is_placeholder, main_port
+
+_USED = ("RAY_ADDRESS", "AZUREML_NODE_COUNT", "AZUREML_CR_NODE_RANK", "AZ_BATCHAI_JOB_MASTER_NODE_IP")
+
+
+def read(environ: Mapping[str, str]) -> Launch | None:
+    """The launch of a job's process beside a Ray cluster.
+
+    Raises:
+        LaunchError: the node's index or the number of nodes is not known.
+    """
+    if "RAY_ADDRESS" not in environ:
+        return None
+    num_nodes, node_rank = node_count(environ), declared_node_rank(environ)
+    if num_nodes is None or node_rank is None:
+        raise LaunchError(
+            f"This process belongs to a Ray cluster, but its place in the job is not known ({seen(environ, _USED)}). "
+            "Use `distribution: {type: pytorch}`, or start training through Ray Train with Lightning's Ray strategy."
+        )
+    return Launch(
+        launcher="ray",
+        rank=node_rank,
+        world_size=num_nodes,
+        local_rank=0,
+        local_world_size=1,
+        node_rank=node_rank,
+        num_nodes=num_nodes,
+        main_address=main_address(environ, num_nodes),
+        main_port=main_port(environ, trusted=not is_placeholder(environ.get("MASTER_ADDR", ""))),
+    )

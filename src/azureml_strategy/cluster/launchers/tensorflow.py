@@ -1,0 +1,63 @@
+"""`distribution: {type: tensorflow}`: TF_CONFIG names every task; each trains as one rank."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from azureml_strategy.cluster.errors import LaunchError
+from azureml_strategy.cluster.launch import Launch
+from azureml_strategy.cluster.variables import host_of, is_placeholder, main_port
+
+# A chief is a worker with extra duties and comes first, as in TensorFlow's own numbering.
+_TRAINING_TASKS = ("chief", "master", "worker")
+
+
+def read(environ: Mapping[str, str]) -> Launch | None:
+    """The launch of a TensorFlow task: global rank by its place in the list of chiefs, then workers.
+
+    An empty `ps` list, which Azure ML may write, is ignored. The ports in TF_CONFIG belong to TensorFlow.
+
+    Raises:
+        LaunchError: TF_CONFIG is not valid, or this task does not train.
+    """
+    if not environ.get("TF_CONFIG", "").strip():
+        return None
+    cluster, task_type, index = _parse(environ["TF_CONFIG"])
+    tasks = [(kind, i, host_of(host)) for kind in _TRAINING_TASKS for i, host in enumerate(cluster.get(kind) or [])]
+    rank = next((rank for rank, (kind, i, _) in enumerate(tasks) if (kind, i) == (task_type, index)), None)
+    if rank is None:
+        raise LaunchError(
+            f"TF_CONFIG={environ['TF_CONFIG']!r} makes this process `{task_type}` {index}, which is none of the "
+            f"{len(tasks)} tasks that train. Leave parameter servers and evaluators out "
+            "(`parameter_server_count: 0`), or better, use `distribution: {type: pytorch}`."
+        )
+    hosts = [host for _, _, host in tasks]
+    nodes = list(dict.fromkeys(hosts))
+    return Launch(
+        launcher="tensorflow",
+        rank=rank,
+        world_size=len(tasks),
+        local_rank=hosts[:rank].count(hosts[rank]),
+        local_world_size=hosts.count(hosts[rank]),
+        node_rank=nodes.index(hosts[rank]),
+        num_nodes=len(nodes),
+        main_address=hosts[0],
+        main_port=main_port(environ, trusted=not is_placeholder(environ.get("MASTER_ADDR", ""))),
+    )
+
+
+def _parse(text: str) -> tuple[dict[str, list[str]], str, int]:
+    """The cluster, and this task's type and index."""
+    try:
+        config: dict[str, Any] = json.loads(text)
+        task = config["task"]
+        cluster = {kind: list(map(str, hosts or [])) for kind, hosts in config["cluster"].items()}
+        return cluster, str(task["type"]), int(task["index"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise LaunchError(
+            f"TF_CONFIG={text!r} cannot be read ({error!r}): it must be JSON with `cluster` and `task`, as in "
+            '{"cluster": {"worker": ["10.0.0.4:2222"]}, "task": {"type": "worker", "index": 0}}. '
+            "Use `distribution: {type: pytorch}` in the job, which needs none of it."
+        ) from error

@@ -1,0 +1,36 @@
+"""torchrun (torch.distributed.run, and `accelerate launch`, which uses it) started inside a job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from azureml_strategy.cluster.launch import Launch
+from azureml_strategy.cluster.variables import required_number, whole_number
+
+# Set for every worker by torch/distributed/elastic/agent/server/local_elastic_agent.py.
+_MARKER = "TORCHELASTIC_RUN_ID"
+
+
+def read(environ: Mapping[str, str]) -> Launch | None:
+    """The launch of a torchrun worker.
+
+    Raises:
+        LaunchError: its variables are incomplete.
+    """
+    if _MARKER not in environ:
+        return None
+    why = f"{_MARKER} says that torchrun started this process"
+    local_world_size = required_number(environ, "LOCAL_WORLD_SIZE", why)
+    world_size = required_number(environ, "WORLD_SIZE", why)
+    num_nodes = whole_number(environ, "GROUP_WORLD_SIZE") or world_size // max(local_world_size, 1)
+    return Launch(
+        launcher="torchrun",
+        rank=required_number(environ, "RANK", why),
+        world_size=world_size,
+        local_rank=required_number(environ, "LOCAL_RANK", why),
+        local_world_size=local_world_size,
+        node_rank=required_number(environ, "GROUP_RANK", why),
+        num_nodes=num_nodes,
+        main_address=environ.get("MASTER_ADDR", "127.0.0.1"),
+        main_port=required_number(environ, "MASTER_PORT", why),
+    )
