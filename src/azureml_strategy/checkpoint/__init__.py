@@ -1,0 +1,1 @@
+"""Ending a run, and going on with it later."""

@@ -1,0 +1,73 @@
+"""Where Lightning meets this package: strategy names, and the callbacks of every Trainer in a job."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from azureml_strategy.import_hook import when_imported
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback
+    from lightning.pytorch.strategies import Strategy
+
+
+def register_when_lightning_is_imported() -> None:
+    """Register the strategy names now, or as soon as the script imports Lightning: either order works."""
+    when_imported("lightning.pytorch.strategies", _register)
+    when_imported("pytorch_lightning.strategies", _register_refusals)
+
+
+def job_callbacks() -> list[Callback]:
+    """The callbacks that Lightning adds to every Trainer: some in a distributed job, none elsewhere.
+
+    Raises:
+        LaunchError: this process cannot know its rank.
+    """
+    from azureml_strategy.checkpoint.termination import TerminateTogether
+    from azureml_strategy.cluster.guard import SWITCH, LaunchGuard
+    from azureml_strategy.cluster.launch import detect_launch
+
+    if os.environ.get(SWITCH, "").lower() == "off":
+        return []
+    launch = detect_launch()
+    return [LaunchGuard(launch), TerminateTogether()] if launch is not None else []
+
+
+def _register(strategies: ModuleType) -> None:
+    """Register makers instead of classes: Lightning may be half imported here, and by this very package."""
+    for name, (maker, description, arguments) in _STRATEGIES.items():
+        strategies.StrategyRegistry.register(name, maker, description=description, **arguments)
+
+
+def _register_refusals(strategies: ModuleType) -> None:
+    """`pytorch_lightning` is a second copy of Lightning with its own classes; ours cannot work under it."""
+    for name in _STRATEGIES:
+        strategies.StrategyRegistry.register(name, _refuse, description="needs the `lightning` package")
+
+
+def _ddp(**arguments: Any) -> Strategy:
+    from azureml_strategy.strategies.ddp import AzureMLDDPStrategy
+
+    return AzureMLDDPStrategy(**arguments)
+
+
+def _refuse(**arguments: Any) -> NoReturn:
+    raise ImportError(
+        "azureml-strategy works with the `lightning` package, but this Trainer comes from `pytorch_lightning`, a "
+        "separate copy with classes of its own. Write `from lightning.pytorch import Trainer` instead of "
+        "`from pytorch_lightning import Trainer`, and likewise for LightningModule and callbacks."
+    )
+
+
+# name: (maker, description, arguments)
+_STRATEGIES: dict[str, tuple[Callable[..., Strategy], str, dict[str, Any]]] = {
+    "azureml_ddp": (_ddp, "DDP with processes from the Azure ML job", {}),
+    "azureml_ddp_find_unused_parameters_true": (
+        _ddp,
+        "azureml_ddp for models whose forward leaves parameters out",
+        {"find_unused_parameters": True},
+    ),
+}

@@ -1,0 +1,45 @@
+"""Gradient compression for DDP: what goes over the network instead of float32 gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+Compression = Literal["bf16", "fp16", "powersgd"]
+_HALF_HOOKS: dict[str, Callable[..., Any]] = {
+    "bf16": default_hooks.bf16_compress_hook,
+    "fp16": default_hooks.fp16_compress_hook,
+}
+# PowerSGD starts from exact all-reduces, so that momentum and the first bucket layout settle. DDP rebuilds its
+# buckets after the first step, and the error feedback is kept by bucket: 2 is the least torch accepts.
+_POWERSGD_EXACT_STEPS = 10
+
+
+def communication_hook(compression: str, rank: int = 1) -> tuple[object | None, Callable[..., Any]]:
+    """The state and the hook to register with DistributedDataParallel.
+
+    Args:
+        compression: `bf16` or `fp16` halves the bytes; `powersgd` sends low-rank factors and adds the error of
+            each step to the next one's gradient (Vogels et al. 2019, https://arxiv.org/abs/1905.13727).
+        rank: rank of PowerSGD's factors.
+
+    Raises:
+        ValueError: the name is not one of the three, or the rank is below 1.
+    """
+    if compression in _HALF_HOOKS:
+        return None, _HALF_HOOKS[compression]
+    if compression != "powersgd":
+        raise ValueError(f"gradient_compression={compression!r} is unknown. Choose 'bf16', 'fp16' or 'powersgd'.")
+    if rank < 1:
+        raise ValueError(f"powersgd_rank={rank} gives matrices without columns. Use 1 or more; 1 to 4 are usual.")
+    state = PowerSGDState(
+        process_group=None,
+        matrix_approximation_rank=rank,
+        start_powerSGD_iter=_POWERSGD_EXACT_STEPS,
+        use_error_feedback=True,
+        warm_start=True,
+    )
+    return state, powerSGD_hook

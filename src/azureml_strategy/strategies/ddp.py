@@ -1,0 +1,91 @@
+"""Distributed data parallel training whose processes come from the job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
+from lightning.pytorch.strategies.ddp import DDPStrategy
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from azureml_strategy.cluster.errors import LaunchError
+from azureml_strategy.strategies.compression import Compression, communication_hook
+from azureml_strategy.strategies.launched import LaunchedStrategy
+from azureml_strategy.strategies.launcher import NodeLauncher
+
+
+class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
+    """Lightning's DDP with nodes, processes and ranks from the Azure ML job: `Trainer(strategy="azureml_ddp")`.
+
+    Differences to the stock strategy, besides the launch: gradients are views into the communication buckets, which
+    saves a copy of them each step; gradient compression works on every backend, where stock Lightning ignores a
+    hook on the CPU; on a job with one process per node, the others are started with their true ranks.
+
+    Args:
+        gradient_compression: `bf16`, `fp16` or `powersgd`; None sends gradients as they are.
+        powersgd_rank: rank of PowerSGD's factors.
+        gradient_as_bucket_view: see `torch.nn.parallel.DistributedDataParallel`.
+        cluster_environment: used instead of the job's launch where given.
+        ddp_comm_state: state of `ddp_comm_hook`.
+        ddp_comm_hook: a hook of your own, instead of `gradient_compression`.
+        start_method: `popen` runs the script again for each further device. The others suit notebooks, and are
+            refused in a job.
+        kwargs: further arguments of `lightning.pytorch.strategies.DDPStrategy` and `DistributedDataParallel`, such
+            as `find_unused_parameters`, `static_graph`, `bucket_cap_mb`, `timeout`, `process_group_backend`.
+
+    Raises:
+        LaunchError: the job's variables give no rank to trust, or contradict the Trainer.
+        ValueError: an unknown compression, or two hooks.
+    """
+
+    def __init__(
+        self,
+        *,
+        gradient_compression: Compression | None = None,
+        powersgd_rank: int = 1,
+        gradient_as_bucket_view: bool = True,
+        cluster_environment: ClusterEnvironment | None = None,
+        ddp_comm_state: object | None = None,
+        ddp_comm_hook: Callable[..., Any] | None = None,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **kwargs: Any,
+    ) -> None:
+        if gradient_compression is not None:
+            if ddp_comm_hook is not None:
+                raise ValueError("Both gradient_compression and ddp_comm_hook were given. Leave one of them out.")
+            ddp_comm_state, ddp_comm_hook = communication_hook(gradient_compression, powersgd_rank)
+        super().__init__(
+            cluster_environment=cluster_environment,
+            ddp_comm_state=ddp_comm_state,
+            ddp_comm_hook=ddp_comm_hook,
+            start_method=start_method,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            **kwargs,
+        )
+        if self._job_environment is not None and start_method != "popen":
+            raise LaunchError(
+                f"start_method={start_method!r} in an Azure ML job, where only 'popen' gives each process its rank. "
+                "Leave start_method out."
+            )
+
+    @override
+    def _configure_launcher(self) -> None:
+        if self._start_method != "popen":
+            super()._configure_launcher()
+            return
+        assert self.cluster_environment is not None
+        self._launcher = NodeLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    @override
+    def _register_ddp_hooks(self) -> None:
+        # Stock Lightning returns here unless the device is a GPU; gloo runs hooks as well.
+        assert isinstance(self.model, DistributedDataParallel)
+        _register_ddp_comm_hook(
+            model=self.model,
+            ddp_comm_state=self._ddp_comm_state,
+            ddp_comm_hook=self._ddp_comm_hook,
+            ddp_comm_wrapper=self._ddp_comm_wrapper,
+        )

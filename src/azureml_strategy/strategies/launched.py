@@ -1,0 +1,93 @@
+"""What all our strategies share: processes, ranks and devices come from the launch."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from typing_extensions import override
+
+from azureml_strategy.cluster.environment import AzureMLEnvironment
+from azureml_strategy.cluster.errors import LaunchError
+from azureml_strategy.cluster.launch import detect_launch
+
+
+class LaunchedStrategy(ParallelStrategy):
+    """Mix-in before one of Lightning's parallel strategies.
+
+    In a job, `num_nodes` and `devices` follow the launch. Lightning tells a strategy the Trainer's numbers but not
+    whether they were typed: 1 node, 1 CPU process and "all GPUs I can see" are what it passes when nothing was, so
+    these give way to the launch; any other number must agree with it. Outside a job nothing changes.
+
+    Args:
+        cluster_environment: used instead of the launch where given.
+        kwargs: the wrapped strategy's own arguments.
+    """
+
+    def __init__(self, *, cluster_environment: ClusterEnvironment | None = None, **kwargs: Any) -> None:
+        if cluster_environment is None:
+            launch = detect_launch()
+            cluster_environment = AzureMLEnvironment(launch) if launch else None
+        self._job_environment = cluster_environment if isinstance(cluster_environment, AzureMLEnvironment) else None
+        super().__init__(cluster_environment=cluster_environment, **kwargs)
+
+    @property
+    @override
+    def parallel_devices(self) -> list[torch.device] | None:
+        return super().parallel_devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        if devices and self._job_environment is not None:
+            devices = self._devices_of_launch(self._job_environment, devices)
+        self._parallel_devices = devices
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes in the job, or the Trainer's figure outside one."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        if self._job_environment is not None:
+            job_nodes = self._job_environment.launch.num_nodes
+            if num_nodes not in (1, job_nodes):
+                raise LaunchError(
+                    f"Trainer(num_nodes={num_nodes}), but the job has {job_nodes} node(s), as its "
+                    f"`{self._job_environment.launch.launcher}` launcher says. Leave num_nodes out, or set the "
+                    f"job's `resources.instance_count` to {num_nodes}."
+                )
+            num_nodes = job_nodes
+        self._num_nodes = num_nodes
+
+    @override
+    def setup_environment(self) -> None:
+        # Lightning validates only where it starts processes itself, and never for FSDP.
+        if self._job_environment is not None:
+            assert self.parallel_devices is not None
+            self._job_environment.validate_settings(len(self.parallel_devices), self.num_nodes)
+        super().setup_environment()
+
+    def _devices_of_launch(self, environment: AzureMLEnvironment, devices: list[torch.device]) -> list[torch.device]:
+        """One device for each process of a node."""
+        processes, asked = environment.launch.local_world_size, len(devices)
+        if asked == processes:
+            return devices
+        if processes == 1:
+            environment.start_processes(asked)
+            return devices
+        if devices[0].type == "cpu" and asked == 1:
+            return devices * processes
+        if devices[0].type == "cuda" and asked == torch.cuda.device_count():
+            if asked > processes:
+                return devices[:processes]
+            if asked == 1 and "," not in os.environ.get("CUDA_VISIBLE_DEVICES", ","):
+                return devices * processes  # the platform shows each process a GPU of its own
+        raise LaunchError(
+            f"Trainer(devices={asked}) on `{devices[0].type}`, but the job's `{environment.launch.launcher}` launcher "
+            f"started {processes} processes on each node, and each needs a device. Leave devices out or write "
+            f"devices={processes}; or set the job's `process_count_per_instance` to {asked}."
+        )

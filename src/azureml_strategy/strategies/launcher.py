@@ -1,0 +1,76 @@
+"""Starts the other processes of a node, where the platform started only one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from typing_extensions import override
+
+from azureml_strategy.cluster.environment import AzureMLEnvironment
+from azureml_strategy.cluster.launchers import local
+
+
+class NodeLauncher(_SubprocessScriptLauncher):
+    """Lightning's script launcher, but each process gets its true rank, and a Hydra sweep stays one sweep.
+
+    Stock Lightning leaves the RANK that Azure ML gave to the node in every process it starts, where torch and
+    DeepSpeed read it; and it starts a sweep's processes with `--multirun`, so that each sweeps again.
+    """
+
+    @override
+    def _call_children_scripts(self) -> None:
+        self._check_can_spawn_children()
+        os.environ.update(self._variables(local_rank=0))
+        command, folder = _command()
+        self.procs = [
+            subprocess.Popen(command, env={**os.environ, **self._variables(local_rank)}, cwd=folder)
+            for local_rank in range(1, self.num_processes)
+        ]
+
+    def _variables(self, local_rank: int) -> dict[str, str]:
+        environment: ClusterEnvironment = self.cluster_environment
+        if isinstance(environment, AzureMLEnvironment):
+            launch = environment.launch.with_local_processes(self.num_processes, local_rank)
+            return local.variables(launch)
+        return {
+            "MASTER_ADDR": environment.main_address,
+            "MASTER_PORT": str(environment.main_port),
+            "NODE_RANK": str(environment.node_rank()),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(self.num_processes * self.num_nodes),
+        }
+
+
+def _command() -> tuple[Sequence[str], str | None]:
+    """The command line of this process, and the folder to start it in."""
+    import __main__  # this process's script, known only now
+
+    module = __main__.__spec__
+    program = [sys.executable, os.path.abspath(sys.argv[0])] if module is None else [sys.executable, "-m", module.name]
+    from hydra.core.hydra_config import HydraConfig
+
+    if not HydraConfig.initialized():
+        return [*program, *sys.argv[1:]], None
+    config = HydraConfig.get()
+    if module is None:
+        program[1] = os.path.join(config.runtime.cwd, sys.argv[0])
+    options = [argument for argument in sys.argv[1:] if not _is_override(argument)]
+    # The running job's own overrides: those of a sweep hold all its jobs. The folder exists already.
+    return [
+        *program,
+        *(option for option in options if option not in ("-m", "--multirun")),
+        *config.overrides.task,
+        f"hydra.run.dir='{config.runtime.output_dir}'",
+        "hydra.output_subdir=null",
+        f"hydra.job.name={config.job.name}",
+    ], config.runtime.cwd
+
+
+def _is_override(argument: str) -> bool:
+    """Whether a command-line argument is Hydra's `key=value`, `+key=value`, `++key=value` or `~key`."""
+    return argument.startswith("~") or ("=" in argument and not argument.startswith("-"))
