@@ -1,0 +1,8 @@
+"""Runs a command here as an Azure ML job of several nodes would: same variables, same run, same ending."""
+
+from __future__ import annotations
+
+from azureml_strategy.emulator.errors import EmulationError
+from azureml_strategy.emulator.job import EmulatedJob, emulate
+
+__all__ = ["EmulatedJob", "EmulationError", "emulate"]

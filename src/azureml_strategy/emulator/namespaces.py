@@ -1,0 +1,96 @@
+"""A network namespace for each node, and shaped links between them (Linux, root, iproute2)."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from types import TracebackType
+
+from azureml_strategy.emulator.errors import EmulationError
+
+_RATE = re.compile(r"[1-9][0-9]*(\.[0-9]+)?[kmg]bit", re.I)
+# Azure's first usable address in a subnet is .4; the network exists between the emulated nodes only.
+_SUBNET, _FIRST_HOST = "10.0.0", 4
+_MOST_NODES = 250
+
+
+class IsolatedNodes:
+    """Nodes that reach one another through `eth0` only, each by an address of its own.
+
+    A bridge in a namespace of its own stands for the switch, so that nothing of the machine's network changes.
+
+    Args:
+        nodes: how many.
+        bandwidth: what each node can send, such as `1gbit`, `500mbit`; None leaves links unshaped.
+
+    Raises:
+        EmulationError: this machine or this user cannot make namespaces, or the rate is none.
+    """
+
+    def __init__(self, nodes: int, bandwidth: str | None) -> None:
+        _refuse_unable(bandwidth, nodes)
+        self.addresses = [f"{_SUBNET}.{_FIRST_HOST + node}" for node in range(nodes)]
+        self._bandwidth = bandwidth
+        self._names = [f"azureml-{os.getpid()}-{node}" for node in range(nodes)]
+        self._switch = f"azureml-{os.getpid()}-switch"
+
+    def command_prefix(self, node: int) -> list[str]:
+        """What to put before a command so that it runs on the node."""
+        return ["ip", "netns", "exec", self._names[node]]
+
+    def __enter__(self) -> IsolatedNodes:
+        try:
+            _run(f"ip netns add {self._switch}")
+            _run(f"ip -n {self._switch} link add switch type bridge")
+            _run(f"ip -n {self._switch} link set switch up")
+            for node, name in enumerate(self._names):
+                self._add(node, name)
+        except EmulationError:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        existing = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
+        for name in [*self._names, self._switch]:
+            if re.search(rf"^{name}\b", existing, re.M):
+                _run(f"ip netns delete {name}")
+
+    def _add(self, node: int, name: str) -> None:
+        _run(f"ip netns add {name}")
+        _run(f"ip link add eth0 netns {name} type veth peer name port{node} netns {self._switch}")
+        _run(f"ip -n {self._switch} link set port{node} master switch up")
+        _run(f"ip -n {name} addr add {self.addresses[node]}/24 dev eth0")
+        _run(f"ip -n {name} link set lo up")
+        _run(f"ip -n {name} link set eth0 up")
+        if self._bandwidth:
+            # The bucket must hold what arrives between two timer ticks: 4 ms at HZ=250, 500 kB at 1 Gbit/s.
+            _run(f"tc -n {name} qdisc add dev eth0 root tbf rate {self._bandwidth} burst 512kb latency 50ms")
+
+
+def _refuse_unable(bandwidth: str | None, nodes: int) -> None:
+    if not sys.platform.startswith("linux"):
+        raise EmulationError(f"--isolate needs Linux network namespaces; this is {sys.platform}. Leave it out.")
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        raise EmulationError(f"--isolate needs {' and '.join(missing)}: install iproute2, or leave it out.")
+    if os.geteuid() != 0:
+        raise EmulationError("--isolate needs root to make network namespaces. Run it with sudo, or leave it out.")
+    if bandwidth and not _RATE.fullmatch(bandwidth):
+        raise EmulationError(f"--bandwidth {bandwidth!r} is no rate. Write 1gbit, 500mbit or 2.5gbit.")
+    if nodes > _MOST_NODES:
+        raise EmulationError(f"--isolate has addresses for {_MOST_NODES} nodes, not {nodes}. Use fewer.")
+
+
+def _run(command: str) -> None:
+    done = subprocess.run(command.split(), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise EmulationError(
+            f"`{command}` failed: {done.stderr.strip()}. This kernel or container does not allow isolated nodes; "
+            "leave --isolate out."
+        )
