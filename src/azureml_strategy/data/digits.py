@@ -1,0 +1,107 @@
+"""scikit-learn's handwritten digits as image files: a real data set that needs no download."""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+from pathlib import Path
+
+from PIL import Image
+from typing_extensions import override
+
+from azureml_strategy.data.arguments import require
+from azureml_strategy.data.modules import ImageFolderDataModule
+
+_PIXELS = 32
+_BRIGHTEST = 16  # the digits have 17 grey levels
+_QUALITY = 95
+_SPLIT_SEED = 0
+
+
+class DigitsDataModule(ImageFolderDataModule):
+    """The 1,797 digits that come with scikit-learn, written once as JPEG files and read like any image set.
+
+    They are the test set of https://archive.ics.uci.edu/dataset/80: 8 x 8 pixels, here enlarged to 32 x 32.
+    Digits are not mirrored, and cropped only a little.
+
+    Args:
+        root: where to write them; reused by later runs.
+        image_size: width and height of the images given, pixels.
+        batch_size: images a step and process.
+        num_workers: decoding processes a dataloader. 0 decodes in the training process, which for images as
+            small as these costs less than handing them over.
+        validation_fraction: share of the digits for validation, the same ones in each run.
+        minimum_scale: the smallest share of an image's area that a training crop may have.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str] = "~/.cache/azureml_strategy/digits",
+        image_size: int = 32,
+        batch_size: int = 32,
+        num_workers: int | None = 0,
+        validation_fraction: float = 0.2,
+        minimum_scale: float = 0.7,
+    ) -> None:
+        rule = "between 0 and 1, both left out"
+        require("validation_fraction", validation_fraction, 0 < validation_fraction < 1, rule)
+        self.validation_fraction = validation_fraction
+        super().__init__(
+            # the name says what is inside: another fraction gets a folder of its own
+            Path(root).expanduser() / f"validation-{validation_fraction:g}",
+            image_size=image_size,
+            batch_size=batch_size,
+            num_workers=num_workers,
+            max_unreadable=0,
+            minimum_scale=minimum_scale,
+            flip=False,
+            evaluation_centre=1.0,
+        )
+
+    @override
+    def prepare_data(self) -> None:
+        """Write the files, unless they exist."""
+        write_digits(self.root, self.validation_fraction)
+
+
+def write_digits(folder: Path, validation_fraction: float) -> None:
+    """Write the digits as `folder/{train,val}/{0..9}/NNNN.jpg`, all or nothing.
+
+    They are written beside the folder and renamed into place: a process that is killed leaves no half data set,
+    and where several write at once, on however many nodes, the first one wins and the others use its files.
+
+    Args:
+        folder: is left as it is where it exists.
+        validation_fraction: share of the digits for `val`.
+    """
+    if folder.is_dir():
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".digits-") as scratch:
+        written = Path(scratch) / folder.name
+        _write_files(written, validation_fraction)
+        try:
+            written.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # not merely another process that was first
+                raise
+
+
+def _write_files(folder: Path, validation_fraction: float) -> None:
+    from sklearn.datasets import load_digits  # half a second to import, needed once
+
+    digits = load_digits()
+    total = len(digits.images)
+    validation = set(random.Random(_SPLIT_SEED).sample(range(total), round(total * validation_fraction)))
+    for part in ("train", "val"):
+        for label in range(10):
+            (folder / part / str(label)).mkdir(parents=True)
+    for number, (pixels, label) in enumerate(zip(digits.images, digits.target, strict=True)):
+        part = "val" if number in validation else "train"
+        image = Image.fromarray((pixels * (255 / _BRIGHTEST)).astype("uint8"))
+        image = image.resize((_PIXELS, _PIXELS), Image.Resampling.BICUBIC)
+        image.save(folder / part / str(label) / f"{number:04}.jpg", quality=_QUALITY)

@@ -1,0 +1,126 @@
+"""Images in class folders: finding them, and saying what is wrong where there are none."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from lightning.pytorch.utilities import rank_zero_warn
+from numpy.typing import NDArray
+
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
+_INPUT_PREFIX = "AZURE_ML_INPUT_"
+_HINT = (
+    "Give the folder that holds it as `root=...` (in a recipe: data.root=...). In an Azure ML job, mount the data "
+    "as an input and pass it on, data.root=${{inputs.NAME}}, or name the input: data.input_name=NAME."
+)
+
+
+class DataFolderError(FileNotFoundError):
+    """A data folder is missing, empty or laid out differently; the message names it."""
+
+
+@dataclass(frozen=True)
+class ClassFolders:
+    """The images below a root, one folder a class: `root/class/image.jpg`.
+
+    Attributes:
+        root: the folder that holds the class folders.
+        classes: names of the class folders, sorted; the place of a class is its label.
+        names: `class/image.jpg` of each image, as bytes. One numpy array and no list of strings: worker
+            processes share its memory, where reference counts would have each copy a list page by page.
+        labels: int64 labels of the images.
+    """
+
+    root: str
+    classes: tuple[str, ...]
+    names: NDArray[np.bytes_]
+    labels: NDArray[np.int64]
+
+    def path(self, index: int) -> str:
+        """The whole path of an image."""
+        return os.path.join(self.root, os.fsdecode(self.names[index]))
+
+
+def scan_class_folders(root: str | os.PathLike[str]) -> ClassFolders:
+    """List the images below a root, without opening or examining any.
+
+    Only the extension counts (`EXTENSIONS`, in either case), so that a mounted data set is listed by reading its
+    folders alone. Hidden folders and files are left out. A class folder without images is kept, since leaving it
+    out would shift the labels after it, and warned of.
+
+    Raises:
+        DataFolderError: no such folder, no class folders in it, or no images in any.
+    """
+    root = os.path.expanduser(os.fspath(root))
+    classes = _class_names(root)
+    with ThreadPoolExecutor(max_workers=16) as pool:  # listing a mounted folder is waiting for the network
+        listed = list(pool.map(lambda name: _image_names(root, name), classes))
+    names = [name for folder in listed for name in folder]
+    if not names:
+        seen = f"{len(classes)} class folders ({_first(classes)}), none with an image ({', '.join(EXTENSIONS)})"
+        raise DataFolderError(f"The data folder {root} has {seen}. {_HINT}")
+    empty = [name for name, folder in zip(classes, listed, strict=True) if not folder]
+    if empty:
+        rank_zero_warn(f"{len(empty)} of {len(classes)} class folders in {root} have no image: {_first(empty)}")
+    labels = np.repeat(np.arange(len(classes)), [len(folder) for folder in listed])
+    return ClassFolders(root, tuple(classes), np.array(names, dtype=np.bytes_), labels)
+
+
+def resolve_root(root: str | os.PathLike[str] | None, input_name: str | None, environ: Mapping[str, str]) -> Path:
+    """The folder of a data set: `root` as given, or where Azure ML mounted the job's input `input_name`.
+
+    Args:
+        root: a folder.
+        input_name: name of an input of the job. Azure ML writes where it is mounted to AZURE_ML_INPUT_<name>.
+        environ: the process's environment variables.
+
+    Raises:
+        ValueError: neither or both are given.
+        DataFolderError: the job has no such input.
+    """
+    if (root is None) == (input_name is None):
+        seen = "neither" if root is None else f"both root={os.fspath(root)!r} and input_name={input_name!r}"
+        raise ValueError(f"A data set needs either `root` or `input_name`, and {seen} was given. {_HINT}")
+    if root is not None:
+        return Path(root)
+    variable = f"{_INPUT_PREFIX}{input_name}"
+    if variable not in environ:
+        known = sorted(name.removeprefix(_INPUT_PREFIX) for name in environ if name.startswith(_INPUT_PREFIX))
+        raise DataFolderError(
+            f"input_name={input_name!r}, but {variable} is not set: this process has "
+            f"{'the inputs ' + ', '.join(known) if known else 'no Azure ML inputs'}. Add "
+            f"`inputs: {{{input_name}: {{type: uri_folder, path: ...}}}}` to the job, or give the folder: "
+            "data.root=..."
+        )
+    return Path(environ[variable])
+
+
+def _class_names(root: str) -> list[str]:
+    if not os.path.isdir(root):
+        raise DataFolderError(f"There is no data folder {root}. {_HINT}")
+    with os.scandir(root) as entries:
+        found = list(entries)
+    classes = sorted(entry.name for entry in found if entry.is_dir() and not entry.name.startswith("."))
+    if not classes:
+        seen = f"only files ({_first([entry.name for entry in found])})" if found else "nothing"
+        raise DataFolderError(f"The data folder {root} has {seen} in it, but no class folders. {_HINT}")
+    return classes
+
+
+def _image_names(root: str, class_name: str) -> list[bytes]:
+    with os.scandir(os.path.join(root, class_name)) as entries:
+        names = sorted(entry.name for entry in entries)
+    return [
+        os.fsencode(f"{class_name}/{name}")
+        for name in names
+        if name.lower().endswith(EXTENSIONS) and not name.startswith(".")
+    ]
+
+
+def _first(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

@@ -1,0 +1,194 @@
+"""Training of an image classifier: any network from images to logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from torch import Tensor, nn
+from torch.optim import SGD
+from typing_extensions import override
+
+from azureml_strategy.models import optimizer as recipe
+from azureml_strategy.models.evaluation import evaluation_means, evaluation_sums, mean_cross_entropy
+from azureml_strategy.models.schedule import scaled_learning_rate
+
+# Means and standard deviations of ImageNet's training set, RGB, 0 to 1, as in torchvision's references.
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+
+Batch = tuple[Tensor, Tensor]
+
+
+class ImageClassifier(LightningModule):
+    """Trains a network as Goyal et al. 2017 (https://arxiv.org/abs/1706.02677) did, with a cosine decay.
+
+    Batches are `(images, labels)`. Images are uint8 `(N, 3, H, W)`, normalised here on the device (a quarter
+    of the bytes of float32 on the way), or floating point, taken as normalised. Labels are int64 `(N,)`, and
+    -100 is ignored.
+
+    Logs `train/loss` every step, this rank's, label smoothing included; and after an evaluation `val/loss`,
+    `val/top1` and `val/top5` (`test/...`) over all samples of all ranks, without label smoothing.
+
+    Args:
+        network: from normalised images `(N, 3, H, W)` to logits `(N, classes)`.
+        learning_rate: for 256 samples a step; scaled linearly by the global batch.
+        momentum: of SGD.
+        nesterov: whether the momentum is Nesterov's.
+        weight_decay: not applied to parameters of one dimension: normalisations and biases.
+        warmup_epochs: length of the linear warm-up; may be a fraction.
+        label_smoothing: share of the target spread evenly over the classes, 0 to 1.
+        mean: of each channel, for pixels from 0 to 1.
+        std: standard deviation of each channel, for pixels from 0 to 1.
+        channels_last: keep images and convolutions in NHWC, which tensor cores compute in.
+        compile: `torch.compile` the network, in place: names in checkpoints stay as they are.
+
+    Raises:
+        ValueError: `compile` with a network of a class of torch's own, such as `nn.Sequential`.
+    """
+
+    pixel_scale: Tensor
+    pixel_shift: Tensor
+
+    def __init__(
+        self,
+        network: nn.Module,
+        learning_rate: float = 0.1,
+        momentum: float = 0.9,
+        nesterov: bool = True,
+        weight_decay: float = 5e-5,
+        warmup_epochs: float = 5.0,
+        label_smoothing: float = 0.1,
+        mean: Sequence[float] = IMAGENET_MEAN,
+        std: Sequence[float] = IMAGENET_STD,
+        channels_last: bool = False,
+        compile: bool = False,  # noqa: A002 - Lightning's and torch's word for it
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters(ignore=["network"], logger=False)
+        self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
+        self.network = _with_memory_format(network, self.memory_format)
+        if compile:
+            _compile_in_place(self.network)
+        # (pixel / 255 - mean) / std as one multiplication and one addition
+        spread = 255.0 * torch.tensor(std).view(-1, 1, 1)
+        shift = -255.0 * torch.tensor(mean).view(-1, 1, 1) / spread
+        self.register_buffer("pixel_scale", 1.0 / spread, persistent=False)
+        self.register_buffer("pixel_shift", shift, persistent=False)
+        self.data_classes: int | None = None
+
+    @override
+    def setup(self, stage: str) -> None:
+        """Learn from the data module, where it says so, how many classes the labels have."""
+        self.data_classes = getattr(getattr(self.trainer, "datamodule", None), "num_classes", None)
+
+    @override
+    def forward(self, images: Tensor) -> Tensor:
+        """Images `(N, 3, H, W)`, uint8 or normalised, to logits `(N, classes)`.
+
+        Raises:
+            ValueError: the network has fewer outputs than the data module has classes.
+        """
+        logits = cast(Tensor, self.network(self._normalised(images)))
+        if self.data_classes is not None and logits.shape[1] < self.data_classes:
+            # on a GPU the loss would fail with a device-side assertion that names neither number
+            raise ValueError(
+                f"The network has {logits.shape[1]} outputs, but the data has {self.data_classes} classes. "
+                f"Build it with num_classes={self.data_classes}."
+            )
+        return logits
+
+    @override
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        images, labels = batch
+        loss = mean_cross_entropy(self(images), labels, self.hparams["label_smoothing"])
+        self.log("train/loss", loss)
+        return loss
+
+    @override
+    def on_validation_epoch_start(self) -> None:
+        self._start_sums()
+
+    @override
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self._add_to_sums(batch)
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        self._log_means("val")
+
+    @override
+    def on_test_epoch_start(self) -> None:
+        self._start_sums()
+
+    @override
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        self._add_to_sums(batch)
+
+    @override
+    def on_test_epoch_end(self) -> None:
+        self._log_means("test")
+
+    @override
+    def predict_step(self, batch: Batch | Tensor, batch_idx: int) -> Tensor:
+        """Class probabilities in float32, `(N, classes)`, of a batch of images with or without labels."""
+        images = batch if isinstance(batch, Tensor) else batch[0]
+        return torch.softmax(self(images).float(), dim=1)
+
+    @override
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        """SGD with a peak learning rate of `learning_rate * global batch / 256`, changed every step."""
+        trainer = self.trainer
+        # As Trainer.estimated_stepping_batches does, which leaves it out when only max_steps is given; until
+        # then neither the batch size nor the length of an epoch is known.
+        trainer.fit_loop.setup_data()
+        sgd = SGD(
+            recipe.decay_groups(self.network, self.hparams["weight_decay"]),
+            lr=scaled_learning_rate(self.hparams["learning_rate"], recipe.global_batch(trainer)),
+            momentum=self.hparams["momentum"],
+            nesterov=self.hparams["nesterov"],
+        )
+        warmup = recipe.warmup_steps(trainer, self.hparams["warmup_epochs"])
+        return {
+            "optimizer": sgd,
+            "lr_scheduler": recipe.warmup_cosine_schedule(sgd, warmup, recipe.total_steps(trainer)),
+        }
+
+    def _normalised(self, images: Tensor) -> Tensor:
+        images = images.contiguous(memory_format=self.memory_format)  # while a pixel is still one byte
+        if images.dtype != torch.uint8:
+            return images
+        # the buffers have the dtype of the parameters, also where a precision plugin has converted the module
+        return images.to(self.pixel_scale.dtype).mul_(self.pixel_scale).add_(self.pixel_shift)
+
+    def _start_sums(self) -> None:
+        # no buffer, because a precision plugin may convert buffers to bfloat16, which counts to 256
+        self._sums = torch.zeros(4, dtype=torch.float64, device=self.device)
+
+    def _add_to_sums(self, batch: Batch) -> None:
+        images, labels = batch
+        self._sums += evaluation_sums(self(images), labels)
+
+    def _log_means(self, stage: str) -> None:
+        sums = cast(Tensor, self.trainer.strategy.reduce(self._sums, reduce_op="sum"))
+        for name, value in evaluation_means(sums).items():
+            # already the same on every rank: the maximum of equal numbers is exact, their mean may be rounded
+            self.log(f"{stage}/{name}", value, reduce_fx="max", sync_dist=True)
+
+
+def _compile_in_place(network: nn.Module) -> None:
+    if type(network).forward.__module__.startswith("torch.nn."):
+        # torch.compile does not trace into the code of torch.nn where a call starts: it would do nothing, silently
+        raise ValueError(
+            f"compile=True has no effect on a bare {type(network).__name__}. Give a network of a class of your own, "
+            "whose forward calls it, or leave compile=False."
+        )
+    network.compile()
+
+
+def _with_memory_format(network: nn.Module, memory_format: torch.memory_format) -> nn.Module:
+    # torch annotates this overload of Module.to for tensors of four dimensions only
+    return network.to(memory_format=memory_format)  # type: ignore[call-overload, no-any-return]

@@ -1,0 +1,52 @@
+"""Loss and top-1/top-5 accuracy of a whole evaluation set, exact over batches and ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+# torch's own default for `ignore_index` of cross_entropy.
+IGNORED = -100
+_TOP_K = 5
+
+
+def mean_cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """Cross-entropy in float32, averaged over the labels that are not `IGNORED`; 0 where all are.
+
+    torch's own mean is NaN for a batch without a valid label, and one such batch on one rank would poison the
+    gradients of all.
+
+    Args:
+        logits: `(N, classes)`.
+        labels: `(N,)`, class indices or `IGNORED`.
+        label_smoothing: share of the target spread evenly over the classes (Szegedy et al. 2015, section 7,
+            https://arxiv.org/abs/1512.00567).
+    """
+    total = functional.cross_entropy(
+        logits.float(), labels, ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing
+    )
+    return total / (labels != IGNORED).sum().clamp(min=1)
+
+
+def evaluation_sums(logits: Tensor, labels: Tensor) -> Tensor:
+    """What one batch adds: `[sum of cross-entropies, top-1 hits, top-5 hits, valid samples]` in float64.
+
+    Sums can be added over batches and ranks and divided once, at the end; means cannot, unless all batches
+    are equally large. With fewer than five classes, top-5 asks for any of them and is always hit.
+
+    Args:
+        logits: `(N, classes)`.
+        labels: `(N,)`, class indices or `IGNORED`, which counts nowhere.
+    """
+    loss = functional.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
+    best = logits.topk(min(_TOP_K, logits.shape[1]), dim=1).indices
+    hits = best == labels.unsqueeze(1)
+    counts = (hits[:, 0].sum(), hits.sum(), (labels != IGNORED).sum())
+    return torch.stack([loss, *counts]).double()
+
+
+def evaluation_means(sums: Tensor) -> dict[str, Tensor]:
+    """`loss`, `top1` and `top5` (0 to 1) of the sums of all batches and ranks; NaN without a valid sample."""
+    loss, top1, top5 = (sums[:3] / sums[3]).float().unbind()
+    return {"loss": loss, "top1": top1, "top5": top5}

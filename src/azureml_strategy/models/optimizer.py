@@ -1,0 +1,94 @@
+"""Stochastic gradient descent for image networks, scaled to the global batch of a Trainer."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.types import LRSchedulerConfigType
+from torch import nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import LambdaLR
+
+from azureml_strategy.cluster.replicas import data_parallel_size
+from azureml_strategy.models.schedule import warmup_cosine
+
+
+def decay_groups(network: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Parameter groups for an optimizer, without weight decay on normalisations and biases.
+
+    Those are the parameters of one dimension; decaying them costs accuracy at large batches
+    (Jia et al. 2018, section 3.1, https://arxiv.org/abs/1807.11205).
+
+    Args:
+        network: only its parameters that require gradients are taken.
+        weight_decay: of the parameters of two dimensions and more.
+
+    Returns:
+        One or two groups; an empty one is left out.
+    """
+    parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    decayed = [parameter for parameter in parameters if parameter.ndim > 1]
+    others = [parameter for parameter in parameters if parameter.ndim <= 1]
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def warmup_cosine_schedule(optimizer: SGD, warmup_steps: int, total_steps: int) -> LRSchedulerConfigType:
+    """`warmup_cosine` over an optimizer, as `configure_optimizers` returns it: stepped every step."""
+    factor = functools.partial(warmup_cosine, warmup_steps=warmup_steps, total_steps=total_steps)
+    return {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}
+
+
+def total_steps(trainer: Trainer) -> int:
+    """Optimizer steps of the whole run.
+
+    Raises:
+        ValueError: the run has no end that can be counted in steps.
+    """
+    steps = trainer.estimated_stepping_batches
+    if not 0 < steps < math.inf:
+        raise ValueError(
+            f"The number of training steps is not known (max_epochs={trainer.max_epochs}, "
+            f"max_steps={trainer.max_steps}, {trainer.num_training_batches} batches an epoch), and a cosine "
+            "decay needs an end. Give one: Trainer(max_steps=...), or max_epochs=... and a dataloader with a "
+            "length."
+        )
+    return int(steps)
+
+
+def warmup_steps(trainer: Trainer, epochs: float) -> int:
+    """Optimizer steps of a warm-up of so many epochs, which may be a fraction.
+
+    Raises:
+        ValueError: the train dataloader has no length, so an epoch has no number of steps.
+    """
+    batches = epochs * trainer.num_training_batches if epochs else 0.0
+    if batches == math.inf:
+        raise ValueError(
+            f"warmup_epochs={epochs} cannot be counted in steps: the train dataloader has no length. Give it "
+            "a length, or set warmup_epochs=0."
+        )
+    return round(batches / trainer.accumulate_grad_batches)
+
+
+def global_batch(trainer: Trainer) -> int:
+    """Samples of one optimizer step over all replicas, gradient accumulation included.
+
+    Raises:
+        ValueError: the train dataloader does not say its batch size.
+    """
+    loader = trainer.train_dataloader
+    batch_size = getattr(loader, "batch_size", None)
+    if batch_size is None:  # as a DataLoader built from a batch sampler says
+        batch_size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    if batch_size is None:
+        raise ValueError(
+            f"The batch size of the train dataloader ({type(loader).__name__}) is not known, and the "
+            "learning rate is scaled by the global batch. Return one DataLoader(batch_size=...) from "
+            "train_dataloader, or give your loader or batch sampler an attribute `batch_size`: samples a step "
+            "and process."
+        )
+    return int(batch_size) * data_parallel_size(trainer) * trainer.accumulate_grad_batches
