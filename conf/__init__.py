@@ -1,1 +1,1 @@
-"""Hydra groups."""
+"""Hydra groups: model, data, strategy, trainer, tracking, checkpoint."""

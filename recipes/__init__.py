@@ -1,1 +1,1 @@
-"""Recipes."""
+"""Whole runs, each one file, for `azureml-strategy train`."""

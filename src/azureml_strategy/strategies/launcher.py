@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from azureml_strategy.cluster.environment import AzureMLEnvironment
 from azureml_strategy.cluster.launchers import local
+from azureml_strategy.command_line import is_override
 
 
 class NodeLauncher(_SubprocessScriptLauncher):
@@ -59,7 +60,7 @@ def _command() -> tuple[Sequence[str], str | None]:
     config = HydraConfig.get()
     if module is None:
         program[1] = os.path.join(config.runtime.cwd, sys.argv[0])
-    options = [argument for argument in sys.argv[1:] if not _is_override(argument)]
+    options = [argument for argument in sys.argv[1:] if not is_override(argument)]
     # The running job's own overrides: those of a sweep hold all its jobs. The folder exists already.
     return [
         *program,
@@ -69,8 +70,3 @@ def _command() -> tuple[Sequence[str], str | None]:
         "hydra.output_subdir=null",
         f"hydra.job.name={config.job.name}",
     ], config.runtime.cwd
-
-
-def _is_override(argument: str) -> bool:
-    """Whether a command-line argument is Hydra's `key=value`, `+key=value`, `++key=value` or `~key`."""
-    return argument.startswith("~") or ("=" in argument and not argument.startswith("-"))

@@ -23,7 +23,7 @@ def read(environ: Mapping[str, str]) -> Launch | None:
     rank = whole_number(environ, "RANK")
     if rank is None:
         return None
-    world_size = required_number(environ, "WORLD_SIZE", f"RANK={rank} is (Lightning's own strategies remove it)")
+    world_size = required_number(environ, "WORLD_SIZE", f"RANK={rank} is")
     local_rank, node_rank = whole_number(environ, "LOCAL_RANK"), declared_node_rank(environ)
     num_nodes = node_count(environ) or _derived_node_count(environ, rank, world_size, local_rank, node_rank)
     local_world_size = max(world_size // num_nodes, 1)

@@ -1,0 +1,57 @@
+"""`azureml-strategy train`: Hydra's own application, on a shipped recipe or the user's."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import hydra
+from omegaconf import DictConfig
+
+from azureml_strategy.cluster import LaunchError, detect_launch
+from azureml_strategy.command_line import is_override
+from azureml_strategy.training.catalogue import find_recipe
+from azureml_strategy.training.checking import check_overrides
+from azureml_strategy.training.console import tidy_console
+from azureml_strategy.training.errors import RecipeError
+from azureml_strategy.training.resolvers import register_resolvers
+
+
+def run_recipe(recipe: str, arguments: Sequence[str]) -> None:
+    """Run a recipe as Hydra runs any application: output folder, `--cfg job`, `--multirun` and the rest.
+
+    Args:
+        recipe: the name of a shipped recipe, or the path of a YAML file.
+        arguments: overrides and Hydra's flags.
+
+    Raises:
+        RecipeError: the recipe or an override is misspelt, or the job's variables give no rank to trust.
+    """
+    register_resolvers()
+    found = find_recipe(recipe)
+    check_overrides(found, _checkable(arguments))
+    try:
+        detect_launch()
+    except LaunchError as error:
+        raise RecipeError(str(error)) from error
+    command_line = sys.argv
+    folder = ["--config-dir", found.folder] if found.folder else []
+
+    @hydra.main(version_base="1.3", config_path=None, config_name=found.name)
+    def application(config: DictConfig) -> None:
+        sys.argv = command_line  # what a strategy repeats to start further processes
+        from azureml_strategy.training.run import train
+
+        tidy_console()
+        train(config)
+
+    sys.argv = [command_line[0], *folder, *arguments]
+    try:
+        application()
+    finally:
+        sys.argv = command_line
+
+
+def _checkable(arguments: Sequence[str]) -> list[str]:
+    """The overrides that stand for one configuration: a sweep's choices, with commas, are left to Hydra."""
+    return [each for each in arguments if is_override(each) and "," not in each]

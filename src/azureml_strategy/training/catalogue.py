@@ -1,0 +1,66 @@
+"""The recipes that come with the package, and the user's own."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from importlib.resources import files
+
+from azureml_strategy.training.errors import RecipeError, near_matches
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A whole run, in one YAML file.
+
+    Attributes:
+        name: what `azureml-strategy train` takes.
+        folder: where the file lies; None for a shipped recipe, which Hydra's search path has already.
+        summary: the first line of the file.
+    """
+
+    name: str
+    folder: str | None
+    summary: str
+
+
+def shipped_recipes() -> list[Recipe]:
+    """The recipes of this package, by name."""
+    found = [file for file in files("azureml_strategy.recipes").iterdir() if file.name.endswith(".yaml")]
+    return sorted(
+        (Recipe(file.name.removesuffix(".yaml"), None, _summary(file.read_text(encoding="utf-8"))) for file in found),
+        key=lambda recipe: recipe.name,
+    )
+
+
+def find_recipe(recipe: str) -> Recipe:
+    """A shipped recipe by its name, or the user's own by the path of its file.
+
+    Raises:
+        RecipeError: there is none, or the file would be hidden by a shipped recipe.
+    """
+    shipped = {each.name: each for each in shipped_recipes()}
+    if recipe in shipped:
+        return shipped[recipe]
+    path = os.path.abspath(recipe)
+    if not os.path.isfile(path):
+        own = [name for name in os.listdir() if name.endswith((".yaml", ".yml"))]
+        raise RecipeError(
+            f"There is no recipe {recipe!r}: it is neither the name of a shipped one nor a file. "
+            f"{near_matches(recipe, [*shipped, *own])} `azureml-strategy recipes` lists the shipped ones."
+        )
+    folder, file = os.path.split(path)
+    name, extension = os.path.splitext(file)
+    if extension != ".yaml":
+        raise RecipeError(f"{recipe} does not end in .yaml, which Hydra asks for. Rename it to {name}.yaml.")
+    if name in shipped:
+        raise RecipeError(
+            f"{recipe} has the name of a shipped recipe, which Hydra would load instead. Rename it, to my_{file} say."
+        )
+    with open(path, encoding="utf-8") as text:
+        return Recipe(name, folder, _summary(text.read()))
+
+
+def _summary(text: str) -> str:
+    first = text.lstrip().splitlines()[0] if text.strip() else ""
+    return first.lstrip("# ") if first.startswith("#") else ""

@@ -1,0 +1,142 @@
+"""Refuses misspelt recipes, overrides and keys before anything is built."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hydra import compose, initialize, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from hydra.utils import get_object
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from azureml_strategy.training.catalogue import Recipe
+from azureml_strategy.training.errors import RecipeError, near_matches
+
+# The keys that `train` reads; `vars` is the user's.
+SECTIONS = (
+    *("seed", "matmul_precision", "output_dir", "resume_from", "num_classes", "vars"),
+    *("model", "data", "trainer", "strategy", "tracking", "checkpoint", "callbacks"),
+)
+# Arguments of the Trainer that have a section of their own.
+_TRAINER_ELSEWHERE = {
+    "strategy": "the `strategy` section",
+    "logger": "`tracking.logger`",
+    "callbacks": "the `callbacks` section",
+    "enable_checkpointing": "the `checkpoint` section",
+    "enable_progress_bar": "`tracking.progress_bar`",
+    "default_root_dir": "`output_dir`",
+}
+_HYDRA_OWN = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")
+
+
+def check_overrides(recipe: Recipe, overrides: Sequence[str]) -> None:
+    """Compose the recipe with the overrides, as Hydra is about to.
+
+    Raises:
+        RecipeError: Hydra refuses; the message names the override and its near matches.
+    """
+    folder = recipe.folder
+    with initialize_config_dir(folder, version_base="1.3") if folder else initialize(None, version_base="1.3"):
+        try:
+            compose(recipe.name, list(overrides), return_hydra_config=True)
+        except (HydraException, OmegaConfBaseException) as error:
+            raise RecipeError(_explain(recipe, overrides, error)) from error
+
+
+def check_config(config: DictConfig) -> None:
+    """Check the composed configuration: sections that nothing reads, and arguments that no constructor takes.
+
+    Raises:
+        RecipeError: such a key; the message names its near matches.
+    """
+    for name in config:
+        if name not in SECTIONS:
+            raise RecipeError(
+                f"The recipe has a section {name!r}, which nothing reads. {near_matches(str(name), SECTIONS)} "
+                "Values of your own that others refer to belong under `vars`."
+            )
+    _check_trainer(config.trainer)
+    for path, node in _targets(config, ""):
+        _check_arguments(path, node)
+
+
+def _check_trainer(trainer: DictConfig) -> None:
+    from lightning.pytorch import Trainer
+
+    known = set(inspect.signature(Trainer.__init__).parameters) - set(_TRAINER_ELSEWHERE) - {"self"}
+    for name in map(str, trainer):
+        if name in _TRAINER_ELSEWHERE:
+            raise RecipeError(f"trainer.{name} is set, but comes from {_TRAINER_ELSEWHERE[name]}. Set it there.")
+        if name not in known:
+            near = near_matches(f"trainer.{name}", [f"trainer.{each}" for each in known])
+            raise RecipeError(f"trainer.{name} is set, but Lightning's Trainer takes no {name!r}. {near}")
+
+
+def _check_arguments(path: str, node: dict[str, Any]) -> None:
+    signature = inspect.signature(get_object(node["_target_"]))
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in signature.parameters.values()):
+        return
+    for name in node:
+        if name not in signature.parameters and name not in _HYDRA_OWN:
+            near = near_matches(f"{path}.{name}", [f"{path}.{each}" for each in signature.parameters])
+            raise RecipeError(f"{path}.{name} is set, but {node['_target_']} takes no {name!r}. {near}")
+
+
+def _targets(node: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every node that names a `_target_`, with its place; values stay unresolved."""
+    if isinstance(node, DictConfig):
+        node = OmegaConf.to_container(node, resolve=False)
+    if not isinstance(node, dict):
+        return
+    if "_target_" in node:
+        yield path, node
+    for name, child in node.items():
+        yield from _targets(child, f"{path}.{name}" if path else str(name))
+
+
+def _explain(recipe: Recipe, overrides: Sequence[str], error: Exception) -> str:
+    """Hydra's own words, and the near matches of the first override that cannot be."""
+    words = str(error).split("\nSee ")[0].strip()
+    plain = compose(recipe.name) if _composes(recipe) else OmegaConf.create()
+    known = list(_keys(plain))
+    for override in OverridesParser.create().parse_overrides([each for each in overrides if "=" in each]):
+        near = _near_override(override, known)
+        if near:
+            return f"The override {override.input_line!r} does not fit recipe {recipe.name!r}. {near}\n{words}"
+    return f"Recipe {recipe.name!r} cannot be composed: {words}"
+
+
+def _near_override(override: Override, known: list[str]) -> str:
+    key = override.get_key_element().lstrip("+~").split("@")[0]
+    options = GlobalHydra.instance().config_loader().get_group_options(key)
+    if options:
+        value = str(override.value())
+        return "" if value in options else near_matches(value, options)
+    if override.is_add() or override.is_force_add() or key in known or key.startswith("hydra."):
+        return ""
+    return near_matches(key, known)
+
+
+def _composes(recipe: Recipe) -> bool:
+    try:
+        compose(recipe.name)
+    except (HydraException, OmegaConfBaseException):
+        return False
+    return True
+
+
+def _keys(node: Any, path: str = "") -> Iterator[str]:
+    """Every key of the configuration, with dots."""
+    if not isinstance(node, DictConfig):
+        return
+    for name in map(str, node):
+        here = f"{path}.{name}" if path else name
+        yield here
+        if not OmegaConf.is_missing(node, name) and not OmegaConf.is_interpolation(node, name):
+            yield from _keys(node._get_node(name), here)

@@ -1,0 +1,49 @@
+"""What our YAML files ask at run time: `${azureml.by_device:32,224}` and the like.
+
+Loaded with the search-path plugin, so that a user's own Hydra application can use them too.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import datetime
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from azureml_strategy.cluster import detect_launch
+
+
+def register_resolvers() -> None:
+    """Make the resolvers known to OmegaConf; again and again does no harm."""
+    OmegaConf.register_new_resolver("azureml.run", run_name, use_cache=True, replace=True)
+    OmegaConf.register_new_resolver("azureml.hydra_subdir", hydra_subdir, replace=True)
+    OmegaConf.register_new_resolver("azureml.by_device", by_device, replace=True)
+    OmegaConf.register_new_resolver("azureml.precision", precision, replace=True)
+
+
+def run_name() -> str:
+    """A name for the output folder that all ranks share: the job's, else the time."""
+    return os.environ.get("AZUREML_RUN_ID") or datetime.now().strftime("%Y-%m-%d/%H-%M-%S")
+
+
+def hydra_subdir() -> str | None:
+    """Where Hydra records the configuration: on global rank 0 only."""
+    launch = detect_launch()
+    return ".hydra" if launch is None or launch.rank == 0 else None
+
+
+def by_device(on_cpu: Any, on_gpu: Any) -> Any:
+    """One value for a machine without a GPU, one for a machine with one."""
+    import torch
+
+    return on_gpu if torch.cuda.is_available() else on_cpu
+
+
+def precision() -> str:
+    """The fastest of Lightning's precisions that this device computes in hardware and that keeps float32's range."""
+    import torch
+
+    if torch.cuda.is_available():
+        return "bf16-mixed" if torch.cuda.is_bf16_supported(including_emulation=False) else "16-mixed"
+    return "bf16-mixed" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "32-true"

@@ -1,0 +1,105 @@
+"""Composes a run from its configuration. Nothing else does."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from hydra.utils import instantiate
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.loggers import Logger
+from omegaconf import DictConfig, OmegaConf
+
+from azureml_strategy.cluster import detect_launch
+from azureml_strategy.training.checking import check_config
+
+log = logging.getLogger(__name__)
+
+
+def train(config: DictConfig) -> dict[str, float]:
+    """Train the model of a configuration on its data.
+
+    Args:
+        config: a composed recipe: `model`, `data`, `strategy`, `trainer`, `tracking`, `checkpoint`, `callbacks`,
+            `seed`, `matmul_precision`, `output_dir`, `resume_from`.
+
+    Returns:
+        The metrics of the last epoch by name, on every rank.
+
+    Raises:
+        RecipeError: a key that nothing reads.
+        LaunchError: the Trainer contradicts the job.
+    """
+    check_config(config)
+    _announce()
+    seed_everything(config.seed, workers=True, verbose=False)
+    torch.set_float32_matmul_precision(config.matmul_precision)
+    model: LightningModule = instantiate(config.model)
+    data = instantiate(config.data)
+    trainer = _trainer(config)
+    for logger in trainer.loggers:
+        logger.log_hyperparams(_flat(config))
+    with _own_processes(trainer):
+        trainer.fit(model, datamodule=data, ckpt_path=config.resume_from)
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def _trainer(config: DictConfig) -> Trainer:
+    logger: Logger | None = instantiate(config.tracking.logger)
+    callbacks = [instantiate(node) for node in _callback_nodes(config)]
+    arguments: Any = OmegaConf.to_container(config.trainer, resolve=True)
+    return Trainer(
+        **arguments,
+        strategy=instantiate(config.strategy),
+        logger=logger or False,
+        callbacks=[callback for callback in callbacks if isinstance(callback, Callback)],
+        enable_checkpointing=config.checkpoint is not None,
+        enable_progress_bar=config.tracking.progress_bar is not None,
+        default_root_dir=config.output_dir,
+    )
+
+
+def _callback_nodes(config: DictConfig) -> list[Any]:
+    """Every part of tracking but the logger is a callback; `null` leaves one out."""
+    tracking = [node for name, node in config.tracking.items() if name != "logger"]
+    return [node for node in (*tracking, *config.callbacks.values(), config.checkpoint) if node is not None]
+
+
+def _flat(config: DictConfig) -> dict[str, Any]:
+    """The configuration as hyperparameters: resolved, without what says only where things are."""
+    resolved: Any = OmegaConf.to_container(config, resolve=True)
+    return {name: value for name, value in resolved.items() if name not in ("output_dir", "tracking", "checkpoint")}
+
+
+def _announce() -> None:
+    launch = detect_launch()
+    if launch is not None and launch.rank == 0:
+        log.info(
+            "Azure ML job: launcher %s, %d node(s) x %d process(es), rendezvous at %s:%d",
+            launch.launcher,
+            launch.num_nodes,
+            launch.local_world_size,
+            launch.main_address,
+            launch.main_port,
+        )
+
+
+@contextmanager
+def _own_processes(trainer: Trainer) -> Iterator[None]:
+    """The processes that the strategy starts end with the run, and so does what they needed.
+
+    Without it the next run of a sweep would take the variables of these for those of processes that are still
+    there. Ranks that the platform started stay, and keep their group for the next run.
+    """
+    environ = dict(os.environ)
+    yield
+    if getattr(trainer.strategy.launcher, "procs", None):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        os.environ.clear()
+        os.environ.update(environ)

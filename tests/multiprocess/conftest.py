@@ -1,0 +1,99 @@
+"""Starts real process groups, with the variables of an Azure ML job."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from azureml_strategy.cluster.emulated import EmulatedRun, azure_variables, without_job_variables
+from azureml_strategy.cluster.launch import Launch
+from azureml_strategy.emulator.processes import Outcome, Process, run_together
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+@dataclass(frozen=True)
+class Job:
+    """How a job ended: its outcome, what was printed, and what each rank's script wrote with `report`."""
+
+    outcome: Outcome
+    output: str
+    results: dict[int, Any]
+
+    @property
+    def exit_code(self) -> int:
+        return self.outcome.exit_code
+
+    def each(self, key: str) -> list[Any]:
+        return [self.results[rank][key] for rank in sorted(self.results)]
+
+
+RunJob = Callable[..., Job]
+
+
+@pytest.fixture
+def run_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> RunJob:
+    """Run a script of tests/multiprocess/scripts as each process of a job, and wait for the end."""
+
+    def run(
+        script: str,
+        *arguments: object,
+        nodes: int = 1,
+        processes_per_node: int = 1,
+        distribution: str = "pytorch",
+        without: Sequence[str] = (),
+        extra: Mapping[str, str] | None = None,
+        in_job: bool = True,
+    ) -> Job:
+        addresses = [f"127.0.1.{node + 1}" for node in range(nodes)]
+        world_size = nodes * processes_per_node
+        port = free_port()
+        processes = []
+        for rank in range(world_size):
+            node, local_rank = divmod(rank, processes_per_node)
+            launch = Launch(
+                distribution, rank, world_size, local_rank, processes_per_node, node, nodes, addresses[0], port
+            )
+            environ = {**without_job_variables(os.environ), **shared_machine(tmp_path)}
+            if in_job:
+                own_port = None if distribution in ("pytorch", "none") else port
+                environ |= azure_variables(launch, distribution, addresses, fake_run(tmp_path), own_port)
+            environ = {name: value for name, value in environ.items() if name not in without} | dict(extra or {})
+            command = [sys.executable, str(SCRIPTS / script), *map(str, arguments)]
+            processes.append(Process(f"rank {rank}", f"node {node}", command, environ))
+        capsys.readouterr()
+        outcome = run_together(processes)
+        results = {int(file.stem): json.loads(file.read_text()) for file in (tmp_path / "results").glob("*.json")}
+        return Job(outcome, capsys.readouterr().out, results)
+
+    return run
+
+
+def fake_run(folder: Path) -> EmulatedRun:
+    """A run that nothing opens: these tests do not log."""
+    return EmulatedRun("job-1", "tests", "1", f"sqlite:///{folder}/mlflow.db")
+
+
+def shared_machine(folder: Path) -> dict[str, str]:
+    return {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "RESULTS": str(folder / "results"),
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,94 @@
+"""Each feature of DDP under azureml_ddp and, in the same processes, under Lightning's own."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from common import Regression, loader, parameters, quiet_trainer, report
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+
+from azureml_strategy.strategies import AzureMLDDPStrategy
+
+
+class BucketViews(Callback):
+    """Notes whether DDP's gradients are views into its buckets."""
+
+    seen: bool | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.seen = trainer.strategy.model.gradient_as_bucket_view
+
+
+# name: (Trainer's arguments, DDP's, the model's)
+FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}, {}),
+    "accumulation": ({"accumulate_grad_batches": 2}, {}, {}),
+    "unused": ({}, {"find_unused_parameters": True}, {"unused": True}),
+    "bf16": ({"precision": "bf16-mixed"}, {}, {}),
+    "static_graph": ({}, {"static_graph": True}, {}),
+    "clipping": ({"gradient_clip_val": 0.1}, {}, {}),
+}
+COMPRESSIONS = ("bf16", "fp16", "powersgd")
+
+
+def fit(strategy: DDPStrategy, trainer_arguments: dict[str, Any], model_arguments: dict[str, Any]) -> dict[str, Any]:
+    model, views = Regression(**model_arguments), BucketViews()
+    trainer = quiet_trainer(strategy=strategy, max_epochs=6, callbacks=[views], num_nodes=2, **trainer_arguments)
+    trainer.fit(model, loader())
+    return {"losses": model.losses, "parameters": parameters(model), "views": views.seen, "read": model.read}
+
+
+def features() -> dict[str, Any]:
+    results = {}
+    for name, (trainer_arguments, ddp_arguments, model_arguments) in FEATURES.items():
+        results[name] = [
+            fit(kind(**ddp_arguments), trainer_arguments, model_arguments) for kind in (AzureMLDDPStrategy, DDPStrategy)
+        ]
+    return results
+
+
+def compressions() -> dict[str, Any]:
+    results = {}
+    for name in COMPRESSIONS:
+        strategy = AzureMLDDPStrategy(gradient_compression=name)
+        results[name] = fit(strategy, {}, {})
+        state = strategy._ddp_comm_state
+        errors = getattr(state, "error_dict", {})
+        results[name]["error_feedback"] = float(sum(error.norm() for error in errors.values()))
+    return results
+
+
+def evaluations() -> dict[str, Any]:
+    model = Regression()
+    trainer = quiet_trainer(strategy="azureml_ddp")
+    validated = trainer.validate(model, loader(), verbose=False)
+    tested = trainer.test(model, loader(), verbose=False)
+    predicted = torch.cat(trainer.predict(model, loader()))
+    return {"validate": validated, "test": tested, "predict": predicted.flatten().tolist()}
+
+
+def compiled() -> dict[str, Any]:
+    model = Regression()
+    quiet_trainer(strategy="azureml_ddp", max_epochs=6).fit(torch.compile(model), loader())
+    eager = fit(AzureMLDDPStrategy(), {}, {})
+    return {"losses": model.losses, "parameters": parameters(model), "eager_losses": eager["losses"]}
+
+
+def sync_batchnorm() -> dict[str, Any]:
+    """On the GPU, where alone torch allows it; both ranks share one, over gloo."""
+    strategy = AzureMLDDPStrategy(process_group_backend="gloo")
+    return fit(strategy, {"sync_batchnorm": True, "accelerator": "gpu", "devices": 1}, {"batch_norm": True})
+
+
+PARTS = {
+    "features": features,
+    "compressions": compressions,
+    "evaluations": evaluations,
+    "compiled": compiled,
+    "sync_batchnorm": sync_batchnorm,
+}
+results = PARTS[sys.argv[1]]()
+report(torch.distributed.get_rank(), **results)

@@ -1,0 +1,28 @@
+"""One `fit`, with the Trainer's arguments from the command line; twice with `again`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from common import Regression, loader, parameters, quiet_trainer, report
+
+arguments: dict[str, Any] = eval(sys.argv[1])
+if arguments.pop("plugin", True):
+    import azureml_strategy  # noqa: F401 - registers the names
+
+for _ in range(2 if arguments.pop("again", False) else 1):
+    model = Regression()
+    trainer = quiet_trainer(**arguments)
+    trainer.fit(model, loader())
+report(
+    trainer.global_rank,
+    world_size=trainer.world_size,
+    num_nodes=trainer.num_nodes,
+    strategy=type(trainer.strategy).__name__,
+    losses=model.losses,
+    read=model.read,
+    parameters=parameters(model),
+    environ={name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK")},
+)

@@ -1,0 +1,31 @@
+"""A `fit` in which some ranks get SIGTERM during the fourth batch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Any
+
+from common import Regression, loader, quiet_trainer, report
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+import azureml_strategy  # noqa: F401 - registers the names
+
+SIGNALLED = [int(rank) for rank in sys.argv[1].split(",")]
+
+
+class Terminate(Callback):
+    """Signals this process, and records how the fit ends."""
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 3 and trainer.global_rank in SIGNALLED:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        code = getattr(exception, "code", None)
+        report(trainer.global_rank, step=trainer.global_step, exception=type(exception).__name__, code=code)
+
+
+trainer = quiet_trainer(strategy="azureml_ddp", max_epochs=50, callbacks=[Terminate()])
+trainer.fit(Regression(), loader())

@@ -1,0 +1,96 @@
+"""What becomes of the ways in which stock Lightning goes wrong under Azure ML's variables.
+
+Each test is one of them. With the plugin installed it ends in correct training, or within seconds in an error that
+says what to type; never in a Trainer that trains alone, and never in a wait for ranks that nobody starts.
+"""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from tests.multiprocess.conftest import Job, RunJob
+
+ALL_ROWS = list(range(64))
+
+
+def assert_trained_together(job: Job, world_size: int) -> None:
+    assert job.exit_code == 0, job.output
+    assert job.each("world_size") == [world_size] * world_size
+    assert sorted(row for rows in job.each("read") for row in rows) == ALL_ROWS
+    first, *others = job.each("parameters")
+    assert all(other == first for other in others)
+
+
+def assert_refused(job: Job, *words: str) -> None:
+    assert job.exit_code == 1
+    assert not job.results, "a rank trained"
+    for word in ("LaunchError", "strategy='azureml_ddp'", *words):
+        assert word in job.output, job.output
+
+
+def test_one_node_two_processes(run_job: RunJob) -> None:
+    job = run_job("fit.py", {"strategy": "ddp", "devices": 2, "num_nodes": 1}, processes_per_node=2)
+    assert_trained_together(job, 2)
+
+
+def test_two_nodes_with_num_nodes(run_job: RunJob) -> None:
+    job = run_job("fit.py", {"strategy": "ddp", "devices": 1, "num_nodes": 2}, nodes=2)
+    assert_trained_together(job, 2)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "auto"])
+def test_num_nodes_forgotten_is_refused(run_job: RunJob, strategy: str) -> None:
+    started = time.monotonic()
+    job = run_job("fit.py", {"strategy": strategy}, nodes=2)
+    assert_refused(job, "num_nodes=1", "2 node(s) x 1", "num_nodes=2")
+    assert time.monotonic() - started < 120
+
+
+def test_num_nodes_forgotten_trains_with_our_strategy(run_job: RunJob) -> None:
+    assert_trained_together(run_job("fit.py", {"strategy": "azureml_ddp"}, nodes=2), 2)
+
+
+def test_more_devices_than_the_job_started_is_refused(run_job: RunJob) -> None:
+    """Stock Lightning waits half an hour for the second rank: LOCAL_RANK makes it think someone starts it."""
+    job = run_job("fit.py", {"strategy": "ddp", "devices": 2})
+    assert_refused(job, "devices=2", "ranks that nobody starts")
+
+
+def test_one_process_per_node_with_two_devices_starts_the_second(run_job: RunJob) -> None:
+    assert_trained_together(run_job("fit.py", {"strategy": "azureml_ddp", "devices": 2}), 2)
+
+
+@pytest.mark.parametrize("arguments", [{"strategy": "auto"}, {"strategy": "auto", "devices": 1}])
+def test_two_processes_with_one_device_is_refused(run_job: RunJob, arguments: dict[str, object]) -> None:
+    job = run_job("fit.py", arguments, processes_per_node=2)
+    assert_refused(job, "1 node(s) x 2", "would train alone")
+
+
+def test_node_rank_missing_is_refused_with_stock_ddp(run_job: RunJob) -> None:
+    without = ("NODE_RANK",)
+    job = run_job("fit.py", {"strategy": "ddp", "devices": 1, "num_nodes": 2}, nodes=2, without=without)
+    assert_refused(job, "NODE_RANK is not set", "ranks would collide")
+
+
+def test_node_rank_missing_is_derived_by_our_strategy(run_job: RunJob) -> None:
+    job = run_job("fit.py", {"strategy": "azureml_ddp"}, nodes=2, without=("NODE_RANK", "AZUREML_CR_NODE_RANK"))
+    assert_trained_together(job, 2)
+
+
+def test_script_that_never_imports_the_plugin_is_guarded(run_job: RunJob) -> None:
+    job = run_job("fit.py", {"plugin": False, "strategy": "ddp"}, nodes=2)
+    assert_refused(job)
+
+
+def test_two_nodes_without_distribution_block_is_refused(run_job: RunJob) -> None:
+    job = run_job("fit.py", {"strategy": "azureml_ddp"}, nodes=2, distribution="none")
+    assert job.exit_code == 1
+    assert "distribution: {type: pytorch" in job.output
+    assert not job.results
+
+
+def test_guard_can_be_switched_off(run_job: RunJob) -> None:
+    job = run_job("fit.py", {"strategy": "auto"}, processes_per_node=2, extra={"AZUREML_STRATEGY_GUARD": "off"})
+    assert job.exit_code == 0, job.output
+    assert job.each("world_size") == [1]  # both report as rank 0 of 1

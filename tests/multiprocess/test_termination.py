@@ -1,0 +1,23 @@
+"""SIGTERM to any rank ends all of them at one step, with an exit code that says so."""
+
+from __future__ import annotations
+
+import pytest
+from tests.multiprocess.conftest import RunJob
+
+
+@pytest.mark.parametrize("signalled", ["0", "1", "0,1"])
+def test_all_ranks_end_together(run_job: RunJob, signalled: str) -> None:
+    job = run_job("sigterm.py", signalled, nodes=2)
+    assert job.exit_code == 143, job.output
+    assert job.each("exception") == ["SIGTERMException"] * 2
+    assert job.each("code") == [143, 143]
+    first, second = job.each("step")
+    assert first == second
+    assert 4 <= first <= 6  # the signal's batch, and the one after it in which the ranks agree
+
+
+def test_single_process(run_job: RunJob) -> None:
+    job = run_job("sigterm.py", "0")
+    assert job.exit_code == 143, job.output
+    assert job.each("step") == [4]
