@@ -1,0 +1,105 @@
+"""From what a logger is given to what MLflow's `log_batch` takes."""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from azureml_strategy.tracking.limits import METRICS_PER_BATCH, PARAMS_PER_BATCH
+
+if TYPE_CHECKING:
+    from mlflow.entities import Metric, Param
+
+# MLflow's own rule for names, as Lightning's MLFlowLogger applies it.
+_NOT_IN_A_NAME = re.compile(r"[^a-zA-Z0-9_/. -]+")
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Values of one step: whatever `float()` takes."""
+
+    values: Mapping[str, Any]
+    step: int
+    timestamp_ms: int
+
+
+@dataclass(frozen=True)
+class Params:
+    """Hyperparameters, already text."""
+
+    values: Mapping[str, str]
+
+
+Record = Metrics | Params
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one `log_batch` call writes: items of one kind, `metrics` or `params`."""
+
+    kind: str
+    items: list[Any]
+
+    def halves(self) -> tuple[Batch, Batch]:
+        """The same items as two batches."""
+        middle = len(self.items) // 2
+        return Batch(self.kind, self.items[:middle]), Batch(self.kind, self.items[middle:])
+
+    def describe(self) -> str:
+        """Names and steps, as a warning shows them."""
+        names = sorted({item.key for item in self.items})
+        shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+        if self.kind != "metrics":
+            return f"{self.kind} {shown}"
+        steps = [item.step for item in self.items]
+        return f"metrics {shown} of steps {min(steps)} to {max(steps)}"
+
+
+def clean_name(name: str) -> str:
+    """The name without the characters that MLflow refuses."""
+    return _NOT_IN_A_NAME.sub("", name)
+
+
+def make_batches(records: Iterable[Record]) -> list[Batch]:
+    """As few batches as the limits allow, each kind in the order it was logged."""
+    metrics: list[Metric] = []
+    params: list[Param] = []
+    for record in records:
+        if isinstance(record, Metrics):
+            metrics.extend(_metric_entities(record))
+        else:
+            params.extend(_param(name, value) for name, value in record.values.items())
+    return [
+        *_chunks("params", params, PARAMS_PER_BATCH),
+        *_chunks("metrics", metrics, METRICS_PER_BATCH),
+    ]
+
+
+def _param(name: str, value: str) -> Param:
+    from mlflow.entities import Param
+
+    return Param(name, value)  # type: ignore[no-untyped-call]
+
+
+def _chunks(kind: str, items: list[Any], size: int) -> Iterator[Batch]:
+    for start in range(0, len(items), size):
+        yield Batch(kind, items[start : start + size])
+
+
+def _metric_entities(record: Metrics) -> Iterator[Metric]:
+    from mlflow.entities import Metric
+
+    for name, value in record.values.items():
+        if isinstance(value, str):
+            warnings.warn(f"MLflow metrics are numbers: {name}={value!r} is left out.", stacklevel=2)
+            continue
+        yield Metric(clean_name(name), float(value), record.timestamp_ms, record.step)
+
+
+def is_finite(item: Any) -> bool:
+    """Whether an item is no NaN or infinite metric."""
+    return not isinstance(item.value, float) or math.isfinite(item.value)

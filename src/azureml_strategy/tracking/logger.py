@@ -1,0 +1,197 @@
+"""Lightning's MLflow logger, for a run that may belong to a job."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from lightning.fabric.loggers.logger import rank_zero_experiment
+from lightning.pytorch.loggers import Logger, MLFlowLogger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning_utilities.core.rank_zero import rank_zero_only
+from typing_extensions import override
+
+from azureml_strategy.tracking.batch import Metrics, Params
+from azureml_strategy.tracking.hyperparams import as_texts, fit_azure, new_params
+from azureml_strategy.tracking.location import RunLocation, locate
+from azureml_strategy.tracking.run import OpenRun, end_run, join_run, resolve_tracking_uri, start_run
+from azureml_strategy.tracking.termination import TerminationFlush
+from azureml_strategy.tracking.values import readable_later
+from azureml_strategy.tracking.writer import BatchWriter
+
+if TYPE_CHECKING:
+    from mlflow.tracking import MlflowClient
+
+_RUN_STATUS = {"success": "FINISHED", "finished": "FINISHED", "failed": "FAILED"}
+
+
+class _Tracking(NamedTuple):
+    """What the user asked for; each may be left to the environment."""
+
+    uri: str | None
+    experiment_name: str | None
+    run_name: str | None
+    artifact_location: str | None
+
+
+class _Session:
+    """An open run with its writer: what exists on rank 0 once the logger is used."""
+
+    def __init__(self, run: OpenRun, flush_interval_s: float) -> None:
+        self.run = run
+        self.writer = BatchWriter(run.client, run.run_id, flush_interval_s)
+        self.termination = TerminationFlush(self.writer)
+        self.params = dict(run.run.data.params)
+
+
+class JobMLFlowLogger(MLFlowLogger):
+    """Logs into the job's own MLflow run, off the training thread and in batches that Azure ML accepts.
+
+    Everything is decided when the logger is first used, on rank 0, which alone writes. A run that was joined
+    (`run_id` or MLFLOW_RUN_ID) is never closed or renamed, and its experiment is its own. A run that was opened here
+    ends FINISHED, FAILED, or KILLED after SIGTERM or Ctrl-C.
+
+    `log_metrics` and `log_hyperparams` return at once. A value of the GPU is copied there and read later, on the
+    writer's thread. `finalize`, which Lightning calls at the end and on an exception, SIGTERM and the interpreter's
+    exit all write what is queued. Neither a server that is down nor a value that it refuses stops training.
+
+    Args:
+        experiment_name: experiment of a run opened here; else MLFLOW_EXPERIMENT_ID or _NAME, else `lightning_logs`.
+        run_name: name of a run opened here.
+        tracking_uri: the store; else MLFLOW_TRACKING_URI, else `sqlite:///mlflow.db`.
+        tags: of the run, whether opened or joined.
+        log_model: as in Lightning: True uploads checkpoints at the end, "all" as they are saved.
+        prefix: put before metric names, with a dash.
+        artifact_location: where an experiment made here keeps its files.
+        run_id: the run to join; else MLFLOW_RUN_ID, else a new one is opened.
+        flush_interval_s: how long metrics gather before they are written, in seconds.
+
+    Raises:
+        TrackingError: (on first use) the store does not have the run to join, or cannot be opened.
+    """
+
+    def __init__(
+        self,
+        experiment_name: str | None = None,
+        run_name: str | None = None,
+        tracking_uri: str | None = None,
+        tags: dict[str, Any] | None = None,
+        log_model: Literal[True, False, "all"] = False,
+        prefix: str = "",
+        artifact_location: str | None = None,
+        run_id: str | None = None,
+        flush_interval_s: float = 1.0,
+    ) -> None:
+        # Not MLFlowLogger's: it opens the store here, on every rank and before the environment is complete. What
+        # its checkpoint upload reads is set instead.
+        Logger.__init__(self)
+        self._run_id = run_id
+        self._prefix = prefix
+        self._log_model = log_model
+        self._logged_model_time: dict[str, float] = {}
+        self._checkpoint_callback = None
+        self.tags = tags or {}
+        self._tracking = _Tracking(tracking_uri, experiment_name, run_name, artifact_location)
+        self._flush_interval_s = flush_interval_s
+        self._session: _Session | None = None
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> MlflowClient:
+        """MLflow's client; the run is opened when it is first asked for. Other ranks get a dummy."""
+        return self._open().run.client
+
+    @property
+    @override
+    def run_id(self) -> str | None:
+        """The run's id; on other ranks than 0 it is known only for a joined run."""
+        if _is_rank_zero():
+            return self._open().run.run_id
+        return self._run_id or os.environ.get("MLFLOW_RUN_ID")
+
+    @property
+    @override
+    def experiment_id(self) -> str | None:
+        """The experiment's id; None on other ranks than 0."""
+        return str(self._open().run.run.info.experiment_id) if _is_rank_zero() else None
+
+    @property
+    @override
+    def save_dir(self) -> str | None:
+        """None: checkpoints go below the Trainer's `default_root_dir`."""
+        return None
+
+    @property
+    def location(self) -> RunLocation:
+        """Where the run is and how to look at it. Only rank 0 may ask."""
+        run = self._open().run
+        info = run.run.info
+        return locate(run.tracking_uri, run.experiment_name, info.experiment_id, info.run_id, info.run_name)
+
+    @override
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        session = self._open()
+        session.termination.install()
+        prefix = f"{self._prefix}{self.LOGGER_JOIN_CHAR}" if self._prefix else ""
+        values = {prefix + name: readable_later(value) for name, value in metrics.items()}
+        session.writer.put(Metrics(values, step or 0, int(time.time() * 1000)))
+
+    @override
+    @rank_zero_only
+    def log_hyperparams(self, params: dict[str, Any] | Namespace) -> None:
+        session = self._open()
+        new = new_params(session.params, as_texts(params))
+        if session.run.tracking_uri.startswith("azureml:"):
+            new = fit_azure(session.params, new)
+        session.params.update(new)
+        session.writer.put(Params(new))
+
+    def flush(self, timeout_s: float = 60.0) -> bool:
+        """Wait until everything logged so far is written; False if the store took nothing for `timeout_s`."""
+        return self._session is None or self._session.writer.flush(timeout_s)
+
+    @override
+    @rank_zero_only
+    def finalize(self, status: str = "success") -> None:
+        if self._session is None:
+            return
+        complete = self._session.writer.close()
+        self._session.termination.remove()
+        if self._checkpoint_callback:
+            self._scan_and_log_checkpoints(self._checkpoint_callback)
+        if self._session.run.owned and complete:
+            end_run(self._session.run, _final_status(status))
+
+    def _open(self) -> _Session:
+        if self._session is None:
+            self._session = _Session(self._open_run(), self._flush_interval_s)
+            self._run_id = self._session.run.run_id
+        return self._session
+
+    def _open_run(self) -> OpenRun:
+        wanted = self._tracking
+        uri = resolve_tracking_uri(wanted.uri)
+        run_id = self._run_id or os.environ.get("MLFLOW_RUN_ID")
+        if run_id is not None:
+            return join_run(uri, run_id, self.tags)
+        return start_run(uri, wanted.experiment_name, wanted.run_name, self.tags, wanted.artifact_location)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A thread cannot be copied; the copy joins the run, and the original ends it.
+        return {**self.__dict__, "_session": None}
+
+
+def _is_rank_zero() -> bool:
+    return bool(rank_zero_only.rank == 0)  # type: ignore[attr-defined]
+
+
+def _final_status(status: str) -> str:
+    """MLflow's word for how `fit` ended; Lightning says "failed" from inside its `except` clause."""
+    if isinstance(sys.exc_info()[1], (SIGTERMException, KeyboardInterrupt)):
+        return "KILLED"
+    return _RUN_STATUS.get(status, status)

@@ -1,0 +1,70 @@
+"""A progress bar with samples per second, and a quiet log where there is no terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import TQDMProgressBar
+from typing_extensions import override
+
+from azureml_strategy.tracking.throughput import find_throughput
+
+
+class ThroughputProgressBar(TQDMProgressBar):
+    """Lightning's bar with the rate of the `ThroughputCallback` beside it, over all devices.
+
+    A job's standard output is a file, where a bar that redraws itself becomes thousands of fragments. There, rank 0
+    prints one line at a time instead, at most every `line_interval_s`, and one at the end of each epoch.
+
+    Args:
+        refresh_rate: batches between two drawings of the bar; 0 turns bar and lines off.
+        line_interval_s: seconds between two lines where standard output is no terminal.
+    """
+
+    def __init__(self, refresh_rate: int = 1, line_interval_s: float = 30.0) -> None:
+        super().__init__(refresh_rate=refresh_rate)
+        self._line_interval_s = line_interval_s
+        self._next_line = 0.0
+        self._prints_lines = False
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        self._throughput = find_throughput(trainer)
+        self._prints_lines = self.is_enabled and not sys.stdout.isatty()
+        if self._prints_lines:
+            self.disable()
+
+    @override
+    def get_metrics(
+        self, trainer: Trainer, pl_module: LightningModule
+    ) -> dict[str, int | str | float | dict[str, float]]:
+        metrics = super().get_metrics(trainer, pl_module)
+        if self._throughput is not None and self._throughput.latest is not None:
+            metrics[f"{self._throughput.unit}/s"] = f"{self._throughput.latest.samples_per_second:.1f}"
+        return metrics
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if self._prints_lines and time.monotonic() >= self._next_line:
+            self._print_line(trainer, pl_module, batch_idx + 1)
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_epoch_end(trainer, pl_module)
+        if self._prints_lines:
+            self._print_line(trainer, pl_module, trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+
+    def _print_line(self, trainer: Trainer, pl_module: LightningModule, batches: int) -> None:
+        self._next_line = time.monotonic() + self._line_interval_s
+        metrics = self.get_metrics(trainer, pl_module)
+        metrics.pop("v_num", None)  # the run's id, which does not change
+        shown = ", ".join(f"{n} {v:.4g}" if isinstance(v, float) else f"{n} {v}" for n, v in metrics.items())
+        where = f"Epoch {trainer.current_epoch}: batch {batches}/{self.total_train_batches}"
+        print(f"{where}, {shown}" if shown else where, flush=True)

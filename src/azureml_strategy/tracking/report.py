@@ -1,0 +1,92 @@
+"""What a run achieved, in a few lines at its end."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning_utilities.core.rank_zero import rank_zero_only
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from typing_extensions import override
+
+from azureml_strategy.tracking.logger import JobMLFlowLogger
+from azureml_strategy.tracking.summary import ThroughputSummary
+from azureml_strategy.tracking.throughput import find_throughput
+
+# val/top1, train_acc, accuracy, test/acc_top5, ...
+_ACCURACY = re.compile(r"(^|[/_.])(acc|accuracy|top_?\d+)($|[/_.])", re.IGNORECASE)
+_WIDTH = 100  # of the table where standard output is no terminal, in characters
+
+
+class RunReport(Callback):
+    """Prints a table on rank 0 when `fit` ends, and logs its rates and times as `summary/...`.
+
+    Throughput and step time need a `ThroughputCallback`, the run's place a `JobMLFlowLogger`; what there is not is
+    left out of the table.
+
+    Args:
+        metrics: names of logged metrics to show; by default those that are called an accuracy (`acc`, `top1`, ...).
+    """
+
+    def __init__(self, metrics: Sequence[str] | None = None) -> None:
+        super().__init__()
+        self.metrics = metrics
+        self._started = 0.0
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._started = time.monotonic()
+
+    @override
+    @rank_zero_only
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        throughput = find_throughput(trainer)
+        summary = throughput.summary() if throughput else None
+        rows = [("wall time", str(timedelta(seconds=round(time.monotonic() - self._started))))]
+        if throughput and summary:
+            rows = [*_throughput_rows(summary, throughput.unit, trainer.world_size), *rows]
+            for logger in trainer.loggers:
+                logger.log_metrics(summary.as_metrics("summary"), step=trainer.global_step)
+        elif throughput:
+            rows.insert(0, ("throughput", f"not measured: all steps were warm-up ({throughput.warmup_steps})"))
+        rows += self._metric_rows(trainer)
+        _print(rows, next((lo for lo in trainer.loggers if isinstance(lo, JobMLFlowLogger)), None))
+
+    def _metric_rows(self, trainer: Trainer) -> Iterator[tuple[str, str]]:
+        values = trainer.callback_metrics
+        names = self.metrics if self.metrics is not None else [n for n in values if _ACCURACY.search(n)]
+        for name in names:
+            yield name, f"{float(values[name]):.4f}" if name in values else "not logged"
+
+
+def _throughput_rows(summary: ThroughputSummary, unit: str, devices: int) -> list[tuple[str, str]]:
+    median_ms, p95_ms = 1e3 * summary.step_time_median_s, 1e3 * summary.step_time_p95_s
+    return [
+        (f"{unit}/s", f"{summary.samples_per_second:,.1f}"),
+        ("per device", f"{summary.samples_per_second_per_device:,.1f} ({devices} device{'s' * (devices > 1)})"),
+        ("step time", f"median {median_ms:.2f} ms, p95 {p95_ms:.2f} ms ({summary.steps} steps after warm-up)"),
+        ("data wait", f"{summary.data_wait_share:.1%} of the step"),
+    ]
+
+
+def _print(rows: list[tuple[str, str]], logger: JobMLFlowLogger | None) -> None:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(width=_WIDTH, highlight=False, color_system=None)
+    table = Table(box=box.ROUNDED if console.is_terminal else box.ASCII, show_header=False)
+    location = logger.location if logger else None
+    if location:
+        rows.append(("run", f"{location.run_name} ({location.run_id})"))
+        rows.append(("experiment", location.experiment))
+        rows.append(("store", location.store))
+    for row in rows:
+        table.add_row(*row)
+    console.print(table, markup=False)
+    if location:
+        # On a line of its own and never folded, so that it can be copied.
+        console.print(f"Open the run: {location.open_with}", markup=False, soft_wrap=True)

@@ -1,0 +1,87 @@
+"""Records what each training step took."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, NamedTuple
+
+from azureml_strategy.tracking.clocks import Clock
+
+
+class Step(NamedTuple):
+    """One optimizer step of this rank.
+
+    Attributes:
+        samples: samples of all its batches.
+        seconds: from the end of the previous step to its own end.
+        waited_s: the part of it before each batch was ready on the device.
+    """
+
+    samples: int
+    seconds: float
+    waited_s: float
+
+
+class StepRecorder:
+    """Turns the moments of a training loop into steps.
+
+    A step has one batch, or several where gradients are accumulated. It starts where the previous one ended, or
+    where training resumed after something that is not training.
+
+    Args:
+        clock: takes the moments.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._done: deque[tuple[int, list[Any]]] = deque()
+        self._begin(clock.now())
+
+    def resume(self) -> None:
+        """Training goes on after a pause: what lies before is no part of a step."""
+        interrupted = len(self._moments) > 1
+        self._begin(self._clock.now())
+        self._whole = not interrupted
+
+    def spoil(self) -> None:
+        """Something other than training happens now, of unknown length: leave the step in progress out."""
+        self._whole = False
+
+    def batch_ready(self) -> None:
+        """The next batch is on the device."""
+        self._moments.append(self._clock.now())
+
+    def batch_done(self, samples: int) -> None:
+        """The work on the batch is queued or done."""
+        self._moments.append(self._clock.now())
+        self._samples += samples
+
+    def step_done(self, keep: bool) -> None:
+        """The batch just done was the step's last one; `keep` is False while warming up."""
+        if keep and self._whole:
+            self._done.append((self._samples, self._moments))
+        self._begin(self._moments[-1])
+
+    def take(self, wait: bool = False) -> list[Step]:
+        """The steps that are over since the last call, in order.
+
+        Args:
+            wait: make the host wait for those that the device has yet to finish; else they come with a later call.
+        """
+        if wait and self._done:
+            self._clock.wait_for(self._done[-1][1][-1])
+        steps = []
+        while self._done and self._clock.has_passed(self._done[0][1][-1]):
+            steps.append(self._measure(*self._done.popleft()))
+        return steps
+
+    def _begin(self, moment: Any) -> None:
+        # Start of the step, then for each batch the moment it was ready and the moment it was done.
+        self._moments: list[Any] = [moment]
+        self._samples = 0
+        self._whole = True
+
+    def _measure(self, samples: int, moments: list[Any]) -> Step:
+        between = self._clock.seconds
+        waited = sum(between(end, ready) for end, ready in zip(moments[0:-1:2], moments[1::2], strict=True))
+        return Step(samples, between(moments[0], moments[-1]), waited)

@@ -1,0 +1,85 @@
+"""The figures of throughput and how they are computed."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+
+class Totals(NamedTuple):
+    """Sums over steps and ranks.
+
+    Attributes:
+        steps: steps, counted once for every rank.
+        samples: samples, counted on every rank.
+        seconds: time of the steps, added up over ranks.
+        waited_s: the part of it spent waiting for data.
+    """
+
+    steps: float = 0.0
+    samples: float = 0.0
+    seconds: float = 0.0
+    waited_s: float = 0.0
+
+    def plus(self, other: Totals) -> Totals:
+        """The sum of both."""
+        return Totals(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
+
+@dataclass(frozen=True)
+class ThroughputSummary:
+    """How fast a run trained; warm-up, validation and checkpoints are left out.
+
+    Attributes:
+        steps: optimizer steps measured on each rank.
+        samples: different samples that all replicas read in them.
+        seconds: time of those steps.
+        samples_per_second: of the whole run, over all devices.
+        samples_per_second_per_device: the same, divided by the number of devices (ranks).
+        step_time_median_s: median time of an optimizer step on rank 0.
+        step_time_p95_s: the time that 95 % of the steps of rank 0 did not exceed (nearest rank).
+        data_wait_share: share of the step before its batches were on the device, 0 to 1, averaged over ranks.
+    """
+
+    steps: int
+    samples: float
+    seconds: float
+    samples_per_second: float
+    samples_per_second_per_device: float
+    step_time_median_s: float
+    step_time_p95_s: float
+    data_wait_share: float
+
+    def as_metrics(self, prefix: str) -> dict[str, float]:
+        """The five rates and times under `prefix/`, as they are logged."""
+        counts = ("steps", "samples", "seconds")
+        return {f"{prefix}/{name}": value for name, value in asdict(self).items() if name not in counts}
+
+
+def summarize(totals: Totals, step_times: Sequence[float], *, ranks: int, replicas: int) -> ThroughputSummary:
+    """The figures of some steps.
+
+    Ranks that share a replica read the same samples, so `replicas / ranks` of the samples counted are different
+    ones. Ranks run side by side, so the time that passed is the mean over ranks.
+
+    Args:
+        totals: sums over all ranks; must hold at least one step.
+        step_times: seconds of each step on this rank; not empty.
+        ranks: world size.
+        replicas: data-parallel size.
+    """
+    samples = totals.samples * replicas / ranks
+    seconds = totals.seconds / ranks
+    return ThroughputSummary(
+        steps=round(totals.steps / ranks),
+        samples=samples,
+        seconds=seconds,
+        samples_per_second=samples / seconds,
+        samples_per_second_per_device=samples / seconds / ranks,
+        step_time_median_s=statistics.median(step_times),
+        step_time_p95_s=sorted(step_times)[math.ceil(0.95 * len(step_times)) - 1],
+        data_wait_share=totals.waited_s / totals.seconds,
+    )

@@ -1,0 +1,156 @@
+"""How fast training runs, measured without slowing it down."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
+
+from azureml_strategy.cluster.replicas import data_parallel_size
+from azureml_strategy.tracking.clocks import CudaClock, HostClock
+from azureml_strategy.tracking.samples import count_samples
+from azureml_strategy.tracking.steps import Step, StepRecorder
+from azureml_strategy.tracking.summary import ThroughputSummary, Totals, summarize
+
+
+class ThroughputCallback(Callback):
+    """Measures samples per second, step time and the wait for data, and logs them with the other metrics.
+
+    A step is an optimizer step: with accumulated gradients it has several batches. Samples are counted in the
+    batches that each rank really got, then summed over ranks. A step lasts from the end of the previous one (this
+    callback's `on_train_batch_end`) to its own; validation, checkpoints and what lies between epochs belong to no
+    step. The wait for data is the part before a batch is on the device: the data loader, the copy to the device,
+    and whatever Lightning, loggers and callbacks after this one do between two batches.
+
+    On a GPU the times are those of the GPU, from CUDA events: a loader that keeps ahead of the GPU costs no wait.
+    No step makes the host wait; with several ranks each window ends in one all-reduce of four numbers, which does.
+
+    | metric, every `trainer.log_every_n_steps` | meaning |
+    |---|---|
+    | throughput/samples_per_second | over all devices, in the window |
+    | throughput/samples_per_second_per_device | divided by the world size |
+    | throughput/step_time_median_s, throughput/step_time_p95_s | of rank 0, in seconds |
+    | throughput/data_wait_share | 0 to 1, mean over ranks |
+
+    Args:
+        warmup_steps: steps at the start of each `fit` that are not measured: compilation, autotuning, first batches.
+        unit: what a sample is called in the progress bar and the report, such as `images`.
+        batch_size: counts the samples of a batch; by default the first tensor's leading dimension.
+        clock: the host's clock in seconds, used where there is no GPU.
+
+    Attributes:
+        latest: the last window's figures, None before the first one is over.
+    """
+
+    def __init__(
+        self,
+        warmup_steps: int = 5,
+        unit: str = "samples",
+        batch_size: Callable[[Any], int] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        super().__init__()
+        if warmup_steps < 0:
+            raise ValueError(f"warmup_steps={warmup_steps} is negative; 0 measures from the first step on.")
+        self.warmup_steps = warmup_steps
+        self.unit = unit
+        self.latest: ThroughputSummary | None = None
+        self._count = batch_size or count_samples
+        self._clock = clock
+        self._recorder = StepRecorder(HostClock(clock))
+        self._totals = Totals()
+        self._step_times = array("d")  # 8 bytes a step: a million steps are 8 MB
+        self._steps = 0
+        self._ranks = self._replicas = 1
+
+    def summary(self) -> ThroughputSummary | None:
+        """The figures of the whole `fit`; None where no step was measured, as in one shorter than the warm-up."""
+        if not self._step_times:
+            return None
+        return summarize(self._totals, self._step_times, ranks=self._ranks, replicas=self._replicas)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        on_gpu = trainer.strategy.root_device.type == "cuda"
+        self._recorder = StepRecorder(CudaClock() if on_gpu else HostClock(self._clock))
+        self._totals, self._step_times, self._steps, self.latest = Totals(), array("d"), 0, None
+        self._ranks, self._replicas = trainer.world_size, data_parallel_size(trainer)
+        self._window: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._recorder.resume()
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._recorder.batch_ready()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch is None:  # Lightning trained nothing and did not call on_train_batch_start
+            return
+        self._recorder.batch_done(self._count(batch))
+        if trainer.fit_loop._should_accumulate():
+            return
+        self._steps += 1
+        self._recorder.step_done(keep=self._steps > self.warmup_steps)
+        # The step at which Lightning logs `self.log` values, and the same one on every rank.
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        if self._window and (step + 1) % self._window == 0:
+            self._close_window(trainer, step)
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._recorder.resume()
+
+    @override
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._recorder.spoil()
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._account(trainer, self._recorder.take(wait=True))
+
+    def _close_window(self, trainer: Trainer, step: int) -> None:
+        steps = self._recorder.take()
+        totals = self._account(trainer, steps)
+        if not steps:
+            return
+        times = [step.seconds for step in steps]
+        self.latest = summarize(totals, times, ranks=self._ranks, replicas=self._replicas)
+        metrics = self.latest.as_metrics("throughput")
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=step)
+
+    def _account(self, trainer: Trainer, steps: list[Step]) -> Totals:
+        """Add this rank's steps, and every other rank's, to the totals of the run."""
+        self._step_times.extend(step.seconds for step in steps)
+        mine = Totals(
+            len(steps),
+            sum(step.samples for step in steps),
+            sum(step.seconds for step in steps),
+            sum(step.waited_s for step in steps),
+        )
+        totals = mine if self._ranks == 1 else _sum_over_ranks(trainer, mine)
+        self._totals = self._totals.plus(totals)
+        return totals
+
+
+def find_throughput(trainer: Trainer) -> ThroughputCallback | None:
+    """The trainer's own `ThroughputCallback`, if it has one."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return next((callback for callback in callbacks if isinstance(callback, ThroughputCallback)), None)
+
+
+def _sum_over_ranks(trainer: Trainer, totals: Totals) -> Totals:
+    # 64 bits: a long run's samples and seconds would lose digits in 32.
+    tensor = torch.tensor(totals, dtype=torch.float64, device=trainer.strategy.root_device)
+    reduced: torch.Tensor = trainer.strategy.reduce(tensor, reduce_op="sum")
+    return Totals(*reduced.tolist())

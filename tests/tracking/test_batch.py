@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from azureml_strategy.tracking.batch import Metrics, Params, clean_name, make_batches
+
+
+def test_batches_keep_azures_limits_and_the_order() -> None:
+    records = [Metrics({f"m{n}": float(n) for n in range(30)}, step, 0) for step in range(20)]
+    records.append(Params({f"p{n}": "x" for n in range(250)}))
+    batches = make_batches(records)
+    assert [(batch.kind, len(batch.items)) for batch in batches] == [
+        *[("params", 100), ("params", 100), ("params", 50)],
+        *[("metrics", 200), ("metrics", 200), ("metrics", 200)],
+    ]
+    metrics = [item for batch in batches if batch.kind == "metrics" for item in batch.items]
+    assert [(item.key, item.step) for item in metrics[28:32]] == [("m28", 0), ("m29", 0), ("m0", 1), ("m1", 1)]
+
+
+def test_values_become_numbers_and_text_is_left_out() -> None:
+    with pytest.warns(UserWarning, match="note='text' is left out"):
+        (batch,) = make_batches([Metrics({"loss": torch.tensor(0.5), "note": "text", "n": 3}, 7, 123)])
+    assert [(m.key, m.value, m.step, m.timestamp) for m in batch.items] == [("loss", 0.5, 7, 123), ("n", 3.0, 7, 123)]
+
+
+def test_halves_hold_everything() -> None:
+    (batch,) = make_batches([Metrics({"a": 1, "b": 2, "c": 3}, 0, 0)])
+    first, second = batch.halves()
+    assert [item.key for item in first.items + second.items] == ["a", "b", "c"]
+    assert first.items
+
+
+def test_names_lose_what_mlflow_refuses() -> None:
+    assert clean_name("val/acc@1 (top-1)%") == "val/acc1 top-1"

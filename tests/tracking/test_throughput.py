@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader, TensorDataset
+
+from azureml_strategy.tracking import ThroughputCallback
+
+MakeTrainer = Callable[..., Trainer]
+WORK_S, WAIT_S = 0.25, 0.0625  # powers of two: sums are exact
+
+
+class Clock:
+    time = 0.0
+
+    def __call__(self) -> float:
+        return self.time
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def timed(model: Any, clock: Clock) -> Any:
+    """A model whose step takes WORK_S on the clock, and its validation far longer."""
+    training_step, validation_step = model.training_step, model.validation_step
+
+    def train(batch: Any, batch_idx: int) -> Any:
+        clock.time += WORK_S
+        return training_step(batch, batch_idx)
+
+    def validate(batch: Any, batch_idx: int) -> None:
+        clock.time += 1000.0
+        validation_step(batch, batch_idx)
+
+    model.training_step, model.validation_step = train, validate
+    return model
+
+
+@pytest.fixture
+def loader(clock: Clock) -> DataLoader:
+    """Twenty batches of four, each WAIT_S on the clock away."""
+
+    def collate(samples: list[Any]) -> torch.Tensor:
+        clock.time += WAIT_S
+        return [torch.stack([sample[0] for sample in samples])]
+
+    return DataLoader(TensorDataset(torch.ones(80, 4)), batch_size=4, collate_fn=collate)
+
+
+def check(summary: Any, steps: int, samples_per_step: int = 4, batches: int = 1) -> None:
+    step_s = batches * (WORK_S + WAIT_S)
+    assert summary.steps == steps
+    assert summary.samples == steps * samples_per_step
+    assert summary.seconds == steps * step_s
+    assert summary.samples_per_second == samples_per_step / step_s
+    assert summary.step_time_median_s == summary.step_time_p95_s == step_s
+    assert summary.data_wait_share == WAIT_S / (WORK_S + WAIT_S)
+
+
+def test_measures_a_known_step(timed: Any, loader: DataLoader, clock: Clock, make_trainer: MakeTrainer) -> None:
+    callback = ThroughputCallback(warmup_steps=5, clock=clock)
+    make_trainer(callbacks=[callback]).fit(timed, loader)
+    check(callback.summary(), steps=15)
+
+
+def test_logs_at_the_steps_of_the_other_metrics(
+    timed: Any, loader: DataLoader, clock: Clock, make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    callback = ThroughputCallback(warmup_steps=5, clock=clock)
+    logger = CSVLogger(tmp_path)
+    make_trainer(callbacks=[callback], logger=logger, log_every_n_steps=5).fit(timed, loader)
+    rows = list(csv.DictReader(Path(logger.log_dir, "metrics.csv").read_text().splitlines()))
+    rates = {int(row["step"]): row for row in rows if row["throughput/samples_per_second"]}
+    assert list(rates) == [9, 14, 19]  # the first window is all warm-up
+    assert [int(row["step"]) for row in rows if row["train/loss"]] == [4, 9, 14, 19]
+    assert float(rates[9]["throughput/samples_per_second"]) == 4 / (WORK_S + WAIT_S)
+    assert float(rates[9]["throughput/data_wait_share"]) == WAIT_S / (WORK_S + WAIT_S)
+    assert callback.latest is not None
+    assert callback.latest.steps == 5
+
+
+def test_validation_and_epochs_are_no_step_time(
+    timed: Any, loader: DataLoader, clock: Clock, make_trainer: MakeTrainer, data: DataLoader
+) -> None:
+    callback = ThroughputCallback(warmup_steps=0, clock=clock)
+    trainer = make_trainer(callbacks=[callback], max_epochs=2, val_check_interval=8, limit_val_batches=1)
+    trainer.fit(timed, loader, data)
+    check(callback.summary(), steps=40)
+
+
+def test_a_step_with_a_checkpoint_in_it_is_left_out(
+    timed: Any, loader: DataLoader, clock: Clock, make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    class SlowCheckpoint(ModelCheckpoint):
+        def on_train_batch_end(self, trainer: Trainer, *arguments: Any) -> None:
+            super().on_train_batch_end(trainer, *arguments)
+            clock.time += 500.0 * (trainer.global_step == 10)
+
+    callback = ThroughputCallback(warmup_steps=0, clock=clock)
+    checkpoint = SlowCheckpoint(tmp_path, every_n_train_steps=10)
+    make_trainer(callbacks=[callback, checkpoint], enable_checkpointing=True).fit(timed, loader)
+    check(callback.summary(), steps=19)
+
+
+def test_accumulated_batches_are_one_step(
+    timed: Any, loader: DataLoader, clock: Clock, make_trainer: MakeTrainer
+) -> None:
+    callback = ThroughputCallback(warmup_steps=1, clock=clock)
+    make_trainer(callbacks=[callback], accumulate_grad_batches=4).fit(timed, loader)
+    check(callback.summary(), steps=4, samples_per_step=16, batches=4)
+
+
+def test_real_counts_of_uneven_batches(timed: Any, clock: Clock, make_trainer: MakeTrainer) -> None:
+    batches = [[torch.ones(size, 4)] for size in (1, 2, 3, 10)]
+    callback = ThroughputCallback(warmup_steps=1, clock=clock)
+    make_trainer(callbacks=[callback]).fit(timed, DataLoader(batches, batch_size=None))
+    assert callback.summary().samples == 15  # type: ignore[union-attr]
+
+
+def test_counts_with_the_users_function(timed: Any, clock: Clock, make_trainer: MakeTrainer, data: DataLoader) -> None:
+    callback = ThroughputCallback(warmup_steps=0, batch_size=lambda batch: 1000, clock=clock)
+    make_trainer(callbacks=[callback], limit_train_batches=3).fit(timed, data)
+    assert callback.summary().samples == 3000  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("batches", [2, 5])
+def test_shorter_than_the_warm_up_is_not_measured(
+    batches: int, timed: Any, loader: DataLoader, clock: Clock, make_trainer: MakeTrainer
+) -> None:
+    callback = ThroughputCallback(warmup_steps=5, clock=clock)
+    make_trainer(callbacks=[callback], limit_train_batches=batches, log_every_n_steps=1).fit(timed, loader)
+    assert callback.summary() is None
+    assert callback.latest is None
+
+
+def test_a_resumed_fit_is_measured_by_itself(
+    timed: Any, loader: DataLoader, clock: Clock, make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    first = make_trainer(max_steps=7, max_epochs=-1)
+    first.fit(timed, loader)
+    first.save_checkpoint(tmp_path / "last.ckpt")
+    callback = ThroughputCallback(warmup_steps=2, clock=clock)
+    second = make_trainer(callbacks=[callback], max_steps=17, max_epochs=-1, log_every_n_steps=5)
+    second.fit(timed, loader, ckpt_path=tmp_path / "last.ckpt")
+    check(callback.summary(), steps=8)
+
+
+def test_negative_warm_up_is_refused() -> None:
+    with pytest.raises(ValueError, match="warmup_steps=-1"):
+        ThroughputCallback(warmup_steps=-1)
+
+
+RANKS = """
+import json, sys
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from azureml_strategy.tracking import ThroughputCallback
+
+class Clock:
+    time = 0.0
+    def __call__(self): return self.time
+
+class Model(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+    def training_step(self, batch, batch_idx):
+        clock.time += 0.25
+        return self.layer(batch).mean()
+    def train_dataloader(self):
+        size = 4 if shared else 4 + 4 * self.global_rank
+        return torch.utils.data.DataLoader([torch.ones(size, 1)] * 12, batch_size=None)
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+class SharedReplica(DDPStrategy):
+    @property
+    def distributed_sampler_kwargs(self): return {"num_replicas": 1, "rank": 0}
+
+shared, clock = sys.argv[1] == "shared", Clock()
+callback = ThroughputCallback(warmup_steps=2, clock=clock)
+strategy = (SharedReplica if shared else DDPStrategy)(process_group_backend="gloo")
+trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, callbacks=[callback], max_epochs=1,
+                  log_every_n_steps=5, logger=False,
+                  enable_checkpointing=False, enable_progress_bar=False, use_distributed_sampler=False)
+trainer.fit(Model())
+if trainer.is_global_zero:
+    window, run = callback.latest, callback.summary()
+    print("RESULT", json.dumps([window.samples_per_second, run.samples_per_second, run.samples_per_second_per_device,
+                                run.samples, run.steps]))
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        ("different", [48.0, 48.0, 24.0, 120.0, 10]),  # 4 + 8 samples every quarter of a second
+        ("shared", [16.0, 16.0, 8.0, 40.0, 10]),  # the same 4 on both ranks
+    ],
+)
+def test_two_ranks(data: str, expected: list[float], run_script: Callable[..., subprocess.Popen[str]]) -> None:
+    process = run_script(RANKS, data)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    result = next(line for line in output.splitlines() if line.startswith("RESULT"))
+    assert json.loads(result.removeprefix("RESULT")) == expected

@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from mlflow.entities import Metric
+from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
+from mlflow.tracking import MlflowClient
+
+from azureml_strategy.tracking.batch import Metrics, Params
+from azureml_strategy.tracking.writer import BatchWriter
+
+
+class StrictClient(MlflowClient):
+    """A real client whose store is stricter, or away for a while, as Azure ML's can be."""
+
+    def __init__(self, store: str) -> None:
+        super().__init__(store)
+        self.sizes: list[int] = []
+        self.away = False
+        self.refuses_nan = False
+
+    def log_batch(self, run_id: str, metrics: Any = (), params: Any = (), **other: Any) -> None:
+        if self.away:
+            raise MlflowException("cannot reach http://me:secret@host/api")
+        if self.refuses_nan and any(math.isnan(metric.value) for metric in metrics):
+            raise MlflowException("no NaN here", error_code=INVALID_PARAMETER_VALUE)
+        super().log_batch(run_id, metrics=metrics, params=params, **other)
+        self.sizes.append(len(metrics) + len(params))
+
+
+@pytest.fixture
+def strict(store: str) -> StrictClient:
+    return StrictClient(store)
+
+
+@pytest.fixture
+def run_id(strict: StrictClient) -> str:
+    return strict.create_run("0").info.run_id
+
+
+@pytest.fixture
+def make_writer(strict: StrictClient, run_id: str) -> Iterator[Callable[..., BatchWriter]]:
+    writers: list[BatchWriter] = []
+
+    def make(**arguments: Any) -> BatchWriter:
+        writers.append(BatchWriter(strict, run_id, **({"interval_s": 60.0} | arguments)))
+        return writers[-1]
+
+    yield make
+    strict.away = False
+    for writer in writers:
+        writer.close()
+
+
+def history(client: MlflowClient, run_id: str, name: str) -> list[Metric]:
+    return client.get_metric_history(run_id, name)
+
+
+def test_gathers_and_writes_in_batches(
+    strict: StrictClient, run_id: str, make_writer: Callable[..., BatchWriter]
+) -> None:
+    writer = make_writer()
+    for step in range(450):
+        writer.put(Metrics({"loss": step / 2}, step, 1000 + step))
+    assert writer.flush()
+    assert strict.sizes == [200, 200, 50]
+    written = history(strict, run_id, "loss")
+    assert [(m.step, m.value, m.timestamp) for m in written] == [(n, n / 2, 1000 + n) for n in range(450)]
+
+
+def test_the_interval_writes_without_being_asked(
+    strict: StrictClient, run_id: str, make_writer: Callable[..., BatchWriter]
+) -> None:
+    make_writer(interval_s=0.05).put(Metrics({"loss": 1.0}, 0, 0))
+    deadline = time.monotonic() + 20
+    while not history(strict, run_id, "loss"):
+        assert time.monotonic() < deadline
+
+
+def test_an_outage_loses_nothing(strict: StrictClient, run_id: str, make_writer: Callable[..., BatchWriter]) -> None:
+    writer = make_writer(interval_s=0.01)
+    strict.away = True
+    writer.put(Metrics({"loss": 1.0}, 0, 0))
+    with pytest.warns(UserWarning, match="is kept and tried again") as warned:
+        assert not writer.flush(timeout_s=0.2)
+    assert len(warned) == 1
+    assert "secret" not in str(warned[0].message)
+    writer.put(Metrics({"loss": 2.0}, 1, 0))
+    strict.away = False
+    assert writer.close()
+    assert [metric.value for metric in history(strict, run_id, "loss")] == [1.0, 2.0]
+
+
+@pytest.mark.filterwarnings("ignore:MLflow did not take")
+def test_memory_is_bounded_and_what_was_lost_is_said(
+    strict: StrictClient, run_id: str, make_writer: Callable[..., BatchWriter]
+) -> None:
+    writer = make_writer(interval_s=0.01, capacity=10)
+    strict.away = True
+    writer.put(Metrics({"loss": -1.0}, 0, 0))
+    assert not writer.flush(timeout_s=0.2)
+    for step in range(25):
+        writer.put(Metrics({"loss": float(step)}, step, 0))
+    with pytest.warns(UserWarning, match="11 records or batches were not written .* and 15 older ones were dropped"):
+        assert not writer.close(timeout_s=0.1)
+
+
+def test_a_slow_store_slows_the_caller_and_loses_nothing(
+    strict: StrictClient, run_id: str, make_writer: Callable[..., BatchWriter]
+) -> None:
+    writer = make_writer(interval_s=0.01, capacity=10)
+    for step in range(500):
+        writer.put(Metrics({"loss": float(step)}, step, 0))
+    assert writer.close()
+    assert len(history(strict, run_id, "loss")) == 500
+
+
+def test_a_refused_value_takes_only_itself_along(
+    strict: StrictClient, run_id: str, make_writer: Callable[..., BatchWriter]
+) -> None:
+    strict.refuses_nan = True
+    writer = make_writer()
+    for step in range(8):
+        writer.put(Metrics({"loss": math.nan if step in (3, 5) else float(step), "lr": 0.1}, step, 0))
+    with pytest.warns(UserWarning, match="does not take loss=nan") as warned:
+        assert writer.flush()
+    assert len(warned) == 1
+    assert [metric.step for metric in history(strict, run_id, "loss")] == [0, 1, 2, 4, 6, 7]
+    assert len(history(strict, run_id, "lr")) == 8
+
+
+def test_a_parameter_changed_behind_our_back_is_refused_alone(
+    strict: StrictClient, run_id: str, make_writer: Callable[..., BatchWriter]
+) -> None:
+    strict.log_param(run_id, "lr", "0.1")
+    writer = make_writer()
+    writer.put(Params({"lr": "0.2", "depth": "3"}))
+    with pytest.warns(UserWarning, match="does not take lr='0.2'"):
+        assert writer.flush()
+    assert strict.get_run(run_id).data.params == {"lr": "0.1", "depth": "3"}
+
+
+def test_can_be_used_again_after_closing(
+    strict: StrictClient, run_id: str, make_writer: Callable[..., BatchWriter]
+) -> None:
+    writer = make_writer()
+    assert writer.close()
+    for step in range(2):
+        writer.put(Metrics({"loss": 1.0}, step, 0))
+        assert writer.close()
+    assert len(history(strict, run_id, "loss")) == 2
