@@ -29,19 +29,24 @@ class _OneModule(MetaPathFinder):
     def __init__(self, module: str, action: Action) -> None:
         self._module = module
         self._action = action
+        self._looking = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != self._module:
+        if fullname != self._module or self._looking:
             return None
-        sys.meta_path.remove(self)  # the others answer from here on, also to the line below
-        spec = importlib.util.find_spec(fullname)
+        self._looking = True  # the others answer the line below
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._looking = False
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
 
             def run_and_act(module: ModuleType) -> None:
                 run(module)
+                sys.meta_path.remove(self)
                 self._action(module)
 
             spec.loader.exec_module = run_and_act  # type: ignore[method-assign]

@@ -27,10 +27,11 @@ def job_callbacks() -> list[Callback]:
         LaunchError: this process cannot know its rank.
     """
     from azureml_strategy.checkpoint.termination import TerminateTogether
-    from azureml_strategy.cluster.guard import SWITCH, LaunchGuard
+    from azureml_strategy.cluster.errors import GUARD_SWITCH
+    from azureml_strategy.cluster.guard import LaunchGuard
     from azureml_strategy.cluster.launch import detect_launch
 
-    if os.environ.get(SWITCH, "").lower() == "off":
+    if os.environ.get(GUARD_SWITCH, "").lower() == "off":
         return []
     launch = detect_launch()
     return [LaunchGuard(launch), TerminateTogether()] if launch is not None else []

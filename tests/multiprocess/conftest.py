@@ -52,7 +52,7 @@ def run_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> RunJob:
         extra: Mapping[str, str] | None = None,
         in_job: bool = True,
     ) -> Job:
-        addresses = [f"127.0.1.{node + 1}" for node in range(nodes)]
+        addresses = [f"127.0.2.{node + 1}" for node in range(nodes)]
         world_size = nodes * processes_per_node
         port = free_port()
         processes = []

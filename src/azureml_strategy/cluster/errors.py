@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+# Set to `off` where a Trainer is meant to run alone in each process: rank 0 evaluating after training, or the workers
+# of a parallel job.
+GUARD_SWITCH = "AZUREML_STRATEGY_GUARD"
+
 
 class LaunchError(RuntimeError):
     """The environment or the Trainer contradicts how the job was launched.

@@ -50,15 +50,22 @@ def declared_node_rank(environ: Mapping[str, str]) -> int | None:
     return first_number(environ, _INDICES) if node_rank is None else node_rank
 
 
-def main_address(environ: Mapping[str, str], num_nodes: int) -> str:
+def main_address(environ: Mapping[str, str], num_nodes: int, *, given_by_platform: bool = False) -> str:
     """The host of global rank 0, without any port.
+
+    Args:
+        environ: the process's environment.
+        num_nodes: nodes in the job.
+        given_by_platform: whether the launcher sets MASTER_ADDR. Where it does not, a script or a library wrote what
+            stands there, perhaps each node its own address, and Azure Batch's variables come first.
 
     Raises:
         LaunchError: several nodes, and nothing names the first one.
     """
-    given = environ.get("MASTER_ADDR", "").strip()
+    given = host_of(environ.get("MASTER_ADDR", ""))
     masters = [host_of(environ.get(name, "")) for name in _MASTERS]
-    candidates = [given, *masters, *_entries(environ, "VC_WORKER_HOSTS", ",")[:1]]
+    masters += _entries(environ, "VC_WORKER_HOSTS", ",")[:1]
+    candidates = [given, *masters] if given_by_platform else [*masters, given]
     for address in candidates:
         if address and not is_placeholder(address):
             return address

@@ -8,14 +8,19 @@ from collections.abc import Mapping
 REDACTED = "<redacted>"
 # Azure ML puts a run token, an MSI secret, keys and subscription ids into every process's environment.
 _SECRET_NAME = re.compile(
-    r"TOKEN|KEY|SECRET|PASS|PWD|CREDENTIAL|SAS|SIGNATURE|CONNECTION_STRING|MSI_|SUBSCRIPTION", re.I
+    r"TOKEN|KEY|SECRET|PASS|PWD|CREDENTIAL|SAS|SIGNATURE|CONN\w*STR|AUTH(?!ORITY)|BEARER|JWT|COOKIE|_PAT$|MSI_"
+    r"|IDENTITY_HEADER|SUBSCRIPTION",
+    re.I,
 )
 _SECRET_PARTS = (
-    (re.compile(r"(?<=://)[^/@\s]+(?=@)"), REDACTED),  # user:password@ of a URL
+    (re.compile(r"(?<=://)[^/\s]+(?=@)"), REDACTED),  # user:password@ of a URL
+    # SAS and query strings, connection strings (AccountKey=) and JSON ("access_token": "...").
     (
-        re.compile(r"(?i)\b(sig|token|key|secret|password)=[^&\s;]+"),
-        rf"\1={REDACTED}",
-    ),  # SAS and query strings
+        re.compile(r"""(?i)((?:sig|signature|token|key|secret|password|pwd)["']?\s*[=:]\s*["']?)[^&\s;,"'}]+"""),
+        rf"\1{REDACTED}",
+    ),
+    (re.compile(r"(?i)(?<=bearer )\S+"), REDACTED),
+    (re.compile(r"eyJ[\w-]+\.[\w-]+\.[\w-]*"), REDACTED),  # a JSON web token, wherever it stands
     (re.compile(r"(?i)(?<=/subscriptions/)[^/\s]+"), REDACTED),
 )
 

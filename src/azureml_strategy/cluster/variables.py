@@ -15,20 +15,23 @@ BATCH_PORT = 6000
 DEFAULT_PORT = 6105
 _WHOLE_NUMBER = re.compile(r"[0-9]{1,9}")
 _INITIAL_ENVIRON = Path("/proc/self/environ")
-_PLACEHOLDERS = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
+_PLACEHOLDERS = ("localhost", "localhost.localdomain", "ip6-localhost", "127.0.0.1", "127.0.1.1", "::1", "0.0.0.0")
 
 
 def own_environ() -> Mapping[str, str]:
-    """This process's environment, with the WORLD_SIZE it was started with where that is gone.
+    """This process's environment, made whole where Lightning left half a set in it.
 
-    Lightning's default environment deletes WORLD_SIZE at the end of each `fit`, so that a second Trainer in the
-    same script would find half a set. Linux keeps what the process was started with.
+    Lightning's default environment deletes WORLD_SIZE at the end of each `fit`: a second Trainer in the same script
+    gets back the one that the process was started with, which Linux keeps. Where it was started without RANK,
+    Lightning's DeepSpeed strategy wrote that too, and it goes the same way.
     """
     if "WORLD_SIZE" in os.environ or "RANK" not in os.environ or not _INITIAL_ENVIRON.exists():
         return os.environ
     entries = _INITIAL_ENVIRON.read_bytes().decode(errors="replace").split("\0")
     initial = dict(entry.split("=", 1) for entry in entries if "=" in entry)
-    if "WORLD_SIZE" not in initial or initial.get("RANK") != os.environ["RANK"]:
+    if "RANK" not in initial:
+        return {name: value for name, value in os.environ.items() if name != "RANK"}
+    if "WORLD_SIZE" not in initial or initial["RANK"] != os.environ["RANK"]:
         return os.environ
     return {**os.environ, "WORLD_SIZE": initial["WORLD_SIZE"]}
 
@@ -77,8 +80,9 @@ def first_number(environ: Mapping[str, str], names: tuple[str, ...]) -> int | No
 def is_placeholder(address: str) -> bool:
     """Whether the address says "this machine" and so cannot be node 0's on a job of several nodes.
 
-    Lightning writes 127.0.0.1 into MASTER_ADDR and Azure ML `localhost` into AZ_BATCHAI_MPI_MASTER_NODE.
-    The other addresses of 127.0.0.0/8 are left alone: the emulator gives one to each of its nodes.
+    Lightning writes 127.0.0.1 into MASTER_ADDR and Azure ML `localhost` into AZ_BATCHAI_MPI_MASTER_NODE; Debian
+    gives a machine's own name 127.0.1.1. The other addresses of 127.0.0.0/8 are left alone: the emulator gives one
+    to each of its nodes.
     """
     return address.strip().lower() in _PLACEHOLDERS
 

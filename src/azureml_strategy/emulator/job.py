@@ -78,7 +78,7 @@ def emulate(job: EmulatedJob) -> int:
 
 def _processes(job: EmulatedJob, run: EmulatedRun, network: IsolatedNodes | None) -> list[Process]:
     # Each node gets an address of its own even without isolation: Linux answers to all of 127.0.0.0/8.
-    addresses = network.addresses if network else [f"127.0.1.{node + 1}" for node in range(job.nodes)]
+    addresses = network.addresses if network else [f"127.0.2.{node + 1}" for node in range(job.nodes)]
     port = _port(isolated=network is not None)
     processes = []
     for rank in range(job.nodes * job.processes_per_node):

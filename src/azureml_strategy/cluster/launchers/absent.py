@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from azureml_strategy.cluster.errors import LaunchError, seen
+from azureml_strategy.cluster.errors import GUARD_SWITCH, LaunchError, seen
 from azureml_strategy.cluster.launchers.pytorch import PYTORCH_VARIABLES
 from azureml_strategy.cluster.nodes import NODE_VARIABLES, declared_node_rank, node_count
 from azureml_strategy.cluster.variables import is_placeholder
@@ -21,7 +21,8 @@ def refuse_if_distributed(environ: Mapping[str, str]) -> None:
         raise LaunchError(
             f"This job has several nodes ({_set(environ, NODE_VARIABLES)}), but no launcher gave this process a "
             f"rank ({seen(environ, PYTORCH_VARIABLES)}): every node would train alone on all the data. "
-            "Add to the job: `distribution: {type: pytorch, process_count_per_instance: 1}`."
+            "Add to the job: `distribution: {type: pytorch, process_count_per_instance: 1}`. If each process is meant "
+            f"to work alone, as in a parallel job, set {GUARD_SWITCH}=off."
         )
     half = [name for name in ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR") if name in environ]
     if half and not _written_by_lightning(environ):

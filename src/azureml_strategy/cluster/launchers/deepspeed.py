@@ -30,6 +30,6 @@ def read(environ: Mapping[str, str]) -> Launch | None:
         local_world_size=required_number(environ, "LOCAL_SIZE", why),
         node_rank=required_number(environ, "CROSS_RANK", why),
         num_nodes=num_nodes,
-        main_address=main_address(environ, num_nodes),
+        main_address=main_address(environ, num_nodes, given_by_platform=True),
         main_port=main_port(environ, trusted=True),
     )

@@ -39,7 +39,7 @@ def read(environ: Mapping[str, str]) -> Launch | None:
         local_world_size=number["LOCAL_WORLD_SIZE"],
         node_rank=number["NODE_RANK"],
         num_nodes=number["WORLD_SIZE"] // max(number["LOCAL_WORLD_SIZE"], 1),
-        main_address=environ.get("MASTER_ADDR", ""),
+        main_address=environ.get("MASTER_ADDR", "").strip(),
         main_port=number["MASTER_PORT"],
     )
 

@@ -55,10 +55,10 @@ def read(environ: Mapping[str, str]) -> Launch | None:
         LaunchError: mpirun's variables are incomplete, the ranks of a node are not contiguous, or no address of
             node 0 can be had.
     """
-    names = next((kind for kind in _KINDS if kind.rank in environ), None)
+    names = next((kind for kind in _KINDS if any(name in environ for name in kind.all())), None)
     if names is None:
         return None
-    why = f"{names.rank}={environ[names.rank]!r} says that mpirun started this process"
+    why = f"mpirun started this process ({seen(environ, [name for name in names.all() if name in environ])})"
     rank = required_number(environ, names.rank, why)
     world_size = required_number(environ, names.size, why)
     local_world_size = _local_world_size(environ, names, world_size)

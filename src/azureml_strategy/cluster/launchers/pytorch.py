@@ -15,7 +15,7 @@ PYTORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_AD
 def read(environ: Mapping[str, str]) -> Launch | None:
     """The launch of a process that Azure ML started for PyTorch.
 
-    RANK decides whether this is one: Lightning writes all the others, RANK never.
+    RANK decides whether this is one: Lightning's own launcher writes all the others.
 
     Raises:
         LaunchError: the set is incomplete in a way that the node count cannot mend.
@@ -36,7 +36,7 @@ def read(environ: Mapping[str, str]) -> Launch | None:
         local_world_size=local_world_size,
         node_rank=rank // local_world_size if node_rank is None else node_rank,
         num_nodes=num_nodes,
-        main_address=main_address(environ, num_nodes),
+        main_address=main_address(environ, num_nodes, given_by_platform=True),
         main_port=main_port(environ, trusted=not polluted),
     )
 

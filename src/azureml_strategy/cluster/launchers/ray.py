@@ -25,6 +25,8 @@ def read(environ: Mapping[str, str]) -> Launch | None:
     if "RAY_ADDRESS" not in environ:
         return None
     num_nodes, node_rank = node_count(environ), declared_node_rank(environ)
+    if node_rank is None and num_nodes in (None, 1):
+        return None  # Ray on one node, as Ray Tune uses it: Ray's own integration knows the ranks
     if num_nodes is None or node_rank is None:
         raise LaunchError(
             f"This process belongs to a Ray cluster, but its place in the job is not known ({seen(environ, _USED)}). "

@@ -25,7 +25,7 @@ def read(environ: Mapping[str, str]) -> Launch | None:
     if not environ.get("TF_CONFIG", "").strip():
         return None
     cluster, task_type, index = _parse(environ["TF_CONFIG"])
-    tasks = [(kind, i, host_of(host)) for kind in _TRAINING_TASKS for i, host in enumerate(cluster.get(kind) or [])]
+    tasks = [(kind, i, host) for kind in _TRAINING_TASKS for i, host in enumerate(cluster.get(kind, []))]
     rank = next((rank for rank, (kind, i, _) in enumerate(tasks) if (kind, i) == (task_type, index)), None)
     if rank is None:
         raise LaunchError(
@@ -53,11 +53,18 @@ def _parse(text: str) -> tuple[dict[str, list[str]], str, int]:
     try:
         config: dict[str, Any] = json.loads(text)
         task = config["task"]
-        cluster = {kind: list(map(str, hosts or [])) for kind, hosts in config["cluster"].items()}
+        cluster = {kind: _hosts(hosts) for kind, hosts in config["cluster"].items()}
         return cluster, str(task["type"]), int(task["index"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise LaunchError(
             f"TF_CONFIG={text!r} cannot be read ({error!r}): it must be JSON with `cluster` and `task`, as in "
             '{"cluster": {"worker": ["10.0.0.4:2222"]}, "task": {"type": "worker", "index": 0}}. '
             "Use `distribution: {type: pytorch}` in the job, which needs none of it."
         ) from error
+
+
+def _hosts(addresses: object) -> list[str]:
+    """The host of each address in one of the cluster's lists, of which Azure ML may write an empty or null one."""
+    if not isinstance(addresses, list | None):
+        raise TypeError(f"{addresses!r} is not a list of addresses")
+    return [host_of(str(address)) for address in addresses or []]

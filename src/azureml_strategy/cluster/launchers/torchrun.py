@@ -31,6 +31,6 @@ def read(environ: Mapping[str, str]) -> Launch | None:
         local_world_size=local_world_size,
         node_rank=required_number(environ, "GROUP_RANK", why),
         num_nodes=num_nodes,
-        main_address=environ.get("MASTER_ADDR", "127.0.0.1"),
+        main_address=environ.get("MASTER_ADDR", "").strip(),
         main_port=required_number(environ, "MASTER_PORT", why),
     )

@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from lightning.pytorch import Trainer
+
+from azureml_strategy.cluster.environment import AzureMLEnvironment
+from azureml_strategy.cluster.launch import Launch
+from azureml_strategy.cluster.replicas import data_parallel_size
+
+QUIET: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+
+
+def test_one_device_reads_everything() -> None:
+    assert data_parallel_size(Trainer(devices=1, **QUIET)) == 1
+
+
+@pytest.mark.parametrize(("nodes", "processes"), [(1, 2), (2, 4)])
+def test_every_rank_of_ddp_reads_its_own(nodes: int, processes: int) -> None:
+    launch = Launch("pytorch", 0, nodes * processes, 0, processes, 0, nodes, "10.0.0.4", 6105)
+    trainer = Trainer(strategy="ddp", plugins=[AzureMLEnvironment(launch)], num_nodes=nodes, devices=processes, **QUIET)
+    assert data_parallel_size(trainer) == nodes * processes

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from typing import Any
+
+import pytest
+from lightning.pytorch import Trainer
+
+from azureml_strategy.checkpoint.termination import TerminateTogether
+from azureml_strategy.cluster.errors import GUARD_SWITCH, LaunchError
+from azureml_strategy.cluster.guard import LaunchGuard
+from azureml_strategy.plugin import _STRATEGIES, job_callbacks
+
+NODE_1 = {
+    "AZUREML_RUN_ID": "quirky_plum",
+    "AZUREML_NODE_COUNT": "2",
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "0",
+    "NODE_RANK": "1",
+    "MASTER_ADDR": "10.0.0.4",
+    "MASTER_PORT": "6105",
+}
+QUIET: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
+OURS = (LaunchGuard, TerminateTogether)
+TRAINER = "Trainer(strategy='azureml_ddp', accelerator='cpu', logger=False, enable_checkpointing=False)"
+
+
+def inside(monkeypatch: pytest.MonkeyPatch, **changed: str) -> None:
+    for name, value in (NODE_1 | changed).items():
+        monkeypatch.setenv(name, value)
+
+
+def python(code: str) -> str:
+    """What the code prints in an interpreter of its own; it must succeed."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def ours(trainer: Trainer) -> list[type]:
+    return [type(callback) for callback in trainer.callbacks if isinstance(callback, OURS)]
+
+
+def test_lightning_finds_the_callbacks_by_their_entry_point() -> None:
+    (found,) = entry_points(group="lightning.pytorch.callbacks_factory", name="azureml_strategy")
+    assert found.load() is job_callbacks
+
+
+def test_a_trainer_outside_a_job_has_none_of_them() -> None:
+    assert job_callbacks() == []
+    assert ours(Trainer(**QUIET)) == []
+
+
+def test_every_trainer_of_a_job_has_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside(monkeypatch)
+    trainers = [Trainer(**QUIET), Trainer(**QUIET)]
+    assert [ours(trainer) for trainer in trainers] == [list(OURS)] * 2
+    assert trainers[0].callbacks[-1] is not trainers[1].callbacks[-1]
+
+
+def test_a_job_of_one_node_without_a_launcher_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AZUREML_RUN_ID", "quirky_plum")
+    monkeypatch.setenv("AZUREML_NODE_COUNT", "1")
+    assert ours(Trainer(**QUIET)) == []
+
+
+@pytest.mark.parametrize("value", ["off", "OFF"])
+def test_the_switch(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    inside(monkeypatch, **{GUARD_SWITCH: value})
+    assert job_callbacks() == []
+    monkeypatch.delenv("RANK")
+    assert job_callbacks() == [], "nothing is read either"
+
+
+def test_a_process_without_a_rank_gets_no_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside(monkeypatch)
+    monkeypatch.delenv("RANK")
+    with pytest.raises(LaunchError, match="RANK is not set"):
+        Trainer(**QUIET)
+
+
+def test_names_are_lower_case_as_lightning_looks_them_up() -> None:
+    assert {"azureml_ddp", "azureml_ddp_find_unused_parameters_true"} <= _STRATEGIES.keys()
+    assert all(name == name.lower() for name in _STRATEGIES)
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        pytest.param("import azureml_strategy\nfrom lightning.pytorch import Trainer", id="ours first"),
+        pytest.param("from lightning.pytorch import Trainer\nimport azureml_strategy", id="Lightning first"),
+        pytest.param("import lightning\nimport azureml_strategy\nTrainer = lightning.Trainer", id="its whole package"),
+        pytest.param(
+            "from azureml_strategy import AzureMLDDPStrategy\nfrom lightning.pytorch import Trainer",
+            id="our class, which imports Lightning",
+        ),
+    ],
+)
+def test_names_are_registered_in_either_order(imports: str) -> None:
+    code = f"{imports}\nprint(type({TRAINER}.strategy).__name__)"
+    assert python(code).splitlines()[-1] == "AzureMLDDPStrategy"
+
+
+def test_the_arguments_of_a_name_reach_the_strategy() -> None:
+    code = (
+        "import azureml_strategy\nfrom lightning.pytorch import Trainer\n"
+        f"print({TRAINER.replace('azureml_ddp', 'azureml_ddp_find_unused_parameters_true')}.strategy._ddp_kwargs)"
+    )
+    assert "'find_unused_parameters': True" in python(code)
+
+
+def test_importing_it_and_detecting_a_launch_is_light() -> None:
+    heavy = ["torch", "lightning", "numpy", "mlflow", "hydra", "azure", "deepspeed"]
+    code = (
+        "import sys\nfrom azureml_strategy import detect_launch, read_job\n"
+        "import azureml_strategy.cluster.emulated, azureml_strategy.cluster.redaction\ndetect_launch(), read_job()\n"
+        f"print([name for name in {heavy} if name in sys.modules])"
+    )
+    assert python(code).strip() == "[]"
+
+
+@pytest.mark.parametrize("first", ["azureml_strategy", "pytorch_lightning"])
+def test_pytorch_lightning_is_refused_with_the_remedy(first: str) -> None:
+    second = {"azureml_strategy": "pytorch_lightning", "pytorch_lightning": "azureml_strategy"}[first]
+    code = (
+        f"import {first}, {second}\nfrom pytorch_lightning import Trainer\n"
+        f"try:\n    {TRAINER}\nexcept ImportError as error:\n    print(error)"
+    )
+    assert "Write `from lightning.pytorch import Trainer`" in python(code)
