@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import sys
 from collections.abc import Sequence
@@ -64,13 +65,15 @@ def emulate(job: EmulatedJob) -> int:
         0 when all processes ended well, else the exit code of the one that failed first; 130 after Ctrl-C.
 
     Raises:
-        EmulationError: this machine cannot isolate nodes, or shape their links.
+        EmulationError: there is no such program, or this machine cannot isolate nodes or shape their links.
     """
+    if shutil.which(job.command[0], path=_search_path()) is None:
+        raise EmulationError(f"There is no program {job.command[0]!r}. Write the command as without emulation.")
     network = IsolatedNodes(job.nodes, job.bandwidth) if job.isolate else None
     with mlflow_run(isolated=job.isolate) as run, network or nullcontext():
         _announce(job, run)
         outcome = run_together(_processes(job, run, network))
-        run_status = {0: "FINISHED", 130: "KILLED", 143: "KILLED"}.get(outcome.exit_code, "FAILED")
+        run_status = {0: "FINISHED", 130: "KILLED", 141: "KILLED", 143: "KILLED"}.get(outcome.exit_code, "FAILED")
         run.end(run_status)
     _report(outcome)
     return outcome.exit_code
@@ -127,10 +130,14 @@ def _shared_machine(job: EmulatedJob, isolated: bool) -> dict[str, str]:
     processes = job.nodes * job.processes_per_node
     environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // processes, 1)))
     environ.setdefault("GLOO_SOCKET_IFNAME", "eth0" if isolated else "lo")
-    # `python` and `azureml-strategy` mean the ones of this environment, activated or not.
-    environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), environ.get("PATH", os.defpath)])
+    environ["PATH"] = _search_path()
     environ.setdefault("PYTHONUNBUFFERED", "1")  # Azure ML's images set it; lines would come late otherwise
     return environ
+
+
+def _search_path() -> str:
+    """`python` and `azureml-strategy` mean the ones of this environment, activated or not."""
+    return os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
 
 
 def _announce(job: EmulatedJob, run: EmulatedRun) -> None:

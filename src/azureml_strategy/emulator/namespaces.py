@@ -48,7 +48,7 @@ class IsolatedNodes:
             _run(f"ip -n {self._switch} link set switch up")
             for node, name in enumerate(self._names):
                 self._add(node, name)
-        except EmulationError:
+        except BaseException:  # a Ctrl-C must leave none behind either
             self.__exit__(None, None, None)
             raise
         return self

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,8 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import IO
-
-from azureml_strategy.emulator.errors import EmulationError
 
 # How long a process may take to end in order after SIGTERM. Azure gives a spot node at least 30 s.
 _GRACE_SECONDS = 10.0
@@ -60,6 +57,7 @@ class _Running:
     process: Process
     popen: subprocess.Popen[bytes]
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=_LAST_LINES))
+    unread: bool = False
 
     def __post_init__(self) -> None:
         self.reader = threading.Thread(target=self._forward, daemon=True)
@@ -69,9 +67,23 @@ class _Running:
         assert self.popen.stdout is not None
         for line in _lines(self.popen.stdout):
             self.last_lines.append(line)
-            with _print_lock:
-                sys.stdout.write(f"[{self.process.name}, {self.process.node}] {line}\n")
-                sys.stdout.flush()
+            try:
+                with _print_lock:
+                    sys.stdout.write(f"[{self.process.name}, {self.process.node}] {line}\n")
+                    sys.stdout.flush()
+            except BrokenPipeError:  # `emulate ... | head` has seen enough
+                self.unread = True
+                return
+
+    def is_alive(self) -> bool:
+        """Whether the process runs, or anything that it has started."""
+        if self.popen.poll() is None:
+            return True
+        try:
+            os.killpg(self.popen.pid, 0)
+        except ProcessLookupError:
+            return False
+        return True
 
 
 class _Interrupted(BaseException):
@@ -101,9 +113,6 @@ def run_together(processes: Sequence[Process]) -> Outcome:
 
 
 def _start(process: Process) -> _Running:
-    program = process.command[0]
-    if shutil.which(program, path=process.environ.get("PATH")) is None:
-        raise EmulationError(f"There is no program {program!r}. Write the command as you would without emulation.")
     popen = subprocess.Popen(
         process.command,
         env=process.environ,
@@ -123,6 +132,9 @@ def _wait(running: Sequence[_Running]) -> Outcome:
                 return _failure(one, code)
         if all(code == 0 for code in codes):
             return Outcome(0)
+        if any(one.unread for one in running):
+            _print_nowhere()
+            return Outcome(128 + signal.SIGPIPE)
         time.sleep(_POLL_SECONDS)
 
 
@@ -133,11 +145,16 @@ def _failure(one: _Running, code: int) -> Outcome:
     return Outcome(exit_code, f"{one.process.name} ({one.process.node})", reason, tuple(one.last_lines))
 
 
+def _print_nowhere() -> None:
+    """Whoever read the output is gone; Python would complain about it at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _end(running: Sequence[_Running]) -> None:
     """End every process, and everything it has started, in order if it can and by force if not."""
     _signal(running, signal.SIGTERM)
     deadline = time.monotonic() + _GRACE_SECONDS
-    while any(one.popen.poll() is None for one in running) and time.monotonic() < deadline:
+    while any(one.is_alive() for one in running) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
     _signal(running, signal.SIGKILL)
     for one in running:

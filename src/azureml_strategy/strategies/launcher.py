@@ -66,6 +66,8 @@ def _command() -> tuple[Sequence[str], str | None]:
         *program,
         *(option for option in options if option not in ("-m", "--multirun")),
         *config.overrides.task,
+        *config.overrides.hydra,
+        "hydra.mode=RUN",
         f"hydra.run.dir='{config.runtime.output_dir}'",
         "hydra.output_subdir=null",
         f"hydra.job.name={config.job.name}",

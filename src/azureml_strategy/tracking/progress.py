@@ -53,17 +53,19 @@ class ThroughputProgressBar(TQDMProgressBar):
     ) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if self._prints_lines and time.monotonic() >= self._next_line:
-            self._print_line(trainer, pl_module, batch_idx + 1)
+            self._print_line(trainer, batch_idx + 1, self.get_metrics(trainer, pl_module))
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_epoch_end(trainer, pl_module)
         if self._prints_lines:
-            self._print_line(trainer, pl_module, trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+            # Once an epoch a GPU may be waited for: everything logged is shown, the last validation included.
+            logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+            batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+            self._print_line(trainer, batches, {**self.get_metrics(trainer, pl_module), **logged})
 
-    def _print_line(self, trainer: Trainer, pl_module: LightningModule, batches: int) -> None:
+    def _print_line(self, trainer: Trainer, batches: int, metrics: dict[str, Any]) -> None:
         self._next_line = time.monotonic() + self._line_interval_s
-        metrics = self.get_metrics(trainer, pl_module)
         metrics.pop("v_num", None)  # the run's id, which does not change
         shown = ", ".join(f"{n} {v:.4g}" if isinstance(v, float) else f"{n} {v}" for n, v in metrics.items())
         where = f"Epoch {trainer.current_epoch}: batch {batches}/{self.total_train_batches}"

@@ -16,6 +16,13 @@ from azureml_strategy.training.console import tidy_console
 from azureml_strategy.training.errors import RecipeError
 from azureml_strategy.training.resolvers import register_resolvers
 
+# Hydra's flags for folders with further groups, which only Hydra itself sees.
+_SEARCH_PATH_FLAGS = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
+
+
+class _Refusal(BaseException):
+    """Passes through Hydra, which would print a traceback and go on with the next job of a sweep."""
+
 
 def run_recipe(recipe: str, arguments: Sequence[str]) -> None:
     """Run a recipe as Hydra runs any application: output folder, `--cfg job`, `--multirun` and the rest.
@@ -29,7 +36,8 @@ def run_recipe(recipe: str, arguments: Sequence[str]) -> None:
     """
     register_resolvers()
     found = find_recipe(recipe)
-    check_overrides(found, _checkable(arguments))
+    if not any(each.startswith(_SEARCH_PATH_FLAGS) for each in arguments):
+        check_overrides(found, [each for each in arguments if is_override(each)])
     try:
         detect_launch()
     except LaunchError as error:
@@ -43,15 +51,15 @@ def run_recipe(recipe: str, arguments: Sequence[str]) -> None:
         from azureml_strategy.training.run import train
 
         tidy_console()
-        train(config)
+        try:
+            train(config)
+        except (RecipeError, LaunchError) as error:
+            raise _Refusal(error) from error
 
     sys.argv = [command_line[0], *folder, *arguments]
     try:
         application()
+    except _Refusal as refusal:
+        raise RecipeError(str(refusal)) from refusal
     finally:
         sys.argv = command_line
-
-
-def _checkable(arguments: Sequence[str]) -> list[str]:
-    """The overrides that stand for one configuration: a sweep's choices, with commas, are left to Hydra."""
-    return [each for each in arguments if is_override(each) and "," not in each]

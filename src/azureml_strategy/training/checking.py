@@ -41,12 +41,29 @@ def check_overrides(recipe: Recipe, overrides: Sequence[str]) -> None:
     Raises:
         RecipeError: Hydra refuses; the message names the override and its near matches.
     """
-    folder = recipe.folder
+    folder, overrides = recipe.folder, _of_one_job(overrides)
     with initialize_config_dir(folder, version_base="1.3") if folder else initialize(None, version_base="1.3"):
         try:
-            compose(recipe.name, list(overrides), return_hydra_config=True)
+            compose(recipe.name, overrides, return_hydra_config=True)
         except (HydraException, OmegaConfBaseException) as error:
             raise RecipeError(_explain(recipe, overrides, error)) from error
+
+
+def _of_one_job(overrides: Sequence[str]) -> list[str]:
+    """The overrides of a sweep's first job. What only the sweeper can expand, as `glob(*)`, is left out."""
+    parser = OverridesParser.create()
+    try:
+        return [one for each in overrides for one in _first_choice(parser.parse_override(each))]
+    except HydraException as error:
+        raise RecipeError(str(error)) from error
+
+
+def _first_choice(override: Override) -> list[str]:
+    if not override.is_sweep_override():
+        return [override.input_line or ""]
+    if not (override.is_choice_sweep() or override.is_range_sweep()):
+        return []
+    return [f"{override.get_key_element()}={next(override.sweep_string_iterator())}"]
 
 
 def check_config(config: DictConfig) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,9 @@ from azureml_strategy.cluster import detect_launch
 from azureml_strategy.training.checking import check_config
 
 log = logging.getLogger(__name__)
+
+# How long a process that we started may take to fail as well, once this one has; it may wait for it in a collective.
+_GRACE_SECONDS = 5.0
 
 
 def train(config: DictConfig) -> dict[str, float]:
@@ -97,9 +101,28 @@ def _own_processes(trainer: Trainer) -> Iterator[None]:
     there. Ranks that the platform started stay, and keep their group for the next run.
     """
     environ = dict(os.environ)
-    yield
-    if getattr(trainer.strategy.launcher, "procs", None):
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        os.environ.clear()
-        os.environ.update(environ)
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        processes = getattr(trainer.strategy.launcher, "procs", None)
+        if processes:
+            if failed:
+                _end(processes)
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            os.environ.clear()
+            os.environ.update(environ)
+
+
+def _end(processes: list[subprocess.Popen[bytes]]) -> None:
+    """End what this failed process has started; Lightning would kill this process too, once one of them fails."""
+    ending = list(processes)
+    processes.clear()  # Lightning's observer has the same list
+    for process in ending:
+        try:
+            process.wait(_GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

@@ -9,6 +9,7 @@ from typing import Any
 
 from common import Regression, loader, quiet_trainer, report
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 import azureml_strategy  # noqa: F401 - registers the names
 
@@ -27,5 +28,8 @@ class Terminate(Callback):
         report(trainer.global_rank, step=trainer.global_step, exception=type(exception).__name__, code=code)
 
 
-trainer = quiet_trainer(strategy="azureml_ddp", max_epochs=50, callbacks=[Terminate()])
+checkpoint = ModelCheckpoint(filename="saved", save_on_exception=True)
+trainer = quiet_trainer(
+    strategy="azureml_ddp", max_epochs=5000, callbacks=[Terminate(), checkpoint], enable_checkpointing=True
+)
 trainer.fit(Regression(), loader())
