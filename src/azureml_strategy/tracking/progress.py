@@ -60,7 +60,9 @@ class ThroughputProgressBar(TQDMProgressBar):
         super().on_train_epoch_end(trainer, pl_module)
         if self._prints_lines:
             # Once an epoch a GPU may be waited for: everything logged is shown, the last validation included.
-            logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+            # Learning rates are for the logger: a group of parameters each, they would fill the line.
+            metrics = trainer.callback_metrics.items()
+            logged = {name: float(value) for name, value in metrics if not name.startswith("lr-")}
             batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
             self._print_line(trainer, batches, {**self.get_metrics(trainer, pl_module), **logged})
 

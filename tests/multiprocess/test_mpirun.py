@@ -1,0 +1,27 @@
+"""A real mpirun: its own variables, and Azure's of a job with `distribution: {type: mpi}`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from tests.multiprocess.conftest import RunJob
+
+pytestmark = pytest.mark.skipif(
+    not Path(sys.executable).with_name("mpirun").exists(), reason="Open MPI is not installed in this environment"
+)
+
+
+def test_ranks_come_from_mpirun(run_job: RunJob) -> None:
+    job = run_job("under_mpirun.py", 2, {"strategy": "azureml_ddp"}, distribution="none")
+    assert job.exit_code == 0, job.output
+    assert job.each("world_size") == [2, 2]
+    assert sorted(row for rows in job.each("read") for row in rows) == list(range(64))
+
+
+def test_a_stock_trainer_is_guarded(run_job: RunJob) -> None:
+    job = run_job("under_mpirun.py", 2, {"strategy": "auto", "plugin": False}, distribution="none")
+    assert job.exit_code != 0
+    assert "LaunchError" in job.output
+    assert not job.results
