@@ -11,7 +11,7 @@ from tests.multiprocess.conftest import RunJob
 
 @pytest.mark.parametrize("signalled", ["0", "1", "0,1"])
 def test_all_ranks_end_together(run_job: RunJob, tmp_path: Path, signalled: str) -> None:
-    job = run_job("sigterm.py", signalled, nodes=2)
+    job = run_job("sigterm.py", signalled, 1, nodes=2)
     assert job.exit_code == 143, job.output
     assert job.each("exception") == ["SIGTERMException"] * 2
     assert job.each("code") == [143, 143]
@@ -23,6 +23,16 @@ def test_all_ranks_end_together(run_job: RunJob, tmp_path: Path, signalled: str)
 
 
 def test_single_process(run_job: RunJob) -> None:
-    job = run_job("sigterm.py", "0")
+    job = run_job("sigterm.py", "0", 1)
     assert job.exit_code == 143, job.output
     assert job.each("step") == [4]
+
+
+@pytest.mark.parametrize("signalled", ["0", "1"])
+def test_processes_that_the_strategy_started(run_job: RunJob, signalled: str) -> None:
+    """The platform sees the first process of a node only; the others must not have it killed when they end."""
+    job = run_job("sigterm.py", signalled, 2)
+    assert job.exit_code == 143, job.output
+    assert job.each("code") == [143, 0]
+    first, second = job.each("step")
+    assert first == second

@@ -30,6 +30,10 @@ class Terminate(Callback):
 
 checkpoint = ModelCheckpoint(filename="saved", save_on_exception=True)
 trainer = quiet_trainer(
-    strategy="azureml_ddp", max_epochs=5000, callbacks=[Terminate(), checkpoint], enable_checkpointing=True
+    strategy="azureml_ddp",
+    devices=int(sys.argv[2]),
+    max_epochs=5000,
+    callbacks=[Terminate(), checkpoint],
+    enable_checkpointing=True,
 )
 trainer.fit(Regression(), loader())
