@@ -10,7 +10,13 @@ from azureml_strategy.cluster.launch import Launch, detect_launch
 RUN = EmulatedRun("quirky_plum", "resnet50", "17", "sqlite:///mlflow.db")
 LAUNCH = Launch("pytorch", 5, 8, 1, 4, 1, 2, "127.0.0.2", 6105)
 ADDRESSES = ["127.0.0.2", "127.0.0.3"]
-SHELL = {"PATH": "/bin", "HOME": "/root", "CUDA_VISIBLE_DEVICES": "0", "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "1"}
+SHELL = {
+    "PATH": "/bin",
+    "HOME": "/root",
+    "CUDA_VISIBLE_DEVICES": "0",
+    "NCCL_DEBUG": "INFO",
+    "AZUREML_STRATEGY_GUARD": "off",
+}
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from azureml_strategy.cluster.errors import GUARD_SWITCH
 from azureml_strategy.cluster.launch import Launch
 from azureml_strategy.cluster.variables import BATCH_PORT
 
@@ -61,8 +62,12 @@ def azure_variables(
 
 
 def without_job_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a shell outside any job."""
-    return {name: value for name, value in environ.items() if not name.startswith(_PREFIXES) and name not in _NAMES}
+    """The environment of a shell outside any job; the guard's switch is the user's and stays."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name == GUARD_SWITCH or not (name.startswith(_PREFIXES) or name in _NAMES)
+    }
 
 
 def _job_variables(launch: Launch, run: EmulatedRun) -> dict[str, str]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Sequence
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from azureml_strategy.cluster import LaunchError, detect_launch
@@ -39,7 +42,7 @@ def run_recipe(recipe: str, arguments: Sequence[str]) -> None:
     if not any(each.startswith(_SEARCH_PATH_FLAGS) for each in arguments):
         check_overrides(found, [each for each in arguments if is_override(each)])
     try:
-        detect_launch()
+        launch = detect_launch()
     except LaunchError as error:
         raise RecipeError(str(error)) from error
     command_line = sys.argv
@@ -55,6 +58,12 @@ def run_recipe(recipe: str, arguments: Sequence[str]) -> None:
             train(config)
         except (RecipeError, LaunchError) as error:
             raise _Refusal(error) from error
+        except Exception:
+            if launch is None or launch.world_size == 1 or HydraConfig.get().mode is not RunMode.MULTIRUN:
+                raise
+            # Hydra would go on with the next job, while other ranks may still wait for this one in a collective.
+            traceback.print_exc()
+            sys.exit(1)
 
     sys.argv = [command_line[0], *folder, *arguments]
     try:

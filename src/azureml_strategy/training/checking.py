@@ -9,11 +9,12 @@ from typing import Any
 from hydra import compose, initialize, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from azureml_strategy.training.catalogue import Recipe
 from azureml_strategy.training.errors import RecipeError, near_matches
@@ -32,6 +33,8 @@ _TRAINER_ELSEWHERE = {
     "enable_progress_bar": "`tracking.progress_bar`",
     "default_root_dir": "`output_dir`",
 }
+# What Hydra lets through when a configuration cannot be composed.
+_UNCOMPOSABLE = (HydraException, OmegaConfBaseException, YAMLError)
 _HYDRA_OWN = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")
 
 
@@ -45,23 +48,23 @@ def check_overrides(recipe: Recipe, overrides: Sequence[str]) -> None:
     with initialize_config_dir(folder, version_base="1.3") if folder else initialize(None, version_base="1.3"):
         try:
             compose(recipe.name, overrides, return_hydra_config=True)
-        except (HydraException, OmegaConfBaseException) as error:
+        except _UNCOMPOSABLE as error:
             raise RecipeError(_explain(recipe, overrides, error)) from error
 
 
 def _of_one_job(overrides: Sequence[str]) -> list[str]:
     """The overrides of a sweep's first job. What only the sweeper can expand, as `glob(*)`, is left out."""
-    parser = OverridesParser.create()
+    return [one for each in overrides for one in _first_choice(each)]
+
+
+def _first_choice(text: str) -> list[str]:
     try:
-        return [one for each in overrides for one in _first_choice(parser.parse_override(each))]
+        override = OverridesParser.create().parse_override(text)
     except HydraException as error:
-        raise RecipeError(str(error)) from error
-
-
-def _first_choice(override: Override) -> list[str]:
+        raise RecipeError(f"The override {text!r} is not in Hydra's notation: {error}") from error
     if not override.is_sweep_override():
-        return [override.input_line or ""]
-    if not (override.is_choice_sweep() or override.is_range_sweep()):
+        return [text]
+    if isinstance(override.value(), Glob) or not override.is_discrete_sweep():
         return []
     return [f"{override.get_key_element()}={next(override.sweep_string_iterator())}"]
 
@@ -143,7 +146,7 @@ def _near_override(override: Override, known: list[str]) -> str:
 def _composes(recipe: Recipe) -> bool:
     try:
         compose(recipe.name)
-    except (HydraException, OmegaConfBaseException):
+    except _UNCOMPOSABLE:
         return False
     return True
 

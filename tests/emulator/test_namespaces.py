@@ -1,0 +1,139 @@
+"""Isolated nodes: each with its own address, and links of a given rate."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.emulator.conftest import RunCode, soon
+
+from azureml_strategy.emulator import EmulatedJob, EmulationError, emulate
+from azureml_strategy.emulator.namespaces import IsolatedNodes
+
+FIT = Path(__file__).parents[1] / "multiprocess" / "scripts" / "fit.py"
+
+
+def why_not() -> str:
+    """Why this machine cannot isolate nodes; empty where it can."""
+    if os.name != "posix" or os.geteuid() != 0:
+        return "needs root"
+    try:
+        with IsolatedNodes(1, "1gbit"):
+            return ""
+    except EmulationError as error:
+        return str(error)
+
+
+def namespaces() -> list[str]:
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    return [line for line in listed.splitlines() if line.startswith(f"azureml-{os.getpid()}-")]
+
+
+isolated = [pytest.mark.root, pytest.mark.skipif(bool(why_not()), reason=why_not())]
+
+# Node 0 serves on its own address; node 1 sends it BYTES and prints the rate.
+TRANSFER = """
+import json, os, socket, time
+rank, addresses, size = int(os.environ["RANK"]), os.environ["AZ_BATCH_HOST_LIST"].split(","), {size}
+if rank == 0:
+    with socket.create_server((addresses[0], 5000)) as server:
+        link, peer = server.accept()
+        received = start = 0
+        while chunk := link.recv(1 << 16):
+            # Timed after the first megabyte: the token bucket lets half of it through at once.
+            received += len(chunk)
+            if not start and received > 1_000_000:
+                start, first = time.perf_counter(), received
+        rate = 8e-6 * (received - first) / (time.perf_counter() - start) if start else 0
+    print(json.dumps({{"peer": peer[0], "received": received, "mbit": rate, "names": socket.if_nameindex()}}))
+else:
+    while True:
+        try:
+            link = socket.create_connection((addresses[0], 5000))
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.02)
+    link.sendall(bytes(size))
+    print(json.dumps({{"names": socket.if_nameindex()}}))
+"""
+
+
+class TestIsolated:
+    pytestmark = isolated
+
+    def test_nodes_reach_one_another_by_their_own_addresses(self, run_code: RunCode) -> None:
+        job = run_code(TRANSFER.format(size=1000), nodes=2, isolate=True)
+        assert job.exit_code == 0, job.output
+        server, client = job.json()
+        assert (server["peer"], server["received"]) == ("10.0.0.5", 1000)
+        for node in (server, client):
+            assert {name for _, name in node["names"]} >= {"lo", "eth0"}
+        assert not namespaces()
+
+    def test_links_have_the_rate_asked_for(self, run_code: RunCode) -> None:
+        job = run_code(TRANSFER.format(size=8_000_000), nodes=2, isolate=True, bandwidth="100mbit")
+        assert job.exit_code == 0, job.output
+        assert 50 < job.json()[0]["mbit"] < 110
+
+    def test_the_machine_itself_is_out_of_reach(self, run_code: RunCode) -> None:
+        job = run_code("import socket; socket.create_connection(('8.8.8.8', 53), 1)", isolate=True)
+        assert job.exit_code == 1
+        assert "Network is unreachable" in job.output
+        assert not namespaces(), "gone after a failure too"
+
+    def test_ctrl_c_while_the_nodes_are_made(self) -> None:
+        nodes = IsolatedNodes(40, "1gbit")
+        thread = soon(lambda: os.kill(os.getpid(), signal.SIGINT), lambda: len(namespaces()) > 2)
+        with pytest.raises(KeyboardInterrupt):
+            nodes.__enter__()
+        thread.join()
+        assert not namespaces()
+
+    def test_two_nodes_train_with_gloo(self, store: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setenv("RESULTS", str(tmp_path / "results"))
+        command = [sys.executable, str(FIT), "{'strategy': 'azureml_ddp'}"]
+        assert emulate(EmulatedJob(command, nodes=2, isolate=True)) == 0
+        first, second = (json.loads((tmp_path / "results" / f"{rank}.json").read_text()) for rank in (0, 1))
+        assert first["world_size"] == second["world_size"] == 2
+        assert first["parameters"] == second["parameters"]
+        assert sorted(first["read"] + second["read"]) == list(range(64))
+        assert not namespaces()
+
+    def test_a_server_that_nodes_cannot_reach(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://me:secret@mlflow.example.com")
+        with pytest.raises(EmulationError, match=r"cannot reach https://<redacted>@mlflow\.example\.com"):
+            emulate(EmulatedJob(["true"], isolate=True))
+
+    @pytest.mark.parametrize("rate", ["fast", "1", "0mbit", "1gbit; true", "-1mbit", "1 gbit"])
+    def test_a_rate_that_is_none(self, rate: str) -> None:
+        with pytest.raises(EmulationError, match=r"is no rate\. Write 1gbit"):
+            IsolatedNodes(2, rate)
+
+    def test_more_nodes_than_addresses(self) -> None:
+        with pytest.raises(EmulationError, match="addresses for 250 nodes, not 251"):
+            IsolatedNodes(251, None)
+
+    def test_it_needs_root(self) -> None:
+        code = "import os; os.setuid(65534)\nfrom azureml_strategy.emulator import *\n"
+        code = f"from azureml_strategy.emulator.namespaces import *\n{code}\nIsolatedNodes(2, None)"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert "EmulationError: --isolate needs root" in done.stderr
+
+
+def test_it_needs_iproute2(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert shutil.which("ip") is None
+    with pytest.raises(EmulationError, match="needs ip and tc: install iproute2"):
+        IsolatedNodes(2, None)
+
+
+def test_it_needs_linux(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(EmulationError, match="this is darwin"):
+        IsolatedNodes(2, None)

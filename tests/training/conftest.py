@@ -1,0 +1,65 @@
+"""Composes recipes as `azureml-strategy train` does, and runs it on the smallest job that trains."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize
+from mlflow import MlflowClient
+from mlflow.entities import Run
+from omegaconf import DictConfig, OmegaConf
+from tests.emulator.conftest import _empty_store, store
+
+from azureml_strategy.training.resolvers import register_resolvers
+
+__all__ = ["_empty_store", "store"]  # fixtures
+
+COMMAND = str(Path(sys.executable).with_name("azureml-strategy"))
+# Two steps of ResNet-50 on two images of 32 pixels.
+TINY = [
+    *("data.image_size=32", "data.batch_size=2", "data.steps_per_epoch=2", "data.validation_steps=1"),
+    *("num_classes=2", "trainer.precision=32-true", "trainer.log_every_n_steps=1", "trainer.accelerator=cpu"),
+]
+Compose = Callable[..., DictConfig]
+
+
+@pytest.fixture
+def composed() -> Iterator[Compose]:
+    """A recipe with overrides; what only a running application knows has a fixed value."""
+    register_resolvers()
+    with initialize(None, version_base="1.3"):  # which registers its own `hydra` resolver
+        OmegaConf.register_new_resolver("hydra", lambda key: f"<{key}>", replace=True)
+        yield lambda recipe, *overrides: compose(recipe, list(overrides))
+    OmegaConf.clear_resolver("hydra")
+
+
+def run(*command: object, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end; its output and its errors in one."""
+    environ = {**os.environ, "PYTHONWARNINGS": "ignore", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [str(part) for part in command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environ,
+        timeout=200,
+        check=False,
+    )
+    assert not check or done.returncode == 0, done.stdout
+    return done
+
+
+def the_run(store: MlflowClient) -> Run:
+    """The only run in the store."""
+    (found,) = store.search_runs([experiment.experiment_id for experiment in store.search_experiments()])
+    return found
+
+
+def files(pattern: str) -> list[str]:
+    """What lies below this folder, by its path, in order."""
+    return sorted(str(path) for path in Path().glob(pattern))

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from azureml_strategy.training.catalogue import Recipe, find_recipe, shipped_recipes
+from azureml_strategy.training.errors import RecipeError, near_matches
+
+
+def test_the_shipped_recipes_have_names_and_summaries() -> None:
+    recipes = shipped_recipes()
+    assert [recipe.name for recipe in recipes] == ["resnet50_ddp", "resnet50_imagenet", "resnet50_synthetic"]
+    for recipe in recipes:
+        assert recipe.folder is None
+        assert recipe.summary.startswith("ResNet-50 on ")
+        assert find_recipe(recipe.name) == recipe
+
+
+@pytest.mark.parametrize(
+    ("text", "summary"),
+    [("# A run.\n# More.\n", "A run."), ("defaults: [base]\n# A run.\n", ""), ("\n\n## Late\n", "Late"), ("", "")],
+)
+@pytest.mark.parametrize("absolute", [False, True])
+def test_a_file_of_the_users(tmp_path: Path, text: str, summary: str, absolute: bool) -> None:
+    (tmp_path / "my runs").mkdir()
+    (tmp_path / "my runs" / "mine.yaml").write_text(text)
+    path = "my runs/mine.yaml"
+    found = find_recipe(str(tmp_path / path) if absolute else path)
+    assert found == Recipe("mine", str(tmp_path / "my runs"), summary)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        ("resnet50_dpd", "Did you mean 'resnet50_ddp'"),
+        ("resnet50_ddp.yaml", "Did you mean 'resnet50_ddp'"),
+        ("mien.yaml", "Did you mean 'mine.yaml'"),
+        ("zzz", "Known: mine.yaml, other.yml, resnet50_ddp, "),
+        ("other.yml", "Rename it to other.yaml"),
+        ("folder/resnet50_ddp.yaml", "Rename it, to my_resnet50_ddp.yaml say"),
+        ("folder", "neither the name of a shipped one nor a file"),
+    ],
+)
+def test_what_is_no_recipe(tmp_path: Path, recipe: str, words: str) -> None:
+    (tmp_path / "folder").mkdir()
+    for name in ("mine.yaml", "other.yml", "folder/resnet50_ddp.yaml"):
+        (tmp_path / name).touch()
+    with pytest.raises(RecipeError, match=words):
+        find_recipe(recipe)
+
+
+@pytest.mark.parametrize(
+    ("word", "end"),
+    [
+        ("max_epoch", "Did you mean 'trainer.max_epochs'?"),
+        ("sed", "Did you mean 'seed'?"),
+        ("nothing.like.it", "Known: seed, trainer.max_epochs."),
+    ],
+)
+def test_near_matches(word: str, end: str) -> None:
+    assert near_matches(word, ["seed", "trainer.max_epochs"]) == end
+
+
+def test_a_long_list_without_a_near_match_is_left_out() -> None:
+    assert near_matches("zzz", map(str, range(41))) == ""

@@ -1,0 +1,60 @@
+"""The shipped YAML: every recipe and every option of every group composes, and fits what it configures."""
+
+from __future__ import annotations
+
+import inspect
+from importlib.resources import files
+
+import pytest
+from hydra.utils import instantiate
+from lightning.pytorch import Trainer
+from omegaconf import DictConfig, OmegaConf
+from tests.training.conftest import Compose
+
+from azureml_strategy.training.catalogue import shipped_recipes
+from azureml_strategy.training.checking import _TRAINER_ELSEWHERE, check_config
+
+RECIPES = [recipe.name for recipe in shipped_recipes()]
+OPTIONS = [
+    f"{group.name}={file.name.removesuffix('.yaml')}"
+    for group in files("azureml_strategy.conf").iterdir()
+    if group.is_dir()
+    for file in group.iterdir()
+    if file.name.endswith(".yaml")
+]
+
+
+def assert_fits(config: DictConfig) -> None:
+    check_config(config)
+    OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_fits_what_it_configures(composed: Compose, recipe: str) -> None:
+    config = composed(recipe)
+    assert_fits(config)
+    assert instantiate(config.strategy) is not None
+    assert callable(instantiate(config.model).forward)
+    for callback in (*config.tracking.values(), config.checkpoint):
+        assert callback is None or instantiate(callback) is not None
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "resnet50_imagenet"])
+def test_the_data_of_every_recipe_that_needs_none_of_the_users(composed: Compose, recipe: str) -> None:
+    assert instantiate(composed(recipe).data) is not None
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_fits_into_a_recipe(composed: Compose, option: str) -> None:
+    assert_fits(composed("resnet50_ddp", option))
+
+
+def test_every_argument_of_the_trainer_can_be_overridden_somewhere(composed: Compose) -> None:
+    arguments = dict(inspect.signature(Trainer.__init__).parameters)
+    assert composed("resnet50_ddp").trainer.keys() == arguments.keys() - {"self"} - _TRAINER_ELSEWHERE.keys()
+    assert _TRAINER_ELSEWHERE.keys() < arguments.keys()
+
+
+def test_the_cpu_option_makes_two_processes_of_any_recipe(composed: Compose) -> None:
+    trainer = composed("resnet50_imagenet", "trainer=cpu").trainer
+    assert (trainer.accelerator, trainer.devices, trainer.num_nodes) == ("cpu", 2, 1)

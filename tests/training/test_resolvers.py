@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from azureml_strategy.cluster.emulated import EmulatedRun, azure_variables
+from azureml_strategy.cluster.launch import Launch
+from azureml_strategy.training.resolvers import register_resolvers
+
+
+def resolved(expression: str) -> object:
+    register_resolvers()
+    return OmegaConf.create({"value": f"${{azureml.{expression}}}"}).value
+
+
+def test_a_run_is_named_after_the_job_or_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d", str(resolved("run:")))
+    monkeypatch.setenv("AZUREML_RUN_ID", "quirky_plum")
+    assert resolved("run:") == "quirky_plum"
+
+
+def test_the_name_stays_while_the_clock_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    register_resolvers()
+    config = OmegaConf.create({"value": "${azureml.run:}"})
+    first = config.value
+    monkeypatch.setenv("AZUREML_RUN_ID", "later")
+    assert config.value == first
+
+
+@pytest.mark.parametrize("distribution", ["pytorch", "mpi", "tensorflow"])
+@pytest.mark.parametrize(("rank", "folder"), [(0, ".hydra"), (1, None), (2, None)])
+def test_only_global_rank_0_records_the_configuration(
+    monkeypatch: pytest.MonkeyPatch, distribution: str, rank: int, folder: str | None
+) -> None:
+    launch = Launch(distribution, rank, 4, rank % 2, 2, rank // 2, 2, "10.0.0.4", 6105)
+    run = EmulatedRun("quirky_plum", "tests", "1", "sqlite:///mlflow.db")
+    for name, value in azure_variables(launch, distribution, ["10.0.0.4", "10.0.0.5"], run).items():
+        monkeypatch.setenv(name, value)
+    assert resolved("hydra_subdir:") == folder
+
+
+def test_outside_a_job_the_configuration_is_recorded() -> None:
+    assert resolved("hydra_subdir:") == ".hydra"
+
+
+def test_values_by_device() -> None:
+    assert resolved("by_device:32,224") == (224 if torch.cuda.is_available() else 32)
+    assert resolved("by_device:0,null") == (None if torch.cuda.is_available() else 0)
+
+
+def test_precision_is_one_of_lightnings() -> None:
+    assert resolved("precision:") in ("bf16-mixed", "16-mixed", "32-true")
