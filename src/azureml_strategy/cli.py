@@ -57,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_train(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     train = verbs.add_parser(
         "train",
+        usage="azureml-strategy train RECIPE [KEY=VALUE ...]",
         help="train a recipe",
         description="Train a recipe: a shipped one by name, or your own YAML file by path.",
         epilog=_TRAIN_EPILOG,
@@ -75,6 +76,7 @@ def _add_train(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 def _add_emulate(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     emulate = verbs.add_parser(
         "emulate",
+        usage="azureml-strategy emulate [options] -- COMMAND ...",
         help="run a command here as an Azure ML job would",
         description="Run a command on emulated nodes, with the variables an Azure ML job gets.",
         epilog=_EMULATE_EPILOG,

@@ -79,7 +79,7 @@ def test_measures_a_known_step(timed: Any, loader: DataLoader, clock: Clock, mak
 def test_logs_at_the_steps_of_the_other_metrics(
     timed: Any, loader: DataLoader, clock: Clock, make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
-    callback = ThroughputCallback(warmup_steps=5, clock=clock)
+    callback = ThroughputCallback(warmup_steps=5, clock=clock, minimum_window=5)
     logger = CSVLogger(tmp_path)
     make_trainer(callbacks=[callback], logger=logger, log_every_n_steps=5).fit(timed, loader)
     rows = list(csv.DictReader(Path(logger.log_dir, "metrics.csv").read_text().splitlines()))
@@ -90,6 +90,18 @@ def test_logs_at_the_steps_of_the_other_metrics(
     assert float(rates[9]["throughput/data_wait_share"]) == WAIT_S / (WORK_S + WAIT_S)
     assert callback.latest is not None
     assert callback.latest.steps == 5
+
+
+def test_a_window_holds_at_least_ten_steps(
+    timed: Any, loader: DataLoader, clock: Clock, make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    callback = ThroughputCallback(warmup_steps=0, clock=clock)
+    logger = CSVLogger(tmp_path)
+    make_trainer(callbacks=[callback], logger=logger, log_every_n_steps=4).fit(timed, loader)
+    rows = list(csv.DictReader(Path(logger.log_dir, "metrics.csv").read_text().splitlines()))
+    assert [int(row["step"]) for row in rows if row["throughput/samples_per_second"]] == [11]
+    assert callback.latest is not None
+    assert callback.latest.steps == 12
 
 
 def test_validation_and_epochs_are_no_step_time(
@@ -161,6 +173,11 @@ def test_a_resumed_fit_is_measured_by_itself(
 def test_negative_warm_up_is_refused() -> None:
     with pytest.raises(ValueError, match="warmup_steps=-1"):
         ThroughputCallback(warmup_steps=-1)
+
+
+def test_an_empty_window_is_refused() -> None:
+    with pytest.raises(ValueError, match="holds no step"):
+        ThroughputCallback(minimum_window=0)
 
 
 RANKS = """

@@ -22,7 +22,7 @@ __all__ = ["_empty_store", "store"]  # fixtures
 COMMAND = str(Path(sys.executable).with_name("azureml-strategy"))
 # Two steps of ResNet-50 on two images of 32 pixels.
 TINY = [
-    *("data.image_size=32", "data.batch_size=2", "data.steps_per_epoch=2", "data.validation_steps=1"),
+    *("data.image_size=32", "data.batch_size=2", "data.steps_per_epoch=2", "trainer.limit_val_batches=1"),
     *("num_classes=2", "trainer.precision=32-true", "trainer.log_every_n_steps=1", "trainer.accelerator=cpu"),
 ]
 Compose = Callable[..., DictConfig]

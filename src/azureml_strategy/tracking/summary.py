@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import NamedTuple
 
 
@@ -27,6 +27,15 @@ class Totals(NamedTuple):
     def plus(self, other: Totals) -> Totals:
         """The sum of both."""
         return Totals(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
+
+_LOGGED = (
+    "samples_per_second",
+    "samples_per_second_per_device",
+    "step_time_median_s",
+    "step_time_p95_s",
+    "data_wait_share",
+)
 
 
 @dataclass(frozen=True)
@@ -55,8 +64,7 @@ class ThroughputSummary:
 
     def as_metrics(self, prefix: str) -> dict[str, float]:
         """The five rates and times under `prefix/`, as they are logged."""
-        counts = ("steps", "samples", "seconds")
-        return {f"{prefix}/{name}": value for name, value in asdict(self).items() if name not in counts}
+        return {f"{prefix}/{name}": getattr(self, name) for name in _LOGGED}
 
 
 def summarize(totals: Totals, step_times: Sequence[float], *, ranks: int, replicas: int) -> ThroughputSummary:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from array import array
 from collections.abc import Callable
@@ -30,7 +31,7 @@ class ThroughputCallback(Callback):
     On a GPU the times are those of the GPU, from CUDA events: a loader that keeps ahead of the GPU costs no wait.
     No step makes the host wait; with several ranks each window ends in one all-reduce of four numbers, which does.
 
-    | metric, every `trainer.log_every_n_steps` | meaning |
+    | metric, every `trainer.log_every_n_steps` or its first multiple from `minimum_window` on | meaning |
     |---|---|
     | throughput/samples_per_second | over all devices, in the window |
     | throughput/samples_per_second_per_device | divided by the world size |
@@ -42,6 +43,8 @@ class ThroughputCallback(Callback):
         unit: what a sample is called in the progress bar and the report, such as `images`.
         batch_size: counts the samples of a batch; by default the first tensor's leading dimension.
         clock: the host's clock in seconds, used where there is no GPU.
+        minimum_window: the least steps in a window. A median of one step says nothing, and five figures at each
+            step would cost more than all else that is logged.
 
     Attributes:
         latest: the last window's figures, None before the first one is over.
@@ -53,10 +56,14 @@ class ThroughputCallback(Callback):
         unit: str = "samples",
         batch_size: Callable[[Any], int] | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        minimum_window: int = 10,
     ) -> None:
         super().__init__()
         if warmup_steps < 0:
             raise ValueError(f"warmup_steps={warmup_steps} is negative; 0 measures from the first step on.")
+        if minimum_window < 1:
+            raise ValueError(f"minimum_window={minimum_window} holds no step; use 1 or more.")
+        self.minimum_window = minimum_window
         self.warmup_steps = warmup_steps
         self.unit = unit
         self.latest: ThroughputSummary | None = None
@@ -80,7 +87,9 @@ class ThroughputCallback(Callback):
         self._recorder = StepRecorder(CudaClock() if on_gpu else HostClock(self._clock))
         self._totals, self._step_times, self._steps, self.latest = Totals(), array("d"), 0, None
         self._ranks, self._replicas = trainer.world_size, data_parallel_size(trainer)
-        self._window: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        # a multiple of it, so that the figures stand at steps at which other metrics are logged too
+        self._window = every * math.ceil(self.minimum_window / every) if every else 0
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
