@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
+from itertools import count
 from pathlib import Path
 
 import pytest
-from tests.emulator.conftest import RunCode, soon
+from tests.emulator.conftest import RunCode
 
 from azureml_strategy.emulator import EmulatedJob, EmulationError, emulate
+from azureml_strategy.emulator import namespaces as module
 from azureml_strategy.emulator.namespaces import IsolatedNodes
 
 FIT = Path(__file__).parents[1] / "multiprocess" / "scripts" / "fit.py"
@@ -87,12 +88,18 @@ class TestIsolated:
         assert "Network is unreachable" in job.output
         assert not namespaces(), "gone after a failure too"
 
-    def test_ctrl_c_while_the_nodes_are_made(self) -> None:
-        nodes = IsolatedNodes(40, "1gbit")
-        thread = soon(lambda: os.kill(os.getpid(), signal.SIGINT), lambda: len(namespaces()) > 2)
-        with pytest.raises(KeyboardInterrupt):
-            nodes.__enter__()
-        thread.join()
+    def test_ctrl_c_while_the_nodes_are_made(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """At the tenth command, wherever it is; a real signal's moment would differ from run to run."""
+        run, commands = module._run, count()
+
+        def interrupted(command: str) -> None:
+            if next(commands) == 10:
+                raise KeyboardInterrupt
+            run(command)
+
+        monkeypatch.setattr(module, "_run", interrupted)
+        with pytest.raises(KeyboardInterrupt), IsolatedNodes(4, "1gbit"):
+            pass
         assert not namespaces()
 
     def test_two_nodes_train_with_gloo(self, store: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
