@@ -30,7 +30,7 @@ OWN = {
         *("CROSS_RANK", "CROSS_SIZE", "LOCAL_SIZE", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"),
         "MASTER_PORT",
     ),
-    "local": (local.MARKER, *local.variables_read(), "MASTER_ADDR"),
+    "local": (local.MARKER, *local.NUMBERS, "MASTER_ADDR"),
 }
 EVERY_NAME = sorted(
     {name for names in OWN.values() for name in names}

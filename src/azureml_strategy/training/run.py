@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from azureml_strategy.cluster import detect_launch
 from azureml_strategy.training.checking import check_config
+from azureml_strategy.training.errors import RecipeError
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ def train(config: DictConfig) -> dict[str, float]:
         The metrics of the last epoch by name, on every rank.
 
     Raises:
-        RecipeError: a key that nothing reads.
+        RecipeError: a key that nothing reads, or a callback that is none.
         LaunchError: the Trainer contradicts the job.
     """
     check_config(config)
@@ -55,23 +56,34 @@ def train(config: DictConfig) -> dict[str, float]:
 
 def _trainer(config: DictConfig) -> Trainer:
     logger: Logger | None = instantiate(config.tracking.logger)
-    callbacks = [instantiate(node) for node in _callback_nodes(config)]
     arguments: Any = OmegaConf.to_container(config.trainer, resolve=True)
     return Trainer(
         **arguments,
         strategy=instantiate(config.strategy),
         logger=logger or False,
-        callbacks=[callback for callback in callbacks if isinstance(callback, Callback)],
+        callbacks=_callbacks(config),
         enable_checkpointing=config.checkpoint is not None,
         enable_progress_bar=config.tracking.progress_bar is not None,
         default_root_dir=config.output_dir,
     )
 
 
-def _callback_nodes(config: DictConfig) -> list[Any]:
-    """Every part of tracking but the logger is a callback; `null` leaves one out."""
-    tracking = [node for name, node in config.tracking.items() if name != "logger"]
-    return [node for node in (*tracking, *config.callbacks.values(), config.checkpoint) if node is not None]
+def _callbacks(config: DictConfig) -> list[Callback]:
+    """Every part of tracking but the logger, the user's own, and the checkpoint's; `null` leaves one out."""
+    nodes = {f"tracking.{name}": node for name, node in config.tracking.items() if name != "logger"}
+    nodes |= {f"callbacks.{name}": node for name, node in config.callbacks.items()}
+    nodes["checkpoint"] = config.checkpoint
+    return [_callback(place, node) for place, node in nodes.items() if node is not None]
+
+
+def _callback(place: str, node: DictConfig) -> Callback:
+    callback = instantiate(node)
+    if not isinstance(callback, Callback):
+        raise RecipeError(
+            f"{place} makes a {type(callback).__name__}, which is no callback of the `lightning` package. Name one: "
+            f"{place}: {{_target_: lightning.pytorch.callbacks.EarlyStopping, ...}}, or write null to leave it out."
+        )
+    return callback
 
 
 def _flat(config: DictConfig) -> dict[str, Any]:

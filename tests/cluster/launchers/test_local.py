@@ -31,7 +31,7 @@ def test_the_process_that_started_it_becomes_local_rank_0() -> None:
     assert (parent.rank, parent.local_rank) == (4, 0)
 
 
-@pytest.mark.parametrize("lost", local.variables_read())
+@pytest.mark.parametrize("lost", local.NUMBERS)
 def test_half_a_set_is_refused_by_name(lost: str) -> None:
     environ = INHERITED | local.variables(CHILD)
     del environ[lost]

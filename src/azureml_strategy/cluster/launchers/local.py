@@ -9,6 +9,7 @@ from azureml_strategy.cluster.variables import required_number
 
 # Names the job's launcher, and marks the environment as written by `variables` below.
 MARKER = "AZUREML_STRATEGY_LAUNCHER"
+NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_PORT")
 
 
 def variables(launch: Launch) -> dict[str, str]:
@@ -30,7 +31,7 @@ def read(environ: Mapping[str, str]) -> Launch | None:
     if MARKER not in environ:
         return None
     why = f"{MARKER}={environ[MARKER]!r} says that a strategy of azureml-strategy wrote it"
-    number = {name: required_number(environ, name, why) for name in variables_read()}
+    number = {name: required_number(environ, name, why) for name in NUMBERS}
     return Launch(
         launcher=environ[MARKER],
         rank=number["RANK"],
@@ -42,8 +43,3 @@ def read(environ: Mapping[str, str]) -> Launch | None:
         main_address=environ.get("MASTER_ADDR", "").strip(),
         main_port=number["MASTER_PORT"],
     )
-
-
-def variables_read() -> tuple[str, ...]:
-    """The numbers among the variables."""
-    return ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_PORT")
