@@ -1,15 +1,20 @@
 # Two commands do all the set-up: `make demo` and `make test`, each in a virtual environment of its own.
 PYTHON ?= python3
 PIP_INSTALL = install --quiet --disable-pip-version-check -c constraints.txt
+# A file's tests stay together, for what they share; more than four at once would be in each other's way.
+EVERY_CORE = -n auto --maxprocesses 4 --dist loadfile
 SOURCES = pyproject.toml constraints.txt
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-all lint clean
 
 demo: .venv/installed
 	.venv/bin/azureml-strategy emulate --nodes 2 -- .venv/bin/azureml-strategy train resnet50_ddp
 
 test: lint
-	.venv-test/bin/python -m pytest
+	.venv-test/bin/python -m pytest $(EVERY_CORE)
+
+test-all: lint
+	.venv-test/bin/python -m pytest $(EVERY_CORE) -m ""
 
 lint: .venv-test/installed
 	.venv-test/bin/ruff check .

@@ -12,31 +12,27 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import logging
 import os
 import statistics
-import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
+import job_harness
 import torch
 import torch.distributed as dist
-from harness import RESULTS, Spread, interleave, ratios, save, show, spread
+from harness import Spread, interleave, ratios, show, spread
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from azureml_strategy.cluster.errors import GUARD_SWITCH
-from azureml_strategy.emulator import EmulatedJob, EmulationError, emulate
 from azureml_strategy.models import Bottleneck, ResNet50
 from azureml_strategy.strategies import AzureMLDDPStrategy
 
@@ -156,31 +152,22 @@ def time_steps(case: str, options: argparse.Namespace) -> tuple[float, float]:
     return batches.step_s(), sum(float(parameter.detach().double().sum()) for parameter in network.parameters())
 
 
-def run_rank(options: argparse.Namespace) -> None:
-    """All rounds of all cases, in one of the two processes; rank 0 writes what it measured."""
+def run_rank(options: argparse.Namespace) -> Any:
+    """All rounds of all cases, in one of the two processes."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     names = (*CASES, COMPRESSED) if options.bandwidth else CASES
     measured = interleave({name: partial(time_steps, name, options) for name in names}, options.rounds)
-    if dist.get_rank() == 0:
-        Path(options.rank_results).write_text(json.dumps(measured))
     dist.destroy_process_group()
+    return measured
 
 
-def run_job(options: argparse.Namespace, folder: Path, bandwidth: str | None = None) -> dict[str, Any]:
-    """The figures of one emulated job, or why there are none."""
-    results = folder / "results.json"
-    command = [sys.executable, os.path.abspath(__file__), "--rank-results", str(results)]
-    for name in ("rounds", "steps", "network", "batch_size", "pixels"):
-        command += ["--" + name.replace("_", "-"), str(getattr(options, name))]
-    command += ["--bandwidth", bandwidth] if bandwidth else []
-    try:
-        code = emulate(EmulatedJob(command, nodes=2, isolate=bandwidth is not None, bandwidth=bandwidth))
-    except EmulationError as error:
-        return {"skipped": str(error)}
-    if code:
-        raise SystemExit(code)
-    return figures(json.loads(results.read_text()))
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    plain = argparse.Namespace(**{**vars(options), "bandwidth": None})
+    measured = {"loopback": job_harness.run_job(plain, figures)}
+    if options.bandwidth:
+        measured[options.bandwidth] = job_harness.run_job(options, figures, bandwidth=options.bandwidth)
+    return measured
 
 
 def figures(measured: Mapping[str, list[tuple[float, float]]]) -> dict[str, Any]:
@@ -205,33 +192,22 @@ def rows(links: str, measured: Mapping[str, Any]) -> list[list[str]]:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = job_harness.parser(__doc__, "ddp_step")
     parser.add_argument("--rounds", type=int, default=16, help="even, so that each order comes as often")
     parser.add_argument("--steps", type=int, default=10, help="timed in each fit")
     parser.add_argument("--network", choices=NETWORKS, default="resnet50")
     parser.add_argument("--batch-size", type=int, default=4, help="images a step and rank")
     parser.add_argument("--pixels", type=int, default=32)
     parser.add_argument("--bandwidth", help="measure over links of this rate too, such as 1gbit (Linux, root)")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write ddp_step.json into")
-    parser.add_argument("--rank-results", help=argparse.SUPPRESS)  # given to the two processes
     return parser.parse_args()
 
 
 def main() -> None:
-    options = parse()
-    if options.rank_results:
-        run_rank(options)
+    found = job_harness.run("ddp_step", parse(), run_rank, measure)
+    if found is None:
         return
-    settings = {name: value for name, value in vars(options).items() if name not in ("results", "rank_results")}
-    results = options.results.resolve()
-    with tempfile.TemporaryDirectory() as name:
-        os.chdir(name)  # the emulated job writes its mlflow.db here
-        measured = {"loopback": run_job(options, Path(name))}
-        if options.bandwidth:
-            measured[options.bandwidth] = run_job(options, Path(name), options.bandwidth)
-        save("ddp_step", settings, measured, results)
     columns = ["links", "case", "step, ms", "to Lightning's"]
-    show("Two ranks: median (quartiles)", columns, [row for links in measured for row in rows(links, measured[links])])
+    show("Two ranks: median (quartiles)", columns, [row for links in found for row in rows(links, found[links])])
 
 
 if __name__ == "__main__":

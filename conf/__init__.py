@@ -1,1 +1,1 @@
-"""Hydra groups: model, data, strategy, trainer, tracking, checkpoint."""
+"""Hydra groups: model, data, strategy, trainer, tracking, checkpoint, cluster, job."""

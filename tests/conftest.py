@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import HealthCheck, settings
+
+# How long an example takes says something about the machine only.
+settings.register_profile("any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any-machine")
 
 # pytest and hypothesis write these themselves.
 _OWN_VARIABLES = {"PYTEST_CURRENT_TEST", "COLUMNS", "LINES"}
@@ -58,6 +64,7 @@ def _leaves_no_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
     for child in children:
         child.kill()
     group = _destroy_process_group()
+    _be_rank_zero_again()
     sigterm, _ = signal.getsignal(signal.SIGTERM), signal.signal(signal.SIGTERM, handler)
     assert not changed, f"environment variables changed by the test: {sorted(changed)}"
     assert not children, f"processes left behind by the test: {children}"
@@ -68,14 +75,20 @@ def _leaves_no_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
 def _counts(child: psutil.Process) -> bool:
     """Whether a live child is the test's: multiprocessing's trackers live as long as the interpreter."""
     try:
-        return child.is_running() and "resource_tracker" not in " ".join(child.cmdline())
+        command = " ".join(child.cmdline())
+        return child.is_running() and not any(name in command for name in ("resource_tracker", "forkserver"))
     except psutil.NoSuchProcess:
         return False
 
 
-def _destroy_process_group() -> bool:
-    import sys
+def _be_rank_zero_again() -> None:
+    """A Trainer tells its rank to the whole process, and a later test's logger would be silent."""
+    rank_zero = sys.modules.get("lightning_utilities.core.rank_zero")
+    if rank_zero is not None:
+        rank_zero.rank_zero_only.rank = 0
 
+
+def _destroy_process_group() -> bool:
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return False

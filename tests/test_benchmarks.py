@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytestmark = pytest.mark.exhaustive
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -34,6 +37,15 @@ def test_startup(tmp_path: Path) -> None:
     assert figures["wall_s"]["import lightning"].keys() == {"median", "low", "high", "count"}
 
 
+def test_submit(tmp_path: Path) -> None:
+    figures = run("submit", tmp_path, "--rounds", "1", "--warmup", "0", "--files", "200")
+    assert figures["targets"].keys() == {"azureml-strategy submit --dry-run", "list_snapshot"}
+    assert (
+        figures["wall_s"].keys()
+        == {"bare interpreter", "import azure.ai.ml", "os.walk and sizes"} | figures["targets"].keys()
+    )
+
+
 @pytest.mark.slow
 def test_ddp_step(tmp_path: Path) -> None:
     tiny = {"rounds": 1, "steps": 2, "network": "small", "pixels": 16, "batch-size": 2}
@@ -47,6 +59,26 @@ def test_ddp_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_zero_step(tmp_path: Path) -> None:
+    tiny = {"rounds": 1, "steps": 2, "layers": 1, "width": 16, "length": 8, "batch-size": 2}
+    figures = run("zero_step", tmp_path, *(f"--{name}={value}" for name, value in tiny.items()))
+    assert figures["step_s"].keys() == {"lightning", "azureml_deepspeed"}
+    assert figures["ratio_to_lightning"]["count"] == 1
+    assert figures["target"]["azureml_deepspeed_at_most"] == 1.01
+    assert len(set(figures["last_loss"].values())) == 1, "they train alike"
+
+
+@pytest.mark.slow
+def test_pipeline_step(tmp_path: Path) -> None:
+    tiny = {"rounds": 1, "steps": 2, "layers": 2, "width": 16, "tokens": 8, "micro-batches": 2, "micro-batch-size": 1}
+    figures = run("pipeline_step", tmp_path, *(f"--{name}={value}" for name, value in tiny.items()), "--bubbles", "2")
+    assert figures["step_s"].keys() == {"azureml_deepspeed_pipeline", "deepspeed"}
+    assert figures["ratio_to_deepspeed"]["count"] == 1
+    assert 0 < figures["bubble"]["2"]["median"] < 1
+    assert figures["bubble_formula"] == {"2": pytest.approx(1 / 3)}
+
+
+@pytest.mark.slow
 def test_resnet50_gpu(tmp_path: Path) -> None:
     figures = run("resnet50_gpu", tmp_path, "--smoke", "--rounds", "1")
     assert figures["copy_bytes_per_s"] > 0
@@ -56,3 +88,27 @@ def test_resnet50_gpu(tmp_path: Path) -> None:
         assert half["recipe_to_lightning"]["count"] == half["recipe_to_loop"]["count"] == 1
         assert half["share_of_memory_bound"]["recipe"]["measured copies"] > 0
     assert figures["compiled"]["graphs_compiled"] > figures["eager"]["graphs_compiled"] == 0
+
+
+def test_read_transport(tmp_path: Path) -> None:
+    figures = run("read_transport", tmp_path, "--megabytes", "1", "--rounds", "1", "--warmup", "0")
+    assert figures
+
+
+def test_doctor(tmp_path: Path) -> None:
+    figures = run("doctor", tmp_path, "--rounds", "1", "--warmup", "0")
+    assert figures["targets"].keys() == {"azureml-strategy doctor"}
+
+
+def test_network_start(tmp_path: Path) -> None:
+    figures = run("network_start", tmp_path, "--rounds", "1")
+    assert figures["start_s"].keys() == {"torch", "with our network session"}
+    assert figures["read_log_s"]["median"] > 0
+
+
+def test_nccl_gpu_says_that_it_needs_a_gpu(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARKS / "nccl_gpu.py"), "--results", str(tmp_path)]
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "needs an NVIDIA GPU" in done.stderr

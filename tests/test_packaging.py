@@ -15,7 +15,18 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 # What a build reads.
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", "src", "conf", "recipes", "tests", "benchmarks")
+SOURCES = (
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+    "src",
+    "conf",
+    "recipes",
+    "environments",
+    "constraints.txt",
+    "tests",
+    "benchmarks",
+)
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
 
 
@@ -43,14 +54,17 @@ def shipped(folder: Path, pattern: str) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob(pattern) if "__pycache__" not in path.parts}
 
 
-def test_the_wheel_holds_the_package_and_its_yaml_and_nothing_else(wheel: Path) -> None:
+def test_the_wheel_holds_the_package_and_its_data_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     package = {f"azureml_strategy/{name}" for name in shipped(ROOT / "src" / "azureml_strategy", "*.py")}
+    package |= {f"azureml_strategy/{name}" for name in shipped(ROOT / "src" / "azureml_strategy", "*.toml")}
     for folder in ("conf", "recipes"):
         for pattern in ("*.yaml", "*.py"):
             package |= {f"azureml_strategy/{folder}/{name}" for name in shipped(ROOT / folder, pattern)}
-    assert names == package | {"azureml_strategy/py.typed", "hydra_plugins/azureml_searchpath/__init__.py"}
+    package |= {f"azureml_strategy/environments/{file.name}" for file in (ROOT / "environments").glob("[!_]*")}
+    package |= {f"hydra_plugins/azureml_{name}/__init__.py" for name in ("searchpath", "launcher")}
+    assert names == package | {"azureml_strategy/py.typed", "azureml_strategy/environments/__init__.py"}
 
 
 def test_the_wheel_works_alone(wheel: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from azureml_strategy.checkpoint.termination import TerminateTogether
 from azureml_strategy.cluster.errors import GUARD_SWITCH, LaunchError
 from azureml_strategy.cluster.guard import LaunchGuard
 from azureml_strategy.plugin import _STRATEGIES, job_callbacks
+from azureml_strategy.tracking.network import NetworkRecorder
 
 NODE_1 = {
     "AZUREML_RUN_ID": "quirky_plum",
@@ -24,7 +25,7 @@ NODE_1 = {
     "MASTER_PORT": "6105",
 }
 QUIET: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
-OURS = (LaunchGuard, TerminateTogether)
+OURS = (LaunchGuard, TerminateTogether, NetworkRecorder)
 TRAINER = "Trainer(strategy='azureml_ddp', accelerator='cpu', logger=False, enable_checkpointing=False)"
 
 
@@ -54,7 +55,7 @@ def test_a_trainer_outside_a_job_has_none_of_them() -> None:
     assert ours(Trainer(**QUIET)) == []
 
 
-def test_every_trainer_of_a_job_has_both(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_trainer_of_a_job_has_all(monkeypatch: pytest.MonkeyPatch) -> None:
     inside(monkeypatch)
     trainers = [Trainer(**QUIET), Trainer(**QUIET)]
     assert [ours(trainer) for trainer in trainers] == [list(OURS)] * 2

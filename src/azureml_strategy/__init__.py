@@ -13,15 +13,23 @@ from azureml_strategy.plugin import register_when_lightning_is_imported
 
 if TYPE_CHECKING:
     from azureml_strategy.cluster import AzureMLEnvironment, Job, Launch, LaunchError, detect_launch, read_job
-    from azureml_strategy.strategies import AzureMLDDPStrategy
+    from azureml_strategy.strategies import (
+        AzureMLDDPStrategy,
+        AzureMLDeepSpeedStrategy,
+        AzureMLModelParallelStrategy,
+        PipelineStrategy,
+    )
 
 __version__ = "0.1.0"
 __all__ = [
     "AzureMLDDPStrategy",
+    "AzureMLDeepSpeedStrategy",
     "AzureMLEnvironment",
+    "AzureMLModelParallelStrategy",
     "Job",
     "Launch",
     "LaunchError",
+    "PipelineStrategy",
     "detect_launch",
     "read_job",
 ]
@@ -30,10 +38,13 @@ __getattr__ = lazy_attributes(
     __name__,
     {
         "AzureMLDDPStrategy": "azureml_strategy.strategies",
+        "AzureMLDeepSpeedStrategy": "azureml_strategy.strategies",
         "AzureMLEnvironment": "azureml_strategy.cluster",
+        "AzureMLModelParallelStrategy": "azureml_strategy.strategies",
         "Job": "azureml_strategy.cluster",
         "Launch": "azureml_strategy.cluster",
         "LaunchError": "azureml_strategy.cluster",
+        "PipelineStrategy": "azureml_strategy.strategies",
         "detect_launch": "azureml_strategy.cluster",
         "read_job": "azureml_strategy.cluster",
     },

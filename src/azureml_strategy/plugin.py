@@ -30,11 +30,12 @@ def job_callbacks() -> list[Callback]:
     from azureml_strategy.cluster.errors import GUARD_SWITCH
     from azureml_strategy.cluster.guard import LaunchGuard
     from azureml_strategy.cluster.launch import detect_launch
+    from azureml_strategy.tracking.network import NetworkRecorder
 
     if os.environ.get(GUARD_SWITCH, "").lower() == "off":
         return []
     launch = detect_launch()
-    return [LaunchGuard(launch), TerminateTogether()] if launch is not None else []
+    return [LaunchGuard(launch), TerminateTogether(), NetworkRecorder()] if launch is not None else []
 
 
 def _register(strategies: ModuleType) -> None:
@@ -55,6 +56,24 @@ def _ddp(**arguments: Any) -> Strategy:
     return AzureMLDDPStrategy(**arguments)
 
 
+def _model_parallel(**arguments: Any) -> Strategy:
+    from azureml_strategy.strategies.model_parallel import AzureMLModelParallelStrategy
+
+    return AzureMLModelParallelStrategy(**arguments)
+
+
+def _deepspeed(**arguments: Any) -> Strategy:
+    from azureml_strategy.strategies.zero import AzureMLDeepSpeedStrategy
+
+    return AzureMLDeepSpeedStrategy(**arguments)
+
+
+def _pipeline(**arguments: Any) -> Strategy:
+    from azureml_strategy.strategies.pipeline import PipelineStrategy
+
+    return PipelineStrategy(**arguments)
+
+
 def _refuse(**arguments: Any) -> NoReturn:
     raise ImportError(
         "azureml-strategy works with the `lightning` package, but this Trainer comes from `pytorch_lightning`, a "
@@ -71,4 +90,15 @@ _STRATEGIES: dict[str, tuple[Callable[..., Strategy], str, dict[str, Any]]] = {
         "azureml_ddp for models whose forward leaves parameters out",
         {"find_unused_parameters": True},
     ),
+    "azureml_deepspeed": (_deepspeed, "DeepSpeed ZeRO stage 2 with processes from the job", {}),
+    "azureml_deepspeed_stage_1": (_deepspeed, "ZeRO with optimizer states cut over the processes", {"stage": 1}),
+    "azureml_deepspeed_stage_2": (_deepspeed, "ZeRO with gradients cut too", {"stage": 2}),
+    "azureml_deepspeed_stage_3": (_deepspeed, "ZeRO with parameters cut too", {"stage": 3}),
+    "azureml_deepspeed_stage_3_offload": (
+        _deepspeed,
+        "ZeRO stage 3 with parameters and optimizer states in the memory of the host",
+        {"stage": 3, "offload_optimizer": True, "offload_parameters": True},
+    ),
+    "azureml_deepspeed_pipeline": (_pipeline, "DeepSpeed pipeline stages with processes from the job", {}),
+    "azureml_model_parallel": (_model_parallel, "FSDP2 and tensor parallelism with processes from the job", {}),
 }

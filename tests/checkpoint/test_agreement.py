@@ -15,10 +15,25 @@ from azureml_strategy.checkpoint.agreement import StopAgreement
 RANKS, MOST_STEPS = 4, 100_000
 
 
+class Wish:
+    """A rank's reason to stop, once it has one."""
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+
+    def __call__(self) -> str | None:
+        return self.reason
+
+
 @pytest.fixture
-def agreements() -> Iterator[list[StopAgreement]]:
+def wishes() -> list[Wish]:
+    return [Wish() for _ in range(RANKS)]
+
+
+@pytest.fixture
+def agreements(wishes: list[Wish]) -> Iterator[list[StopAgreement]]:
     store = dist.HashStore()
-    ranks = [StopAgreement(store, rank, RANKS) for rank in range(RANKS)]
+    ranks = [StopAgreement(store, rank, RANKS, wishes[rank], 0.2) for rank in range(RANKS)]
     yield ranks
     for rank in ranks:
         rank.close()
@@ -38,7 +53,7 @@ def steps_until_stop(agreement: StopAgreement, seconds_per_step: float, barrier:
 @pytest.mark.parametrize("asking", [(0,), (3,), (0, 1, 2, 3)])
 @pytest.mark.parametrize("together", [True, False])
 def test_all_ranks_stop_after_the_same_step(
-    agreements: list[StopAgreement], asking: tuple[int, ...], together: bool
+    agreements: list[StopAgreement], wishes: list[Wish], asking: tuple[int, ...], together: bool
 ) -> None:
     """In step as under DDP, and out of step as where a GPU's queue lets one host run ahead of the others."""
     barrier = threading.Barrier(RANKS) if together else None
@@ -49,8 +64,10 @@ def test_all_ranks_stop_after_the_same_step(
         ]
         time.sleep(0.2)
         for rank in asking:
-            agreements[rank].ask()
+            wishes[rank].reason = f"rank {rank}"
         assert len({run.result(timeout=30) for run in runs}) == 1
+    (reason,) = {agreement.reason for agreement in agreements}
+    assert reason in {f"rank {rank}" for rank in asking}
 
 
 def test_nobody_stops_unasked(agreements: list[StopAgreement]) -> None:
@@ -61,9 +78,8 @@ def test_nobody_stops_unasked(agreements: list[StopAgreement]) -> None:
 def test_a_lost_store_does_not_stop_training() -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
-    agreement = StopAgreement(client, 1, 2)
+    agreement = StopAgreement(client, 1, 2, lambda: "told to")
     del server
-    agreement.ask()
     time.sleep(1.2)
     assert not agreement.step_done()
     agreement.close()

@@ -31,6 +31,14 @@ def test_frozen_parameters_and_empty_groups_are_left_out() -> None:
     assert group["params"] == [layer.weight]
 
 
+def test_what_zero_3_leaves_of_a_matrix_still_decays() -> None:
+    layer = nn.Linear(2, 2)
+    for parameter in layer.parameters():
+        parameter.ds_shape, parameter.data = parameter.shape, torch.empty(0)  # as DeepSpeed does
+    decayed, others = decay_groups(layer, 0.1)
+    assert (decayed["params"], others["params"]) == ([layer.weight], [layer.bias])
+
+
 def test_the_schedule_follows_the_steps_and_survives_a_checkpoint() -> None:
     sgd = SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
     scheduler = warmup_cosine_schedule(sgd, warmup_steps=2, total_steps=4)["scheduler"]

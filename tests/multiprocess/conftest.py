@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.preloaded import start_forked
 
 from azureml_strategy.cluster.emulated import EmulatedRun, azure_variables, without_job_variables
 from azureml_strategy.cluster.launch import Launch
@@ -39,8 +40,11 @@ RunJob = Callable[..., Job]
 
 
 @pytest.fixture
-def run_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> RunJob:
-    """Run a script of tests/multiprocess/scripts as each process of a job, and wait for the end."""
+def run_job(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> RunJob:
+    """Run a script of tests/multiprocess/scripts as each process of a job, and wait for the end.
+
+    `fresh` starts interpreters, for a test of what they import.
+    """
 
     def run(
         script: str,
@@ -51,6 +55,7 @@ def run_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> RunJob:
         without: Sequence[str] = (),
         extra: Mapping[str, str] | None = None,
         in_job: bool = True,
+        fresh: bool = False,
     ) -> Job:
         addresses = [f"127.0.2.{node + 1}" for node in range(nodes)]
         world_size = nodes * processes_per_node
@@ -69,7 +74,10 @@ def run_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> RunJob:
             command = [sys.executable, str(SCRIPTS / script), *map(str, arguments)]
             processes.append(Process(f"rank {rank}", f"node {node}", command, environ))
         capsys.readouterr()
-        outcome = run_together(processes)
+        with monkeypatch.context() as patched:
+            if not fresh:
+                patched.setattr("azureml_strategy.emulator.processes._start", start_forked)
+            outcome = run_together(processes)
         results = {int(file.stem): json.loads(file.read_text()) for file in (tmp_path / "results").glob("*.json")}
         return Job(outcome, capsys.readouterr().out, results)
 

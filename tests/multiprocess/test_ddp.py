@@ -95,7 +95,10 @@ def test_compiled_module(run_job: RunJob) -> None:
     assert job.results[0]["losses"] == pytest.approx(job.results[0]["eager_losses"], rel=1e-4)
 
 
-@pytest.mark.parametrize("distribution", ["pytorch", "mpi", "tensorflow"])
+@pytest.mark.parametrize(
+    "distribution",
+    ["pytorch", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("mpi", "tensorflow"))],
+)
 def test_one_process_per_node_starts_the_others_with_their_ranks(run_job: RunJob, distribution: str) -> None:
     arguments = {"strategy": "azureml_ddp", "devices": 2, "again": distribution == "pytorch"}
     job = run_job("fit.py", arguments, nodes=2, distribution=distribution)
@@ -106,7 +109,7 @@ def test_one_process_per_node_starts_the_others_with_their_ranks(run_job: RunJob
     assert sorted(row for rows in job.each("read") for row in rows) == list(range(64))
 
 
-@pytest.mark.parametrize("distribution", ["mpi", "tensorflow"])
+@pytest.mark.parametrize("distribution", ["mpi", pytest.param("tensorflow", marks=pytest.mark.exhaustive)])
 def test_two_processes_on_each_of_two_nodes(run_job: RunJob, distribution: str) -> None:
     arguments = {"strategy": "azureml_ddp"}
     job = run_job("fit.py", arguments, nodes=2, processes_per_node=2, distribution=distribution)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from mlflow.tracking import MlflowClient
+from tests.preloaded import Forked
 from torch.utils.data import DataLoader, TensorDataset
 
 from azureml_strategy.tracking import JobMLFlowLogger
@@ -110,18 +112,13 @@ def make_trainer(tmp_path: Path) -> Callable[..., Trainer]:
 
 
 @pytest.fixture
-def run_script(tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
+def run_script(tmp_path: Path) -> Callable[..., Forked]:
     """Start a Python program of the given text, its output in a pipe."""
 
-    def start(text: str, *arguments: str) -> subprocess.Popen[str]:
+    def start(text: str, *arguments: str) -> Forked:
         script = tmp_path / "script.py"
         script.write_text(text)
-        return subprocess.Popen(
-            [sys.executable, str(script), *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        return Forked([str(script), *arguments], os.environ, text=True)
 
     return start
 

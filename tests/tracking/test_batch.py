@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from azureml_strategy.tracking.batch import Metrics, Params, clean_name, make_batches
+from azureml_strategy.tracking.batch import Metrics, Params, Tags, TextFile, clean_name, make_batches
 
 
 def test_batches_keep_azures_limits_and_the_order() -> None:
@@ -22,6 +22,18 @@ def test_values_become_numbers_and_text_is_left_out() -> None:
     with pytest.warns(UserWarning, match="note='text' is left out"):
         (batch,) = make_batches([Metrics({"loss": torch.tensor(0.5), "note": "text", "n": 3}, 7, 123)])
     assert [(m.key, m.value, m.step, m.timestamp) for m in batch.items] == [("loss", 0.5, 7, 123), ("n", 3.0, 7, 123)]
+
+
+def test_tags_come_first_and_files_alone() -> None:
+    records = [TextFile("a.json", "{}"), Tags({f"t{n}": "x" * 2000 for n in range(120)}), TextFile("b.json", "[]")]
+    batches = make_batches([Metrics({"m": 1.0}, 0, 0), *records])
+    assert [(batch.kind, len(batch.items)) for batch in batches] == [
+        *[("tags", 100), ("tags", 20)],
+        ("metrics", 1),
+        *[("files", 1), ("files", 1)],
+    ]
+    assert {len(tag.value) for tag in batches[0].items} == {1000}  # Azure ML takes no longer one
+    assert batches[-1].describe() == "files b.json"
 
 
 def test_halves_hold_everything() -> None:

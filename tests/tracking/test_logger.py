@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import pickle
 import signal
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from mlflow.tracking import MlflowClient
+from tests.preloaded import Forked
 
 from azureml_strategy.tracking import JobMLFlowLogger, TrackingError
 
@@ -117,7 +117,7 @@ def test_sigterm_in_fit_stops_the_loop_and_loses_nothing(
     use: str,
     client: MlflowClient,
     store: str,
-    run_script: Callable[..., subprocess.Popen[str]],
+    run_script: Callable[..., Forked],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", store)

@@ -1,14 +1,14 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 from collections.abc import Callable
 
 from mlflow.tracking import MlflowClient
+from tests.preloaded import Forked
 
 from azureml_strategy.tracking import JobMLFlowLogger
 
-RunScript = Callable[..., subprocess.Popen[str]]
+RunScript = Callable[..., Forked]
 
 # The interval never ends by itself here: what is in the store was flushed.
 LOG = """

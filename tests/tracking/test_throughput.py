@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import csv
 import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from tests.preloaded import Forked
 from torch.utils.data import DataLoader, TensorDataset
 
 from azureml_strategy.tracking import ThroughputCallback
@@ -180,6 +180,32 @@ def test_an_empty_window_is_refused() -> None:
         ThroughputCallback(minimum_window=0)
 
 
+@pytest.mark.parametrize(("peak", "mfu"), [(None, None), (10_000.0, 0.00128)])
+def test_mfu_where_flops_and_peak_are_known(
+    peak: float | None, mfu: float | None, timed: Any, loader: DataLoader, clock: Clock, make_trainer: MakeTrainer
+) -> None:
+    timed.training_flops = lambda batch: float(len(batch[0]))
+    callback = ThroughputCallback(warmup_steps=5, clock=clock, peak_flops=peak)
+    make_trainer(callbacks=[callback], log_every_n_steps=10).fit(timed, loader)
+    summary = callback.summary()
+    assert summary is not None
+    assert summary.mfu == mfu  # 4 operations in 0.3125 s
+    assert ("throughput/mfu" in summary.as_metrics("throughput")) == (mfu is not None)
+
+
+def test_a_module_that_says_nothing_of_its_flops_has_no_mfu(
+    timed: Any, loader: DataLoader, clock: Clock, make_trainer: MakeTrainer
+) -> None:
+    callback = ThroughputCallback(clock=clock, peak_flops=1.0)
+    make_trainer(callbacks=[callback]).fit(timed, loader)
+    assert callback.summary().mfu is None  # type: ignore[union-attr]
+
+
+def test_a_peak_below_zero_is_refused() -> None:
+    with pytest.raises(ValueError, match="peak_flops=-1 is no speed"):
+        ThroughputCallback(peak_flops=-1)
+
+
 RANKS = """
 import json, sys
 import torch
@@ -198,6 +224,8 @@ class Model(LightningModule):
     def training_step(self, batch, batch_idx):
         clock.time += 0.25
         return self.layer(batch).mean()
+    def training_flops(self, batch):
+        return 1000.0 * len(batch)
     def train_dataloader(self):
         size = 4 if shared else 4 + 4 * self.global_rank
         return torch.utils.data.DataLoader([torch.ones(size, 1)] * 12, batch_size=None)
@@ -209,7 +237,7 @@ class SharedReplica(DDPStrategy):
     def distributed_sampler_kwargs(self): return {"num_replicas": 1, "rank": 0}
 
 shared, clock = sys.argv[1] == "shared", Clock()
-callback = ThroughputCallback(warmup_steps=2, clock=clock)
+callback = ThroughputCallback(warmup_steps=2, clock=clock, peak_flops=96_000.0)
 strategy = (SharedReplica if shared else DDPStrategy)(process_group_backend="gloo")
 trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, callbacks=[callback], max_epochs=1,
                   log_every_n_steps=5, logger=False,
@@ -218,7 +246,7 @@ trainer.fit(Model())
 if trainer.is_global_zero:
     window, run = callback.latest, callback.summary()
     print("RESULT", json.dumps([window.samples_per_second, run.samples_per_second, run.samples_per_second_per_device,
-                                run.samples, run.steps]))
+                                run.samples, run.steps, run.mfu]))
 torch.distributed.destroy_process_group()
 """
 
@@ -226,11 +254,11 @@ torch.distributed.destroy_process_group()
 @pytest.mark.parametrize(
     ("data", "expected"),
     [
-        ("different", [48.0, 48.0, 24.0, 120.0, 10]),  # 4 + 8 samples every quarter of a second
-        ("shared", [16.0, 16.0, 8.0, 40.0, 10]),  # the same 4 on both ranks
+        ("different", [48.0, 48.0, 24.0, 120.0, 10, 0.25]),  # 4 + 8 samples every quarter of a second
+        ("shared", [16.0, 16.0, 8.0, 40.0, 10, 16 / 192]),  # the same 4 on both ranks
     ],
 )
-def test_two_ranks(data: str, expected: list[float], run_script: Callable[..., subprocess.Popen[str]]) -> None:
+def test_two_ranks(data: str, expected: list[float], run_script: Callable[..., Forked]) -> None:
     process = run_script(RANKS, data)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output

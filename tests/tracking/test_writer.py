@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
 from mlflow.tracking import MlflowClient
 
-from azureml_strategy.tracking.batch import Metrics, Params
+from azureml_strategy.tracking.batch import Metrics, Params, Tags, TextFile
 from azureml_strategy.tracking.writer import BatchWriter
 
 
@@ -71,6 +72,18 @@ def test_gathers_and_writes_in_batches(
     assert strict.sizes == [200, 200, 50]
     written = history(strict, run_id, "loss")
     assert [(m.step, m.value, m.timestamp) for m in written] == [(n, n / 2, 1000 + n) for n in range(450)]
+
+
+def test_writes_tags_and_files(strict: StrictClient, run_id: str, make_writer: Callable[..., BatchWriter]) -> None:
+    writer = make_writer()
+    writer.put(Tags({"network.transport": "ib"}))
+    writer.put(TextFile("network.json", '{"nodes": []}'))
+    strict.away = True
+    assert not writer.flush(timeout_s=0.1)
+    strict.away = False
+    assert writer.flush()
+    assert strict.get_run(run_id).data.tags["network.transport"] == "ib"
+    assert Path(strict.download_artifacts(run_id, "network.json")).read_text() == '{"nodes": []}'
 
 
 def test_the_interval_writes_without_being_asked(

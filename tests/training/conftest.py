@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 from omegaconf import DictConfig, OmegaConf
 from tests.emulator.conftest import _empty_store, store
+from tests.preloaded import run_forked
 
 from azureml_strategy.training.resolvers import register_resolvers
 
@@ -38,18 +39,12 @@ def composed() -> Iterator[Compose]:
     OmegaConf.clear_resolver("hydra")
 
 
-def run(*command: object, check: bool = True) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end; its output and its errors in one."""
+def run(
+    *command: object, check: bool = True, variables: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run one of our commands to its end; its output and its errors in one."""
     environ = {**os.environ, "PYTHONWARNINGS": "ignore", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        [str(part) for part in command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environ,
-        timeout=200,
-        check=False,
-    )
+    done = run_forked([str(part) for part in command], environ | (variables or {}), timeout=200)
     assert not check or done.returncode == 0, done.stdout
     return done
 

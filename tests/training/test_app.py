@@ -72,3 +72,12 @@ def test_a_sweep_under_the_emulator_is_one_sweep(store: MlflowClient) -> None:
         for number in (0, 1):
             assert len(re.findall(rf"\[rank {rank}, node {rank}\].*\t#{number} : seed", done.stdout)) == 1
     assert len(store.get_metric_history(job.info.run_id, "train/loss")) == 4
+
+
+def test_resnet50_in_two_stages(store: MlflowClient) -> None:
+    small = ["data=synthetic", *TINY, "data.batch_size=8", "trainer.max_epochs=1"]
+    run(*EMULATE, COMMAND, "train", "resnet50_pipeline", *small)
+    job = the_run(store)
+    assert job.info.status == "FINISHED"
+    assert len(store.get_metric_history(job.info.run_id, "train/loss")) == 2
+    assert {"val/top1", "pipeline/bubble", "pipeline/stage_1_work_s"} <= job.data.metrics.keys()

@@ -10,10 +10,13 @@ from azureml_strategy.training.errors import RecipeError, near_matches
 
 def test_the_shipped_recipes_have_names_and_summaries() -> None:
     recipes = shipped_recipes()
-    assert [recipe.name for recipe in recipes] == ["resnet50_ddp", "resnet50_imagenet", "resnet50_synthetic"]
+    assert [recipe.name for recipe in recipes] == [
+        *("gpt_ddp", "gpt_pipeline", "gpt_tensor_parallel", "gpt_zero3"),
+        *("resnet50_ddp", "resnet50_imagenet", "resnet50_pipeline", "resnet50_synthetic"),
+    ]
     for recipe in recipes:
         assert recipe.folder is None
-        assert recipe.summary.startswith("ResNet-50 on ")
+        assert recipe.summary.startswith({"gpt": "GPT ", "resnet50": "ResNet-50 "}[recipe.name.split("_")[0]])
         assert find_recipe(recipe.name) == recipe
 
 
@@ -36,7 +39,7 @@ def test_a_file_of_the_users(tmp_path: Path, text: str, summary: str, absolute: 
         ("resnet50_dpd", "Did you mean 'resnet50_ddp'"),
         ("resnet50_ddp.yaml", "Did you mean 'resnet50_ddp'"),
         ("mien.yaml", "Did you mean 'mine.yaml'"),
-        ("zzz", "Known: mine.yaml, other.yml, resnet50_ddp, "),
+        ("zzz", " mine.yaml, other.yml, resnet50_ddp, "),
         ("other.yml", "Rename it to other.yaml"),
         ("folder/resnet50_ddp.yaml", "Rename it, to my_resnet50_ddp.yaml say"),
         ("folder", "neither the name of a shipped one nor a file"),

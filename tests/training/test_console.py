@@ -35,6 +35,7 @@ def test_lightnings_lines_appear_once_and_its_warnings_stay(caplog: pytest.LogCa
 
 def test_only_the_deprecation_that_nobody_can_mend_is_hidden() -> None:
     with warnings.catch_warnings(record=True) as seen:
+        warnings.resetwarnings()  # PYTHONWARNINGS may hide the other one
         tidy_console()
         warnings.simplefilter("always", append=True)
         warnings.warn("`isinstance(treespec, LeafSpec)` is deprecated", FutureWarning, stacklevel=1)

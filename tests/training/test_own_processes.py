@@ -34,8 +34,8 @@ hydra: {mode: %s}
 def sweep(folder: Path, mode: str, *arguments: str, before: Sequence[str] = (), check: bool = True) -> str:
     (folder / "my_callbacks.py").write_text(CALLBACK)
     (folder / "mine.yaml").write_text(RECIPE % mode)
-    environ = f"PYTHONPATH={folder}"
-    return run("env", environ, *before, COMMAND, "train", "mine.yaml", *arguments, *TINY, check=check).stdout
+    command = [*before, COMMAND, "train", "mine.yaml", *arguments, *TINY]
+    return run(*command, check=check, variables={"PYTHONPATH": str(folder)}).stdout
 
 
 def assert_one_folder(jobs: int) -> None:

@@ -1,1 +1,22 @@
 """Ending a run, and going on with it later."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from azureml_strategy.lazy import lazy_attributes
+
+if TYPE_CHECKING:
+    from azureml_strategy.checkpoint.resume import ResumeError, checkpoint_to_resume
+    from azureml_strategy.checkpoint.storage import JobCheckpoint
+
+__all__ = ["JobCheckpoint", "ResumeError", "checkpoint_to_resume"]
+
+__getattr__ = lazy_attributes(
+    __name__,
+    {
+        "JobCheckpoint": "azureml_strategy.checkpoint.storage",
+        "ResumeError": "azureml_strategy.checkpoint.resume",
+        "checkpoint_to_resume": "azureml_strategy.checkpoint.resume",
+    },
+)

@@ -3,48 +3,53 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-_POLL_SECONDS = 0.5
 # One step may be under way, and the next one begun, before the main thread looks at the promise.
 _MARGIN_STEPS = 2
 
 
 class StopAgreement:
-    """Finds one step for all ranks to stop at, once any of them asks.
+    """Finds one step for all ranks to stop at, once any of them has a reason.
 
     A collective in each step would tie the ranks' hosts together, and a signal handler must not talk to anybody. So
-    a thread of each rank polls the rendezvous store. When a rank has asked, each thread promises a step that its
+    a thread of each rank polls the rendezvous store. When a rank has a reason, each thread promises a step that its
     main thread will not pass before all have promised; the largest promise is the step. Main threads only count, and
     wait only when they reach their own promise first: the other threads promise whatever their main threads wait for.
 
     Args:
-        store: shared by the ranks; used by the thread only.
+        store: shared by the ranks; used by the thread only, until the ranks have stopped.
         rank: this process's global rank.
         world_size: number of ranks.
+        reason: why this rank wants to stop, None as long as it does not; asked on the thread.
+        interval_s: pause between two looks at the store, in seconds.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+    def __init__(
+        self, store: Store, rank: int, world_size: int, reason: Callable[[], str | None], interval_s: float = 0.5
+    ) -> None:
         self._store = store
         self._rank = rank
         self._world_size = world_size
+        self._own_reason = reason
+        self._interval_s = interval_s
         self._lock = threading.Lock()
         self._steps = 0
         self._promise: int | None = None
         self._stop_at: int | None = None
-        self._asked = False
         self._decided = threading.Event()
         self._closing = threading.Event()
+        self.reason = ""
         self._thread = threading.Thread(target=self._run, name="stop-agreement", daemon=True)
         self._thread.start()
 
-    def ask(self) -> None:
-        """Ask all ranks to stop soon. Safe in a signal handler: it only leaves a note."""
-        self._asked = True
-
     def step_done(self) -> bool:
-        """Count a step of this rank; whether it is the one to stop after, the same one on all ranks."""
+        """Count a step of this rank; whether it is the one to stop after, the same one on all ranks.
+
+        From then on `reason` says, the same on all ranks, why.
+        """
         with self._lock:
             self._steps += 1
             must_wait = self._promise is not None and self._steps >= self._promise
@@ -55,13 +60,14 @@ class StopAgreement:
     def close(self) -> None:
         """End the thread; one that waits for a rank that is gone is left behind."""
         self._closing.set()
-        self._thread.join(timeout=2 * _POLL_SECONDS)
+        self._thread.join(timeout=2 * self._interval_s)
 
     def _run(self) -> None:
         try:
-            while not self._closing.wait(_POLL_SECONDS):
-                if self._asked:
-                    self._store.set("asked", "1")
+            while not self._closing.wait(self._interval_s):
+                reason = self._own_reason()
+                if reason is not None:
+                    self._store.set("asked", reason)
                 if self._store.check(["asked"]):
                     self._stop_at = self._agree()
                     return
@@ -77,5 +83,7 @@ class StopAgreement:
         self._store.set(f"promise/{self._rank}", str(self._promise))
         if self._rank == 0:
             promises = [int(self._store.get(f"promise/{rank}")) for rank in range(self._world_size)]
-            self._store.set("stop_at", str(max(promises)))
-        return int(self._store.get("stop_at"))
+            # One value for both: a rank that asks meanwhile could change the reason under the others.
+            self._store.set("stop", f"{max(promises)} {self._store.get('asked').decode()}")
+        step, _, self.reason = self._store.get("stop").decode().partition(" ")
+        return int(step)

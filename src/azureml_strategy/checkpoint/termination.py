@@ -1,4 +1,4 @@
-"""All ranks end at the same step when any of them is told to end."""
+"""All ranks stop at the same step when any of them is told to end, or its machine is about to be taken away."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from typing_extensions import override
 
 from azureml_strategy.checkpoint.agreement import StopAgreement
+from azureml_strategy.checkpoint.boundary import accumulating, at_step_boundary
+from azureml_strategy.checkpoint.farewell import record_going_on, save_and_record
+from azureml_strategy.checkpoint.preemption import Standstill, State
+from azureml_strategy.checkpoint.scheduled_events import EventPoller, events_url
 from azureml_strategy.cluster.launchers import local
 
 # What a shell reports for a process ended by SIGTERM: Azure ML must not take the job for completed.
@@ -27,39 +31,77 @@ _fits = count()
 
 
 class TerminateTogether(Callback):
-    """Turns SIGTERM on any rank into an orderly end of all ranks, after the same batch and with exit code 143.
+    """Stops all ranks after the same step, saves, and ends them with exit code 143, or goes on.
+
+    Two things stop them: SIGTERM on any rank, and a Scheduled Event for any node: Azure gives a low-priority node at
+    least 30 seconds. On both, the ranks agree on a step, save together with every checkpoint callback that saves on
+    an exception, and write why into the MLflow run. After SIGTERM they end then. After an event they wait for their
+    end: a process that exits would be a job that has completed. If the event is withdrawn, training goes on.
 
     Stock Lightning broadcasts from rank 0 inside the signal handler: a signal to another rank breaks the group, and
-    one to rank 0 ends all of them with exit code 0. Here the handler only notes the signal, and the ranks agree on a
-    batch to stop after. Callbacks then see an exception on every rank, so that checkpoints on exception and loggers
-    work as for any other.
+    one to rank 0 ends all of them with exit code 0. Here the handler only notes the signal. At the end callbacks see
+    an exception on every rank, so that loggers work as for any other.
+
+    Every Trainer of a job has one; of several in a Trainer the first acts, so that one of your own replaces it.
+
+    Args:
+        events_url: where to ask for Scheduled Events; by default AZUREML_STRATEGY_SCHEDULED_EVENTS, or Azure's own
+            address on an Azure VM. `off` asks nobody.
+        notice_s: how long before an event the ranks stop, in seconds.
+        patience_s: how long they wait for an event after its time has come, before they go on, in seconds.
+        poll_s: pause between two questions for events, in seconds; one process of each node asks.
+        agree_s: pause between two looks at whether a rank wants to stop, in seconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        events_url: str | None = None,
+        notice_s: float = 60.0,
+        patience_s: float = 120.0,
+        poll_s: float = 1.0,
+        agree_s: float = 0.5,
+    ) -> None:
+        self._events_url = events_url
+        self._times = (notice_s, patience_s, poll_s)
+        self._agree_s = agree_s
         self._requested = False
+        self._rank = 0
+        self._world_size = 1
+        self._stops = 0
+        self._store: Store | None = None
         self._agreement: StopAgreement | None = None
+        self._events: EventPoller | None = None
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        fit = next(_fits)
-        if trainer.world_size > 1 and dist.is_initialized():
-            store = _rendezvous_store()
-            if store is None:
-                return
-            store = PrefixStore(f"azureml_strategy/stop/{fit}", store)
-            self._agreement = StopAgreement(store, trainer.global_rank, trainer.world_size)
-            if self._requested:
-                self._agreement.ask()
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if next(each for each in callbacks if isinstance(each, TerminateTogether)) is not self:
+            return
+        store = _store(trainer)
+        if store is None:
+            return
+        self._store = PrefixStore(f"azureml_strategy/stop/{next(_fits)}", store)
+        self._rank, self._world_size = trainer.global_rank, trainer.world_size
+        self._events = self._poller() if trainer.local_rank == 0 else None
+        self._watch(self._store)
         self._listen()
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        agreement = self._agreement
-        if agreement.step_done() if agreement is not None else self._requested:
-            self._requested = False
-            raise SIGTERMException(_exit_code(trainer))
+        if at_step_boundary(trainer):
+            self._step_done(trainer, pl_module)
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # The step that it followed is complete only now. Between accumulated batches none is.
+        if self._agreement is not None and not accumulating(trainer):
+            self._step_done(trainer, pl_module)
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._step_done(trainer, pl_module)  # the last one, which is complete only now
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -73,19 +115,53 @@ class TerminateTogether(Callback):
             self._requested = False
             signal.raise_signal(signal.SIGTERM)
 
+    def _step_done(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop if this is the step that the ranks have agreed on; then end or go on, all together."""
+        agreement, store = self._agreement, self._store
+        if agreement is None or store is None or not agreement.step_done():
+            return
+        save_and_record(trainer, pl_module, agreement.reason)
+        standstill = PrefixStore(f"standstill/{self._stops}", store)
+        if not Standstill(standstill, self._rank, self._world_size, self._state).goes_on():
+            self._requested = False
+            raise SIGTERMException(_exit_code(trainer))
+        record_going_on(trainer, agreement.reason)
+        self._watch(store)
+
+    def _watch(self, store: Store) -> None:
+        """Begin to look for a reason to stop, under names that no earlier stop has used."""
+        self._stops += 1
+        names = PrefixStore(f"agreement/{self._stops}", store)
+        self._agreement = StopAgreement(names, self._rank, self._world_size, self._reason, self._agree_s)
+
+    def _poller(self) -> EventPoller | None:
+        url = events_url(self._events_url, os.environ)
+        return EventPoller(url, *self._times) if url is not None else None
+
+    def _reason(self) -> str | None:
+        if self._requested:
+            return f"SIGTERM on rank {self._rank}"
+        event = self._events.imminent if self._events is not None else None
+        return f"{event.kind} of the node of rank {self._rank}" if event is not None else None
+
+    def _state(self) -> State:
+        if self._requested:
+            return "leaving"
+        return "free" if self._reason() is None else "waiting"
+
     def _close(self) -> None:
-        if self._agreement is not None:
-            self._agreement.close()
-            self._agreement = None
+        for watcher in (self._agreement, self._events):
+            if watcher is not None:
+                watcher.close()
+        self._agreement = self._events = None
 
     def _listen(self) -> None:
         """Replace Lightning's handler, which it put in place just before and removes at the end."""
         signal.signal(signal.SIGTERM, self._note)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
+        """Only leave a note: in a signal handler nothing else is safe."""
         self._requested = True
-        if self._agreement is not None:
-            self._agreement.ask()
 
 
 def _exit_code(trainer: Trainer) -> int:
@@ -93,8 +169,15 @@ def _exit_code(trainer: Trainer) -> int:
     return 0 if local.MARKER in os.environ and trainer.local_rank > 0 else EXIT_CODE
 
 
-def _rendezvous_store() -> Store | None:
-    """A connection of our own to the store through which the ranks found one another; None where there is none."""
+def _store(trainer: Trainer) -> Store | None:
+    """A connection of our own to the store through which the ranks found one another; None where there is none.
+
+    One process needs none but its own memory.
+    """
+    if trainer.world_size == 1:
+        return HashStore()
+    if not dist.is_initialized():
+        return None
     try:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT)

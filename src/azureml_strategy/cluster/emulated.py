@@ -40,8 +40,26 @@ class EmulatedRun:
     tracking_uri: str
 
 
+@dataclass(frozen=True)
+class EmulatedAttempt:
+    """Which start of a job it is, and on what nodes.
+
+    Attributes:
+        number: how often the job was started before.
+        priority: of the nodes, in Azure ML's words: `Dedicated` or `LowPriority`.
+    """
+
+    number: int = 0
+    priority: str = "Dedicated"
+
+
 def azure_variables(
-    launch: Launch, distribution: str, addresses: Sequence[str], run: EmulatedRun, port: int | None = None
+    launch: Launch,
+    distribution: str,
+    addresses: Sequence[str],
+    run: EmulatedRun,
+    port: int | None = None,
+    attempt: EmulatedAttempt = EmulatedAttempt(),
 ) -> dict[str, str]:
     """What Azure ML gives a process of the job, and nothing else.
 
@@ -51,10 +69,11 @@ def azure_variables(
         addresses: the address of each node, node 0 first.
         run: the run the job belongs to.
         port: MASTER_PORT under `mpi` and `tensorflow`, where Azure ML sets none but a job may.
+        attempt: which start of the job it is.
     """
     given = {} if port is None else {"MASTER_PORT": str(port)}
     return {
-        **_job_variables(launch, run),
+        **_job_variables(launch, run, attempt),
         **_node_variables(launch, addresses),
         **_LAUNCHERS[distribution](launch, addresses),
         **given,
@@ -70,7 +89,8 @@ def without_job_variables(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _job_variables(launch: Launch, run: EmulatedRun) -> dict[str, str]:
+def _job_variables(launch: Launch, run: EmulatedRun, attempt: EmulatedAttempt) -> dict[str, str]:
+    context = {"vm_priority": attempt.priority, "run_attempt_count": attempt.number}
     return {
         "AZUREML_RUN_ID": run.run_id,
         "AZUREML_ROOT_RUN_ID": run.run_id,
@@ -80,7 +100,7 @@ def _job_variables(launch: Launch, run: EmulatedRun) -> dict[str, str]:
         "AZUREML_ARM_RESOURCEGROUP": "emulated",
         "AZUREML_ARM_SUBSCRIPTION": "00000000-0000-0000-0000-000000000000",
         "AZUREML_PROCESS_NAME": f"rank_{launch.rank}",
-        "AZUREML_CR_COMPUTE_CONTEXT": json.dumps({"vm_priority": "Dedicated", "run_attempt_count": 0}),
+        "AZUREML_CR_COMPUTE_CONTEXT": json.dumps(context),
         "MLFLOW_TRACKING_URI": run.tracking_uri,
         "MLFLOW_RUN_ID": run.run_id,
         "MLFLOW_EXPERIMENT_NAME": run.experiment,

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from azureml_strategy.cluster.errors import LaunchError
 from azureml_strategy.cluster.variables import own_environ
 
+_LOOPBACK = ("127.", "localhost", "::1")
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -61,6 +63,11 @@ class Launch:
             "main_port (MASTER_PORT) must be a TCP port": 0 < self.main_port < 65536,
         }
         return [broken for broken, holds in checks.items() if not holds]
+
+    @property
+    def separate_machines(self) -> int:
+        """Machines that the nodes are on: emulated nodes share one, where they meet on its loopback interface."""
+        return 1 if self.main_address.startswith(_LOOPBACK) else self.num_nodes
 
     def with_local_processes(self, processes: int, local_rank: int = 0) -> Launch:
         """The launch after each node's only process has started others, one for each device.

@@ -37,11 +37,15 @@ def node_count(environ: Mapping[str, str]) -> int | None:
     """
     count = first_number(environ, _COUNTS)
     if count is None:
-        hosts = _entries(environ, "AZ_BATCH_HOST_LIST", ",") or _entries(environ, "AZ_BATCH_NODE_LIST", ";")
-        count = len(hosts) or first_number(environ, _KUBERNETES_COUNTS)
+        count = len(node_addresses(environ)) or first_number(environ, _KUBERNETES_COUNTS)
     if count == 0:
         raise LaunchError(f"The job has 0 nodes ({seen(environ, NODE_VARIABLES)}). Remove the wrong variable.")
     return count
+
+
+def node_addresses(environ: Mapping[str, str]) -> list[str]:
+    """Addresses or names of the job's nodes as Azure Batch lists them; nothing where it does not."""
+    return _entries(environ, "AZ_BATCH_HOST_LIST", ",") or _entries(environ, "AZ_BATCH_NODE_LIST", ";")
 
 
 def declared_node_rank(environ: Mapping[str, str]) -> int | None:

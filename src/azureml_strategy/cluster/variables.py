@@ -13,6 +13,8 @@ from azureml_strategy.cluster.errors import LaunchError
 BATCH_PORT = 6000
 # What Azure ML gives as MASTER_PORT on AmlCompute, and what its own guides use where it gives none.
 DEFAULT_PORT = 6105
+# Where to ask for Azure's Scheduled Events instead of at Azure's own address, on any machine; `off` asks nobody.
+EVENTS_VARIABLE = "AZUREML_STRATEGY_SCHEDULED_EVENTS"
 _WHOLE_NUMBER = re.compile(r"[0-9]{1,9}")
 _INITIAL_ENVIRON = Path("/proc/self/environ")
 _PLACEHOLDERS = ("localhost", "localhost.localdomain", "ip6-localhost", "127.0.0.1", "127.0.1.1", "::1", "0.0.0.0")

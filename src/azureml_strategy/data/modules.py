@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from azureml_strategy.data.arguments import default_num_workers, require
 from azureml_strategy.data.folders import DataFolderError, resolve_root
-from azureml_strategy.data.images import EvaluationImages, ImageFolder, TrainingImages
+from azureml_strategy.data.images import EvaluationImages, TrainingImages
+from azureml_strategy.data.position import ResumableLoader
 from azureml_strategy.data.sampler import EvaluationSampler, TrainingSampler, global_seed, replica
 
 # Seconds for one batch of a worker. A mount that stopped answering must end the run, not hold it up for ever.
@@ -118,35 +120,33 @@ class ImageFolderDataModule(LightningDataModule):
                 f"data.batch_size={len(self._train) // replicas} or less, or use fewer processes."
             )
         sampler = TrainingSampler(self._train, replicas, rank, global_seed())
-        return self._loader(self._train, sampler, drop_last=True)
+        return ResumableLoader(self._train, sampler=sampler, **self._reading())
 
     @override
     def val_dataloader(self) -> ImageLoader:
         """Every validation image once, in order."""
         assert self._val is not None, "setup() lists the images"
-        return self._loader(self._val, EvaluationSampler(self._val, *replica(self.trainer)), drop_last=False)
+        sampler = EvaluationSampler(self._val, *replica(self.trainer))
+        return DataLoader(self._val, sampler=sampler, **self._reading())
 
     @override
     def test_dataloader(self) -> ImageLoader:
         """The same as for validation: ImageNet's test set has no labels."""
         return self.val_dataloader()
 
-    def _loader(self, images: ImageFolder, sampler: DistributedSampler[int], drop_last: bool) -> ImageLoader:
+    def _reading(self) -> dict[str, Any]:
         trainer = self.trainer
         workers = self.num_workers
         if workers is None:
             workers = default_num_workers(trainer.num_devices if trainer is not None else 1)
         on_gpu = trainer.strategy.root_device.type == "cuda" if trainer is not None else torch.cuda.is_available()
-        return DataLoader(
-            images,
-            batch_size=self.batch_size,
-            sampler=sampler,
-            num_workers=workers,
-            drop_last=drop_last,
-            pin_memory=on_gpu,
-            persistent_workers=workers > 0,
-            timeout=_BATCH_TIMEOUT if workers > 0 else 0,
-        )
+        return {
+            "batch_size": self.batch_size,
+            "num_workers": workers,
+            "pin_memory": on_gpu,
+            "persistent_workers": workers > 0,
+            "timeout": _BATCH_TIMEOUT if workers > 0 else 0,
+        }
 
 
 def _check_same_classes(train: TrainingImages, val: EvaluationImages) -> None:

@@ -6,40 +6,32 @@ import os
 from collections.abc import Iterator
 
 from lightning.pytorch import Trainer
+from torch import Tensor
 from torch.utils.data import DistributedSampler
 from typing_extensions import override
 
-from azureml_strategy.data.images import EvaluationImages, TrainingImages
+from azureml_strategy.data.images import EvaluationImages
+from azureml_strategy.data.position import ResumableSampler
+from azureml_strategy.data.text import TokenSequences
 
 
-class TrainingSampler(DistributedSampler[int]):
-    """Shuffles by seed and epoch alone and gives each replica its own samples, none twice in an epoch.
+class TrainingSampler(ResumableSampler):
+    """Gives each replica its own training images, none twice in an epoch.
 
     It yields draws, `epoch * len(dataset) + index`, which tell `TrainingImages` the epoch: a worker process
-    that lives on has no other way of knowing. The last samples that do not fill all replicas are left out.
-
-    Args:
-        dataset: what to draw from.
-        num_replicas: how many replicas read different samples.
-        rank: which of them this is.
-        seed: of the shuffling; the same on all ranks.
+    that lives on has no other way of knowing.
     """
 
-    def __init__(self, dataset: TrainingImages, num_replicas: int, rank: int, seed: int) -> None:
-        super().__init__(dataset, num_replicas, rank, shuffle=True, seed=seed, drop_last=True)
-        self._samples = len(dataset)
-
     @override
-    def __iter__(self) -> Iterator[int]:
-        first = self.epoch * self._samples
-        return (first + index for index in super().__iter__())
+    def order(self) -> Tensor:
+        return super().order() + self.epoch * self._samples
 
 
 class EvaluationSampler(DistributedSampler[int]):
     """Gives every sample to exactly one replica, in order, and all replicas equally many.
 
     torch's own sampler repeats samples to make the shares equal, which counts them twice; this one pads with the
-    index `len(dataset)`, a blank image that no metric counts. As a DistributedSampler it is left in place by
+    index `len(dataset)`, a blank sample that no metric counts. As a DistributedSampler it is left in place by
     Lightning.
 
     Args:
@@ -48,7 +40,7 @@ class EvaluationSampler(DistributedSampler[int]):
         rank: which of them this is.
     """
 
-    def __init__(self, dataset: EvaluationImages, num_replicas: int, rank: int) -> None:
+    def __init__(self, dataset: EvaluationImages | TokenSequences, num_replicas: int, rank: int) -> None:
         super().__init__(dataset, num_replicas, rank, shuffle=False, drop_last=False)
         self._padding = len(dataset)
 

@@ -26,13 +26,24 @@ class RepeatedBatch:
         self.batch_size = len(labels)  # what the learning rate is scaled by
         self._batch = (images, labels)
         self._steps = steps
+        self._given = self._skip = 0
 
     def __len__(self) -> int:
         return self._steps
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for _ in range(self._steps):
+        self._given, self._skip = self._skip, 0
+        while self._given < self._steps:
+            self._given += 1
             yield self._batch
+
+    def state_dict(self) -> dict[str, int]:
+        """How far the epoch is, for Lightning's checkpoint."""
+        return {"given": self._given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Begin the next epoch where that of `state` was; at its start, if that was at its end."""
+        self._skip = state["given"] % self._steps
 
 
 class SyntheticDataModule(LightningDataModule):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from azureml_strategy.emulator.errors import EmulationError
-from azureml_strategy.emulator.job import EmulatedJob, emulate
+from azureml_strategy.emulator.job import Emulated, EmulatedJob, emulate, emulate_run
+from azureml_strategy.emulator.preemption import Preemption
 
-__all__ = ["EmulatedJob", "EmulationError", "emulate"]
+__all__ = ["Emulated", "EmulatedJob", "EmulationError", "Preemption", "emulate", "emulate_run"]

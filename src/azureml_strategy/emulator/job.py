@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-from azureml_strategy.cluster.emulated import DISTRIBUTIONS, EmulatedRun, azure_variables, without_job_variables
+from azureml_strategy.cluster.emulated import (
+    DISTRIBUTIONS,
+    EmulatedAttempt,
+    EmulatedRun,
+    azure_variables,
+    without_job_variables,
+)
 from azureml_strategy.cluster.launch import Launch
 from azureml_strategy.cluster.redaction import redact_text
-from azureml_strategy.cluster.variables import BATCH_PORT, DEFAULT_PORT
+from azureml_strategy.cluster.variables import DEFAULT_PORT, EVENTS_VARIABLE
 from azureml_strategy.emulator.errors import EmulationError
 from azureml_strategy.emulator.namespaces import IsolatedNodes
+from azureml_strategy.emulator.ports import reserved_port
+from azureml_strategy.emulator.preemption import Preemption, announced
 from azureml_strategy.emulator.processes import Outcome, Process, run_together
 from azureml_strategy.emulator.run import mlflow_run
 
@@ -31,6 +38,7 @@ class EmulatedJob:
         distribution: `pytorch`, `mpi`, `tensorflow`, or `none` for a job without a `distribution` block.
         isolate: whether each node gets a network namespace and an address of its own.
         bandwidth: rate of each node's link, such as `1gbit`; with `isolate` only.
+        preemption: takes the last node away in the middle of the first attempt; None leaves the job alone.
 
     Raises:
         EmulationError: the numbers or the names make no job.
@@ -42,6 +50,7 @@ class EmulatedJob:
     distribution: str = "pytorch"
     isolate: bool = False
     bandwidth: str | None = None
+    preemption: Preemption | None = None
 
     def __post_init__(self) -> None:
         if not self.command:
@@ -56,13 +65,40 @@ class EmulatedJob:
             )
         if self.bandwidth and not self.isolate:
             raise EmulationError("--bandwidth shapes the links between isolated nodes. Add --isolate.")
+        if self.preemption and self.isolate:
+            raise EmulationError(
+                "--preempt-after announces the end of a node on this machine's loopback, which isolated nodes cannot "
+                "reach. Leave --isolate out."
+            )
+
+
+@dataclass(frozen=True)
+class Emulated:
+    """What became of a job.
+
+    Attributes:
+        exit_code: 0 when all processes ended well, else that of the one that failed first; 130 after Ctrl-C.
+        run: the MLflow run that it belonged to.
+    """
+
+    exit_code: int
+    run: EmulatedRun
 
 
 def emulate(job: EmulatedJob) -> int:
     """Run the job to its end, its output on this process's standard output.
 
     Returns:
-        0 when all processes ended well, else the exit code of the one that failed first; 130 after Ctrl-C.
+        The exit code of `Emulated`.
+
+    Raises:
+        EmulationError: see `emulate_run`.
+    """
+    return emulate_run(job).exit_code
+
+
+def emulate_run(job: EmulatedJob) -> Emulated:
+    """Like `emulate`, for somebody who reads the run afterwards.
 
     Raises:
         EmulationError: there is no such program, or this machine cannot isolate nodes or shape their links.
@@ -70,19 +106,43 @@ def emulate(job: EmulatedJob) -> int:
     if shutil.which(job.command[0], path=_search_path()) is None:
         raise EmulationError(f"There is no program {job.command[0]!r}. Write the command as without emulation.")
     network = IsolatedNodes(job.nodes, job.bandwidth) if job.isolate else None
-    with mlflow_run(isolated=job.isolate) as run, network or nullcontext():
+    ports = nullcontext(DEFAULT_PORT) if job.isolate else reserved_port()  # isolated nodes have all ports of their own
+    with mlflow_run(isolated=job.isolate) as run, network or nullcontext(), ports as port:
         _announce(job, run)
-        outcome = run_together(_processes(job, run, network))
+        outcome = _run_preempted(job, run, port) if job.preemption else _run(job, run, network, port)
         run_status = {0: "FINISHED", 130: "KILLED", 141: "KILLED", 143: "KILLED"}.get(outcome.exit_code, "FAILED")
         run.end(run_status)
     _report(outcome)
-    return outcome.exit_code
+    return Emulated(outcome.exit_code, run)
 
 
-def _processes(job: EmulatedJob, run: EmulatedRun, network: IsolatedNodes | None) -> list[Process]:
+def _run(job: EmulatedJob, run: EmulatedRun, network: IsolatedNodes | None, port: int) -> Outcome:
+    return run_together(_processes(job, run, network, port, EmulatedAttempt(), {}))
+
+
+def _run_preempted(job: EmulatedJob, run: EmulatedRun, port: int) -> Outcome:
+    """As Azure ML does it on low-priority nodes: the node goes, and the same run starts again on another."""
+    assert job.preemption is not None
+    attempts = [EmulatedAttempt(number, "LowPriority") for number in range(2)]
+    lost = f"node {job.nodes - 1}"
+    with announced(job.preemption, lost) as (addresses, power_cut):
+        outcome = run_together(_processes(job, run, None, port, attempts[0], addresses), power_cut)
+    if outcome.lost_node is None:
+        return outcome
+    print(f"\n{lost} was taken away. The job starts again: same run, attempt 1.\n", flush=True)
+    return run_together(_processes(job, run, None, port, attempts[1], {}))
+
+
+def _processes(
+    job: EmulatedJob,
+    run: EmulatedRun,
+    network: IsolatedNodes | None,
+    port: int,
+    attempt: EmulatedAttempt,
+    events: Mapping[str, str],
+) -> list[Process]:
     # Each node gets an address of its own even without isolation: Linux answers to all of 127.0.0.0/8.
     addresses = network.addresses if network else [f"127.0.2.{node + 1}" for node in range(job.nodes)]
-    port = _port(isolated=network is not None)
     processes = []
     for rank in range(job.nodes * job.processes_per_node):
         node, local_rank = divmod(rank, job.processes_per_node)
@@ -101,27 +161,13 @@ def _processes(job: EmulatedJob, run: EmulatedRun, network: IsolatedNodes | None
         own_port = None if job.distribution in ("pytorch", "none") or port == DEFAULT_PORT else port
         environ = {
             **_shared_machine(job, isolated=network is not None),
-            **azure_variables(launch, job.distribution, addresses, run, own_port),
+            **azure_variables(launch, job.distribution, addresses, run, own_port, attempt),
         }
+        if f"node {node}" in events:
+            environ[EVENTS_VARIABLE] = events[f"node {node}"]
         prefix = network.command_prefix(node) if network else []
         processes.append(Process(f"rank {rank}", f"node {node}", [*prefix, *job.command], environ))
     return processes
-
-
-def _port(isolated: bool) -> int:
-    """Azure ML's own port where it is free, as it always is on a node of one's own."""
-    if isolated:
-        return DEFAULT_PORT
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if probe.connect_ex(("127.0.0.1", DEFAULT_PORT)) != 0:
-            return DEFAULT_PORT
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port = int(probe.getsockname()[1])
-        if port != BATCH_PORT:
-            return port
 
 
 def _shared_machine(job: EmulatedJob, isolated: bool) -> dict[str, str]:

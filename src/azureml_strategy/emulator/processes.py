@@ -34,6 +34,19 @@ class Process:
 
 
 @dataclass(frozen=True)
+class PowerCut:
+    """The end of a node in the middle of a run: its processes are gone at once, and nothing asks them.
+
+    Attributes:
+        node: which.
+        at: when, on `time.monotonic`'s clock, in seconds.
+    """
+
+    node: str
+    at: float
+
+
+@dataclass(frozen=True)
 class Outcome:
     """How the processes ended.
 
@@ -42,12 +55,14 @@ class Outcome:
         failed: the process that failed first, if any.
         reason: `exit code 3`, or `SIGKILL`.
         last_lines: the end of that process's output.
+        lost_node: the node that the power cut ended, if it came to that.
     """
 
     exit_code: int
     failed: str | None = None
     reason: str = ""
     last_lines: tuple[str, ...] = ()
+    lost_node: str | None = None
 
 
 @dataclass
@@ -93,18 +108,22 @@ class _Interrupted(BaseException):
         self.exit_code = 128 + signum
 
 
-def run_together(processes: Sequence[Process]) -> Outcome:
+def run_together(processes: Sequence[Process], power_cut: PowerCut | None = None) -> Outcome:
     """Start the processes and wait until all have ended well or one has not; then none is left.
 
     Each gets a session of its own, so that a Ctrl-C reaches them through this process only and whatever they start
     ends with them.
+
+    Args:
+        processes: what to start.
+        power_cut: ends a node, and with it the rest, if they still run then.
     """
     running: list[_Running] = []
     with _interruptible():
         try:
             for process in processes:
                 running.append(_start(process))
-            return _wait(running)
+            return _wait(running, power_cut)
         except _Interrupted as interrupted:
             return Outcome(interrupted.exit_code)
         finally:
@@ -124,7 +143,7 @@ def _start(process: Process) -> _Running:
     return _Running(process, popen)
 
 
-def _wait(running: Sequence[_Running]) -> Outcome:
+def _wait(running: Sequence[_Running], power_cut: PowerCut | None) -> Outcome:
     while True:
         codes = [one.popen.poll() for one in running]
         for one, code in zip(running, codes, strict=True):
@@ -132,6 +151,9 @@ def _wait(running: Sequence[_Running]) -> Outcome:
                 return _failure(one, code)
         if all(code == 0 for code in codes):
             return Outcome(0)
+        if power_cut is not None and time.monotonic() >= power_cut.at:
+            _signal([one for one in running if one.process.node == power_cut.node], signal.SIGKILL)
+            return Outcome(128 + signal.SIGKILL, lost_node=power_cut.node)
         if any(one.unread for one in running):
             _print_nowhere()
             return Outcome(128 + signal.SIGPIPE)

@@ -1,7 +1,23 @@
-"""Image networks and their LightningModule, which trains any other network from images to logits as well."""
+"""ResNet-50 and GPT, and the LightningModules that train them and other networks for the same purpose."""
 
+from azureml_strategy.models.chain import ChainLayer, build_chain, seeded
 from azureml_strategy.models.classifier import ImageClassifier
+from azureml_strategy.models.gpt import gpt_layers
+from azureml_strategy.models.gpt_config import GPTConfig
+from azureml_strategy.models.language_model import LanguageModel
 from azureml_strategy.models.resnet import Bottleneck, ResNet50
 from azureml_strategy.models.schedule import scaled_learning_rate, warmup_cosine
 
-__all__ = ["Bottleneck", "ImageClassifier", "ResNet50", "scaled_learning_rate", "warmup_cosine"]
+__all__ = [
+    "Bottleneck",
+    "ChainLayer",
+    "GPTConfig",
+    "ImageClassifier",
+    "LanguageModel",
+    "ResNet50",
+    "build_chain",
+    "gpt_layers",
+    "scaled_learning_rate",
+    "seeded",
+    "warmup_cosine",
+]

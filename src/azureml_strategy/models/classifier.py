@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import cast
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 from lightning.pytorch import LightningModule
@@ -13,7 +14,9 @@ from torch.optim import SGD
 from typing_extensions import override
 
 from azureml_strategy.models import optimizer as recipe
+from azureml_strategy.models.chain import ChainLayer
 from azureml_strategy.models.evaluation import evaluation_means, evaluation_sums, mean_cross_entropy
+from azureml_strategy.models.normalisation import Normalisation
 from azureml_strategy.models.schedule import scaled_learning_rate
 
 # Means and standard deviations of ImageNet's training set, RGB, 0 to 1, as in torchvision's references.
@@ -21,6 +24,14 @@ IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
 Batch = tuple[Tensor, Tensor]
+
+
+@runtime_checkable
+class Chained(Protocol):
+    """A network that is a chain of its submodules."""
+
+    def chain(self) -> list[tuple[str, str]]:
+        """Name and kind of each layer, in order; each takes what the one before returns."""
 
 
 class ImageClassifier(LightningModule):
@@ -50,9 +61,6 @@ class ImageClassifier(LightningModule):
         ValueError: `compile` with a network of a class of torch's own, such as `nn.Sequential`.
     """
 
-    pixel_scale: Tensor
-    pixel_shift: Tensor
-
     def __init__(
         self,
         network: nn.Module,
@@ -69,21 +77,36 @@ class ImageClassifier(LightningModule):
     ) -> None:
         super().__init__()
         self.save_hyperparameters(ignore=["network"], logger=False)
-        self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
-        self.network = _with_memory_format(network, self.memory_format)
+        memory_format = torch.channels_last if channels_last else torch.contiguous_format
+        self.normalise = Normalisation(mean, std, memory_format)
+        self.network = _with_memory_format(network, memory_format)
         if compile:
             _compile_in_place(self.network)
-        # (pixel / 255 - mean) / std as one multiplication and one addition
-        spread = 255.0 * torch.tensor(std).view(-1, 1, 1)
-        shift = -255.0 * torch.tensor(mean).view(-1, 1, 1) / spread
-        self.register_buffer("pixel_scale", 1.0 / spread, persistent=False)
-        self.register_buffer("pixel_shift", shift, persistent=False)
         self.data_classes: int | None = None
 
     @override
     def setup(self, stage: str) -> None:
         """Learn from the data module, where it says so, how many classes the labels have."""
         self.data_classes = getattr(getattr(self.trainer, "datamodule", None), "num_classes", None)
+
+    def pipeline_layers(self) -> list[ChainLayer]:
+        """Normalisation and network as a chain, for a strategy that gives each rank a part of it.
+
+        Raises:
+            TypeError: the network does not say how it is one.
+        """
+        if not isinstance(self.network, Chained):
+            raise TypeError(
+                f"{type(self.network).__name__} cannot be cut into stages: it has no chain(), which names its layers "
+                "in the order in which they follow one another, and their kinds. Add it, or use ResNet50."
+            )
+        names = [("normalise", "normalisation"), *((f"network.{name}", kind) for name, kind in self.network.chain())]
+        return [ChainLayer(functools.partial(self.get_submodule, name), name, kind) for name, kind in names]
+
+    def pipeline_batch(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """What the first layer takes, and what the loss is computed with."""
+        images, labels = batch
+        return images, labels
 
     @override
     def forward(self, images: Tensor) -> Tensor:
@@ -92,7 +115,7 @@ class ImageClassifier(LightningModule):
         Raises:
             ValueError: the network has fewer outputs than the data module has classes.
         """
-        logits = cast(Tensor, self.network(self._normalised(images)))
+        logits = cast(Tensor, self.network(self.normalise(images)))
         if self.data_classes is not None and logits.shape[1] < self.data_classes:
             # on a GPU the loss would fail with a device-side assertion that names neither number
             raise ValueError(
@@ -156,13 +179,6 @@ class ImageClassifier(LightningModule):
             "optimizer": sgd,
             "lr_scheduler": recipe.warmup_cosine_schedule(sgd, warmup, recipe.total_steps(trainer)),
         }
-
-    def _normalised(self, images: Tensor) -> Tensor:
-        images = images.contiguous(memory_format=self.memory_format)  # while a pixel is still one byte
-        if images.dtype != torch.uint8:
-            return images
-        # the buffers have the dtype of the parameters, also where a precision plugin has converted the module
-        return images.to(self.pixel_scale.dtype).mul_(self.pixel_scale).add_(self.pixel_shift)
 
     def _start_sums(self) -> None:
         # no buffer, because a precision plugin may convert buffers to bfloat16, which counts to 256

@@ -1,4 +1,4 @@
-"""Stochastic gradient descent for image networks, scaled to the global batch of a Trainer."""
+"""Parameter groups and learning rates of an optimizer, from what a Trainer knows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.types import LRSchedulerConfigType
 from torch import nn
-from torch.optim import SGD
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from azureml_strategy.cluster.replicas import data_parallel_size
@@ -30,13 +30,13 @@ def decay_groups(network: nn.Module, weight_decay: float) -> list[dict[str, Any]
         One or two groups; an empty one is left out.
     """
     parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
-    decayed = [parameter for parameter in parameters if parameter.ndim > 1]
-    others = [parameter for parameter in parameters if parameter.ndim <= 1]
+    decayed = [parameter for parameter in parameters if _dimensions(parameter) > 1]
+    others = [parameter for parameter in parameters if _dimensions(parameter) <= 1]
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
 
-def warmup_cosine_schedule(optimizer: SGD, warmup_steps: int, total_steps: int) -> LRSchedulerConfigType:
+def warmup_cosine_schedule(optimizer: Optimizer, warmup_steps: int, total_steps: int) -> LRSchedulerConfigType:
     """`warmup_cosine` over an optimizer, as `configure_optimizers` returns it: stepped every step."""
     factor = functools.partial(warmup_cosine, warmup_steps=warmup_steps, total_steps=total_steps)
     return {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}
@@ -92,3 +92,8 @@ def global_batch(trainer: Trainer) -> int:
             "and process."
         )
     return int(batch_size) * data_parallel_size(trainer) * trainer.accumulate_grad_batches
+
+
+def _dimensions(parameter: nn.Parameter) -> int:
+    # under ZeRO-3 what is left of a parameter is flat and empty, and DeepSpeed keeps its shape beside it
+    return len(getattr(parameter, "ds_shape", parameter.shape))

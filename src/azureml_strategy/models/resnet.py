@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import cast
 
-import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -78,6 +77,7 @@ class ResNet50(nn.Module):
         self.layer3 = _stage(512, 256, blocks=6, stride=2)
         self.layer4 = _stage(1024, 512, blocks=3, stride=2)
         self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.flatten = nn.Flatten()
         self.fc = nn.Linear(2048, num_classes)
         _initialise(self, zero_init_residual)
 
@@ -86,7 +86,17 @@ class ResNet50(nn.Module):
         """Normalised images `(N, 3, H, W)` to logits `(N, num_classes)`; H and W of 32 pixels or more."""
         features = self.maxpool(self.relu(self.bn1(self.conv1(images))))
         features = self.layer4(self.layer3(self.layer2(self.layer1(features))))
-        return cast(Tensor, self.fc(torch.flatten(self.avgpool(features), start_dim=1)))
+        return cast(Tensor, self.fc(self.flatten(self.avgpool(features))))
+
+    def chain(self) -> list[tuple[str, str]]:
+        """Name and kind of each layer, in the order in which they follow one another."""
+        stages = {"layer1": self.layer1, "layer2": self.layer2, "layer3": self.layer3, "layer4": self.layer4}
+        blocks = [f"{stage}.{block}" for stage, modules in stages.items() for block in range(len(modules))]
+        return [
+            *((name, "stem") for name in ("conv1", "bn1", "relu", "maxpool")),
+            *((name, "bottleneck") for name in blocks),
+            *((name, "head") for name in ("avgpool", "flatten", "fc")),
+        ]
 
 
 def _stage(in_channels: int, channels: int, blocks: int, stride: int) -> nn.Sequential:

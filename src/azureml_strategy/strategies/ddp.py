@@ -14,7 +14,6 @@ from typing_extensions import override
 from azureml_strategy.cluster.errors import LaunchError
 from azureml_strategy.strategies.compression import Compression, communication_hook, on_any_backend
 from azureml_strategy.strategies.launched import LaunchedStrategy
-from azureml_strategy.strategies.launcher import NodeLauncher
 
 
 class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
@@ -33,6 +32,7 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
         ddp_comm_hook: a hook of your own, instead of `gradient_compression`.
         start_method: `popen` runs the script again for each further device. The others suit notebooks, and are
             refused in a job.
+        require_infiniband: stop a job of several nodes that NCCL does not carry over InfiniBand, instead of warning.
         kwargs: further arguments of `lightning.pytorch.strategies.DDPStrategy` and `DistributedDataParallel`, such
             as `find_unused_parameters`, `static_graph`, `bucket_cap_mb`, `timeout`, `process_group_backend`.
 
@@ -51,6 +51,7 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
         ddp_comm_state: object | None = None,
         ddp_comm_hook: Callable[..., Any] | None = None,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        require_infiniband: bool = False,
         **kwargs: Any,
     ) -> None:
         if gradient_compression is not None:
@@ -59,6 +60,7 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
             ddp_comm_state, ddp_comm_hook = communication_hook(gradient_compression, powersgd_rank)
         super().__init__(
             cluster_environment=cluster_environment,
+            require_infiniband=require_infiniband,
             ddp_comm_state=ddp_comm_state,
             ddp_comm_hook=ddp_comm_hook,
             start_method=start_method,
@@ -73,11 +75,10 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        if self._start_method != "popen":
+        if self._start_method == "popen":
             super()._configure_launcher()
-            return
-        assert self.cluster_environment is not None
-        self._launcher = NodeLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        else:
+            DDPStrategy._configure_launcher(self)
 
     @override
     def _register_ddp_hooks(self) -> None:

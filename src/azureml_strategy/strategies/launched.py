@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device
 from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
 from azureml_strategy.cluster.environment import AzureMLEnvironment
 from azureml_strategy.cluster.errors import LaunchError
-from azureml_strategy.cluster.launch import detect_launch
+from azureml_strategy.cluster.launch import Launch, detect_launch
+from azureml_strategy.network.record import RunNetwork
+from azureml_strategy.network.session import prepare_network
+from azureml_strategy.strategies.launcher import NodeLauncher
+
+# The network of this process's group, which a later Trainer of the same process uses as well.
+_networks: dict[str, RunNetwork] = {}
 
 
 class LaunchedStrategy(ParallelStrategy):
@@ -24,15 +35,25 @@ class LaunchedStrategy(ParallelStrategy):
 
     Args:
         cluster_environment: used instead of the launch where given.
+        require_infiniband: stop a job of several nodes that NCCL does not carry over InfiniBand, instead of warning.
         kwargs: the wrapped strategy's own arguments.
     """
 
-    def __init__(self, *, cluster_environment: ClusterEnvironment | None = None, **kwargs: Any) -> None:
+    # What Lightning's strategies call these, each on its own.
+    _timeout: timedelta | None
+    _process_group_backend: str | None
+
+    def __init__(
+        self, *, cluster_environment: ClusterEnvironment | None = None, require_infiniband: bool = False, **kwargs: Any
+    ) -> None:
         if cluster_environment is None:
             launch = detect_launch()
             cluster_environment = AzureMLEnvironment(launch) if launch else None
         self._job_environment = cluster_environment if isinstance(cluster_environment, AzureMLEnvironment) else None
-        super().__init__(cluster_environment=cluster_environment, **kwargs)
+        self._require_infiniband = require_infiniband
+        super().__init__(**kwargs)
+        # not an argument of ModelParallelStrategy; the others only keep it as well
+        self.cluster_environment = cluster_environment
 
     @property
     @override
@@ -64,12 +85,43 @@ class LaunchedStrategy(ParallelStrategy):
         self._num_nodes = num_nodes
 
     @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        assert self.parallel_devices is not None
+        self._launcher = NodeLauncher(self.cluster_environment, len(self.parallel_devices), self.num_nodes)
+
+    @override
     def setup_environment(self) -> None:
         # Lightning validates only where it starts processes itself, and never for FSDP.
         if self._job_environment is not None:
             assert self.parallel_devices is not None
             self._job_environment.validate_settings(len(self.parallel_devices), self.num_nodes)
+            if not dist.is_initialized():
+                self._start_on_network(self._job_environment.launch)
+                return
         super().setup_environment()
+
+    @property
+    def network(self) -> RunNetwork | None:
+        """What carries the job's traffic, and the settings made for it; on rank 0 of a job that has started."""
+        return _networks.get("run") if self._job_environment is not None else None
+
+    def _start_on_network(self, launch: Launch) -> None:
+        """Start the process group on a network that was set up for it, and look at what carries it."""
+        backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
+        timeout = self._timeout or default_pg_timeout
+        session = prepare_network(launch, backend, timeout, require_infiniband=self._require_infiniband)
+        super().setup_environment()
+        if backend == "nccl":
+            # NCCL connects at the first collective.
+            dist.all_reduce(torch.zeros(1, device=self.root_device))
+            torch.cuda.synchronize(self.root_device)
+        network = session.observe()
+        if network is not None:
+            _networks["run"] = network
+            rank_zero_info(network.line)
+            for warning in network.warnings:
+                rank_zero_warn(warning)
 
     def _devices_of_launch(self, environment: AzureMLEnvironment, devices: list[torch.device]) -> list[torch.device]:
         """One device for each process of a node."""

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from azureml_strategy.tracking.location import RunLocation
-from azureml_strategy.tracking.logger import JobMLFlowLogger
-from azureml_strategy.tracking.progress import ThroughputProgressBar
-from azureml_strategy.tracking.report import RunReport
-from azureml_strategy.tracking.run import TrackingError
-from azureml_strategy.tracking.summary import ThroughputSummary
-from azureml_strategy.tracking.throughput import ThroughputCallback
+from typing import TYPE_CHECKING
+
+from azureml_strategy.lazy import lazy_attributes
+
+if TYPE_CHECKING:
+    from azureml_strategy.tracking.cost import CostTracker
+    from azureml_strategy.tracking.location import RunLocation
+    from azureml_strategy.tracking.logger import JobMLFlowLogger
+    from azureml_strategy.tracking.progress import ThroughputProgressBar
+    from azureml_strategy.tracking.report import RunReport
+    from azureml_strategy.tracking.run import TrackingError
+    from azureml_strategy.tracking.summary import ThroughputSummary
+    from azureml_strategy.tracking.throughput import ThroughputCallback
 
 __all__ = [
+    "CostTracker",
     "JobMLFlowLogger",
     "RunLocation",
     "RunReport",
@@ -19,3 +26,18 @@ __all__ = [
     "ThroughputSummary",
     "TrackingError",
 ]
+
+# Lightning is imported with what needs it: whoever only looks for a run does not wait for it.
+__getattr__ = lazy_attributes(
+    __name__,
+    {
+        "CostTracker": "azureml_strategy.tracking.cost",
+        "RunLocation": "azureml_strategy.tracking.location",
+        "JobMLFlowLogger": "azureml_strategy.tracking.logger",
+        "ThroughputProgressBar": "azureml_strategy.tracking.progress",
+        "RunReport": "azureml_strategy.tracking.report",
+        "TrackingError": "azureml_strategy.tracking.run",
+        "ThroughputSummary": "azureml_strategy.tracking.summary",
+        "ThroughputCallback": "azureml_strategy.tracking.throughput",
+    },
+)

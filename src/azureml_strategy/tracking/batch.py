@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from azureml_strategy.tracking.limits import METRICS_PER_BATCH, PARAMS_PER_BATCH
+from azureml_strategy.tracking.limits import METRICS_PER_BATCH, PARAMS_PER_BATCH, TAG_VALUE_LENGTH, TAGS_PER_BATCH
 
 if TYPE_CHECKING:
-    from mlflow.entities import Metric, Param
+    from mlflow.entities import Metric, Param, RunTag
 
 # MLflow's own rule for names, as Lightning's MLFlowLogger applies it.
 _NOT_IN_A_NAME = re.compile(r"[^a-zA-Z0-9_/. -]+")
@@ -34,12 +34,27 @@ class Params:
     values: Mapping[str, str]
 
 
-Record = Metrics | Params
+@dataclass(frozen=True)
+class Tags:
+    """Tags of the run."""
+
+    values: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """A file among the run's artifacts."""
+
+    key: str
+    value: str
+
+
+Record = Metrics | Params | Tags | TextFile
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What one `log_batch` call writes: items of one kind, `metrics` or `params`."""
+    """What is written at once: items of one kind, `metrics`, `params`, `tags` or `files`."""
 
     kind: str
     items: list[Any]
@@ -68,14 +83,22 @@ def make_batches(records: Iterable[Record]) -> list[Batch]:
     """As few batches as the limits allow, each kind in the order it was logged."""
     metrics: list[Metric] = []
     params: list[Param] = []
+    tags: list[RunTag] = []
+    files: list[TextFile] = []
     for record in records:
         if isinstance(record, Metrics):
             metrics.extend(_metric_entities(record))
-        else:
+        elif isinstance(record, Params):
             params.extend(_param(name, value) for name, value in record.values.items())
+        elif isinstance(record, Tags):
+            tags.extend(_tag(name, value) for name, value in record.values.items())
+        else:
+            files.append(record)
     return [
+        *_chunks("tags", tags, TAGS_PER_BATCH),
         *_chunks("params", params, PARAMS_PER_BATCH),
         *_chunks("metrics", metrics, METRICS_PER_BATCH),
+        *_chunks("files", files, 1),
     ]
 
 
@@ -83,6 +106,12 @@ def _param(name: str, value: str) -> Param:
     from mlflow.entities import Param
 
     return Param(name, value)  # type: ignore[no-untyped-call]
+
+
+def _tag(name: str, value: str) -> RunTag:
+    from mlflow.entities import RunTag
+
+    return RunTag(clean_name(name), value[:TAG_VALUE_LENGTH])  # type: ignore[no-untyped-call]
 
 
 def _chunks(kind: str, items: list[Any], size: int) -> Iterator[Batch]:

@@ -12,6 +12,7 @@ METRICS_PER_BATCH = 200
 
 # MLflow's REST interface and Azure ML: https://mlflow.org/docs/latest/rest-api.html#log-batch
 PARAMS_PER_BATCH = 100
+TAGS_PER_BATCH = 100
 
 # Older servers, Azure ML among them, take no longer one; Lightning's MLFlowLogger cuts here too.
 PARAM_VALUE_LENGTH = 250

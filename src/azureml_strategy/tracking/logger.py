@@ -15,7 +15,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_only
 from typing_extensions import override
 
-from azureml_strategy.tracking.batch import Metrics, Params
+from azureml_strategy.tracking.batch import Metrics, Params, Tags, TextFile
+from azureml_strategy.tracking.earlier import EarlierMetrics
 from azureml_strategy.tracking.hyperparams import as_texts, fit_azure, new_params
 from azureml_strategy.tracking.location import RunLocation, locate
 from azureml_strategy.tracking.run import OpenRun, end_run, join_run, resolve_tracking_uri, start_run
@@ -150,6 +151,36 @@ class JobMLFlowLogger(MLFlowLogger):
             new = fit_azure(session.params, new)
         session.params.update(new)
         session.writer.put(Params(new))
+
+    @rank_zero_only
+    def log_tags(self, tags: Mapping[str, str]) -> None:
+        """Tag the run; like everything here, off the training thread."""
+        self._open().writer.put(Tags(tags))
+
+    @rank_zero_only
+    def log_text(self, text: str, path: str) -> None:
+        """Put a text file among the run's artifacts.
+
+        Args:
+            text: its content.
+            path: where, below the run's artifacts.
+        """
+        self._open().writer.put(TextFile(path, text))
+
+    def metric_at_start(self, name: str) -> float | None:
+        """A metric's last value when the run was opened, from an earlier attempt of the job. Only rank 0 may ask."""
+        value = self._open().run.run.data.metrics.get(name)
+        return None if value is None else float(value)
+
+    @rank_zero_only
+    def continue_run(self) -> None:
+        """Leave out what an earlier attempt of the job has logged: it is repeated from the checkpoint on.
+
+        Call it before training goes on from a checkpoint. Of each metric, steps up to the last one that the run has
+        are left out.
+        """
+        session = self._open()
+        session.writer.leave_out(EarlierMetrics(session.run.client, session.run.run_id))
 
     def flush(self, timeout_s: float = 60.0) -> bool:
         """Wait until everything logged so far is written; False if the store took nothing for `timeout_s`."""

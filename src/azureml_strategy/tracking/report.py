@@ -14,7 +14,10 @@ from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
 
+from azureml_strategy.cluster.price import format_money
+from azureml_strategy.tracking.cost import CostTracker, find_cost
 from azureml_strategy.tracking.logger import JobMLFlowLogger
+from azureml_strategy.tracking.network import run_network
 from azureml_strategy.tracking.summary import ThroughputSummary
 from azureml_strategy.tracking.throughput import find_throughput
 
@@ -26,8 +29,9 @@ _WIDTH = 100  # of the table where standard output is no terminal, in characters
 class RunReport(Callback):
     """Prints a table on rank 0 when `fit` ends, and logs its rates and times as `summary/...`.
 
-    Throughput and step time need a `ThroughputCallback`, the run's place a `JobMLFlowLogger`; what there is not is
-    left out of the table.
+    With them go `summary/nodes` and `summary/devices`, and the tag `throughput.unit`: what a scaling study reads.
+    Throughput and step time need a `ThroughputCallback`, costs a `CostTracker` that knows a price, the run's place a
+    `JobMLFlowLogger`; what there is not is left out of the table.
 
     Args:
         metrics: names of logged metrics to show; by default those that are called an accuracy (`acc`, `top1`, ...).
@@ -50,10 +54,15 @@ class RunReport(Callback):
         rows = [("wall time", str(timedelta(seconds=round(time.monotonic() - self._started))))]
         if throughput and summary:
             rows = [*_throughput_rows(summary, throughput.unit, trainer.world_size), *rows]
-            for logger in trainer.loggers:
-                logger.log_metrics(summary.as_metrics("summary"), step=trainer.global_step)
+            _log_summary(trainer, summary, throughput.unit)
         elif throughput:
             rows.insert(0, ("throughput", f"not measured: all steps were warm-up ({throughput.warmup_steps})"))
+        cost = find_cost(trainer)
+        if cost:
+            rows += _cost_rows(cost, summary, throughput.unit if throughput else "")
+        network = run_network(trainer)
+        if network:
+            rows.append(("network", network.summary))
         rows += self._metric_rows(trainer)
         _print(rows, next((lo for lo in trainer.loggers if isinstance(lo, JobMLFlowLogger)), None))
 
@@ -66,12 +75,33 @@ class RunReport(Callback):
 
 def _throughput_rows(summary: ThroughputSummary, unit: str, devices: int) -> list[tuple[str, str]]:
     median_ms, p95_ms = 1e3 * summary.step_time_median_s, 1e3 * summary.step_time_p95_s
+    mfu = [("MFU", f"{summary.mfu:.1%}")] if summary.mfu is not None else []
     return [
         (f"{unit}/s", f"{summary.samples_per_second:,.1f}"),
         ("per device", f"{summary.samples_per_second_per_device:,.1f} ({devices} device{'s' * (devices > 1)})"),
         ("step time", f"median {median_ms:.2f} ms, p95 {p95_ms:.2f} ms ({summary.steps} steps after warm-up)"),
+        *mfu,
         ("data wait", f"{summary.data_wait_share:.1%} of the step"),
     ]
+
+
+def _cost_rows(cost: CostTracker, summary: ThroughputSummary | None, unit: str) -> Iterator[tuple[str, str]]:
+    assert cost.price is not None
+    currency = cost.price.currency
+    yield "cost", f"{format_money(cost.so_far)} {currency} ({cost.describe()})"
+    if cost.mean_epoch is not None:
+        yield "cost of an epoch", f"{format_money(cost.mean_epoch)} {currency}"
+    if summary:
+        per_million = cost.per_million_samples(summary.samples_per_second)
+        yield f"cost of 10^6 {unit}", f"{format_money(per_million)} {currency}"
+
+
+def _log_summary(trainer: Trainer, summary: ThroughputSummary, unit: str) -> None:
+    shape = {"summary/nodes": float(trainer.num_nodes), "summary/devices": float(trainer.world_size)}
+    for logger in trainer.loggers:
+        logger.log_metrics(summary.as_metrics("summary") | shape, step=trainer.global_step)
+        if isinstance(logger, JobMLFlowLogger):
+            logger.log_tags({"throughput.unit": unit})
 
 
 def _print(rows: list[tuple[str, str]], logger: JobMLFlowLogger | None) -> None:

@@ -15,11 +15,13 @@ class Step(NamedTuple):
         samples: samples of all its batches.
         seconds: from the end of the previous step to its own end.
         waited_s: the part of it before each batch was ready on the device.
+        flops: floating-point operations of the model on its batches; 0 where nobody counts them.
     """
 
     samples: int
     seconds: float
     waited_s: float
+    flops: float = 0.0
 
 
 class StepRecorder:
@@ -34,7 +36,7 @@ class StepRecorder:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._done: deque[tuple[int, list[Any]]] = deque()
+        self._done: deque[tuple[int, float, list[Any]]] = deque()
         self._begin(clock.now())
 
     def resume(self) -> None:
@@ -51,15 +53,16 @@ class StepRecorder:
         """The next batch is on the device."""
         self._moments.append(self._clock.now())
 
-    def batch_done(self, samples: int) -> None:
+    def batch_done(self, samples: int, flops: float = 0.0) -> None:
         """The work on the batch is queued or done."""
         self._moments.append(self._clock.now())
         self._samples += samples
+        self._flops += flops
 
     def step_done(self, keep: bool) -> None:
         """The batch just done was the step's last one; `keep` is False while warming up."""
         if keep and self._whole:
-            self._done.append((self._samples, self._moments))
+            self._done.append((self._samples, self._flops, self._moments))
         self._begin(self._moments[-1])
 
     def take(self, wait: bool = False) -> list[Step]:
@@ -69,19 +72,19 @@ class StepRecorder:
             wait: make the host wait for those that the device has yet to finish; else they come with a later call.
         """
         if wait and self._done:
-            self._clock.wait_for(self._done[-1][1][-1])
+            self._clock.wait_for(self._done[-1][-1][-1])
         steps = []
-        while self._done and self._clock.has_passed(self._done[0][1][-1]):
+        while self._done and self._clock.has_passed(self._done[0][-1][-1]):
             steps.append(self._measure(*self._done.popleft()))
         return steps
 
     def _begin(self, moment: Any) -> None:
         # Start of the step, then for each batch the moment it was ready and the moment it was done.
         self._moments: list[Any] = [moment]
-        self._samples = 0
+        self._samples, self._flops = 0, 0.0
         self._whole = True
 
-    def _measure(self, samples: int, moments: list[Any]) -> Step:
+    def _measure(self, samples: int, flops: float, moments: list[Any]) -> Step:
         between = self._clock.seconds
         waited = sum(between(end, ready) for end, ready in zip(moments[0:-1:2], moments[1::2], strict=True))
-        return Step(samples, between(moments[0], moments[-1]), waited)
+        return Step(samples, between(moments[0], moments[-1]), waited, flops)

@@ -17,12 +17,14 @@ class Totals(NamedTuple):
         samples: samples, counted on every rank.
         seconds: time of the steps, added up over ranks.
         waited_s: the part of it spent waiting for data.
+        flops: floating-point operations of the whole model, counted on every rank for its own batches.
     """
 
     steps: float = 0.0
     samples: float = 0.0
     seconds: float = 0.0
     waited_s: float = 0.0
+    flops: float = 0.0
 
     def plus(self, other: Totals) -> Totals:
         """The sum of both."""
@@ -35,6 +37,7 @@ _LOGGED = (
     "step_time_median_s",
     "step_time_p95_s",
     "data_wait_share",
+    "mfu",
 )
 
 
@@ -51,6 +54,8 @@ class ThroughputSummary:
         step_time_median_s: median time of an optimizer step on rank 0.
         step_time_p95_s: the time that 95 % of the steps of rank 0 did not exceed (nearest rank).
         data_wait_share: share of the step before its batches were on the device, 0 to 1, averaged over ranks.
+        mfu: model FLOPs utilisation (Chowdhery et al. 2022, appendix B, https://arxiv.org/abs/2204.02311): the model's
+            operations in a second, divided by what all devices can do, 0 to 1; None where either is unknown.
     """
 
     steps: int
@@ -61,25 +66,31 @@ class ThroughputSummary:
     step_time_median_s: float
     step_time_p95_s: float
     data_wait_share: float
+    mfu: float | None = None
 
     def as_metrics(self, prefix: str) -> dict[str, float]:
-        """The five rates and times under `prefix/`, as they are logged."""
-        return {f"{prefix}/{name}": getattr(self, name) for name in _LOGGED}
+        """The rates and times under `prefix/`, as they are logged; what is unknown is left out."""
+        figures = {f"{prefix}/{name}": getattr(self, name) for name in _LOGGED}
+        return {name: value for name, value in figures.items() if value is not None}
 
 
-def summarize(totals: Totals, step_times: Sequence[float], *, ranks: int, replicas: int) -> ThroughputSummary:
+def summarize(
+    totals: Totals, step_times: Sequence[float], *, ranks: int, replicas: int, peak_flops: float | None = None
+) -> ThroughputSummary:
     """The figures of some steps.
 
     Ranks that share a replica read the same samples, so `replicas / ranks` of the samples counted are different
-    ones. Ranks run side by side, so the time that passed is the mean over ranks.
+    ones, and so are the operations. Ranks run side by side, so the time that passed is the mean over ranks.
 
     Args:
         totals: sums over all ranks; must hold at least one step.
         step_times: seconds of each step on this rank; not empty.
         ranks: world size.
         replicas: data-parallel size.
+        peak_flops: floating-point operations that one device can do in a second, where that is known.
     """
     samples = totals.samples * replicas / ranks
+    flops = totals.flops * replicas / ranks
     seconds = totals.seconds / ranks
     return ThroughputSummary(
         steps=round(totals.steps / ranks),
@@ -90,4 +101,5 @@ def summarize(totals: Totals, step_times: Sequence[float], *, ranks: int, replic
         step_time_median_s=statistics.median(step_times),
         step_time_p95_s=sorted(step_times)[math.ceil(0.95 * len(step_times)) - 1],
         data_wait_share=totals.waited_s / totals.seconds,
+        mfu=flops / seconds / (ranks * peak_flops) if flops and peak_flops else None,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from typing_extensions import override
 
 from azureml_strategy.cluster.replicas import data_parallel_size
 from azureml_strategy.tracking.clocks import CudaClock, HostClock
+from azureml_strategy.tracking.flops import flops_of
+from azureml_strategy.tracking.peaks import peak_flops
 from azureml_strategy.tracking.samples import count_samples
 from azureml_strategy.tracking.steps import Step, StepRecorder
 from azureml_strategy.tracking.summary import ThroughputSummary, Totals, summarize
@@ -29,7 +31,7 @@ class ThroughputCallback(Callback):
     and whatever Lightning, loggers and callbacks after this one do between two batches.
 
     On a GPU the times are those of the GPU, from CUDA events: a loader that keeps ahead of the GPU costs no wait.
-    No step makes the host wait; with several ranks each window ends in one all-reduce of four numbers, which does.
+    No step makes the host wait; with several ranks each window ends in one all-reduce of five numbers, which does.
 
     | metric, every `trainer.log_every_n_steps` or its first multiple from `minimum_window` on | meaning |
     |---|---|
@@ -37,6 +39,10 @@ class ThroughputCallback(Callback):
     | throughput/samples_per_second_per_device | divided by the world size |
     | throughput/step_time_median_s, throughput/step_time_p95_s | of rank 0, in seconds |
     | throughput/data_wait_share | 0 to 1, mean over ranks |
+    | throughput/mfu | 0 to 1: the model's FLOPs over what all devices can do; not for an unknown GPU, nor on a CPU |
+
+    FLOPs are those of the whole model on the batches, whatever the strategy cuts and computes again: by the module's
+    own `training_flops(batch)`, else counted by torch if it has `pipeline_batch`. Other modules have no MFU.
 
     Args:
         warmup_steps: steps at the start of each `fit` that are not measured: compilation, autotuning, first batches.
@@ -45,6 +51,8 @@ class ThroughputCallback(Callback):
         clock: the host's clock in seconds, used where there is no GPU.
         minimum_window: the least steps in a window. A median of one step says nothing, and five figures at each
             step would cost more than all else that is logged.
+        peak_flops: floating-point operations that one device can do in a second, at the precision of this run; None
+            takes it from the vendor's data sheet, for the GPUs that Azure has.
 
     Attributes:
         latest: the last window's figures, None before the first one is over.
@@ -57,13 +65,17 @@ class ThroughputCallback(Callback):
         batch_size: Callable[[Any], int] | None = None,
         clock: Callable[[], float] = time.perf_counter,
         minimum_window: int = 10,
+        peak_flops: float | None = None,
     ) -> None:
         super().__init__()
         if warmup_steps < 0:
             raise ValueError(f"warmup_steps={warmup_steps} is negative; 0 measures from the first step on.")
         if minimum_window < 1:
             raise ValueError(f"minimum_window={minimum_window} holds no step; use 1 or more.")
+        if peak_flops is not None and peak_flops <= 0:
+            raise ValueError(f"peak_flops={peak_flops} is no speed; give FLOP/s of one device, such as 989.5e12.")
         self.minimum_window = minimum_window
+        self.peak_flops = peak_flops
         self.warmup_steps = warmup_steps
         self.unit = unit
         self.latest: ThroughputSummary | None = None
@@ -74,12 +86,20 @@ class ThroughputCallback(Callback):
         self._step_times = array("d")  # 8 bytes a step: a million steps are 8 MB
         self._steps = 0
         self._ranks = self._replicas = 1
+        self._peak: float | None = None
+        self._flops: Callable[[Any], float] | None = None
 
     def summary(self) -> ThroughputSummary | None:
         """The figures of the whole `fit`; None where no step was measured, as in one shorter than the warm-up."""
         if not self._step_times:
             return None
-        return summarize(self._totals, self._step_times, ranks=self._ranks, replicas=self._replicas)
+        return self._summarize(self._totals, self._step_times)
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        # here the module is whole; next the strategy cuts it
+        self._peak = self.peak_flops or peak_flops(trainer.strategy.root_device, str(trainer.precision))
+        self._flops = flops_of(pl_module) if self._peak and stage == "fit" else None
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -105,7 +125,7 @@ class ThroughputCallback(Callback):
     ) -> None:
         if batch is None:  # Lightning trained nothing and did not call on_train_batch_start
             return
-        self._recorder.batch_done(self._count(batch))
+        self._recorder.batch_done(self._count(batch), self._flops(batch) if self._flops else 0.0)
         if trainer.fit_loop._should_accumulate():
             return
         self._steps += 1
@@ -132,8 +152,7 @@ class ThroughputCallback(Callback):
         totals = self._account(trainer, steps)
         if not steps:
             return
-        times = [step.seconds for step in steps]
-        self.latest = summarize(totals, times, ranks=self._ranks, replicas=self._replicas)
+        self.latest = self._summarize(totals, [step.seconds for step in steps])
         metrics = self.latest.as_metrics("throughput")
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step)
@@ -146,10 +165,14 @@ class ThroughputCallback(Callback):
             sum(step.samples for step in steps),
             sum(step.seconds for step in steps),
             sum(step.waited_s for step in steps),
+            sum(step.flops for step in steps),
         )
         totals = mine if self._ranks == 1 else _sum_over_ranks(trainer, mine)
         self._totals = self._totals.plus(totals)
         return totals
+
+    def _summarize(self, totals: Totals, step_times: Sequence[float]) -> ThroughputSummary:
+        return summarize(totals, step_times, ranks=self._ranks, replicas=self._replicas, peak_flops=self._peak)
 
 
 def find_throughput(trainer: Trainer) -> ThroughputCallback | None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from azureml_strategy.cluster.redaction import redact_text
 from azureml_strategy.tracking.batch import Batch, Record, is_finite, make_batches
+from azureml_strategy.tracking.earlier import EarlierMetrics
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -58,6 +59,11 @@ class BatchWriter:
         self._written = 0
         self._lost = 0
         self._refused: set[tuple[str, str, bool]] = set()
+        self._earlier: EarlierMetrics | None = None
+
+    def leave_out(self, earlier: EarlierMetrics) -> None:
+        """Write no metric again that an earlier attempt has written."""
+        self._earlier = earlier
 
     def put(self, record: Record) -> None:
         """Queue a record; returns at once unless the store cannot keep up."""
@@ -148,9 +154,12 @@ class BatchWriter:
         from mlflow.exceptions import MlflowException
 
         items = [item for item in batch.items if self._signature(batch, item) not in self._refused]
-        arguments: dict[str, Any] = {batch.kind: items}
+        if self._earlier is not None and batch.kind == "metrics":
+            items = [item for item in items if item not in self._earlier]
+        if not items:
+            return
         try:
-            self._client.log_batch(self._run_id, **arguments)
+            self._send(batch.kind, items)
         except MlflowException as error:
             if error.error_code not in _REFUSALS:
                 raise
@@ -159,6 +168,14 @@ class BatchWriter:
             else:
                 for half in Batch(batch.kind, items).halves():
                     self._write(half)
+
+    def _send(self, kind: str, items: list[Any]) -> None:
+        if kind == "files":
+            for file in items:
+                self._client.log_text(self._run_id, file.value, file.key)
+        else:
+            arguments: dict[str, Any] = {kind: items}
+            self._client.log_batch(self._run_id, **arguments)
 
     @staticmethod
     def _signature(batch: Batch, item: Any) -> tuple[str, str, bool]:

@@ -11,6 +11,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from azureml_strategy.checkpoint import ResumeError
 from azureml_strategy.cluster import LaunchError, detect_launch
 from azureml_strategy.command_line import is_override
 from azureml_strategy.training.catalogue import find_recipe
@@ -56,7 +57,7 @@ def run_recipe(recipe: str, arguments: Sequence[str]) -> None:
         tidy_console()
         try:
             train(config)
-        except (RecipeError, LaunchError) as error:
+        except (RecipeError, LaunchError, ResumeError) as error:
             raise _Refusal(error) from error
         except Exception:
             if launch is None or launch.world_size == 1 or HydraConfig.get().mode is not RunMode.MULTIRUN:

@@ -16,13 +16,15 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from azureml_strategy.cluster.redaction import redact_text
 from azureml_strategy.training.catalogue import Recipe
 from azureml_strategy.training.errors import RecipeError, near_matches
 
-# The keys that `train` reads; `vars` is the user's.
+# The keys of a recipe; `vars` is the user's.
 SECTIONS = (
-    *("seed", "matmul_precision", "output_dir", "resume_from", "num_classes", "vars"),
+    *("seed", "matmul_precision", "output_dir", "resume", "num_classes", "vars"),
     *("model", "data", "trainer", "strategy", "tracking", "checkpoint", "callbacks"),
+    *("cluster", "job"),  # what a submitted job was asked to be; `train` only records them
 )
 # Arguments of the Trainer that have a section of their own.
 _TRAINER_ELSEWHERE = {
@@ -39,15 +41,24 @@ _HYDRA_OWN = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")
 
 
 def check_overrides(recipe: Recipe, overrides: Sequence[str]) -> None:
-    """Compose the recipe with the overrides, as Hydra is about to.
+    """Compose the recipe with the overrides, as Hydra is about to; of a sweep, its first job.
 
     Raises:
         RecipeError: Hydra refuses; the message names the override and its near matches.
     """
-    folder, overrides = recipe.folder, _of_one_job(overrides)
+    compose_recipe(recipe, _of_one_job(overrides))
+
+
+def compose_recipe(recipe: Recipe, overrides: Sequence[str]) -> DictConfig:
+    """The recipe with the overrides and Hydra's own section; nothing in it is resolved yet.
+
+    Raises:
+        RecipeError: Hydra refuses; the message names the override and its near matches.
+    """
+    folder, overrides = recipe.folder, list(overrides)
     with initialize_config_dir(folder, version_base="1.3") if folder else initialize(None, version_base="1.3"):
         try:
-            compose(recipe.name, overrides, return_hydra_config=True)
+            return compose(recipe.name, overrides, return_hydra_config=True)
         except _UNCOMPOSABLE as error:
             raise RecipeError(_explain(recipe, overrides, error)) from error
 
@@ -61,7 +72,7 @@ def _first_choice(text: str) -> list[str]:
     try:
         override = OverridesParser.create().parse_override(text)
     except HydraException as error:
-        raise RecipeError(f"The override {text!r} is not in Hydra's notation: {error}") from error
+        raise RecipeError(redact_text(f"The override {text!r} is not in Hydra's notation: {error}")) from error
     if not override.is_sweep_override():
         return [text]
     if isinstance(override.value(), Glob) or not override.is_discrete_sweep():

@@ -7,6 +7,7 @@ import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
 
+from azureml_strategy.checkpoint.resume import checkpoint_to_resume, told_to_children
 from azureml_strategy.cluster import detect_launch
+from azureml_strategy.tracking import JobMLFlowLogger
 from azureml_strategy.training.checking import check_config
 from azureml_strategy.training.errors import RecipeError
 
@@ -24,6 +27,8 @@ log = logging.getLogger(__name__)
 
 # How long a process that we started may take to fail as well, once this one has; it may wait for it in a collective.
 _GRACE_SECONDS = 5.0
+# Sections that say where things are, or what may differ between the attempts of a job.
+_NO_HYPERPARAMETERS = ("output_dir", "resume", "tracking", "checkpoint", "job")
 
 
 def train(config: DictConfig) -> dict[str, float]:
@@ -31,7 +36,7 @@ def train(config: DictConfig) -> dict[str, float]:
 
     Args:
         config: a composed recipe: `model`, `data`, `strategy`, `trainer`, `tracking`, `checkpoint`, `callbacks`,
-            `seed`, `matmul_precision`, `output_dir`, `resume_from`.
+            `seed`, `matmul_precision`, `output_dir`, `resume`.
 
     Returns:
         The metrics of the last epoch by name, on every rank.
@@ -39,6 +44,7 @@ def train(config: DictConfig) -> dict[str, float]:
     Raises:
         RecipeError: a key that nothing reads, or a callback that is none.
         LaunchError: the Trainer contradicts the job.
+        ResumeError: the checkpoint that `resume` names cannot be resumed from.
     """
     check_config(config)
     _announce()
@@ -47,10 +53,13 @@ def train(config: DictConfig) -> dict[str, float]:
     model: LightningModule = instantiate(config.model)
     data = instantiate(config.data)
     trainer = _trainer(config)
+    chosen = checkpoint_to_resume(config.resume, Path(config.output_dir))
     for logger in trainer.loggers:
         logger.log_hyperparams(_flat(config))
-    with _own_processes(trainer):
-        trainer.fit(model, datamodule=data, ckpt_path=config.resume_from)
+        if chosen is not None and isinstance(logger, JobMLFlowLogger):
+            logger.continue_run()
+    with _own_processes(trainer), told_to_children(chosen):
+        trainer.fit(model, datamodule=data, ckpt_path=chosen)
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
@@ -89,7 +98,7 @@ def _callback(place: str, node: DictConfig) -> Callback:
 def _flat(config: DictConfig) -> dict[str, Any]:
     """The configuration as hyperparameters: resolved, without what says only where things are."""
     resolved: Any = OmegaConf.to_container(config, resolve=True)
-    return {name: value for name, value in resolved.items() if name not in ("output_dir", "tracking", "checkpoint")}
+    return {name: value for name, value in resolved.items() if name not in _NO_HYPERPARAMETERS}
 
 
 def _announce() -> None:

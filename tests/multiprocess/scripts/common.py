@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from pathlib import Path
@@ -82,6 +83,17 @@ def quiet_trainer(**arguments: Any) -> Trainer:
 
 def parameters(module: nn.Module) -> list[float]:
     return torch.cat([parameter.detach().flatten() for parameter in module.parameters()]).tolist()
+
+
+def live_bytes() -> int:
+    """Bytes of all tensors there are, each storage once."""
+    gc.collect()
+    storages = {}
+    for each in gc.get_objects():
+        if issubclass(type(each), Tensor):
+            storage = each.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
 
 
 def report(rank: int, **values: Any) -> None:

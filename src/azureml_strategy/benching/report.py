@@ -1,0 +1,123 @@
+"""The results, as rank 0 prints them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from azureml_strategy.benching.plan import Plan
+from azureml_strategy.benching.results import Pairs, Results, Sweep
+from azureml_strategy.benching.sizes import format_size
+from azureml_strategy.network.collectives import Measurement
+
+_WIDTH = 100  # of a table where standard output is no terminal, in characters
+# Of more pairs only the slow ones are printed; the file has all.
+_MOST_PAIRS = 28
+
+
+def print_start(plan: Plan, idle_gpus: int) -> None:
+    """Say what is going to be measured, and what will not be.
+
+    Args:
+        plan: what is measured.
+        idle_gpus: GPUs of each node that take no part.
+    """
+    conditions = plan.conditions
+    sizes = " to ".join(format_size(size) for size in dict.fromkeys((plan.sizes[0], plan.sizes[-1])))
+    print(
+        f"Measuring {', '.join(plan.collectives)} of {sizes}: {conditions.nodes} node(s) x "
+        f"{conditions.processes_per_node} process(es), {conditions.backend} on {conditions.device}, "
+        f"{conditions.iterations} iterations after {conditions.warmup} of warm-up.",
+        flush=True,
+    )
+    if idle_gpus:
+        print(
+            f"Only {conditions.processes_per_node} GPU(s) of each node take part, {idle_gpus} do not: set the job's "
+            f"process_count_per_instance to {conditions.processes_per_node + idle_gpus} to measure what a node has.",
+            flush=True,
+        )
+
+
+def print_results(results: Results, files: Sequence[Path]) -> None:
+    """Print the table, the verdict and where the rest is.
+
+    Args:
+        results: what was measured.
+        files: what was written.
+    """
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(width=_WIDTH, highlight=False, color_system=None)
+    style = box.ROUNDED if console.is_terminal else box.ASCII
+    sweep = results.measured
+    table = _sweep_table(sweep, results) if isinstance(sweep, Sweep) else _pairs_table(sweep)
+    table.box = style
+    console.print(table, markup=False)
+    for line in _lines(results):
+        console.print(line, markup=False, soft_wrap=True)
+    console.print(f"Written: {', '.join(map(str, files))}", markup=False, soft_wrap=True)
+
+
+def _sweep_table(sweep: Sweep, results: Results) -> Table:
+    table = Table("collective", title=None)
+    for column in ("size", "median ms", "p95 ms", "algorithm GB/s", "bus GB/s", "result"):
+        table.add_column(column, justify="right")
+    for each in sweep.measurements:
+        table.add_row(*_cells(each))
+    for name in sweep.unavailable:
+        table.add_row(name, *[""] * 5, f"not available on {results.conditions.backend}")
+    return table
+
+
+def _cells(each: Measurement) -> list[str]:
+    times = [f"{1e3 * seconds:.3f}" for seconds in (each.median_s, each.p95_s)]
+    bandwidths = [_digits(bandwidth) for bandwidth in (each.algorithm_bandwidth, each.bus_bandwidth)]
+    return [each.collective, format_size(each.size), *times, *bandwidths, "WRONG" if each.wrong else "right"]
+
+
+def _digits(bandwidth: float) -> str:
+    return f"{bandwidth:.4f}" if bandwidth < 10 else f"{bandwidth:.1f}"
+
+
+def _pairs_table(pairs: Pairs) -> Table:
+    table = Table("nodes", title=None)
+    for column in ("bus GB/s", "result"):
+        table.add_column(column, justify="right")
+    threshold = pairs.diagnosis.threshold or 0.0
+    for pair, bandwidth in pairs.bandwidths.bus_bandwidth.items():
+        is_wrong, is_slow = pair in pairs.bandwidths.wrong, bandwidth < threshold
+        if is_wrong or is_slow or len(pairs.bandwidths.bus_bandwidth) <= _MOST_PAIRS:
+            words = [word for word, holds in (("WRONG", is_wrong), ("slow", is_slow)) if holds]
+            table.add_row(f"{pair[0]} - {pair[1]}", _digits(bandwidth), ", ".join(words) or "right")
+    return table
+
+
+def _lines(results: Results) -> list[str]:
+    lines = [results.network.line]
+    if results.verdict:
+        lines.append(f"Verdict: {results.verdict.text}")
+    if isinstance(results.measured, Pairs):
+        return [*lines, *_diagnosis(results.measured, [node.host for node in results.network.nodes])]
+    for name, words in results.measured.unavailable.items():
+        lines.append(f"{name} is not available: {words}")
+    for each in results.measured.wrong:
+        found = f"{each.wrong} of {each.checked} elements that were compared differ from the float64 result"
+        lines.append(f"WRONG: {each.collective} at {format_size(each.size)}: {found}. Do not train on these nodes.")
+    return lines
+
+
+def _diagnosis(pairs: Pairs, hosts: Sequence[str]) -> list[str]:
+    found = pairs.diagnosis
+    if found.usual is None:
+        return ["Two nodes have nothing to be compared with but an expected value: give --expect GB/s, or more nodes."]
+    limit = f"below {found.threshold:.4g} GB/s, 80 % of the usual {found.usual:.4g}"
+    lines = [f"Slow node: {node} ({hosts[node]}): all its pairs are {limit}." for node in found.slow_nodes]
+    for first, second in found.slow_links:
+        lines.append(f"Slow link: node {first} ({hosts[first]}) - node {second} ({hosts[second]}): {limit}.")
+    for first, second in pairs.bandwidths.wrong:
+        lines.append(f"WRONG: all-reduce between node {first} ({hosts[first]}) and node {second} ({hosts[second]}).")
+    return lines or [f"No node and no link is slow: no pair is {limit}."]

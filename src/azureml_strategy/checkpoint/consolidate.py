@@ -1,0 +1,69 @@
+"""One weights file out of a checkpoint of any layout."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from azureml_strategy.checkpoint.formats import FORMATS, CheckpointFormat, CheckpointFormatError
+
+# What `LightningModule.load_from_checkpoint` reads, and where in the training the weights are from. Optimizers, loops
+# and callbacks stay behind: they belong to a layout and a number of processes.
+_KEPT = (
+    *("epoch", "global_step", "pytorch-lightning_version"),
+    *("hyper_parameters", "hparams_name", "hparams_type"),
+)
+
+
+def consolidate(checkpoint: Path, output: Path) -> dict[str, torch.Tensor]:
+    """Write the weights of a checkpoint into one file, on one process and without a GPU.
+
+    The file loads with `LightningModule.load_from_checkpoint`, and with `torch.load` it is a dictionary whose
+    `state_dict` fits the module under any strategy. It holds no optimizer: training resumes from the checkpoint itself.
+
+    Args:
+        checkpoint: the path that was given to, or written by, Lightning: a file or a folder.
+        output: the file to write. It appears complete or not at all.
+
+    Returns:
+        The weights by name, on the CPU.
+
+    Raises:
+        CheckpointFormatError: no known layout, or the output exists.
+    """
+    found = checkpoint_format(checkpoint)
+    if output.exists():
+        raise CheckpointFormatError(f"{output} exists. Name a file that does not, or delete it first.")
+    read = found.read(checkpoint)
+    weights: dict[str, torch.Tensor] = dict(read["state_dict"])
+    _write({"state_dict": weights, **{name: read[name] for name in _KEPT if name in read}}, output)
+    return weights
+
+
+def checkpoint_format(checkpoint: Path) -> CheckpointFormat:
+    """The layout of a checkpoint, by what lies on disk.
+
+    Raises:
+        CheckpointFormatError: nothing is there, or nothing known.
+    """
+    for each in FORMATS:
+        if each.found(checkpoint):
+            return each
+    if not checkpoint.exists():
+        raise CheckpointFormatError(f"There is no {checkpoint}. Give the path of a checkpoint, a file or a folder.")
+    if (checkpoint.parent / "latest").is_file():
+        raise CheckpointFormatError(f"{checkpoint} is a part of a DeepSpeed checkpoint. Give {checkpoint.parent}.")
+    raise CheckpointFormatError(
+        f"{checkpoint} is a folder, but no checkpoint that is known here: {', '.join(each.name for each in FORMATS)}. "
+        "Give the folder that the Trainer wrote, such as checkpoints/epoch=2-step=66.ckpt."
+    )
+
+
+def _write(content: dict[str, Any], output: Path) -> None:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    part = output.with_name(output.name + ".part")
+    torch.save(content, part)
+    os.replace(part, output)

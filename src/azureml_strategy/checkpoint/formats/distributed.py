@@ -1,0 +1,37 @@
+"""The folder of `torch.distributed.checkpoint`, as Lightning's FSDP and ModelParallel strategies write it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from azureml_strategy.checkpoint.formats.format import CheckpointFormat
+
+# What Lightning writes beside the shards.
+_REST = "meta.pt"
+# What FSDPStrategy and ModelParallelStrategy call the weights.
+_ROOTS = ("model", "state_dict")
+
+
+def _found(path: Path) -> bool:
+    return (path / ".metadata").is_file()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    import torch
+    from torch.distributed.checkpoint import FileSystemReader, load  # type: ignore[attr-defined]
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    reader = FileSystemReader(path)
+    weights: dict[str, dict[str, torch.Tensor]] = {}
+    for name, entry in reader.read_metadata().state_dict_metadata.items():
+        root, _, inner = name.partition(".")
+        if root in _ROOTS and isinstance(entry, TensorStorageMetadata):
+            weights.setdefault(root, {})[inner] = torch.empty(entry.size, dtype=entry.properties.dtype)
+    load(weights, storage_reader=reader)  # only what is named, so the optimizer's two thirds stay on disk
+    beside = path / _REST
+    rest: dict[str, Any] = torch.load(beside, map_location="cpu", weights_only=False) if beside.is_file() else {}
+    return {**rest, "state_dict": {name: tensor for each in weights.values() for name, tensor in each.items()}}
+
+
+DISTRIBUTED = CheckpointFormat("torch.distributed.checkpoint shards", _found, _read)

@@ -1,0 +1,60 @@
+"""A pipeline's folder: the weights of each layer lie in a file of their own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from azureml_strategy.checkpoint.formats.format import CheckpointFormat, CheckpointFormatError
+
+# Written by PipelineStrategy beside the folder with DeepSpeed's files.
+_LAYOUT, _SHARDS = "pipeline.json", "checkpoint"
+
+
+def consolidate_pipeline(folder: Path) -> dict[str, Tensor]:
+    """The weights of all stages, under the names that they have in the module that was not cut.
+
+    Args:
+        folder: the checkpoint, as the Trainer wrote it.
+
+    Returns:
+        What the module's `load_state_dict` takes, on the CPU, in the dtype of training; tied parameters under each of
+        their names.
+
+    Raises:
+        CheckpointFormatError: the file of a layer is missing.
+    """
+    weights: dict[str, Tensor] = {}
+    for index, place in enumerate(json.loads((folder / _LAYOUT).read_text())["places"]):
+        if place is not None:
+            weights |= {f"{place}.{name}": value for name, value in _layer(folder, index).items()}
+    return weights
+
+
+def _layer(folder: Path, index: int) -> dict[str, Tensor]:
+    file = folder / _SHARDS / f"layer_{index:02d}-model_states.pt"
+    if not file.is_file():
+        raise CheckpointFormatError(
+            f"{folder} lacks {file.relative_to(folder)}: was it copied from one node of several, or while it was being "
+            "written? Give a folder that all nodes wrote to."
+        )
+    layer: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
+    return layer
+
+
+def _found(path: Path) -> bool:
+    return (path / _LAYOUT).is_file()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    # Lightning's own entries, the same on all ranks; the pickled tensors of this file stay on disk.
+    first = path / _SHARDS / "mp_rank_00_model_states.pt"
+    saved = torch.load(first, map_location="cpu", mmap=True, weights_only=False)
+    return {**saved, "state_dict": consolidate_pipeline(path)}
+
+
+PIPELINE = CheckpointFormat("DeepSpeed pipeline stages", _found, _read)

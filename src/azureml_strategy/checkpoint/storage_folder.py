@@ -1,0 +1,172 @@
+"""The folder of a run's checkpoints: what is complete, what is not, and what may go."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from azureml_strategy.checkpoint.manifest import (
+    Manifest,
+    StoredFile,
+    manifest_path,
+    manifests,
+    stored_file,
+    write_durably,
+)
+
+# Lies beside a checkpoint from before its first byte until its manifest is there, and again while it is deleted. Only
+# what it names is ever cleaned up: a file of the user's in this folder is none of our business.
+_MARK = ".incomplete"
+
+
+class CheckpointFolder:
+    """Checkpoints with manifests in one folder, on a local disk or a mount.
+
+    Nothing is renamed but single files, and nothing is written under a name that exists: so an interrupted write or
+    deletion leaves something that has no manifest, and never damages what has one.
+
+    Args:
+        path: the folder; made when something is written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def complete(self) -> list[Manifest]:
+        """The manifests that can be read, the newest first."""
+        return newest_first(self._readable())
+
+    def begin(self, name: str) -> str:
+        """Mark a checkpoint as under way.
+
+        Args:
+            name: as wanted, such as `step=100.ckpt`.
+
+        Returns:
+            The name, with a number if it is taken.
+
+        Raises:
+            OSError: the folder cannot be written to.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        stem, suffix = os.path.splitext(name)
+        number = 0
+        while (self.path / name).exists() or manifest_path(self.path / name).exists():
+            number += 1
+            name = f"{stem}-v{number}{suffix}"
+        write_durably(self._mark(name), "")
+        return name
+
+    def listing(self, name: str) -> list[str]:
+        """The files of a checkpoint that this process sees, by their path from the folder."""
+        path = self.path / name
+        found = [path] if path.is_file() else (each for each in path.rglob("*") if each.is_file())
+        return sorted(str(each.relative_to(self.path)) for each in found)
+
+    def settle(self, files: Iterable[str]) -> dict[str, StoredFile]:
+        """Have files reach the disk, and read them back.
+
+        Raises:
+            OSError: the disk fails, or is full.
+        """
+        return {file: self._settle(self.path / file) for file in files}
+
+    def commit(self, manifest: Manifest) -> None:
+        """Write the manifest: from here on the checkpoint counts.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        manifest.write(self.path)
+        self._mark(manifest.name).unlink(missing_ok=True)
+
+    def remove(self, name: str) -> None:
+        """Delete a checkpoint; interrupted, it is one that does not count.
+
+        Raises:
+            OSError: it cannot be deleted.
+        """
+        write_durably(self._mark(name), "")
+        manifest_path(self.path / name).unlink(missing_ok=True)
+        self._remove_content(name)
+
+    def remove_leftovers(self) -> list[str]:
+        """Delete what interrupted writes and deletions have left.
+
+        Returns:
+            The names of what was deleted.
+
+        Raises:
+            OSError: it cannot be deleted.
+        """
+        names = sorted(mark.name.removesuffix(_MARK) for mark in self.path.glob("*" + _MARK))
+        left = [name for name in names if not manifest_path(self.path / name).is_file()]
+        for name in left:
+            self._remove_content(name)
+        for name in names:
+            self._mark(name).unlink(missing_ok=True)
+        return left
+
+    def free_bytes(self) -> int:
+        """What the disk has left.
+
+        Raises:
+            OSError: it does not say.
+        """
+        return shutil.disk_usage(self.path).free
+
+    def _remove_content(self, name: str) -> None:
+        path = self.path / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        for file in (path, path.with_name(name + ".part"), manifest_path(path).with_suffix(".json.part")):
+            file.unlink(missing_ok=True)
+        self._mark(name).unlink(missing_ok=True)
+
+    def _readable(self) -> Iterable[Manifest]:
+        for path in manifests(self.path):
+            try:
+                yield Manifest.read(path)
+            except (ValueError, OSError):
+                continue  # resuming says so; here it only cannot be counted
+
+    def _mark(self, name: str) -> Path:
+        return self.path / (name + _MARK)
+
+    @staticmethod
+    def _settle(path: Path) -> StoredFile:
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+        return stored_file(path)
+
+
+def newest_first(found: Iterable[Manifest]) -> list[Manifest]:
+    """By time, not by step: a run that was told to start anew is newer than what it found."""
+    return sorted(found, key=lambda each: (each.saved_at, each.step), reverse=True)
+
+
+def superfluous(complete: list[Manifest], keep_last: int, keep_best: int, mode: str) -> list[Manifest]:
+    """Which checkpoints may go.
+
+    Args:
+        complete: all there are, the newest first.
+        keep_last: how many of the newest stay, at least 1.
+        keep_best: how many of those with the best score stay; -1 for all that have one.
+        mode: `min` or `max`: which score is better.
+    """
+    kept = {each.name for each in complete[:keep_last]}
+    kept |= {each.name for each in by_score(complete, mode)[: None if keep_best < 0 else keep_best]}
+    return [each for each in complete if each.name not in kept]
+
+
+def by_score(complete: list[Manifest], mode: str) -> list[Manifest]:
+    """Those that have a score, the best first; a NaN is the worst."""
+    sign = 1.0 if mode == "min" else -1.0
+
+    def rank(score: float) -> float:
+        return float("inf") if score != score else sign * score
+
+    scored = [(rank(each.score), each) for each in complete if each.score is not None]
+    return [each for _, each in sorted(scored, key=lambda pair: pair[0])]

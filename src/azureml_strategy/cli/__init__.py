@@ -1,0 +1,63 @@
+"""The command line: azureml-strategy VERB ...; one file a verb.
+
+Only the standard library is imported before a verb is chosen, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+from azureml_strategy import __version__
+from azureml_strategy.cli import (
+    bench,
+    cluster,
+    consolidate,
+    data,
+    doctor,
+    emulate,
+    environment,
+    jobs,
+    model,
+    recipes,
+    study,
+    submit,
+    train,
+    workspace,
+)
+
+__all__ = ["main"]
+
+_VERBS = (
+    *(train, recipes, consolidate),
+    *(emulate, bench, doctor),
+    *(submit, study, jobs, model),
+    *(cluster, data, environment, workspace),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb.
+
+    Args:
+        arguments: the command line without the program; this process's own by default.
+
+    Returns:
+        The exit code: 0, 2 for a wrong command line, else the verb's own.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = _parser().parse_args(arguments)
+    verb: Callable[[argparse.Namespace], int] = options.verb
+    return verb(options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="azureml-strategy", description="PyTorch Lightning on Azure Machine Learning."
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+    for verb in _VERBS:
+        verb.add_to(verbs)
+    return parser

@@ -1,0 +1,7 @@
+"""python -m azureml_strategy.cli VERB ..."""
+
+import sys
+
+from azureml_strategy.cli import main
+
+sys.exit(main())

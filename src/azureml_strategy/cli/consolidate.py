@@ -1,0 +1,42 @@
+"""consolidate CHECKPOINT OUTPUT: the weights of any strategy's checkpoint in one file."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from azureml_strategy.cli.verbs import Verbs, add_verb, fail
+
+_EPILOG = """\
+examples:
+  azureml-strategy consolidate outputs/run/checkpoints/epoch=2-step=66.ckpt weights.ckpt
+and then, in Python:
+  model = YourModule.load_from_checkpoint("weights.ckpt")
+"""
+
+
+def add_to(verbs: Verbs) -> None:
+    """Add the verb and its options."""
+    verb = add_verb(
+        verbs,
+        "consolidate",
+        _run,
+        help="write the weights of a checkpoint into one file",
+        description="Write the weights of a checkpoint of any strategy into one file. Needs no GPU and one process.",
+        epilog=_EPILOG,
+    )
+    verb.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="file or folder the Trainer wrote")
+    verb.add_argument("output", type=Path, metavar="OUTPUT", help="file to write")
+
+
+def _run(options: argparse.Namespace) -> int:
+    from azureml_strategy.checkpoint.consolidate import consolidate
+    from azureml_strategy.checkpoint.formats import CheckpointFormatError
+
+    try:
+        weights = consolidate(options.checkpoint, options.output)
+    except CheckpointFormatError as error:
+        return fail(error)
+    numbers = sum(weight.numel() for weight in weights.values())
+    print(f"{options.output}: {len(weights)} tensors, {numbers:,} numbers")
+    return 0

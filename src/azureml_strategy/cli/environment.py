@@ -1,0 +1,69 @@
+"""environment build: the software of jobs, made ahead of them."""
+
+from __future__ import annotations
+
+import argparse
+
+from azureml_strategy.cli.azure import add_group, add_workspace_options, client, make, refusing
+from azureml_strategy.cli.verbs import Verbs, add_verb, print_text
+
+_EPILOG = """\
+examples:
+  azureml-strategy environment build training                       # this package's own Dockerfile
+  azureml-strategy environment build mine --build ./docker          # a folder with your Dockerfile
+  azureml-strategy environment build mine --image IMAGE --conda-file conda.yaml --check
+and then:
+  azureml-strategy submit resnet50_imagenet job.environment.name=azureml:training@latest
+"""
+
+
+def add_to(verbs: Verbs) -> None:
+    """Add the verb and its options."""
+    group = add_group(verbs, "environment", "build the image that jobs run in")
+    build = add_verb(
+        group,
+        "build",
+        _build,
+        help="build an image and register it",
+        description="Build an image in the workspace's registry, and register it under a name.",
+        epilog=_EPILOG,
+    )
+    build.add_argument("name", metavar="NAME", help="of the environment")
+    build.add_argument("--version", metavar="VERSION", help="default: the next number")
+    build.add_argument("--build", metavar="FOLDER", help="folder with a Dockerfile and what it copies")
+    build.add_argument("--dockerfile", default="Dockerfile", metavar="PATH", help="its path in that folder")
+    build.add_argument("--base-image", metavar="IMAGE", help="this package's own Dockerfile on top of another image")
+    build.add_argument("--image", metavar="IMAGE", help="an image that is in a registry already")
+    build.add_argument("--conda-file", metavar="FILE", help="conda packages to put on top of --image")
+    build.add_argument(
+        "--check",
+        nargs="?",
+        const="",
+        metavar="CLUSTER",
+        help="run a job of seconds in it, there or on serverless compute",
+    )
+    build.add_argument("--dry-run", action="store_true", help="print the YAML and make nothing; needs no sign-in")
+    add_workspace_options(build)
+
+
+@refusing
+def _build(options: argparse.Namespace) -> int:
+    from azureml_strategy.jobs.image import build_environment, check_environment, render_environment
+    from azureml_strategy.jobs.settings import EnvironmentSettings
+
+    settings = EnvironmentSettings(
+        image=options.image,
+        conda_file=options.conda_file,
+        build=options.build,
+        dockerfile=options.dockerfile,
+        base_image=options.base_image,
+    )
+    environment = render_environment(settings, options.name, options.version)
+    made = make(options, environment, build_environment)
+    if made is None:
+        return 0
+    print_text(f"azureml:{made.name}:{made.version}")
+    if options.check is not None:
+        job = check_environment(client(options), made, options.check or None)
+        print_text(f"The image is built for the job {job}: azureml-strategy jobs logs {job} --follow")
+    return 0

@@ -1,0 +1,110 @@
+"""jobs list|show|logs|cancel|download: what was submitted."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from azureml_strategy.cli.azure import add_group, add_workspace_options, client, refusing
+from azureml_strategy.cli.verbs import Verbs, add_verb, print_text
+
+
+def add_to(verbs: Verbs) -> None:
+    """Add the verb and its options."""
+    group = add_group(verbs, "jobs", "list, show, cancel or download jobs")
+    listing = add_verb(group, "list", _list, help="list the newest jobs", description="List the newest jobs.")
+    listing.add_argument("--limit", type=int, default=20, metavar="N", help="how many (default 20)")
+    listing.add_argument("--experiment", metavar="NAME", help="only those of this experiment")
+    listing.add_argument("--status", metavar="STATE", help="only those that are Running, Completed, Failed, ...")
+    show = add_verb(group, "show", _show, help="show a job", description="Show a job, and why it failed.")
+    logs = add_verb(
+        group, "logs", _logs, help="print a job's log", description="Print what a job's first process prints."
+    )
+    which = logs.add_mutually_exclusive_group()
+    which.add_argument("--file", metavar="LOG", help="another log: user_logs/std_log_process_1.txt, system_logs/...")
+    which.add_argument("--list", action="store_true", help="name the logs there are")
+    which.add_argument("--follow", action="store_true", help="go on until the job is over")
+    cancel = add_verb(group, "cancel", _cancel, help="cancel a job", description="Cancel a job.")
+    download = add_verb(
+        group, "download", _download, help="fetch a job's files", description="Fetch the logs and files of a job."
+    )
+    what = download.add_mutually_exclusive_group()
+    what.add_argument("--output", metavar="NAME", help="only this output, such as run")
+    what.add_argument("--all", action="store_true", help="logs, ./outputs and every output")
+    download.add_argument("--to", type=Path, default=Path("."), metavar="FOLDER", help="where to (default: here)")
+    for verb in (show, logs, cancel, download):
+        verb.add_argument("name", metavar="JOB", help="name of the job, as `jobs list` shows it")
+    for verb in (listing, show, logs, cancel, download):
+        add_workspace_options(verb)
+
+
+@refusing
+def _list(options: argparse.Namespace) -> int:
+    from azureml_strategy.jobs.listing import list_jobs
+    from azureml_strategy.jobs.tables import render_table
+
+    found = list_jobs(client(options), options.limit, options.experiment, options.status)
+    rows = [(job.name, job.status, job.created, job.experiment, job.compute, job.nodes) for job in found]
+    headings = ("job", "status", "created (UTC)", "experiment", "compute", "nodes")
+    print_text(render_table(headings, rows, empty="There are no such jobs."))
+    return 0
+
+
+@refusing
+def _show(options: argparse.Namespace) -> int:
+    from azureml_strategy.jobs.listing import job_failure, show_job
+
+    workspace = client(options)
+    job = show_job(workspace, options.name)
+    facts = {
+        "job": job.name,
+        "status": job.status,
+        "reason": job_failure(workspace, job.name) if job.status == "Failed" else None,
+        "experiment": job.experiment,
+        "display name": job.display_name,
+        "created": job.created and f"{job.created} UTC",
+        "runs on": f"{job.nodes} node(s) of {job.compute or 'serverless compute'}",
+        "outputs": ", ".join(job.outputs),
+        "tags": ", ".join(f"{key}={value}" for key, value in job.tags.items()),
+        "Studio": job.studio_url,
+    }
+    print_text("\n".join(f"{name:<14}{value}" for name, value in facts.items() if value))
+    return 0
+
+
+@refusing
+def _logs(options: argparse.Namespace) -> int:
+    from azureml_strategy.jobs.run_history import log_files, read_log
+
+    workspace = client(options)
+    if options.list:
+        print_text("\n".join(log_files(workspace, options.name)))
+    elif options.follow:
+        from azureml_strategy.jobs.follow import follow_job
+        from azureml_strategy.jobs.listing import show_job
+        from azureml_strategy.jobs.submit import SubmittedJob
+
+        found = show_job(workspace, options.name)
+        job = SubmittedJob(workspace, found.name, found.studio_url or "")
+        return 0 if follow_job(job) == "Completed" else 1
+    else:
+        print_text(read_log(workspace, options.name, options.file).rstrip("\n"))
+    return 0
+
+
+@refusing
+def _cancel(options: argparse.Namespace) -> int:
+    from azureml_strategy.jobs.listing import cancel_job
+
+    job = cancel_job(client(options), options.name)
+    print_text(f"{job.name}: {job.status}")
+    return 0
+
+
+@refusing
+def _download(options: argparse.Namespace) -> int:
+    from azureml_strategy.jobs.listing import download_job
+
+    download_job(client(options), options.name, options.to, options.output, everything=options.all)
+    print_text(f"{options.name}: fetched into {options.to}")
+    return 0

@@ -1,0 +1,105 @@
+"""study RECIPE: the same run at several sizes, in one table."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from azureml_strategy.cli.verbs import Verbs, add_verb, fail
+
+if TYPE_CHECKING:
+    from azureml_strategy.studying import StudyOptions
+
+_EPILOG = """\
+examples:
+  azureml-strategy study resnet50_ddp --nodes 1,2 --local
+  azureml-strategy study resnet50_synthetic --nodes 1,2,4,8 cluster=nd96isr_h100_v5
+  azureml-strategy study --runs ID,ID                      # of MLFLOW_TRACKING_URI, or of mlflow.db here
+  azureml-strategy study --runs JOB,JOB --store azureml    # of the configured workspace
+exit code: 0, or 1 if a run failed or measured nothing
+"""
+_DESCRIPTION = "Run a recipe at several sizes and compare throughput, scaling efficiency and cost."
+
+
+def add_to(verbs: Verbs) -> None:
+    """Add the verb.
+
+    argparse of Python 3.10 and 3.11 takes no positionals on both sides of an option inside a verb. So the verb itself
+    takes every word as it is (nothing can start with a null character), and `_parser` reads them.
+    """
+    verb = add_verb(
+        verbs,
+        "study",
+        _run,
+        help="run a recipe at several sizes and compare speed and cost",
+        description=_DESCRIPTION,
+        prefix_chars="\0",
+        add_help=False,
+    )
+    verb.add_argument("words", nargs=argparse.REMAINDER)
+
+
+def _parser() -> argparse.ArgumentParser:
+    from azureml_strategy.studying.options import StudyOptions
+
+    parser = argparse.ArgumentParser(
+        prog="azureml-strategy study",
+        usage="%(prog)s RECIPE --nodes N,N [options] [KEY=VALUE ...]\n       %(prog)s --runs ID,ID [options]",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="name of a shipped recipe, or path of a YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="what to change in it, at every size")
+    parser.add_argument("--nodes", metavar="N,N", help="sizes, in nodes: 1,2,4,8")
+    parser.add_argument(
+        "--processes-per-node", type=int, metavar="N", help="default: one, emulated; the GPUs of a node, submitted"
+    )
+    parser.add_argument("--local", action="store_true", help="emulate the jobs here instead of submitting them")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=StudyOptions.steps,
+        metavar="N",
+        help="optimizer steps of each run, without validation (default %(default)s); 0: as long as the recipe",
+    )
+    parser.add_argument("--runs", metavar="ID,ID", help="read these MLflow runs instead of starting any")
+    parser.add_argument("--store", metavar="URI", help="where --runs are; azureml is the configured workspace")
+    parser.add_argument("--price-per-hour", type=float, metavar="X", help="of one node, for runs that know no price")
+    parser.add_argument("--currency", default=StudyOptions.currency, help="of that price (default %(default)s)")
+    parser.add_argument("--output", type=Path, metavar="FILE.json", default=StudyOptions.output)
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", default=StudyOptions.plot)
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    options = _parser().parse_intermixed_args(options.words)
+    from azureml_strategy.jobs import JobError
+    from azureml_strategy.studying import StudyError, run_study
+    from azureml_strategy.tracking.run import TrackingError
+
+    try:
+        return run_study(_wanted(options))
+    except (StudyError, JobError, TrackingError) as error:
+        return fail(error)
+
+
+def _wanted(options: argparse.Namespace) -> StudyOptions:
+    from azureml_strategy.studying import StudyOptions
+    from azureml_strategy.studying.options import parse_list, parse_nodes
+
+    return StudyOptions(
+        recipe=options.recipe,
+        overrides=options.overrides,
+        nodes=parse_nodes(options.nodes),
+        processes_per_node=options.processes_per_node,
+        local=options.local,
+        steps=options.steps,
+        runs=parse_list(options.runs),
+        store=options.store,
+        price_per_hour=options.price_per_hour,
+        currency=options.currency,
+        output=options.output,
+        plot=options.plot,
+    )

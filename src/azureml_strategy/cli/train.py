@@ -1,0 +1,47 @@
+"""train RECIPE: one run, or a sweep."""
+
+from __future__ import annotations
+
+import argparse
+
+from azureml_strategy.cli.verbs import Verbs, add_verb, fail
+
+_EPILOG = """\
+examples:
+  azureml-strategy train resnet50_ddp trainer.max_epochs=1 data.batch_size=64
+  azureml-strategy train my_recipe.yaml          # starts with: defaults: [resnet50_ddp, _self_]
+  azureml-strategy train resnet50_ddp --cfg job  # print the configuration and stop
+  azureml-strategy train resnet50_ddp -m model.learning_rate=0.1,0.2
+  azureml-strategy train resnet50_ddp -m seed=1,2 hydra/launcher=azureml cluster=nc24ads_a100_v4  # a job for each
+"""
+
+
+def add_to(verbs: Verbs) -> None:
+    """Add the verb and its options."""
+    verb = add_verb(
+        verbs,
+        "train",
+        _run,
+        usage="azureml-strategy train RECIPE [KEY=VALUE ...]",
+        help="train a recipe",
+        description="Train a recipe: a shipped one by name, or your own YAML file by path.",
+        epilog=_EPILOG,
+    )
+    verb.add_argument("recipe", metavar="RECIPE", help="name of a shipped recipe, or path of a YAML file")
+    verb.add_argument(
+        "overrides",
+        metavar="KEY=VALUE",
+        nargs=argparse.REMAINDER,
+        help="what to change, in Hydra's notation; Hydra's own flags work too",
+    )
+
+
+def _run(options: argparse.Namespace) -> int:
+    from azureml_strategy.training.app import run_recipe
+    from azureml_strategy.training.errors import RecipeError
+
+    try:
+        run_recipe(options.recipe, options.overrides)
+    except RecipeError as error:
+        return fail(error)
+    return 0

@@ -1,0 +1,48 @@
+"""What every verb of the command line shares."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    Verbs = argparse._SubParsersAction[argparse.ArgumentParser]
+else:
+    Verbs = argparse._SubParsersAction
+
+
+def add_verb(
+    verbs: Verbs, name: str, run: Callable[[argparse.Namespace], int], **described: Any
+) -> argparse.ArgumentParser:
+    """Add a verb.
+
+    Args:
+        verbs: what `add_subparsers` returned: of the command line, or of a verb that has verbs of its own.
+        name: what the user types.
+        run: called with the options; returns the exit code.
+        described: help, description, usage and epilog, as `argparse.ArgumentParser` takes them. Lines of the
+            epilog stay as they are.
+
+    Returns:
+        The verb's parser, for its arguments.
+    """
+    parser = verbs.add_parser(name, formatter_class=argparse.RawDescriptionHelpFormatter, **described)
+    parser.set_defaults(verb=run)
+    return parser
+
+
+def print_text(text: str) -> None:
+    """Print, and end quietly where the reader has gone, as `head` does (Python documentation, "Note on SIGPIPE")."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def fail(error: Exception) -> int:
+    """Say on standard error what was wrong with the command; 2, the exit code for that."""
+    print(f"azureml-strategy: {error}", file=sys.stderr)
+    return 2

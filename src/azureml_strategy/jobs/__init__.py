@@ -1,0 +1,45 @@
+"""Azure ML from here: jobs rendered from recipes, submitted and followed, and all that they need in a workspace.
+
+azure-ai-ml is imported when a name that needs it is first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from azureml_strategy.jobs.errors import JobError
+from azureml_strategy.lazy import lazy_attributes
+
+if TYPE_CHECKING:
+    from azureml_strategy.jobs.client import connect
+    from azureml_strategy.jobs.prices import Price, price_for
+    from azureml_strategy.jobs.render import job_yaml, render_job
+    from azureml_strategy.jobs.service_errors import ServiceError
+    from azureml_strategy.jobs.submit import submit_recipe
+    from azureml_strategy.jobs.submitted import SubmittedJob
+
+__all__ = [
+    "JobError",
+    "Price",
+    "ServiceError",
+    "SubmittedJob",
+    "connect",
+    "job_yaml",
+    "price_for",
+    "render_job",
+    "submit_recipe",
+]
+
+__getattr__ = lazy_attributes(
+    __name__,
+    {
+        "connect": "azureml_strategy.jobs.client",
+        "Price": "azureml_strategy.jobs.prices",
+        "price_for": "azureml_strategy.jobs.prices",
+        "job_yaml": "azureml_strategy.jobs.render",
+        "render_job": "azureml_strategy.jobs.render",
+        "ServiceError": "azureml_strategy.jobs.service_errors",
+        "SubmittedJob": "azureml_strategy.jobs.submitted",
+        "submit_recipe": "azureml_strategy.jobs.submit",
+    },
+)

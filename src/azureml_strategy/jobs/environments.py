@@ -1,0 +1,141 @@
+"""The software that a job runs in: a registered or curated environment, an image, or one that the workspace builds."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import re
+import tempfile
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from azureml_strategy.jobs.assets import short_reference
+from azureml_strategy.jobs.errors import JobError
+from azureml_strategy.jobs.settings import EnvironmentSettings
+from azureml_strategy.jobs.wheel import write_wheel
+from azureml_strategy.network.vm_sizes import VMSize
+
+if TYPE_CHECKING:
+    from azure.ai.ml.entities import Environment
+
+_SHIPPED = ("Dockerfile", "conda.yaml", "constraints.txt")
+_REFERENCE = re.compile(r"azureml:(//)?\S+[:@/]\S+")
+
+
+def job_environment(settings: EnvironmentSettings) -> Environment | str:
+    """The environment of a job.
+
+    Args:
+        settings: `job.environment`.
+
+    Returns:
+        A reference to a registered or curated one as text, else the definition of one without a name: Azure ML builds
+        it once, and takes the same image again for the same definition.
+
+    Raises:
+        JobError: the settings contradict one another, or name what is not there.
+    """
+    from azure.ai.ml.entities import BuildContext, Environment
+
+    _check(settings)
+    if settings.name:
+        return short_reference(settings.name)
+    if settings.image:
+        return Environment(image=settings.image, conda_file=settings.conda_file)
+    if settings.build:
+        return Environment(build=BuildContext(path=settings.build, dockerfile_path=settings.dockerfile))
+    return shipped_environment(settings.base_image)
+
+
+def check_image(settings: EnvironmentSettings, size: VMSize | None) -> None:
+    """Refuse our own image, which has PyTorch for CUDA and x86-64, on nodes that need another.
+
+    Raises:
+        JobError: nodes with AMD's GPUs, or with NVIDIA's Grace CPUs, and no other image named.
+    """
+    if size is None or settings.name or settings.image or settings.build:
+        return
+    arm = (size.gpu_model or "").startswith("GB")  # Grace Blackwell: nd-gb200-v6-series.md, nd-gb300-v6-series.md
+    if arm or size.accelerator == "amd":
+        needed = "Arm CPUs, and needs an image for linux/arm64" if arm else "AMD GPUs, and needs PyTorch for ROCm"
+        raise JobError(
+            f"{size.name} has {needed}; our own image is for x86-64 and CUDA. Name one that holds azureml-strategy: "
+            "job.environment.image=..., job.environment.build=... or job.environment.name=..."
+        )
+
+
+def shipped_environment(base_image: str | None = None) -> Environment:
+    """Our own environment: the Dockerfile of this package, with the package as it is installed here.
+
+    Args:
+        base_image: what to build it on in place of the Dockerfile's own base.
+    """
+    from azure.ai.ml.entities import BuildContext, Environment
+
+    return Environment(build=BuildContext(path=str(build_folder(base_image)), dockerfile_path="Dockerfile"))
+
+
+def build_folder(base_image: str | None = None) -> Path:
+    """A folder with all that the image is built from, in the user's cache; the same content has the same folder."""
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return _written(caches / "azureml_strategy" / "environments", base_image)
+
+
+@functools.cache  # a sweep has many jobs, and the package does not change under this process
+def _written(cache: Path, base_image: str | None) -> Path:
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache, prefix=".new-") as new:
+        written = Path(new) / "context"
+        written.mkdir()
+        for name in _SHIPPED:
+            (written / name).write_bytes(files("azureml_strategy.environments").joinpath(name).read_bytes())
+        if base_image:
+            dockerfile = written / "Dockerfile"
+            text = re.sub(r"(?m)^FROM .*$", f"FROM {base_image}", dockerfile.read_text(encoding="utf-8"))
+            dockerfile.write_text(text, encoding="utf-8")
+        write_wheel(written)
+        folder = cache / _content(written)
+        # Moved in one step: what is there under this name is complete, whoever else writes at the same time.
+        with contextlib.suppress(OSError):
+            written.rename(folder)
+    return folder
+
+
+def _content(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for file in sorted(folder.iterdir()):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def _check(settings: EnvironmentSettings) -> None:
+    given = [name for name in ("name", "image", "build") if getattr(settings, name)]
+    if len(given) > 1:
+        raise JobError(f"job.environment has {' and '.join(given)}, but a job runs in one environment. Keep one.")
+    if settings.name and not _REFERENCE.fullmatch(settings.name):
+        raise JobError(
+            f"job.environment.name is {settings.name!r}, which names no version. Write azureml:NAME@latest, "
+            "azureml:NAME:VERSION or azureml://registries/azureml/environments/NAME/labels/latest; a container image "
+            "belongs into job.environment.image."
+        )
+    if settings.conda_file and not settings.image:
+        raise JobError("job.environment.conda_file is put on top of an image. Name one: job.environment.image=...")
+    if settings.base_image and given:
+        raise JobError(
+            f"job.environment.base_image is the base of our own Dockerfile, which job.environment.{given[0]} replaces. "
+            "Keep one."
+        )
+    _check_files(settings)
+
+
+def _check_files(settings: EnvironmentSettings) -> None:
+    if settings.conda_file and not Path(settings.conda_file).is_file():
+        raise JobError(f"job.environment.conda_file is {settings.conda_file}, but there is no such file.")
+    if settings.build and not Path(settings.build, settings.dockerfile).is_file():
+        raise JobError(
+            f"job.environment.build is {settings.build}, but there is no {settings.dockerfile} in it. Another name is "
+            "given by job.environment.dockerfile."
+        )

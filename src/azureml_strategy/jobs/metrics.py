@@ -1,0 +1,39 @@
+"""What a job has logged."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from azureml_strategy.jobs.service_errors import service_errors
+
+if TYPE_CHECKING:
+    from azure.ai.ml import MLClient
+
+
+def tracking_uri(client: MLClient) -> str:
+    """Where MLflow finds the runs of a workspace: `azureml://...`; needs azureml-mlflow.
+
+    Raises:
+        ServiceError: Azure did not say.
+    """
+    logging.getLogger("azureml").setLevel(logging.WARNING)  # azureml-mlflow tells where it read each setting
+    with service_errors():
+        workspace = client.workspaces.get(client.workspace_name)
+    assert workspace is not None, "a workspace that is not there raises"
+    return str(workspace.mlflow_tracking_uri)
+
+
+def run_metrics(uri: str, run_id: str) -> dict[str, float]:
+    """The last value of each metric.
+
+    Args:
+        uri: see `tracking_uri`.
+        run_id: of the MLflow run, which is the job's name.
+
+    Raises:
+        mlflow.exceptions.MlflowException: there is no such run, or the service does not answer.
+    """
+    from mlflow import MlflowClient
+
+    return dict(MlflowClient(uri).get_run(run_id).data.metrics)

@@ -1,0 +1,128 @@
+"""Which workspace is meant, by what the user has typed and configured."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from azureml_strategy.jobs.errors import JobError
+
+# What Azure ML writes into its jobs and compute instances; then the names that Azure's own tools and samples use.
+_VARIABLES = (
+    ("AZUREML_ARM_SUBSCRIPTION", "AZUREML_ARM_RESOURCEGROUP", "AZUREML_ARM_WORKSPACE_NAME"),
+    ("AZURE_SUBSCRIPTION_ID", "AZURE_RESOURCE_GROUP", "AZURE_ML_WORKSPACE"),
+)
+_CONFIG_FILES = (Path("config.json"), Path(".azureml/config.json"), Path("aml_config/config.json"))
+_CONFIG_KEYS = ("subscription_id", "resource_group", "workspace_name")
+
+
+@dataclass(frozen=True)
+class WorkspaceSettings:
+    """A workspace, or as much of it as is known.
+
+    Attributes:
+        subscription: id of the subscription.
+        resource_group: name of the resource group.
+        name: name of the workspace.
+    """
+
+    subscription: str | None = None
+    resource_group: str | None = None
+    name: str | None = None
+
+    def over(self, other: WorkspaceSettings) -> WorkspaceSettings:
+        """These, and what they lack from the other."""
+        return WorkspaceSettings(*(mine or theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
+
+
+def find_workspace(
+    asked: WorkspaceSettings, environ: Mapping[str, str] | None = None, folder: Path | None = None
+) -> WorkspaceSettings:
+    """Complete what the user has typed from the environment.
+
+    In this order: the variables of an Azure ML job, a `config.json` here or in a folder above, the variables
+    AZURE_SUBSCRIPTION_ID, AZURE_RESOURCE_GROUP and AZURE_ML_WORKSPACE, the defaults of the az command. The first of
+    them that names a workspace is taken whole: a workspace is never looked for in another one's resource group.
+
+    Args:
+        asked: what was typed.
+        environ: variables; those of this process by default.
+        folder: where to look for a configuration file; the working folder by default.
+
+    Raises:
+        JobError: something is still missing, or a configuration file cannot be read.
+    """
+    environ = os.environ if environ is None else environ
+    job, user = (WorkspaceSettings(*(environ.get(name) or None for name in names)) for names in _VARIABLES)
+    sources = [job, _config_file((folder or Path.cwd()).absolute()), user, _az_defaults(environ)]
+    if asked.name is None:
+        first = next((number for number, source in enumerate(sources) if source.name), 0)
+        sources = sources[first:]
+    return _complete([asked, *sources])
+
+
+def _complete(sources: Sequence[WorkspaceSettings]) -> WorkspaceSettings:
+    found = WorkspaceSettings(
+        *(next((value for value in values if value), None) for values in zip(*map(astuple, sources), strict=True))
+    )
+    missing = [field.name.replace("_", " ") for field in fields(found) if getattr(found, field.name) is None]
+    if not missing:
+        return found
+    raise JobError(
+        f"No workspace is configured: its {' and '.join(missing)} could not be found. Download config.json from the "
+        "workspace's page in Azure ML Studio into this folder, or type --subscription, --resource-group and "
+        "--workspace, or set AZURE_SUBSCRIPTION_ID, AZURE_RESOURCE_GROUP and AZURE_ML_WORKSPACE."
+    )
+
+
+def _config_file(folder: Path) -> WorkspaceSettings:
+    """The nearest configuration file that Azure ML's own tools would find, in this folder or above."""
+    for each in (folder, *folder.parents):
+        for name in _CONFIG_FILES:
+            found = _read_config(each / name)
+            if found:
+                return found
+    return WorkspaceSettings()
+
+
+def _read_config(path: Path) -> WorkspaceSettings | None:
+    """What a file says of a workspace; None where there is none, or it is somebody else's `config.json`."""
+    text = path.read_text(encoding="utf-8-sig", errors="replace") if path.is_file() else ""
+    if f'"{_CONFIG_KEYS[-1]}"' not in text:
+        return None
+    try:
+        content: Any = json.loads(text)
+    except ValueError as error:
+        raise JobError(f"{path} is no JSON document ({error}). Download it from Azure ML Studio anew.") from error
+    return WorkspaceSettings(*(content.get(key) for key in _CONFIG_KEYS)) if isinstance(content, dict) else None
+
+
+def _az_defaults(environ: Mapping[str, str]) -> WorkspaceSettings:
+    """What `az account set` and `az configure --defaults group=... workspace=...` have left."""
+    folder = Path(environ.get("AZURE_CONFIG_DIR") or Path.home() / ".azure")
+    settings = configparser.ConfigParser(interpolation=None)
+    try:
+        settings.read(folder / "config", encoding="utf-8-sig")
+        subscription = _az_subscription(folder / "azureProfile.json")
+    except (configparser.Error, ValueError) as error:
+        raise JobError(
+            f"The az command's settings in {folder} cannot be read ({str(error).splitlines()[0]}). Have them written "
+            "anew by `az login` and `az configure`, or let AZURE_CONFIG_DIR name another folder."
+        ) from error
+    group, workspace = (
+        environ.get(f"AZURE_DEFAULTS_{name.upper()}") or settings.get("defaults", name, fallback=None)
+        for name in ("group", "workspace")
+    )
+    return WorkspaceSettings(subscription, group, workspace)
+
+
+def _az_subscription(profile: Path) -> str | None:
+    if not profile.is_file():
+        return None
+    subscriptions: list[dict[str, Any]] = json.loads(profile.read_text(encoding="utf-8-sig")).get("subscriptions", [])
+    return next((each["id"] for each in subscriptions if each.get("isDefault")), None)

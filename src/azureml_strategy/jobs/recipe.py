@@ -1,0 +1,106 @@
+"""A recipe as the job to be made of it: composed, checked, and its sections for Azure ML read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+
+from azureml_strategy.cluster.redaction import redact_text
+from azureml_strategy.command_line import is_override
+from azureml_strategy.jobs.errors import JobError
+from azureml_strategy.jobs.inputs import path_overrides
+from azureml_strategy.jobs.secrets import override_texts, refuse_secrets
+from azureml_strategy.jobs.settings import ClusterSettings, JobSettings, read_section
+from azureml_strategy.jobs.sizes import refuse_retired
+from azureml_strategy.training.catalogue import Recipe, find_recipe
+from azureml_strategy.training.checking import compose_recipe
+from azureml_strategy.training.errors import RecipeError, near_matches
+from azureml_strategy.training.resolvers import register_resolvers
+
+
+@dataclass(frozen=True)
+class JobRecipe:
+    """What a job is made of.
+
+    Attributes:
+        recipe: where the run is written down.
+        overrides: exactly what the user changes in it.
+        paths: further overrides, which give the run the paths of the job's inputs and outputs.
+        cluster: where the job runs.
+        job: what Azure ML is told of it.
+    """
+
+    recipe: Recipe
+    overrides: tuple[str, ...]
+    paths: tuple[str, ...]
+    cluster: ClusterSettings
+    job: JobSettings
+
+
+def read_recipe(recipe: str, overrides: Sequence[str]) -> JobRecipe:
+    """Compose a recipe and read what it says of its job.
+
+    Args:
+        recipe: the name of a shipped recipe, or the path of a YAML file.
+        overrides: in Hydra's notation, of one run.
+
+    Raises:
+        JobError: a misspelt recipe, override or key, a sweep, a flag of Hydra's, or a secret.
+    """
+    register_resolvers()
+    for argument in overrides:
+        if not is_override(argument):
+            raise JobError(
+                f"{argument!r} is no override. A job takes KEY=VALUE alone; Hydra's own flags belong to "
+                "`azureml-strategy train`, and a folder of groups into hydra.searchpath=[...]."
+            )
+        _refuse_sweep(argument)
+        if argument.startswith("cluster="):
+            refuse_retired(argument.removeprefix("cluster="))
+    refuse_secrets(override_texts(overrides))
+    try:
+        found = find_recipe(recipe)
+        config = compose_recipe(found, overrides)
+    except RecipeError as error:
+        raise JobError(str(error)) from error
+    cluster, job = read_section(config, "cluster", ClusterSettings), read_section(config, "job", JobSettings)
+    refuse_secrets(_texts(job))
+    paths = path_overrides(job, overrides)
+    for path in paths:
+        _check_key(config, path.partition("=")[0])
+    return JobRecipe(found, tuple(overrides), tuple(paths), cluster, job)
+
+
+def _refuse_sweep(text: str) -> None:
+    try:
+        override = OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        raise JobError(redact_text(f"The override {text!r} is not in Hydra's notation: {error}")) from error
+    if override.is_sweep_override():
+        raise JobError(
+            f"{text!r} stands for several runs, and a job is one. Sweep by `azureml-strategy train RECIPE -m {text} "
+            f"hydra/launcher=azureml`, or put a value with commas in quotation marks: \"'...'\"."
+        )
+
+
+def _texts(job: JobSettings) -> dict[str, str]:
+    """What else Azure ML shows to everybody with access to the workspace."""
+    texts = {f"job.environment_variables.{name}": value for name, value in job.environment_variables.items()}
+    texts |= {f"job.tags.{name}": value for name, value in job.tags.items()}
+    texts |= {f"job.inputs.{name}.path": each.path or "" for name, each in job.inputs.items()}
+    texts |= {f"job.outputs.{name}.path": each.path or "" for name, each in job.outputs.items()}
+    alone = ("experiment", "display_name", "description", "docker_args")
+    return texts | {f"job.{name}": getattr(job, name) or "" for name in alone}
+
+
+def _check_key(config: DictConfig, key: str) -> None:
+    """Refuse a key for the path of an input or output that the recipe does not have: the job would end at it."""
+    section, _, name = key.rpartition(".")
+    node = OmegaConf.select(config, section) if section else config
+    if not isinstance(node, DictConfig) or name not in node:
+        known = [f"{section}.{each}".lstrip(".") for each in map(str, node)] if isinstance(node, DictConfig) else []
+        raise JobError(f"{key} is to get a path of the job, but the recipe has no such key. {near_matches(key, known)}")

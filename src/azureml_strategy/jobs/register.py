@@ -1,0 +1,161 @@
+"""A trained model in the workspace's registry: the weights of a run, in one file."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from azureml_strategy.checkpoint.manifest import Manifest, manifest_path
+from azureml_strategy.checkpoint.storage_folder import by_score, newest_first
+from azureml_strategy.jobs.errors import JobError
+from azureml_strategy.jobs.listing import show_job
+from azureml_strategy.jobs.output_files import OutputFiles
+from azureml_strategy.jobs.quiet import quiet_sdk
+from azureml_strategy.jobs.service_errors import service_errors
+
+if TYPE_CHECKING:
+    from azure.ai.ml import MLClient
+    from azure.ai.ml.entities import Model
+
+WEIGHTS = "weights.ckpt"
+_CHECKPOINT = re.compile(r"(?:.*/)?[^/]+\.ckpt(?=/|$)")  # file or folder, as Lightning names them
+_LAST = re.compile(r"last(-v\d+)?\.ckpt")  # what ModelCheckpoint(save_last=True) writes
+
+
+def register_run(
+    client: MLClient,
+    name: str,
+    job: str,
+    *,
+    output: str = "run",
+    checkpoint: str | None = None,
+    version: str | None = None,
+) -> Model:
+    """Register the weights of a job that is over.
+
+    Args:
+        client: of the workspace.
+        name: of the model.
+        job: name of the job.
+        output: which of its outputs has the checkpoints.
+        checkpoint: path in that output; None: the best one, else the last.
+        version: None: the next number.
+
+    Returns:
+        The registered model: a folder with `weights.ckpt`, which `LightningModule.load_from_checkpoint` reads.
+
+    Raises:
+        JobError: the job is not over, or has no such checkpoint, or it is damaged.
+        ServiceError: storage cannot be read or written.
+    """
+    found = show_job(client, job)
+    if not found.final:
+        raise JobError(
+            f"{job} is {found.status}. A model is registered when its job is over: its weights still change."
+        )
+    files = OutputFiles(client, job, output)
+    stored = _manifests(files)
+    chosen = choose_checkpoint(files.names, checkpoint, stored)
+    tags = {**found.tags, "job": job, "checkpoint": chosen, "status": found.status}
+    with TemporaryDirectory() as folder:
+        local = files.fetch(chosen, Path(folder))
+        fault = stored[chosen].fault(local.parent) if chosen in stored else None
+        if fault is not None:
+            raise JobError(f"{chosen} of {job} is damaged: {fault}. {_listed([*stored])} Type --checkpoint PATH.")
+        return register_checkpoint(client, name, local, version=version, tags=tags)
+
+
+def register_checkpoint(
+    client: MLClient,
+    name: str,
+    checkpoint: Path,
+    *,
+    version: str | None = None,
+    tags: dict[str, str] | None = None,
+) -> Model:
+    """Register the weights of a checkpoint on this machine, of any strategy; optimizer states stay behind.
+
+    Args:
+        client: of the workspace.
+        name: of the model.
+        checkpoint: file or folder that the Trainer wrote.
+        version: None: the next number.
+        tags: for its page.
+
+    Raises:
+        JobError: it is no checkpoint.
+        ServiceError: no permission, or the version exists.
+    """
+    quiet_sdk()
+    from azure.ai.ml.entities import Model
+
+    from azureml_strategy.checkpoint.consolidate import consolidate
+    from azureml_strategy.checkpoint.formats import CheckpointFormatError
+
+    with TemporaryDirectory() as folder:
+        content = Path(folder) / name
+        try:
+            weights = consolidate(checkpoint, content / WEIGHTS)
+        except CheckpointFormatError as error:
+            raise JobError(str(error)) from error
+        numbers = sum(weight.numel() for weight in weights.values())
+        model = Model(
+            name=name,
+            version=version,
+            path=str(content),
+            type="custom_model",
+            description=f"{len(weights)} tensors, {numbers:,} numbers",
+            tags=tags,
+        )
+        with service_errors():
+            made: Model = client.models.create_or_update(model)
+        return made
+
+
+def choose_checkpoint(names: list[str], asked: str | None, stored: Mapping[str, Manifest]) -> str:
+    """Which checkpoint of an output is meant.
+
+    Args:
+        names: every file of the output.
+        asked: path of a checkpoint in it. None: of those with a manifest the best, or the newest where none has a
+            score; where there is no manifest, the one that is not `last.ckpt`, else that.
+        stored: the manifests of `JobCheckpoint`, by the path of their checkpoint.
+
+    Raises:
+        JobError: there is none, no such one, or several that could be meant.
+    """
+    found = sorted({match[0] for name in names if (match := _CHECKPOINT.match(name))})
+    if asked is not None:
+        path = asked.strip("/")
+        if path in names or any(name.startswith(path + "/") for name in names):
+            return path
+        raise JobError(f"The output has no {asked}. {_listed(found)}")
+    if stored:
+        ranked = newest_first(stored.values())
+        best_one = (by_score(ranked, ranked[0].mode) or ranked)[0]
+        return next(path for path, manifest in stored.items() if manifest is best_one)
+    best = [path for path in found if not _LAST.fullmatch(PurePosixPath(path).name)]
+    if not found or len(best) > 1:
+        raise JobError(f"Which checkpoint is meant? {_listed(found)} Type --checkpoint PATH.")
+    return (best or found)[-1]
+
+
+def _manifests(files: OutputFiles) -> dict[str, Manifest]:
+    """Those of the output that can be read: without one, a checkpoint of ours is half-written."""
+    paths = {match[0] for name in files.names if (match := _CHECKPOINT.match(name))}
+    found: dict[str, Manifest] = {}
+    with TemporaryDirectory() as folder:
+        for path in sorted(paths):
+            manifest = manifest_path(PurePosixPath(path))
+            if str(manifest) in files.names:
+                with contextlib.suppress(ValueError):
+                    found[path] = Manifest.read(files.fetch(str(manifest), Path(folder)))
+    return found
+
+
+def _listed(found: list[str]) -> str:
+    return f"Its checkpoints: {', '.join(found)}." if found else "There is no checkpoint (*.ckpt) in it."

@@ -1,0 +1,153 @@
+"""Renders a recipe as an Azure ML command job."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from azureml_strategy.cluster.price import Price
+from azureml_strategy.jobs.data_runtime import data_runtime_variables
+from azureml_strategy.jobs.environments import check_image, job_environment
+from azureml_strategy.jobs.errors import JobError
+from azureml_strategy.jobs.inputs import access_patterns, job_inputs, job_outputs
+from azureml_strategy.jobs.prices import price_for
+from azureml_strategy.jobs.quiet import quiet_sdk
+from azureml_strategy.jobs.recipe import JobRecipe, read_recipe
+from azureml_strategy.jobs.render_command import code_folder, command_line
+from azureml_strategy.jobs.render_resources import (
+    distribution_of,
+    identity_of,
+    node_size,
+    price_tier,
+    resources_of,
+)
+from azureml_strategy.network.vm_sizes import VMSize
+
+if TYPE_CHECKING:
+    from azure.ai.ml.entities import Command
+
+_SCHEMA = "https://azuremlschemas.azureedge.net/latest/commandJob.schema.json"
+# What a reader looks for first; the rest follows by name.
+_FIRST = ("type", "name", "display_name", "experiment_name", "description", "tags", "command", "code", "environment")
+# What azure-ai-ml writes down for a definition without a name, and makes up again from its content.
+_OF_THE_SERVICE = ("name", "version", "tags")
+_JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,254}")
+_ONE_LINE = 10**6  # a command that is broken over lines cannot be copied
+
+
+def render_job(recipe: str, overrides: Sequence[str], name: str | None = None) -> Command:
+    """Render a recipe as a job, without credentials and without the network.
+
+    Args:
+        recipe: the name of a shipped recipe, or the path of a YAML file.
+        overrides: in Hydra's notation, of one run.
+        name: of the job; the service makes one up where there is none.
+
+    Returns:
+        What `MLClient.jobs.create_or_update` takes. The price of a node is in it where it is known already.
+
+    Raises:
+        JobError: the recipe, an override, the cluster or the job cannot be as asked.
+    """
+    found = read_recipe(recipe, overrides)
+    return build_job(found, name, node_price(found, found.cluster.region, offline=True))
+
+
+def build_job(recipe: JobRecipe, name: str | None, price: Price | None) -> Command:
+    """The job of a recipe that has been read; `render_job` tells the rest.
+
+    Raises:
+        JobError: the cluster, the name or the job cannot be as asked.
+    """
+    quiet_sdk()
+    from azure.ai.ml import command
+
+    cluster, job, size = recipe.cluster, recipe.job, node_size(recipe.cluster)
+    check_image(job.environment, size)
+    if name is not None and not _JOB_NAME.fullmatch(name):
+        raise JobError(
+            f"{name!r} is no name of a job. Use letters, digits, - and _, the first a letter or digit, at most 255."
+        )
+    return command(
+        name=name,
+        display_name=job.display_name or _display_name(recipe, size),
+        experiment_name=job.experiment or recipe.recipe.name,
+        description=job.description,
+        tags={**_tags(recipe, size), **job.tags},
+        command=command_line(recipe),
+        code=code_folder(recipe),
+        environment=job_environment(job.environment),
+        environment_variables=_variables(recipe, size, price),
+        distribution=distribution_of(cluster, job, size),
+        inputs=job_inputs(job.inputs),
+        outputs=job_outputs(job.outputs),
+        identity=identity_of(job.identity),
+        **resources_of(cluster, job, size),
+    )
+
+
+def job_yaml(job: Command) -> str:
+    """The job as YAML, which `azure.ai.ml.load_job` and `az ml job create --file` take."""
+    text = io.StringIO()
+    job._to_job().dump(text)  # what az's own command line does: a Command alone is written as a step of a pipeline
+    written = yaml.safe_load(text.getvalue())
+    for key in _OF_THE_SERVICE:
+        if isinstance(written["environment"], dict):
+            written["environment"].pop(key, None)
+    written = _without_empty(written)
+    ordered = {key: written[key] for key in sorted(written, key=_place)}
+    return yaml.safe_dump({"$schema": _SCHEMA, **ordered}, sort_keys=False, width=_ONE_LINE, allow_unicode=True)
+
+
+def node_price(recipe: JobRecipe, region: str | None, *, offline: bool) -> Price | None:
+    """The price of one node of a recipe's cluster, or None where nobody knows it.
+
+    Args:
+        recipe: whose cluster.
+        region: where it is.
+        offline: ask nobody; what was said earlier still counts.
+
+    Raises:
+        JobError: the price that the user gives is none.
+    """
+    cluster, size = recipe.cluster, node_size(recipe.cluster)
+    if size is None and cluster.price_per_hour is None:
+        return None
+    name = size.name if size else ""
+    try:
+        return price_for(
+            name, region, price_tier(cluster), cluster.price_per_hour, currency=cluster.currency, offline=offline
+        )
+    except ValueError as error:
+        raise JobError(str(error)) from error
+
+
+def _variables(recipe: JobRecipe, size: VMSize | None, price: Price | None) -> dict[str, str]:
+    """What the job's processes find in their environment; the user's own win."""
+    data = data_runtime_variables(access_patterns(recipe.job.inputs), size)
+    return {**data, **(price.as_variables() if price else {}), **recipe.job.environment_variables}
+
+
+def _display_name(recipe: JobRecipe, size: VMSize | None) -> str:
+    where = size.short_name if size else recipe.cluster.compute
+    return f"{recipe.recipe.name}, {recipe.cluster.num_nodes} x {where}"
+
+
+def _tags(recipe: JobRecipe, size: VMSize | None) -> dict[str, str]:
+    cluster = recipe.cluster
+    known = {"vm_size": size.name} if size else {}
+    return {"recipe": recipe.recipe.name, "nodes": str(cluster.num_nodes), "tier": cluster.tier, **known}
+
+
+def _without_empty(node: Any) -> Any:
+    if not isinstance(node, dict):
+        return node
+    return {key: _without_empty(value) for key, value in node.items() if value not in ({}, None)}
+
+
+def _place(key: str) -> tuple[int, str]:
+    return (_FIRST.index(key) if key in _FIRST else len(_FIRST), key)

@@ -1,0 +1,126 @@
+"""Errors of Azure as one sentence: what was said, its code, and what to try next."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from azureml_strategy.cluster.redaction import redact_text
+from azureml_strategy.jobs.advice import Failure, advice_for
+from azureml_strategy.jobs.errors import JobError
+
+if TYPE_CHECKING:
+    from azure.core.exceptions import AzureError, HttpResponseError
+
+_LONGEST = 400  # characters of what the service says; some of it goes on for pages
+# Codes that only say that there is a more precise one inside: Azure Resource Manager's, and Azure ML's.
+_OUTER_CODES = ("UserError", "BadRequest", "DeploymentFailed", "InvalidTemplateDeployment", "ServiceError", "Failed")
+# The colours of azure-ai-ml's list of what it has found wrong, and its first number.
+_DECORATION = re.compile(r"^(?:\s|\x1b\[[\d;]*m)*1\) |\x1b\[[\d;]*m")
+
+# How azure-identity says that a way to sign in is not there, and that it is but has no connection.
+_ABSENT = re.compile(r"unavailable|not (?:found|installed)|could not be found|requires the|please run", re.I)
+_UNREACHABLE = re.compile(r"connect|resolve|timed out", re.I)
+
+
+class ServiceError(JobError):
+    """Azure refused, failed, or could not be reached.
+
+    Attributes:
+        code: the service's name of the error, such as `AuthorizationFailed`.
+        status: the HTTP status; None where there was no answer, or what was asked for failed later.
+    """
+
+    def __init__(self, message: str, *, code: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.code, self.status = code, status
+
+
+@contextmanager
+def service_errors() -> Iterator[None]:
+    """Around calls of azure-ai-ml: its errors come out as `ServiceError`."""
+    from azure.core.exceptions import AzureError
+
+    try:
+        yield
+    except AzureError as error:
+        raise translate(error) from error
+
+
+def translate(error: AzureError) -> ServiceError:
+    """The error for the user.
+
+    Args:
+        error: any of azure-core, azure-identity, azure-storage or azure-ai-ml.
+
+    Returns:
+        An error whose text is without subscription ids, tokens and signatures.
+    """
+    failure = _failure(error)
+    status = f", HTTP {failure.status}" if failure.status else ""
+    text = f"{redact_text(failure.message)} ({failure.code}{status}). {advice_for(failure)}"
+    return ServiceError(text, code=failure.code, status=failure.status)
+
+
+def _failure(error: AzureError) -> Failure:
+    from azure.core.exceptions import HttpResponseError
+
+    inner: BaseException | None = error
+    while inner is not None:  # azure-ai-ml wraps some answers of the service in exceptions of its own
+        if isinstance(inner, HttpResponseError) and inner.response is not None:
+            return _answer(inner)
+        inner = inner.__cause__ or getattr(inner, "inner_exception", None)
+    message = str(error.message)
+    if message.startswith("DefaultAzureCredential"):
+        return _no_sign_in(type(error).__name__, message)
+    return Failure(code=type(error).__name__, status=None, message=_sentence(message), url="")
+
+
+def _no_sign_in(code: str, message: str) -> Failure:
+    """What of azure-identity's list of all that it tried is worth reading: what was there, and failed."""
+    tried = [line.strip() for line in message.splitlines()[2:] if line.startswith("\t")]
+    failed = [line for line in tried if not _ABSENT.search(line)]
+    if failed and _UNREACHABLE.search(failed[0]):
+        return Failure(code="ServiceRequestError", status=None, message="Azure's sign-in cannot be reached", url="")
+    told = f"Signing in failed: {_sentence(failed[0])}" if failed else "Nobody is signed in to Azure here"
+    return Failure(code=code, status=None, message=told, url="")
+
+
+def _answer(error: HttpResponseError) -> Failure:
+    code, message = _innermost(error)
+    request: Any = getattr(error.response, "request", None)
+    # An operation that was accepted and then failed is told of with status 200.
+    status = error.status_code if error.status_code and error.status_code >= 400 else None
+    return Failure(code=code, status=status, message=_sentence(message), url=getattr(request, "url", ""))
+
+
+def _innermost(error: HttpResponseError) -> tuple[str, str]:
+    """Code and message of the cause: Azure Resource Manager nests errors in `details`, Azure ML in `innererror`."""
+    told: Any = error.error
+    precise = _deepest(getattr(told, "innererror", None))
+    # Blob Storage answers in XML, which azure-storage has read by now.
+    code = getattr(told, "code", None) or getattr(error, "error_code", None) or error.reason or "Unknown"
+    message = getattr(told, "message", None) or error.message
+    while told is not None and code in _OUTER_CODES:
+        details = getattr(told, "details", None)
+        told = details[0] if details else None
+        if told is not None:
+            code, message = told.code or code, told.message or message
+    return str(precise if code in _OUTER_CODES and precise else code), str(message)
+
+
+def _deepest(inner: Any) -> str | None:
+    code = None
+    while isinstance(inner, dict):
+        code, inner = inner.get("code") or code, inner.get("innererror") or inner.get("innerError")
+    return code
+
+
+def _sentence(text: str) -> str:
+    """The first paragraph on one line, without a full stop, azure-core's appendix and azure-ai-ml's colours."""
+    text = _DECORATION.sub("", text)
+    paragraph = re.split(r"\n\s*\n|\n(?:Code|Message|RequestId|Exception Details|Content|Time):", text.strip())[0]
+    line = " ".join(re.sub(r"^\(\w+\) ", "", paragraph).split())
+    return line[:_LONGEST].rstrip(" .") if len(line) <= _LONGEST else line[:_LONGEST].rstrip() + " ..."

@@ -1,0 +1,127 @@
+"""Submits a recipe as an Azure ML job, once, whatever happens to the connection."""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING
+
+from azureml_strategy.jobs.assets import check_data
+from azureml_strategy.jobs.client import WorkspaceSettings, connect
+from azureml_strategy.jobs.errors import JobError
+from azureml_strategy.jobs.recipe import JobRecipe, read_recipe
+from azureml_strategy.jobs.render import build_job, node_price
+from azureml_strategy.jobs.render_command import code_folder, recipe_in_code
+from azureml_strategy.jobs.service_errors import ServiceError, service_errors
+from azureml_strategy.jobs.snapshot import Snapshot, list_snapshot
+from azureml_strategy.jobs.submitted import SubmittedJob
+
+if TYPE_CHECKING:
+    from azure.ai.ml import MLClient
+    from azure.ai.ml.entities import Command, Job
+
+__all__ = ["SubmittedJob", "check_snapshot", "new_job_name", "submit_recipe"]
+
+log = logging.getLogger(__name__)
+
+
+def submit_recipe(
+    recipe: str,
+    overrides: Sequence[str],
+    *,
+    client: MLClient | None = None,
+    workspace: WorkspaceSettings | None = None,
+    name: str | None = None,
+) -> SubmittedJob:
+    """Submit a recipe as a job.
+
+    The job has its name before the first request is made, so that a request which is repeated, by azure-core after a
+    lost answer or by whoever calls this again with the same name, finds the job that is there.
+
+    Args:
+        recipe: the name of a shipped recipe, or the path of a YAML file.
+        overrides: in Hydra's notation, of one run.
+        client: of the workspace; by default that of `workspace`, `job.workspace` and this machine's configuration.
+        workspace: what goes before `job.workspace`; only without a client.
+        name: of the job; by default made up from the recipe's.
+
+    Raises:
+        JobError: the recipe, an override, the cluster or the job cannot be as asked. Nothing was sent then.
+        ServiceError: Azure refused, or could not be reached.
+    """
+    found = read_recipe(recipe, overrides)
+    job = build_job(found, name or new_job_name(found.recipe.name), None)
+    snapshot = check_snapshot(found)
+    if snapshot is not None and snapshot.advice():
+        log.warning("%s. %s", snapshot.describe(), snapshot.advice())
+    if client is None:
+        client = connect((workspace or WorkspaceSettings()).over(found.job.workspace.settings()))
+    check_data(found.job.inputs, client)
+    price = node_price(found, _region(found, client), offline=False)
+    if price is not None:
+        job.environment_variables = {**price.as_variables(), **job.environment_variables}
+    created = _create(client, job)
+    return SubmittedJob(client, str(created.name), str(created.studio_url))
+
+
+def _create(client: MLClient, job: Command) -> Job:
+    try:
+        with service_errors():
+            created: Job = client.jobs.create_or_update(job)
+            return created
+    except ServiceError as error:
+        if not _may_have_been_done(error):
+            raise
+        raise ServiceError(
+            f"{error} Whether job {job.name} was made is not known. The same command with --name {job.name} takes it "
+            "up, or makes it.",
+            code=error.code,
+            status=error.status,
+        ) from error
+
+
+def _may_have_been_done(error: ServiceError) -> bool:
+    """Whether the service may have done what it was asked although its answer is an error, or did not come."""
+    from azure.core.exceptions import ServiceRequestError, ServiceResponseError
+
+    if isinstance(error.__cause__, (ServiceRequestError, ServiceResponseError)):
+        return True
+    return error.status is not None and error.status >= 500
+
+
+def new_job_name(recipe: str) -> str:
+    """A name that no other job has: recipe, time (UTC) and chance."""
+    stem = re.sub(r"[^A-Za-z0-9_-]+", "_", recipe)
+    now = datetime.now(timezone.utc).strftime("%Y%m%d_%H%M%S")
+    return f"{stem}_{now}_{secrets.token_hex(3)}"
+
+
+def check_snapshot(recipe: JobRecipe) -> Snapshot | None:
+    """Look through the folder of code before it is sent.
+
+    Returns:
+        What the job gets; None where it needs no code.
+
+    Raises:
+        JobError: it is empty, or `.amlignore` leaves the recipe out.
+    """
+    folder = code_folder(recipe)
+    if folder is None:
+        return None
+    snapshot = list_snapshot(folder)
+    own = None if recipe.recipe.folder is None else recipe_in_code(recipe).removeprefix("./")
+    if own is not None and own not in snapshot.files:
+        raise JobError(f"The recipe {own} is left out by {folder}/.amlignore or .gitignore, and the job needs it.")
+    return snapshot
+
+
+def _region(recipe: JobRecipe, client: MLClient) -> str | None:
+    """Where the nodes are, for their price: asked only if nobody has said it, or the price."""
+    if recipe.cluster.region or recipe.cluster.price_per_hour is not None or recipe.cluster.vm_size is None:
+        return recipe.cluster.region
+    with service_errors():
+        workspace = client.workspaces.get(client.workspace_name)
+    return workspace.location if workspace else None

@@ -1,0 +1,62 @@
+"""A network as a chain of layers, each made by itself and the same whoever makes it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class ChainLayer:
+    """One layer of a chain: it takes what the layer before it returns.
+
+    Attributes:
+        build: makes the layer; its parameters are the same at every call and in every process.
+        name: unique in the chain.
+        kind: what layers are counted by where a chain is cut by layer type.
+        tied: layers with the same key share one parameter; None for a layer that shares nothing.
+        tied_parameter: the name of that parameter in this layer.
+    """
+
+    build: Callable[[], nn.Module]
+    name: str
+    kind: str
+    tied: str | None = None
+    tied_parameter: str = "weight"
+
+
+def seeded(make: Callable[[], nn.Module], seed: int, index: int) -> Callable[[], nn.Module]:
+    """A builder that draws from a random state of its own and leaves the process's as it was.
+
+    Args:
+        make: draws its parameters from torch's default generators.
+        seed: of the whole network.
+        index: of this draw; layers that share a parameter must draw it first, and from the same index.
+    """
+    return functools.partial(_build_seeded, make, seed, index)
+
+
+def build_chain(layers: Sequence[ChainLayer]) -> nn.ModuleList:
+    """All layers in one process, with one parameter for all layers of a tie."""
+    modules = nn.ModuleList(layer.build() for layer in layers)
+    shared: dict[str, nn.Parameter] = {}
+    for layer, module in zip(layers, modules, strict=True):
+        if layer.tied is not None:
+            parameter = shared.setdefault(layer.tied, module.get_parameter(layer.tied_parameter))
+            owner, _, name = layer.tied_parameter.rpartition(".")
+            setattr(module.get_submodule(owner), name, parameter)
+    return modules
+
+
+def _build_seeded(make: Callable[[], nn.Module], seed: int, index: int) -> nn.Module:
+    # torch's CPU generator takes 32 bits of a seed; this mixes all bits of both numbers into them
+    mixed = int(np.random.SeedSequence([seed, index]).generate_state(1)[0])
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(mixed)
+        return make()

@@ -1,0 +1,182 @@
+"""Training of a GPT on sequences of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from torch import Tensor, nn
+from torch.optim import AdamW
+from typing_extensions import override
+
+from azureml_strategy.models import optimizer as recipe
+from azureml_strategy.models.chain import ChainLayer, build_chain
+from azureml_strategy.models.evaluation import IGNORED, mean_cross_entropy
+from azureml_strategy.models.gpt import Block, gpt_layers
+from azureml_strategy.models.gpt_config import GPTConfig
+
+Batch = tuple[Tensor, Tensor]
+
+
+class LanguageModel(LightningModule):
+    """A GPT that learns to predict each next token.
+
+    Batches are `(inputs, targets)`, both int64 `(N, T)`: the target of a token is the one after it, and -100 is
+    ignored. The layers are made in `configure_model`, or each stage's own by a pipeline; outside a Trainer call
+    `configure_model` first. Their parameters are called `layers.<place>.<name in the layer>`.
+
+    Logs `train/loss` every step, this rank's; and after an evaluation `val/loss` and `val/perplexity` (`test/...`)
+    over all tokens of all ranks.
+
+    Args:
+        network: the shape of the network.
+        learning_rate: peak, whatever the batch.
+        beta1: decay of AdamW's mean of gradients; both defaults are those of Brown et al. 2020, appendix B
+            (https://arxiv.org/abs/2005.14165).
+        beta2: decay of AdamW's mean of squared gradients.
+        eps: of AdamW.
+        weight_decay: of matrices and embeddings; normalisations and biases do not decay.
+        warmup_steps: optimizer steps of the linear warm-up; after it the rate falls by a cosine.
+        seed: of the initial parameters.
+    """
+
+    def __init__(
+        self,
+        network: GPTConfig,
+        learning_rate: float = 6e-4,
+        beta1: float = 0.9,
+        beta2: float = 0.95,
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        warmup_steps: int = 100,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters(ignore=["network"], logger=False)
+        self.network = network
+        self.layers = nn.ModuleList()
+
+    def pipeline_layers(self) -> list[ChainLayer]:
+        """The network as a chain, for a strategy that gives each rank a part of it."""
+        return gpt_layers(self.network, self.hparams["seed"])
+
+    def pipeline_batch(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """What the first layer takes, and what the loss is computed with."""
+        inputs, targets = batch
+        return inputs, targets
+
+    def training_flops(self, batch: Batch) -> float:
+        """Floating-point operations of a forward and backward pass on a batch, see `GPTConfig.flops_per_token`."""
+        inputs = batch[0]
+        return float(inputs.numel() * self.network.flops_per_token(inputs.shape[1]))
+
+    def pipeline_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy over the tokens of a batch, in float32, in nats."""
+        return mean_cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+    def sharded_blocks(self) -> Iterable[nn.Module]:
+        """The parts of the network whose parameters are gathered one after the other."""
+        return (layer for layer in self.layers if isinstance(layer, Block))
+
+    def tensor_parallel_plan(self) -> dict[str, str]:
+        """How the matrices of the blocks are cut: by output, `colwise`, or by input, `rowwise`.
+
+        Shoeybi et al. 2019, section 3 (https://arxiv.org/abs/1909.08053). Embedding and output matrix stay whole:
+        few vocabularies divide by the number of ranks.
+        """
+        by_output = ["attention.query", "attention.key", "attention.value", "mlp.up"]
+        by_output += ["mlp.gate"] if self.network.mlp == "swiglu" else []
+        styles = {**dict.fromkeys(by_output, "colwise"), "attention.output": "rowwise", "mlp.down": "rowwise"}
+        return {f"layers.*.{name}": style for name, style in styles.items()}
+
+    def tensor_parallel_counts(self) -> dict[str, int]:
+        """What each rank of a tensor-parallel group gets an equal share of."""
+        return {"heads": self.network.heads, "heads of keys and values": self.network.key_value_heads}
+
+    @override
+    def configure_model(self) -> None:
+        if not self.layers:  # Lightning calls this again for each fit, validate and test
+            self.layers.extend(build_chain(self.pipeline_layers()))
+
+    @override
+    def setup(self, stage: str) -> None:
+        """Compare the network with the data module, where that says what it gives.
+
+        Raises:
+            ValueError: it has more tokens than the network, or longer sequences.
+        """
+        data = getattr(self.trainer, "datamodule", None)
+        self._check_vocabulary(getattr(data, "vocab_size", None))
+        self._check_length(getattr(data, "sequence_length", None))
+
+    @override
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Int64 `(N, T)` to logits `(N, T, vocab_size)`."""
+        states = tokens
+        for layer in self.layers:
+            states = layer(states)
+        return states
+
+    @override
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = self._loss(batch)
+        self.log("train/loss", loss)
+        return loss
+
+    @override
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self._log_loss("val", batch)
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        self._log_perplexity("val")
+
+    @override
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        self._log_loss("test", batch)
+
+    @override
+    def on_test_epoch_end(self) -> None:
+        self._log_perplexity("test")
+
+    @override
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        """AdamW, its learning rate changed every step."""
+        settings = self.hparams
+        groups = recipe.decay_groups(self, settings["weight_decay"])
+        betas = (settings["beta1"], settings["beta2"])
+        adamw = AdamW(groups, lr=settings["learning_rate"], betas=betas, eps=settings["eps"])
+        total = recipe.total_steps(self.trainer)
+        return {
+            "optimizer": adamw,
+            "lr_scheduler": recipe.warmup_cosine_schedule(adamw, settings["warmup_steps"], total),
+        }
+
+    def _loss(self, batch: Batch) -> Tensor:
+        inputs, targets = self.pipeline_batch(batch)
+        return self.pipeline_loss(self(inputs), targets)
+
+    def _log_loss(self, stage: str, batch: Batch) -> None:
+        # the mean over batches and ranks, each with the weight of its tokens: exact, whatever their sizes
+        tokens = int((batch[1] != IGNORED).sum())
+        self.log(f"{stage}/loss", self._loss(batch), batch_size=tokens, sync_dist=True)
+
+    def _log_perplexity(self, stage: str) -> None:
+        loss = self.trainer.callback_metrics[f"{stage}/loss"]
+        # already the same on every rank: the maximum of equal numbers is exact, their mean may be rounded
+        self.log(f"{stage}/perplexity", loss.exp(), reduce_fx="max", sync_dist=True)
+
+    def _check_vocabulary(self, tokens: int | None) -> None:
+        if tokens is not None and tokens > self.network.vocab_size:
+            raise ValueError(
+                f"The network has {self.network.vocab_size} tokens, but the tokenizer has {tokens}, and those beyond "
+                f"would have no embedding. Set model.network.vocab_size={tokens} or more."
+            )
+
+    def _check_length(self, length: int | None) -> None:
+        if length is not None and length > self.network.context:
+            raise ValueError(
+                f"The data has sequences of {length} tokens, but the network is for {self.network.context}. Set "
+                f"data.sequence_length={self.network.context} or less, or model.network.context={length}."
+            )

@@ -1,0 +1,128 @@
+"""Time and bandwidth of one collective at one message size."""
+
+from __future__ import annotations
+
+import re
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from azureml_strategy.network.collectives.checking import Check, check
+from azureml_strategy.network.collectives.operations import Collective
+from azureml_strategy.network.collectives.place import Place
+
+# How c10d's Backend ("Backend gloo does not support ..."), gloo and NCCL refuse an operation or a data type.
+_REFUSAL = re.compile(r"not support|unsupported|invalid scalar type", re.I)
+
+
+@dataclass(frozen=True)
+class Procedure:
+    """How to measure.
+
+    Attributes:
+        dtype: of the elements.
+        iterations: how often a collective is timed.
+        warmup: how often it runs before that.
+    """
+
+    dtype: torch.dtype
+    iterations: int
+    warmup: int
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One collective at one message size. Bandwidths are of the median time, in GB/s (10^9 bytes).
+
+    Attributes:
+        collective: its name.
+        size: message size in bytes, as nccl-tests counts it.
+        median_s: median over the iterations of the slowest rank's time, in seconds.
+        p95_s: 95th percentile of the same.
+        min_s: the shortest.
+        max_s: the longest.
+        algorithm_bandwidth: size over time.
+        bus_bandwidth: algorithm bandwidth times the collective's factor: what a link carries, whatever the number
+            of ranks.
+        checked: elements of the result compared on each rank.
+        wrong: how many of them were wrong, on the rank that had most.
+    """
+
+    collective: str
+    size: int
+    median_s: float
+    p95_s: float
+    min_s: float
+    max_s: float
+    algorithm_bandwidth: float
+    bus_bandwidth: float
+    checked: int
+    wrong: int
+
+
+class Unavailable(RuntimeError):  # noqa: N818 - reads as what happened
+    """The backend does not have this collective for this data type."""
+
+
+def measure(collective: Collective, place: Place, size: int, procedure: Procedure) -> Measurement:
+    """Check a collective, then time it. Every process of the group must call it.
+
+    Args:
+        collective: what to measure.
+        place: this process.
+        size: message size in bytes; rounded down to a whole number of elements for each rank, but at least one.
+        procedure: how.
+
+    Raises:
+        Unavailable: the backend refuses it. The same on every process.
+    """
+    dtype = procedure.dtype
+    total = max(1, size // dtype.itemsize // place.world_size) * place.world_size
+    sent, received = collective.buffers(total, place, dtype)
+    try:
+        found = check(collective, sent, received, total, place)
+    except RuntimeError as error:
+        if not _REFUSAL.search(str(error)):
+            raise
+        raise Unavailable(str(error)) from error
+    sent.zero_()  # sums in place would grow to infinity
+    seconds = _time(lambda: collective.run(sent, received, place), place, procedure)
+    return _summarize(collective, place.world_size, total * dtype.itemsize, seconds, found)
+
+
+def _time(run: Callable[[], None], place: Place, procedure: Procedure) -> list[float]:
+    """The slowest rank's time of each iteration: a collective ends with the last rank."""
+    seconds = []
+    for _ in range(procedure.warmup + procedure.iterations):
+        place.meet()
+        start = time.perf_counter()
+        run()
+        place.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return place.highest(seconds[procedure.warmup :])
+
+
+def _summarize(collective: Collective, world_size: int, size: int, seconds: list[float], found: Check) -> Measurement:
+    median = statistics.median(seconds)
+    bandwidth = size / median / 1e9
+    return Measurement(
+        collective=collective.name,
+        size=size,
+        median_s=median,
+        p95_s=_percentile_95(seconds),
+        min_s=min(seconds),
+        max_s=max(seconds),
+        algorithm_bandwidth=bandwidth,
+        bus_bandwidth=bandwidth * collective.bus_factor(world_size),
+        checked=found.checked,
+        wrong=found.wrong,
+    )
+
+
+def _percentile_95(values: list[float]) -> float:
+    if len(values) == 1:
+        return values[0]
+    return statistics.quantiles(values, n=20, method="inclusive")[-1]

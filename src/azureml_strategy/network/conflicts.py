@@ -1,0 +1,258 @@
+"""Settings of the user's that the hardware contradicts, with what they cost."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from azureml_strategy.network.filters import DeviceFilter, hca_list
+from azureml_strategy.network.findings import Finding, Verdict
+from azureml_strategy.network.hardware import total_gbytes
+from azureml_strategy.network.infiniband import HCA
+from azureml_strategy.network.interfaces import Interface
+from azureml_strategy.network.node import Node
+
+# NCCL reads a flag as a number (strtoll): `true` and `yes` are 0 to it.
+_NUMBER = re.compile(r"\s*[+-]?(\d+)", re.A)
+# NCCL_NET_GDR_LEVEL up to NCCL's default, PXB; in a VM without a topology file every adapter is farther than that.
+_NEAR_LEVELS = ("LOC", "PIX", "PXB", "0", "1", "2")
+
+
+@dataclass(frozen=True)
+class _Configured:
+    """The settings with their sources, and what findings about them say."""
+
+    settings: Mapping[str, tuple[str, str]]
+
+    def value(self, name: str) -> str | None:
+        return self.settings[name][0] if name in self.settings else None
+
+    def is_on(self, name: str) -> bool:
+        number = _NUMBER.match(self.value(name) or "")
+        return number is not None and int(number[1]) != 0
+
+    def finding(self, verdict: Verdict, name: str, text: str, advice: str) -> Finding:
+        value, source = self.settings[name]
+        place = "" if source == "environment" else f" in {source}"
+        return Finding(verdict, f"{name}={value}{place}", text, advice)
+
+    def remove(self, name: str) -> str:
+        source = self.settings[name][1]
+        return f"Remove {name} from " + (
+            "the job's environment variables, the image and the script." if source == "environment" else f"{source}."
+        )
+
+
+def find_conflicts(node: Node, configured: Mapping[str, tuple[str, str]], num_nodes: int) -> Iterator[Finding]:
+    """Compare settings with a node.
+
+    Args:
+        node: its facts.
+        configured: value and source of each variable, from `configured_settings`.
+        num_nodes: nodes of the job.
+
+    Returns:
+        Findings; the verdict `problem` means that InfiniBand is there and will not be used, or that NCCL cannot start.
+    """
+    settings = _Configured(configured)
+    if node.usable_hcas:
+        yield from _infiniband_off(node, settings)
+        yield from _adapters(node, settings)
+        yield from _partitions(node, settings)
+        yield from _gpudirect_off(node, settings)
+    elif node.virtual:
+        yield from _no_infiniband(node, settings)
+    if node.interfaces:
+        yield from _interfaces(node, settings, num_nodes)
+    yield from _missing_files(settings)
+    yield from _inside_node(node, settings)
+    yield from _traps(settings)
+
+
+def _infiniband_off(node: Node, settings: _Configured) -> Iterator[Finding]:
+    off = {
+        "NCCL_IB_DISABLE": settings.is_on("NCCL_IB_DISABLE"),
+        "NCCL_NET": (settings.value("NCCL_NET") or "").lower() == "socket",
+    }
+    total = total_gbytes(node)
+    rate = f" with {total:g} GB/s" if total else ""
+    text = f"{len(node.usable_hcas)} InfiniBand adapter(s){rate} stay unused; {_sockets(node)}."
+    for name in filter(off.get, off):
+        yield settings.finding("problem", name, text, settings.remove(name))
+
+
+def _sockets(node: Node) -> str:
+    """What is left without InfiniBand, in numbers where they are known."""
+    gbps = node.vm_size.ethernet_gbps if node.vm_size else None
+    interface = node.bootstrap
+    gbps = gbps or (interface.speed_gbps if interface else None)
+    total = total_gbytes(node)
+    if not gbps or not total:
+        return "traffic between nodes goes through sockets"
+    return f"sockets carry {gbps / 8:g} GB/s at most, {total / (gbps / 8):.0f} times less"
+
+
+def _no_infiniband(node: Node, settings: _Configured) -> Iterator[Finding]:
+    ethernet = [hca.name for hca in node.hcas if hca.is_ethernet]
+    chosen = DeviceFilter.parse(settings.value("NCCL_IB_HCA") or "^")
+    wanted = {
+        "NCCL_IB_DISABLE": settings.value("NCCL_IB_DISABLE") is not None and not settings.is_on("NCCL_IB_DISABLE"),
+        "NCCL_IB_HCA": settings.value("NCCL_IB_HCA") is not None and any(map(chosen.selects, ethernet)),
+    }
+    for name in filter(wanted.get, wanted) if ethernet else ():
+        text = f"NCCL would take accelerated networking ({', '.join(ethernet)}) for InfiniBand and run RoCE over it."
+        yield settings.finding("warning", name, text, settings.remove(name))
+    if (settings.value("NCCL_NET") or "").lower() == "ib":
+        text = "no InfiniBand port is usable here, and NCCL ends with an error where it may use nothing else."
+        yield settings.finding("problem", "NCCL_NET", text, settings.remove("NCCL_NET"))
+
+
+def _adapters(node: Node, settings: _Configured) -> Iterator[Finding]:
+    text = settings.value("NCCL_IB_HCA")
+    if not text:
+        return
+    chosen = DeviceFilter.parse(text)
+    selected = [hca for hca in node.usable_hcas if chosen.selects(hca.name, hca.port)]
+    ethernet = [hca.name for hca in node.hcas if hca.is_ethernet and chosen.selects(hca.name, hca.port)]
+    present = ", ".join(f"{hca.name}:{hca.port}" for hca in node.usable_hcas)
+    if not selected:
+        yield settings.finding(
+            "problem",
+            "NCCL_IB_HCA",
+            f"it selects none of the usable InfiniBand ports ({present}); {_sockets(node)}.",
+            settings.remove("NCCL_IB_HCA"),
+        )
+    elif len(selected) < len(node.usable_hcas):
+        yield settings.finding(
+            "warning",
+            "NCCL_IB_HCA",
+            f"it selects {len(selected)} of {len(node.usable_hcas)} usable InfiniBand ports: "
+            f"{total_gbytes(node, selected):g} of {total_gbytes(node):g} GB/s.",
+            settings.remove("NCCL_IB_HCA"),
+        )
+    if selected and ethernet:
+        yield settings.finding(
+            "warning",
+            "NCCL_IB_HCA",
+            f"it also selects {', '.join(ethernet)}, which is Ethernet: NCCL would mix RoCE with InfiniBand.",
+            settings.remove("NCCL_IB_HCA"),
+        )
+
+
+def _partitions(node: Node, settings: _Configured) -> Iterator[Finding]:
+    """Whether all adapters have their partition key at the one index that NCCL takes for all of them."""
+    chosen = DeviceFilter.parse(settings.value("NCCL_IB_HCA") or "")
+    by_index: dict[int | None, list[HCA]] = {}
+    for hca in node.usable_hcas:
+        if chosen.selects(hca.name, hca.port):
+            by_index.setdefault(hca.full_pkey, []).append(hca)
+    if len(by_index) < 2 or settings.value("NCCL_IB_PKEY"):
+        return
+    places = "; ".join(f"{index} on {', '.join(hca.name for hca in hcas)}" for index, hcas in by_index.items())
+    index, most = max(by_index.items(), key=lambda entry: len(entry[1]))
+    yield Finding(
+        "problem",
+        "InfiniBand partition",
+        f"the first partition key with full membership is at index {places}, but NCCL takes one index for all "
+        "adapters: transfers over those that have another key there fail with completion 12.",
+        "Replace the node, and report it to Azure; or leave adapters out, by the job's environment variables "
+        f"NCCL_IB_PKEY={index} and NCCL_IB_HCA={hca_list(most)}.",
+    )
+
+
+def _gpudirect_off(node: Node, settings: _Configured) -> Iterator[Finding]:
+    if node.gpudirect is None:
+        return
+    topology = node.topology_file or node.default_topology or settings.value("NCCL_TOPO_FILE")
+    if settings.value("NCCL_NET_GDR_LEVEL") in _NEAR_LEVELS and not topology:
+        yield settings.finding(
+            "warning",
+            "NCCL_NET_GDR_LEVEL",
+            "without a topology file every GPU is farther from every adapter, so GPUDirect RDMA is off: each byte "
+            "between nodes is copied through the host's memory.",
+            "Set NCCL_NET_GDR_LEVEL=SYS.",
+        )
+    name = "NCCL_IB_PCI_RELAXED_ORDERING"
+    if node.virtual and settings.value(name) == "0":
+        yield settings.finding("warning", name, "GPUDirect RDMA writes are slow in a VM.", settings.remove(name))
+
+
+def _interfaces(node: Node, settings: _Configured, num_nodes: int) -> Iterator[Finding]:
+    up = [interface for interface in node.interfaces if interface.up]
+    if text := settings.value("NCCL_SOCKET_IFNAME"):
+        chosen = DeviceFilter.parse(text)
+        selected = [interface for interface in up if chosen.selects(interface.name)]
+        yield from _judge_interfaces("NCCL_SOCKET_IFNAME", up, selected, bool(selected), settings, num_nodes)
+    if text := settings.value("GLOO_SOCKET_IFNAME"):
+        # PyTorch splits gloo's list at commas and opens a device for each whole name.
+        names = text.split(",")
+        selected = [interface for interface in up if interface.name in names]
+        complete = {interface.name for interface in selected} == set(names)
+        yield from _judge_interfaces("GLOO_SOCKET_IFNAME", up, selected, complete, settings, num_nodes)
+
+
+def _judge_interfaces(
+    name: str, up: list[Interface], selected: list[Interface], complete: bool, settings: _Configured, num_nodes: int
+) -> Iterator[Finding]:
+    if not complete:
+        present = ", ".join(interface.name for interface in up)
+        text = f"no interface that is up has this name; there are {present}. Nodes cannot meet."
+        yield settings.finding("problem", name, text, settings.remove(name))
+    elif num_nodes > 1 and all(interface.kind == "loopback" for interface in selected):
+        text = "it leaves only the loopback interface, by which no other node is reached."
+        yield settings.finding("problem", name, text, settings.remove(name))
+
+
+def _missing_files(settings: _Configured) -> Iterator[Finding]:
+    path = settings.value("NCCL_TOPO_FILE")
+    if path and not os.path.isfile(path):
+        yield settings.finding(
+            "warning",
+            "NCCL_TOPO_FILE",
+            "there is no such file here (on Azure's images it is on the host, not in the container), so GPUs and "
+            "adapters are paired blindly.",
+            "Mount /opt/microsoft into the container, or copy the file into the image.",
+        )
+    if settings.value("NCCL_GRAPH_FILE"):
+        yield settings.finding(
+            "warning",
+            "NCCL_GRAPH_FILE",
+            "it fixes NCCL's search for one machine; with fewer GPUs or adapters NCCL fails to start.",
+            settings.remove("NCCL_GRAPH_FILE"),
+        )
+
+
+def _inside_node(node: Node, settings: _Configured) -> Iterator[Finding]:
+    size = node.vm_size
+    if len(node.gpus.models) < 2 or not settings.is_on("NCCL_P2P_DISABLE"):
+        return
+    expected = f" instead of {size.bus_bandwidth:g} GB/s" if size and size.bus_bandwidth else ""
+    yield settings.finding(
+        "warning",
+        "NCCL_P2P_DISABLE",
+        f"GPUs of one node talk through the host's memory{expected}.",
+        settings.remove("NCCL_P2P_DISABLE"),
+    )
+
+
+def _traps(settings: _Configured) -> Iterator[Finding]:
+    if settings.is_on("CUDA_LAUNCH_BLOCKING"):
+        yield settings.finding(
+            "warning",
+            "CUDA_LAUNCH_BLOCKING",
+            "each kernel waits for the one before: a tool for debugging only.",
+            settings.remove("CUDA_LAUNCH_BLOCKING"),
+        )
+    if settings.value("NCCL_MIN_CHANNELS"):
+        yield settings.finding(
+            "warning", "NCCL_MIN_CHANNELS", "NCCL knows no such variable.", "It is NCCL_MIN_CTAS since 2.17."
+        )
+    if "WARN" in (settings.value("NCCL_DEBUG_SUBSYS") or "").upper().split(","):
+        yield settings.finding(
+            "warning",
+            "NCCL_DEBUG_SUBSYS",
+            "WARN is a level (NCCL_DEBUG), no subsystem: the log stays empty.",
+            settings.remove("NCCL_DEBUG_SUBSYS"),
+        )

@@ -1,0 +1,10 @@
+"""Everything this package knows of a machine, a job or an NCCL log, as one report with verdicts."""
+
+from __future__ import annotations
+
+from azureml_strategy.network.doctor.examination import examine
+from azureml_strategy.network.doctor.log import UnreadableLog, explain_log
+from azureml_strategy.network.doctor.report import Report, Section
+from azureml_strategy.network.doctor.text import render
+
+__all__ = ["Report", "Section", "UnreadableLog", "examine", "explain_log", "render"]

@@ -1,0 +1,52 @@
+"""All checks of a machine and its job, in the order of the report."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from azureml_strategy.network.doctor.adapters import check_adapters
+from azureml_strategy.network.doctor.facts import Facts, read_facts
+from azureml_strategy.network.doctor.gpus import check_gpus
+from azureml_strategy.network.doctor.installed import installed_versions
+from azureml_strategy.network.doctor.launch import check_launch
+from azureml_strategy.network.doctor.limits import check_limits
+from azureml_strategy.network.doctor.report import Report, Section
+from azureml_strategy.network.doctor.secrets import Secrets
+from azureml_strategy.network.doctor.settings import check_settings
+from azureml_strategy.network.doctor.size import check_size
+from azureml_strategy.network.doctor.storage import check_storage
+from azureml_strategy.network.doctor.tracking import check_tracking
+from azureml_strategy.network.doctor.versions import check_versions
+from azureml_strategy.network.findings import Finding
+
+_SECTIONS: tuple[tuple[str, tuple[Callable[[Facts], Iterable[Finding]], ...]], ...] = (
+    ("Job", (check_launch, check_tracking)),
+    ("Machine", (check_size, check_gpus, check_limits)),
+    ("Network", (check_adapters,)),
+    ("Settings", (check_settings,)),
+    ("Software", (check_versions,)),
+    ("Storage", (check_storage,)),
+)
+
+
+def examine(
+    root: str | Path = "/",
+    environ: Mapping[str, str] | None = None,
+    versions: Mapping[str, str | None] | None = None,
+) -> Report:
+    """Examine this machine, and the job if this process belongs to one. Nothing is changed.
+
+    Args:
+        root: the folder that holds `sys`, `proc`, `dev`, `etc` and the rest.
+        environ: the environment; that of this process by default.
+        versions: of the packages; those installed here by default.
+    """
+    environ = os.environ if environ is None else environ
+    facts = read_facts(Path(root), environ, installed_versions() if versions is None else versions)
+    sections = (
+        Section(title, tuple(finding for check in checks for finding in check(facts))) for title, checks in _SECTIONS
+    )
+    report = Report(tuple(section for section in sections if section.findings), facts.to_json())
+    return Secrets(environ).hide_in(report)

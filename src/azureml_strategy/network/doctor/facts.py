@@ -1,0 +1,95 @@
+"""What is read before anything is judged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from azureml_strategy.cluster.errors import LaunchError
+from azureml_strategy.cluster.job import Job, read_job
+from azureml_strategy.cluster.launch import Launch, detect_launch
+from azureml_strategy.network.nccl import NetworkPlan, plan_nccl
+from azureml_strategy.network.node import Node, read_node
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The machine, the job and the software.
+
+    Attributes:
+        root: the folder that holds `sys`, `proc`, `dev` and the rest.
+        environ: the environment.
+        launch: this process's place in the job; None where there is nothing to follow, or it cannot be trusted.
+        launch_error: why it cannot be trusted.
+        job: the Azure ML job, None outside one.
+        node: the machine.
+        plan: the settings that our strategies would make.
+        versions: version of each package, None where it is not installed.
+    """
+
+    root: Path
+    environ: Mapping[str, str]
+    launch: Launch | None
+    launch_error: str | None
+    job: Job | None
+    node: Node
+    plan: NetworkPlan
+    versions: Mapping[str, str | None]
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of the job that a network joins."""
+        return self.launch.separate_machines if self.launch else 1
+
+    @property
+    def has_accelerators(self) -> bool:
+        """Whether NCCL matters here."""
+        return has_accelerators(self.node)
+
+    def to_json(self) -> dict[str, Any]:
+        """The facts, fit for JSON, without the environment and the subscription."""
+        job = asdict(self.job) if self.job else None
+        if job:
+            del job["subscription"]
+        node = asdict(self.node)
+        node["topology_file"] = str(self.node.topology_file) if self.node.topology_file else None
+        launch = asdict(self.launch) if self.launch else None
+        return {"launch": launch, "job": job, "node": node, "plan": asdict(self.plan), "versions": dict(self.versions)}
+
+
+def read_facts(root: Path, environ: Mapping[str, str], versions: Mapping[str, str | None]) -> Facts:
+    """Read everything; whatever cannot be read counts as absent.
+
+    Args:
+        root: the folder that holds `sys`, `proc`, `dev` and `etc`.
+        environ: the environment of a process of the job.
+        versions: of the packages, from `installed_versions`.
+    """
+    launch, launch_error = _read_launch(environ)
+    node = read_node(root, environ)
+    plan = plan_nccl(node, num_nodes=launch.separate_machines if launch else 1, environ=environ, root=root)
+    return Facts(
+        root=root,
+        environ=environ,
+        launch=launch,
+        launch_error=launch_error,
+        job=read_job(environ),
+        node=node,
+        plan=plan if has_accelerators(node) else plan.for_gloo(),
+        versions=versions,
+    )
+
+
+def has_accelerators(node: Node) -> bool:
+    """Whether the machine has GPUs or RDMA adapters, or should have GPUs by its size."""
+    promised = node.vm_size.gpus != 0 if node.vm_size else False
+    return bool(node.gpus.models or node.hcas or promised)
+
+
+def _read_launch(environ: Mapping[str, str]) -> tuple[Launch | None, str | None]:
+    try:
+        return detect_launch(environ), None
+    except LaunchError as error:
+        return None, str(error)

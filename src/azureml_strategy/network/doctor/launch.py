@@ -1,0 +1,45 @@
+"""The process's place in a job, and the job itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from azureml_strategy.cluster.job import Job
+from azureml_strategy.cluster.launch import Launch
+from azureml_strategy.cluster.nodes import in_azure_ml
+from azureml_strategy.network.doctor.facts import Facts
+from azureml_strategy.network.findings import Finding
+
+
+def check_launch(facts: Facts) -> Iterator[Finding]:
+    """How the process was launched, and in which job."""
+    if facts.launch_error:
+        yield Finding("problem", "launch", facts.launch_error)
+    elif facts.launch:
+        yield Finding("ok", "launch", _place(facts.launch))
+    elif in_azure_ml(facts.environ):
+        yield Finding("ok", "launch", "one process, without a launcher: Lightning's own defaults hold.")
+    else:
+        yield Finding("ok", "launch", "not in an Azure ML job: Lightning's own defaults hold.")
+    if facts.job:
+        yield Finding("ok", "job", _describe(facts.job))
+
+
+def _place(launch: Launch) -> str:
+    return (
+        f"{launch.launcher}: global rank {launch.rank} of {launch.world_size}, local rank {launch.local_rank} of "
+        f"{launch.local_world_size}, node {launch.node_rank} of {launch.num_nodes}; rank 0 at "
+        f"{launch.main_address}:{launch.main_port}"
+    )
+
+
+def _describe(job: Job) -> str:
+    """The job without its subscription."""
+    parts = {
+        "experiment": job.experiment,
+        "workspace": job.workspace,
+        "compute": job.compute,
+        "priority": job.priority,
+        "attempt": str(job.attempt + 1),
+    }
+    return ", ".join([job.run_id, *(f"{name} {value}" for name, value in parts.items() if value)])

@@ -1,0 +1,134 @@
+"""An NCCL log, explained."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from azureml_strategy.network.doctor.report import Report, Section
+from azureml_strategy.network.doctor.secrets import Secrets
+from azureml_strategy.network.findings import Finding, Verdict
+from azureml_strategy.network.infiniband import read_hcas
+from azureml_strategy.network.transport import LogError, Transport, describe, read_transport
+
+_VERDICTS: Mapping[str, Verdict] = {"problem": "problem", "warning": "warning", "info": "ok"}
+_EVIDENCE = {
+    "channels": "channel lines, which show the traffic itself",
+    "collnet": "channel lines of SHARP",
+    "init": "what NCCL selected at its start; no channel line shows traffic",
+    "error": "an error only",
+    "none": "nothing: no line shows a network",
+}
+_SHARP = {
+    "used": "used: the switches reduce",
+    "failed": "tried, and not available",
+    "available": "offered by the adapters, not used",
+}
+_MOST_NAMES = 8  # of hosts or adapters written out
+_SET_DEBUG = "Run again with NCCL_DEBUG=INFO set on every rank, and give the log of that run."
+
+
+class UnreadableLog(ValueError):  # noqa: N818 - reads as what happened
+    """The file cannot be opened or read; the message says why."""
+
+
+def explain_log(name: str, root: str | Path = "/", environ: Mapping[str, str] | None = None) -> Report:
+    """Explain what NCCL's log shows: the transport, what that rests on, and each error with what to do.
+
+    Args:
+        name: path of the log; `-` reads standard input.
+        root: the folder that holds `sys` and `dev`; the log is compared with the machine's adapters.
+        environ: the environment, whose secrets are kept out of the report.
+
+    Raises:
+        UnreadableLog: the file cannot be read.
+    """
+    try:
+        transport = read_transport(sys.stdin.buffer if name == "-" else Path(name))
+    except OSError as error:
+        raise UnreadableLog(
+            f"The log {name} cannot be read: {error.strerror}. Give the path of a file, or - for standard input."
+        ) from error
+    messages = (_message(error) for error in (*transport.errors, *transport.findings))
+    sections = (
+        Section("Transport", (*_transport(transport), *_machine(transport, Path(root)))),
+        Section("Messages", tuple(messages)),
+    )
+    report = Report(tuple(section for section in sections if section.findings), {"transport": asdict(transport)})
+    return Secrets(os.environ if environ is None else environ).hide_in(report)
+
+
+def _transport(transport: Transport) -> Iterator[Finding]:
+    seen = transport.hosts or transport.nccl_version or transport.errors
+    if transport.evidence == "none" and not seen:
+        yield Finding("problem", "transport", "this is no log of NCCL: not one of its lines is in it.", _SET_DEBUG)
+        return
+    if transport.kind == "unknown":
+        yield Finding("warning", "transport", "the log has lines of NCCL, but none that shows it.", _SET_DEBUG)
+    else:
+        verdict: Verdict = "problem" if transport.evidence == "error" else "ok"
+        yield Finding(verdict, "transport", describe(transport))
+    for subject, text in _details(transport):
+        yield Finding("ok", subject, text)
+
+
+def _details(transport: Transport) -> Iterator[tuple[str, str]]:
+    yield "evidence", _EVIDENCE[transport.evidence] + _channels(transport)
+    if transport.nccl_version or transport.plugin:
+        plugin = f", plugin {transport.plugin}" if transport.plugin else ""
+        yield "library", f"{transport.library.upper()} {transport.nccl_version or 'of unknown version'}{plugin}"
+    if transport.hosts:
+        ranks = f", {transport.ranks} ranks" if transport.ranks else ""
+        yield "hosts", f"{len(transport.hosts)}: {_names(transport.hosts)}{ranks}"
+    if transport.hcas:
+        yield "adapters", _names(transport.hcas)
+    if transport.other_devices:
+        yield "other adapters", _names(transport.other_devices)
+    yield from _paths(transport)
+
+
+def _paths(transport: Transport) -> Iterator[tuple[str, str]]:
+    if transport.kind in ("ib", "roce", "ofi"):
+        yield "GPUDirect RDMA", {True: "used", False: "not used", None: "the log does not show it"}[transport.gpudirect]
+    if transport.relaxed_ordering is not None:
+        yield "relaxed ordering", "on" if transport.relaxed_ordering else "off, which slows GPUDirect RDMA in a VM"
+    if transport.interfaces:
+        yield "interface", _names(transport.interfaces)
+    if transport.intra_node:
+        yield "inside nodes", transport.intra_node
+    if transport.sharp:
+        yield "SHARP", _SHARP[transport.sharp]
+    if transport.pxn:
+        yield "PXN", "used: a GPU passes data on to the adapter of another"
+
+
+def _channels(transport: Transport) -> str:
+    if not (transport.network_channels or transport.local_channels):
+        return ""
+    return f": {transport.network_channels:,} over a network, {transport.local_channels:,} inside nodes"
+
+
+def _names(names: Sequence[str]) -> str:
+    rest = len(names) - _MOST_NAMES
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _message(error: LogError) -> Finding:
+    times = f" ({error.count} times)" if error.count > 1 else ""
+    return Finding(_VERDICTS[error.severity], error.name, f'"{error.text}"{times} {error.explanation}', error.fix)
+
+
+def _machine(transport: Transport, root: Path) -> Iterator[Finding]:
+    """Whether this machine has what the log does without."""
+    usable = [hca.name for hca in read_hcas(root / "sys", root / "dev") if hca.usable]
+    if usable and transport.kind in ("socket", "roce"):
+        yield Finding(
+            "warning",
+            "this machine",
+            f"it has {len(usable)} usable InfiniBand port(s) ({_names(usable)}), which the log does without. If the "
+            "log is of this job, InfiniBand was there and not used.",
+            "Run `azureml-strategy doctor` here: it names the settings that keep NCCL from it.",
+        )

@@ -1,0 +1,141 @@
+"""InfiniBand adapters, as the kernel describes them in sysfs.
+
+Tools such as ibv_devinfo are absent from many Azure ML images; sysfs is always there. Names decide nothing: the
+accelerated-networking card is an `mlx5` device too, and NCCL calls it "IB".
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from azureml_strategy.network.files import entries, read_number, read_text
+
+# The top bit of a partition key says full membership (InfiniBand Architecture Specification, 10.9.3).
+_FULL_MEMBERSHIP = 0x8000
+_RATE = re.compile(r"([0-9.]+)\s*Gb/sec", re.I)
+_STATE = re.compile(r"[0-9]+:\s*(\w+)")  # "4: ACTIVE"
+
+
+@dataclass(frozen=True)
+class HCA:
+    """One port of one adapter; None where sysfs does not say it.
+
+    Attributes:
+        name: device name, such as `mlx5_ib0`.
+        port: port number, from 1.
+        link_layer: `InfiniBand`, or `Ethernet` for accelerated networking and RoCE.
+        state: logical state: `ACTIVE`, `INIT`, `DOWN`.
+        physical_state: `LinkUp`, `Polling` (no cable or no switch), ...
+        rate_gbps: signalling rate of the link in Gb/s.
+        full_pkey: index of the first partition key with full membership; None where the port has joined no partition.
+        numa_node: of the PCI device; None where the VM hides it.
+        verbs_device: such as `uverbs0`, if its file is in /dev/infiniband; None where a container lacks it.
+    """
+
+    name: str
+    port: int
+    link_layer: str | None
+    state: str | None
+    physical_state: str | None
+    rate_gbps: float | None
+    full_pkey: int | None
+    numa_node: int | None
+    verbs_device: str | None
+
+    @property
+    def is_infiniband(self) -> bool:
+        """Whether the port speaks InfiniBand, working or not."""
+        return self.link_layer == "InfiniBand"
+
+    @property
+    def is_ethernet(self) -> bool:
+        """Whether the port speaks Ethernet, over which NCCL would run RoCE."""
+        return self.link_layer == "Ethernet"
+
+    @property
+    def fault(self) -> str | None:
+        """Why NCCL cannot use the port for InfiniBand; None where it can."""
+        if not self.is_infiniband:
+            return f"its link layer is {self.link_layer or 'unknown'}, not InfiniBand"
+        if self.state != "ACTIVE":
+            return f"its port is {self.state or 'in an unknown state'} ({self.physical_state or 'link unknown'})"
+        if self.full_pkey is None:
+            return "it is full member of no partition (pkey)"
+        if self.verbs_device is None:
+            return "its device file is not in /dev/infiniband"
+        return None
+
+    @property
+    def usable(self) -> bool:
+        """Whether NCCL can use the port for InfiniBand."""
+        return self.fault is None
+
+
+def read_hcas(sysfs: str | Path = "/sys", devices: str | Path = "/dev") -> tuple[HCA, ...]:
+    """Every port of every RDMA adapter, usable or not, in the order of their numbers.
+
+    Args:
+        sysfs: where sysfs is mounted.
+        devices: where device files are.
+    """
+    verbs = _verbs_devices(Path(sysfs), Path(devices))
+    folders = sorted(entries(Path(sysfs) / "class/infiniband"), key=lambda folder: natural_order(folder.name))
+    return tuple(
+        _read_port(folder, port, verbs.get(folder.name)) for folder in folders for port in _numbered(folder / "ports")
+    )
+
+
+def natural_order(name: str) -> tuple[tuple[str, int], ...]:
+    """A sorting key by which `mlx5_10` comes after `mlx5_9`."""
+    return tuple((text, int(number or -1)) for text, number in re.findall(r"(\D*)(\d*)", name))
+
+
+def _verbs_devices(sysfs: Path, devices: Path) -> dict[str, str]:
+    """The verbs device of each adapter, of those whose file exists."""
+    names = {read_text(folder / "ibdev"): folder.name for folder in entries(sysfs / "class/infiniband_verbs")}
+    present = {entry.name for entry in entries(devices / "infiniband")}
+    return {adapter: name for adapter, name in names.items() if adapter and name in present}
+
+
+def _read_port(adapter: Path, port: int, verbs_device: str | None) -> HCA:
+    folder = adapter / "ports" / str(port)
+    rate = _RATE.match(read_text(folder / "rate") or "")
+    numa_node = read_number(adapter / "device/numa_node")
+    return HCA(
+        name=adapter.name,
+        port=port,
+        link_layer=read_text(folder / "link_layer"),
+        state=_state(folder / "state"),
+        physical_state=_state(folder / "phys_state"),
+        rate_gbps=_gbps(rate[1]) if rate else None,
+        full_pkey=_full_pkey(folder / "pkeys"),
+        numa_node=numa_node if numa_node is not None and numa_node >= 0 else None,
+        verbs_device=verbs_device,
+    )
+
+
+def _state(path: Path) -> str | None:
+    state = _STATE.match(read_text(path) or "")
+    return state[1] if state else None
+
+
+def _gbps(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _numbered(folder: Path) -> list[int]:
+    return sorted(int(entry.name) for entry in entries(folder) if entry.name.isdecimal())
+
+
+def _full_pkey(folder: Path) -> int | None:
+    """The lowest index of a key with full membership; 0x8000 alone names no partition."""
+    for index in _numbered(folder):
+        key = read_number(folder / str(index), base=16)
+        if key is not None and key > _FULL_MEMBERSHIP:
+            return index
+    return None

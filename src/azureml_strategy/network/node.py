@@ -1,0 +1,164 @@
+"""What this node is and has: its VM size, GPUs, adapters, interfaces and limits."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from azureml_strategy.cluster.job import read_job
+from azureml_strategy.network.files import read_text
+from azureml_strategy.network.gpus import GPUs, gpudirect_support, read_gpus
+from azureml_strategy.network.infiniband import HCA, read_hcas
+from azureml_strategy.network.interfaces import Interface, bootstrap_interface, read_interfaces
+from azureml_strategy.network.metadata import VM_SIZE_URL, instance_vm_size, is_azure_vm
+from azureml_strategy.network.topology import has_default_topology, topology_file
+from azureml_strategy.network.vm_sizes import UnknownVMSize, VMSize, known_vm_sizes, lookup_vm_size
+
+_MEMLOCK = re.compile(r"^Max locked memory\s+(\S+)", re.M)
+_MEMORY_IN_MODEL = re.compile(r"(\d+)\s*GB")
+
+
+@dataclass(frozen=True)
+class Node:
+    """Facts about one node.
+
+    Attributes:
+        vm_size_name: as the job or the machine names it, in the table or not; None where nothing says it.
+        vm_size_source: where the name is from: `compute context`, `instance metadata` or `GPUs and HCAs`.
+        vm_size: what is known of the size; None where the name says nothing.
+        azure: whether the machine is an Azure VM.
+        gpus: its GPUs.
+        hcas: every port of every RDMA adapter, usable or not.
+        interfaces: its network interfaces.
+        topology_file: Azure's NCCL topology file for the size, if it is on this node.
+        default_topology: whether NCCL finds a topology file without being told.
+        gpudirect: what GPUDirect RDMA works by; None where nothing was found.
+        memlock: how much memory this process may lock, in bytes; None where it is unlimited or not known.
+        shared_memory: size of /dev/shm in bytes; None where there is none.
+    """
+
+    vm_size_name: str | None
+    vm_size_source: str | None
+    vm_size: VMSize | None
+    azure: bool
+    gpus: GPUs
+    hcas: tuple[HCA, ...]
+    interfaces: tuple[Interface, ...]
+    topology_file: Path | None
+    default_topology: bool
+    gpudirect: str | None
+    memlock: int | None
+    shared_memory: int | None
+
+    @property
+    def usable_hcas(self) -> tuple[HCA, ...]:
+        """The ports that NCCL can use for InfiniBand."""
+        return tuple(hca for hca in self.hcas if hca.usable)
+
+    @property
+    def virtual(self) -> bool:
+        """Whether it is a VM of Azure's, by its chassis or by the size that the job names."""
+        return self.azure or self.vm_size is not None
+
+    @property
+    def bootstrap(self) -> Interface | None:
+        """The interface by which nodes meet."""
+        return bootstrap_interface(self.interfaces)
+
+
+def read_node(
+    root: str | Path = "/", environ: Mapping[str, str] | None = None, *, metadata_url: str = VM_SIZE_URL
+) -> Node:
+    """This node's facts. Whatever cannot be read counts as absent.
+
+    Args:
+        root: the folder that holds `sys`, `proc`, `dev` and `opt`.
+        environ: the environment of a process of the job; that of this process by default.
+        metadata_url: where an Azure VM asks for its size.
+    """
+    root = Path(root)
+    sysfs, proc, devices = root / "sys", root / "proc", root / "dev"
+    azure = is_azure_vm(sysfs)
+    gpus, hcas = read_gpus(sysfs, proc, devices), read_hcas(sysfs, devices)
+    name, source = _job_vm_size(environ)
+    if name is None and azure:
+        name, source = _machine_vm_size(metadata_url, gpus, hcas)
+    size = _known_or_judged(name)
+    return Node(
+        vm_size_name=name,
+        vm_size_source=source,
+        vm_size=size,
+        azure=azure,
+        gpus=gpus,
+        hcas=hcas,
+        interfaces=read_interfaces(sysfs, proc),
+        topology_file=topology_file(size, root),
+        default_topology=has_default_topology(root),
+        gpudirect=gpudirect_support(sysfs, proc),
+        memlock=_memlock(proc),
+        shared_memory=_capacity(devices / "shm"),
+    )
+
+
+def _job_vm_size(environ: Mapping[str, str] | None) -> tuple[str | None, str | None]:
+    """What Azure ML says of the job's nodes: the name of their size, and where it is from."""
+    job = read_job(environ)
+    return (job.vm_size, "compute context") if job and job.vm_size else (None, None)
+
+
+def _machine_vm_size(metadata_url: str, gpus: GPUs, hcas: tuple[HCA, ...]) -> tuple[str | None, str | None]:
+    """What an Azure VM says of itself: the name of its size, and where it is from."""
+    name = instance_vm_size(metadata_url)
+    if name:
+        return name, "instance metadata"
+    name = guess_vm_size(gpus, sum(hca.is_infiniband for hca in hcas))
+    return (name, "GPUs and HCAs") if name else (None, None)
+
+
+def guess_vm_size(gpus: GPUs, hcas: int) -> str | None:
+    """The Azure size with these GPUs and so many InfiniBand adapters.
+
+    Returns:
+        None if there is none, or several that differ in more; of twins such as `isr` and `isrf` the first.
+    """
+    candidates = [
+        size
+        for size in known_vm_sizes()
+        if (size.gpus, size.accelerator, size.hcas if size.infiniband else 0) == (len(gpus.models), gpus.vendor, hcas)
+        and all(_is_model(model, size) for model in gpus.models)
+    ]
+    kinds = {(size.vcpus, size.topology, size.hca_gbps) for size in candidates}
+    return candidates[0].name if len(kinds) == 1 else None
+
+
+def _is_model(model: str, size: VMSize) -> bool:
+    """Whether a driver's name, such as `NVIDIA A100-SXM4-80GB`, is the size's GPU; one that is hidden may be."""
+    if not model:
+        return True
+    memory = _MEMORY_IN_MODEL.search(model)
+    if memory and size.gpu_memory_gb and float(memory[1]) != size.gpu_memory_gb:
+        return False
+    return size.gpu_model is not None and size.gpu_model.lower() in re.split(r"[^a-z0-9]+", model.lower())
+
+
+def _known_or_judged(name: str | None) -> VMSize | None:
+    try:
+        return lookup_vm_size(name) if name else None
+    except UnknownVMSize:
+        return None
+
+
+def _memlock(proc: Path) -> int | None:
+    limit = _MEMLOCK.search(read_text(proc / "self/limits") or "")
+    return int(limit[1]) if limit and limit[1].isdecimal() else None
+
+
+def _capacity(folder: Path) -> int | None:
+    try:
+        status = os.statvfs(folder)
+    except OSError:
+        return None
+    return status.f_frsize * status.f_blocks

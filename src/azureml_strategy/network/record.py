@@ -1,0 +1,176 @@
+"""What a run recorded of its network: settings with their reasons, and the transport that came of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from azureml_strategy.cluster.launch import Launch
+from azureml_strategy.network.findings import Finding
+from azureml_strategy.network.infiniband import natural_order
+from azureml_strategy.network.nccl import NetworkPlan
+from azureml_strategy.network.node import Node
+from azureml_strategy.network.transport import Transport, describe
+
+# From the transport that slows a job most to the one that does so least; a job is as fast as its slowest node.
+_SLOWEST_FIRST = ("unknown", "socket", "ofi", "roce", "ib", "p2p-only")
+
+
+@dataclass(frozen=True)
+class NodeRecord:
+    """One node's part, as it travels to rank 0.
+
+    Attributes:
+        node_rank: its index.
+        host: its name.
+        vm_size: as the job or the machine names it.
+        usable_hcas: InfiniBand ports that NCCL can use, by sysfs.
+        settings: variable, value, reason and source of each setting made.
+        kept: the same of each setting that was there.
+        findings: verdict, subject, text and advice of each.
+        kind: the transport's kind; `unknown` where no log tells it, as with gloo.
+        gpudirect: whether GPUDirect RDMA is used; None where the log cannot show it.
+        hcas: adapters in use by NCCL's log.
+        summary: the transport in words.
+        errors: what is wrong or doubtful by NCCL's log, each with explanation and fix.
+    """
+
+    node_rank: int
+    host: str
+    vm_size: str | None
+    usable_hcas: list[str]
+    settings: list[dict[str, Any]]
+    kept: list[dict[str, Any]]
+    findings: list[dict[str, Any]]
+    kind: str
+    gpudirect: bool | None
+    hcas: list[str]
+    summary: str
+    errors: list[dict[str, Any]]
+
+    def to_json(self) -> str:
+        """The record as text."""
+        return json.dumps(asdict(self))
+
+    def complaints(self) -> Iterator[str]:
+        """What is wrong on this node, or slow."""
+        for finding in self.findings:
+            if finding["verdict"] != "ok":
+                yield str(Finding(**finding))
+        if self.usable_hcas and self.kind in ("socket", "roce"):
+            yield f"{len(self.usable_hcas)} InfiniBand adapters are usable, but NCCL uses {self.summary}."
+        for error in self.errors:
+            if error["severity"] != "info":
+                yield f"{error['text']} {error['explanation']} {error['fix']}"
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> NodeRecord:
+        """The record from its text."""
+        return cls(**json.loads(text))
+
+
+def record_node(launch: Launch, host: str, node: Node, plan: NetworkPlan, transport: Transport | str) -> NodeRecord:
+    """Put together what one node knows.
+
+    Args:
+        launch: the place of one of its processes.
+        host: its name.
+        node: its facts.
+        plan: the plan that was applied.
+        transport: as NCCL's log shows it; or, where there is none to read, in words.
+    """
+    return NodeRecord(
+        node_rank=launch.node_rank,
+        host=host,
+        vm_size=node.vm_size_name,
+        usable_hcas=[hca.name for hca in node.usable_hcas],
+        settings=[asdict(setting) for setting in plan.settings],
+        kept=[asdict(setting) for setting in plan.kept],
+        findings=[asdict(finding) for finding in plan.findings],
+        **_observed(transport, launch.num_nodes),
+    )
+
+
+def _observed(transport: Transport | str, num_nodes: int) -> dict[str, Any]:
+    """The part that NCCL's log tells."""
+    if isinstance(transport, str):
+        return {"kind": "unknown", "gpudirect": None, "hcas": [], "summary": transport, "errors": []}
+    seen = {
+        "kind": transport.kind,
+        "gpudirect": transport.gpudirect,
+        "hcas": sorted(transport.hcas, key=natural_order),
+        "summary": describe(transport),
+        "errors": [asdict(error) for error in (*transport.errors, *transport.findings)],
+    }
+    if num_nodes > 1:
+        return seen
+    # Nothing leaves the node, whatever NCCL says it would use to do so.
+    errors = [asdict(error) for error in transport.errors]
+    summary = f"{transport.intra_node or 'one device'}, inside one node"
+    return seen | {"kind": "p2p-only", "gpudirect": None, "summary": summary, "errors": errors}
+
+
+@dataclass(frozen=True)
+class RunNetwork:
+    """The network of a whole run, on rank 0.
+
+    Attributes:
+        backend: of the process group: `nccl` or `gloo`.
+        nodes: one record for each node.
+    """
+
+    backend: str
+    nodes: Sequence[NodeRecord]
+
+    @property
+    def slowest(self) -> NodeRecord:
+        """The node whose transport limits the job."""
+        return min(self.nodes, key=lambda node: _SLOWEST_FIRST.index(node.kind))
+
+    @property
+    def kind(self) -> str:
+        """The transport that limits the job: a kind of `read_transport`, or `gloo`."""
+        return "gloo" if self.backend == "gloo" else self.slowest.kind
+
+    @property
+    def summary(self) -> str:
+        """What carries the traffic, in words."""
+        slowest = self.slowest
+        others = [node for node in self.nodes if node.kind != slowest.kind]
+        text = f"{self.backend} over {slowest.summary}"
+        return f"{text} (on {slowest.host}; {len(others)} other node(s): {others[0].summary})" if others else text
+
+    @property
+    def line(self) -> str:
+        """The same as a line for a console."""
+        return f"Network: {self.summary}"
+
+    @property
+    def warnings(self) -> list[str]:
+        """What is wrong or slow, each with the nodes it concerns."""
+        hosts: dict[str, list[str]] = {}
+        for node in self.nodes:
+            for text in node.complaints():
+                hosts.setdefault(text, []).append(node.host)
+        return [f"{', '.join(found)}: {text}" for text, found in hosts.items()]
+
+    @property
+    def tags(self) -> dict[str, str]:
+        """Tags for a tracked run."""
+        slowest = self.slowest
+        tags = {
+            "network.backend": self.backend,
+            "network.transport": self.kind,
+            "network.vm_size": slowest.vm_size or "",
+        }
+        if self.backend == "nccl":
+            tags["network.hcas"] = ",".join(slowest.hcas)
+            tags["network.gpudirect"] = {True: "yes", False: "no", None: "unknown"}[slowest.gpudirect]
+        return {name: value for name, value in tags.items() if value}
+
+    def to_json(self) -> str:
+        """Everything, for an artifact."""
+        nodes = [asdict(node) for node in self.nodes]
+        return json.dumps({"backend": self.backend, "transport": self.kind, "nodes": nodes}, indent=2)

@@ -1,0 +1,76 @@
+"""The store by which the processes of a job meet, opened before torch does."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import socket
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from azureml_strategy.cluster.errors import LaunchError
+from azureml_strategy.cluster.launch import Launch
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.005, 0.5  # between two attempts
+_CONNECT_SECONDS = 5.0  # then the name is looked up again
+# A process may start several groups one after the other; the store may outlive each.
+_rounds = itertools.count()
+
+
+def open_store(launch: Launch, timeout: timedelta, purpose: str | None = None) -> Store:
+    """The rendezvous store of the job: rank 0 serves it, and torch, which opens it again, shares the server.
+
+    Args:
+        launch: this process's place.
+        timeout: how long to wait for rank 0.
+        purpose: a name for what is kept in it, which nobody else uses; None where each process of a group opens it
+            once.
+
+    Raises:
+        LaunchError: rank 0 cannot open it, or did not in time.
+    """
+    from torch.distributed import DistNetworkError, PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+    # Below torchrun its agent serves the store.
+    serves = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if not serves:
+        _await_server(launch, timeout)
+    try:
+        store = TCPStore(
+            launch.main_address,
+            launch.main_port,
+            is_master=serves,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except DistNetworkError as error:
+        raise LaunchError(
+            f"Rank {launch.rank} cannot open the rendezvous at {launch.main_address}:{launch.main_port}: "
+            f"{str(error).splitlines()[0]} If another process of node 0 has the port, set MASTER_PORT to a free one "
+            "on all nodes."
+        ) from error
+    return PrefixStore(f"azureml_strategy/{next(_rounds) if purpose is None else purpose}", store)
+
+
+def _await_server(launch: Launch, timeout: timedelta) -> None:
+    """Wait until the address answers: torch would fill the log with a stack trace of each attempt."""
+    deadline, pause = time.monotonic() + timeout.total_seconds(), _FIRST_PAUSE_SECONDS
+    while (left := deadline - time.monotonic()) > 0:
+        with contextlib.suppress(OSError):
+            address = launch.main_address, launch.main_port
+            socket.create_connection(address, timeout=min(left, _CONNECT_SECONDS)).close()
+            return
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+    raise LaunchError(
+        f"Rank {launch.rank} on {socket.gethostname()} found no rendezvous at {launch.main_address}:"
+        f"{launch.main_port} within {timeout}: rank 0 (node 0) has not started, has failed, or cannot be reached. "
+        "Look at rank 0's log (user_logs/std_log_process_0.txt), and see that MASTER_ADDR is an address of node 0 "
+        "that the other nodes reach."
+    )

@@ -1,0 +1,154 @@
+"""The network of one start: planned before the process group, read back after its first collective."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from azureml_strategy.cluster.errors import LaunchError
+from azureml_strategy.cluster.launch import Launch
+from azureml_strategy.network.gpus import cuda_started
+from azureml_strategy.network.log_file import log_folder, own_log
+from azureml_strategy.network.nccl import NetworkPlan, plan_nccl
+from azureml_strategy.network.node import Node, read_node
+from azureml_strategy.network.record import NodeRecord, RunNetwork, record_node
+from azureml_strategy.network.rendezvous import open_store
+from azureml_strategy.network.roll_call import call_roll
+from azureml_strategy.network.transport import Transport, read_transport
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+# For all nodes to read a log of some megabytes each.
+_RECORD_TIMEOUT = timedelta(seconds=30)
+
+
+@dataclass(frozen=True)
+class NetworkSession:
+    """One process's part in setting up and proving the network: made by `prepare_network`.
+
+    Attributes:
+        launch: this process's place in the job.
+        backend: of the process group.
+        node: this node's facts.
+        plan: the settings, which are applied.
+        store: the rendezvous store.
+        require_infiniband: whether a fall-back stops the run.
+    """
+
+    launch: Launch
+    backend: str
+    node: Node
+    plan: NetworkPlan
+    store: Store
+    require_infiniband: bool
+
+    def observe(self) -> RunNetwork | None:
+        """Read back what the first collective was carried by. Every process must call it, once that is done.
+
+        Returns:
+            The network of the run on rank 0, None elsewhere.
+
+        Raises:
+            LaunchError: InfiniBand is required and a node does without it. The same on every process.
+        """
+        if self.launch.local_rank == 0:
+            record = record_node(self.launch, socket.gethostname(), self.node, self.plan, self._transport())
+            self.store.set(f"node/{self.launch.node_rank}", record.to_json())
+        network = RunNetwork(self.backend, self._collect()) if self.launch.rank == 0 else None
+        if self.require_infiniband:
+            self._insist(network)
+        return network
+
+    def _transport(self) -> Transport | str:
+        """What carries the traffic; in words where no log tells it: a diagnostic must not stop training."""
+        if self.backend != "nccl":
+            interface = self.plan.effective.get("GLOO_SOCKET_IFNAME")
+            return f"sockets on {interface}" if interface else "sockets"
+        try:
+            return read_transport(own_log(self.plan.effective))
+        except (LookupError, OSError) as error:
+            return str(error)
+
+    def _collect(self) -> list[NodeRecord]:
+        from torch.distributed import DistError
+
+        keys = [f"node/{node_rank}" for node_rank in range(self.launch.num_nodes)]
+        try:
+            self.store.wait(keys, _RECORD_TIMEOUT)
+        except DistError:
+            keys = [key for key in keys if self.store.check([key])]
+        return [NodeRecord.from_json(self.store.get(key)) for key in keys]
+
+    def _insist(self, network: RunNetwork | None) -> None:
+        if network is not None:
+            self.store.set("fallen_back", _fall_back(network, self.launch.num_nodes) or "")
+        error = self.store.get("fallen_back").decode()
+        if error:
+            raise LaunchError(error)
+
+
+def prepare_network(
+    launch: Launch, backend: str, timeout: timedelta, *, require_infiniband: bool = False
+) -> NetworkSession:
+    """Plan and apply this node's settings, and wait until every process of the job is here.
+
+    Call it before the process group starts, and `observe` after its first collective.
+
+    Args:
+        launch: this process's place in the job.
+        backend: of the process group, `nccl` or `gloo`.
+        timeout: how long to wait for the other processes.
+        require_infiniband: whether a job of several nodes must not run without InfiniBand.
+
+    Raises:
+        LaunchError: processes are missing; or InfiniBand is required and some node cannot have it. The same on
+            every process.
+    """
+    node = read_node()
+    plan = _plan(node, launch, backend)
+    plan.apply()
+    require_infiniband = require_infiniband and launch.num_nodes > 1
+    store = open_store(launch, timeout)
+    call_roll(store, launch, timeout, _obstacle(node, plan, backend) if require_infiniband else None)
+    return NetworkSession(launch, backend, node, plan, store, require_infiniband)
+
+
+def _plan(node: Node, launch: Launch, backend: str) -> NetworkPlan:
+    nodes = launch.separate_machines
+    if backend != "nccl":
+        return plan_nccl(node, num_nodes=nodes).for_gloo()
+    plan = plan_nccl(node, num_nodes=nodes, log_folder=log_folder(node.azure))
+    # CUDA would not look at it any more, but processes that this one starts would number the GPUs in another way.
+    return plan.without("CUDA_DEVICE_ORDER") if cuda_started() else plan
+
+
+def _obstacle(node: Node, plan: NetworkPlan, backend: str) -> str | None:
+    """Why this process cannot have InfiniBand, or cannot prove it."""
+    required = "require_infiniband=True, but"
+    if backend != "nccl":
+        return f"{required} the backend is {backend}, which uses sockets. Train on GPUs, or leave it out."
+    if not plan.infiniband:
+        findings = " ".join(str(finding) for finding in plan.findings)
+        size = f" ({node.vm_size_name})" if node.vm_size_name else ""
+        return f"{required} this node{size} has no InfiniBand to use. {findings}".rstrip()
+    try:
+        own_log(plan.effective)
+    except LookupError as error:
+        return f"{required} the transport would be {error}"
+    return None
+
+
+def _fall_back(network: RunNetwork, num_nodes: int) -> str | None:
+    """What to tell everybody, if some node does not use InfiniBand."""
+    if len(network.nodes) < num_nodes:
+        return f"require_infiniband=True, but only {len(network.nodes)} of {num_nodes} nodes told their transport."
+    fallen = [node for node in network.nodes if node.kind != "ib"]
+    if not fallen:
+        return None
+    return (
+        f"require_infiniband=True, but NCCL does not use it on {', '.join(node.host for node in fallen)}: "
+        f"{' '.join([f'{fallen[0].summary}.', *fallen[0].complaints()])}"
+    )

@@ -1,0 +1,142 @@
+"""Azure's GPU VM sizes: what a node of a given size has, and how fast its network must be."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from importlib.resources import files
+from typing import Literal
+
+from azureml_strategy.network.vm_names import VMName, bare_name, parse_vm_name
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_AMD_MODELS = ("MI", "V620", "V710")
+
+
+class UnknownVMSize(LookupError):  # noqa: N818 - reads as what happened
+    """The text is not the name of an Azure VM size; the message gives the nearest known one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VMSize:
+    """One VM size; None where it is not published.
+
+    Attributes:
+        name: such as `Standard_ND96isr_H100_v5`; for a size that is not in the table, as it was given.
+        gpus: GPUs that software sees in one VM; 0 for a CPU size.
+        gpu_model: such as `H100`.
+        gpu_memory_gb: memory of one GPU, in GB.
+        interconnect: what joins the GPUs inside the VM: `NVLink 4`, `NVLink in pairs`, `Infinity Fabric`, `PCIe`.
+        hcas: InfiniBand adapters that the hardware has; None where there are some and nobody says how many.
+        hca_gbps: line rate of one, in Gb/s.
+        hca_expected_gbps: what `ib_write_bw` of one must reach, in Gb/s.
+        sr_iov: whether a VM can use them.
+        ethernet_gbps: bandwidth of the VM's ordinary network, all interfaces together, in Gb/s.
+        vcpus: vCPUs.
+        memory_gib: main memory, in GiB.
+        local_disk_gib: temporary disk, in GiB.
+        bus_bandwidth: all-reduce bus bandwidth that one VM must reach with large messages, in GB/s.
+        bus_bandwidth_two_nodes: the same between two VMs.
+        accelerator: `nvidia` (NCCL) or `amd` (RCCL); None where there is no GPU or the name does not tell.
+        topology: which of Azure's NCCL topology files fits: `ndv2`, `ndv4`, `ndv5` or `ncv4`.
+        retired: the day on which Azure stopped offering it, as an ISO date.
+        source: where all this is from.
+        known: whether the size is in the table; if not, its name's letters are all there is to go by.
+    """
+
+    name: str
+    gpus: int | None
+    gpu_model: str | None = None
+    gpu_memory_gb: float | None = None
+    interconnect: str | None = None
+    hcas: int | None
+    hca_gbps: int | None = None
+    hca_expected_gbps: int | None = None
+    sr_iov: bool = False
+    ethernet_gbps: float | None = None
+    vcpus: int | None = None
+    memory_gib: int | None = None
+    local_disk_gib: int | None = None
+    bus_bandwidth: float | None = None
+    bus_bandwidth_two_nodes: float | None = None
+    accelerator: Literal["nvidia", "amd"] | None = None
+    topology: str | None = None
+    retired: str | None = None
+    source: str
+    known: bool = True
+
+    @property
+    def infiniband(self) -> bool:
+        """Whether a VM of this size has InfiniBand that it can use."""
+        return self.hcas != 0 and self.sr_iov
+
+    @property
+    def short_name(self) -> str:
+        """Lower case, without `Standard_`: `nd96isr_h100_v5`."""
+        return bare_name(self.name).lower()
+
+
+def lookup_vm_size(name: str) -> VMSize:
+    """What is known of a VM size; of a size that is not in the table, what the letters of its name say.
+
+    Args:
+        name: in any case, with or without `Standard_`.
+
+    Raises:
+        UnknownVMSize: no VM size can have this name.
+    """
+    found = _table().get(bare_name(name).lower())
+    if found:
+        return found
+    parts = parse_vm_name(name)
+    if parts is None:
+        nearest = nearest_vm_size(name)
+        advice = f"did you mean {nearest}?" if nearest else "a size is written like Standard_ND96isr_H100_v5."
+        raise UnknownVMSize(f"{name!r} is not the name of an Azure VM size; {advice}")
+    return _judge(parts)
+
+
+def known_vm_sizes() -> tuple[VMSize, ...]:
+    """Every size of the table, oldest series first."""
+    return tuple(_table().values())
+
+
+def nearest_vm_size(name: str) -> str | None:
+    """The name in the table that looks most like this one; None where none does."""
+    typed = re.sub(r"[^a-z0-9]+", "_", name.strip().lower())  # the portal writes "Standard ND40rs v2"
+    matches = get_close_matches(bare_name(typed), _table(), n=1)
+    return _table()[matches[0]].name if matches else None
+
+
+@cache
+def _table() -> Mapping[str, VMSize]:
+    text = files("azureml_strategy.network").joinpath("vm_sizes.toml").read_text(encoding="utf-8")
+    sizes: dict[str, VMSize] = {}
+    for series in tomllib.loads(text)["series"]:
+        for name, own in series.pop("sizes").items():
+            sizes[name.lower()] = VMSize(name=f"Standard_{name}", **(series | own))
+    return sizes
+
+
+def _judge(name: VMName) -> VMSize:
+    """A size that is not in the table, from its name alone."""
+    model = name.model if name.has_gpu else None
+    return VMSize(
+        name=f"Standard_{name.text}",
+        gpus=None if name.has_gpu else 0,
+        gpu_model=model,
+        hcas=None if name.rdma else 0,
+        sr_iov=name.sr_iov,
+        vcpus=name.vcpus,
+        accelerator=("amd" if model.startswith(_AMD_MODELS) else "nvidia") if model else None,
+        source="the letters of its name",
+        known=False,
+    )

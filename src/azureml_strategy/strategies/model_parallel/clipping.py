@@ -1,0 +1,74 @@
+"""The norm of gradients that are spread over ranks in different ways."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+
+def clip_gradient_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """`torch.nn.utils.clip_grad_norm_` for parameters that are spread in different ways, which torch's own refuses.
+
+    Layers of a tensor-parallel plan are spread over both axes, all others over the data-parallel one only, and what is
+    not spread is a copy on each rank. Every number counts once. One all-reduce gives the same norm, to the last bit,
+    on all ranks: torch's, one for each axis, may differ between them, and so would copies of a parameter then.
+
+    Args:
+        parameters: the same ones on all ranks; their gradients are scaled in place.
+        max_norm: the largest 2-norm that all gradients together may have.
+
+    Returns:
+        The norm before.
+    """
+    groups: defaultdict[tuple[DeviceMesh | None, int], list[nn.Parameter]] = defaultdict(list)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            groups[_mesh(parameter.grad), _copies(parameter.grad)].append(parameter)
+    if not groups:
+        return torch.zeros(())
+    squares = torch.stack([_norm(group).square() / copies for (_, copies), group in groups.items()]).sum()
+    dist.all_reduce(squares)
+    norm = squares.sqrt()
+    for group in groups.values():
+        torch.nn.utils.clip_grads_with_norm_(group, max_norm, norm)
+    return norm
+
+
+def _mesh(gradient: Tensor) -> DeviceMesh | None:
+    return gradient.device_mesh if isinstance(gradient, DTensor) else None
+
+
+def _copies(gradient: Tensor) -> int:
+    """On how many ranks the same part of a gradient is."""
+    world_size = dist.get_world_size()
+    if not isinstance(gradient, DTensor):
+        return world_size
+    axes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
+    return world_size // math.prod(size for size, placement in axes if not _is_copied(placement))
+
+
+def _is_copied(placement: Placement) -> bool:
+    # a sum that is still to be made is made by `_norm`
+    return placement.is_replicate() or placement.is_partial()
+
+
+def _norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """Of this rank's parts, in float32."""
+    return torch.nn.utils.get_total_norm([_local(parameter.grad) for parameter in parameters]).float()
+
+
+def _local(gradient: Tensor | None) -> Tensor:
+    if not isinstance(gradient, DTensor):
+        assert gradient is not None
+        return gradient
+    if any(placement.is_partial() for placement in gradient.placements):
+        summed = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
+        gradient = gradient.redistribute(placements=summed)
+    return gradient.to_local()

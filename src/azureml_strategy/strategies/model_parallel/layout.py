@@ -1,0 +1,114 @@
+"""How many ranks share a tensor-parallel group, and how many groups read different samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Size = int | Literal["auto"]
+
+
+@dataclass(frozen=True)
+class MeshLayout:
+    """Two axes over the ranks of a job.
+
+    Rank r is at `divmod(r, tensor_parallel_size)` of the mesh (data parallel, tensor parallel). Ranks of a node follow
+    one another, so a tensor-parallel group, which talks several times in each layer, lies within a node where its size
+    divides the node's processes; the data-parallel axis crosses nodes.
+
+    Attributes:
+        data_parallel_size: replicas, which read different samples and share one copy of the parameters.
+        tensor_parallel_size: ranks that compute one replica together and read the same samples.
+    """
+
+    data_parallel_size: int
+    tensor_parallel_size: int
+
+
+def plan_layout(
+    data_parallel_size: Size,
+    tensor_parallel_size: Size,
+    *,
+    num_nodes: int,
+    processes_per_node: int,
+    cuts_tensors: bool,
+    across_nodes: bool = False,
+) -> MeshLayout:
+    """The layout of a job, with `auto` replaced by numbers.
+
+    Args:
+        data_parallel_size: `auto` is what the other size leaves.
+        tensor_parallel_size: `auto` is what a given `data_parallel_size` leaves; else all processes of a node where
+            the module can be cut, and 1 where it cannot.
+        num_nodes: nodes in the job.
+        processes_per_node: processes on each.
+        cuts_tensors: whether the module can be cut.
+        across_nodes: whether a tensor-parallel group may span nodes.
+
+    Raises:
+        ValueError: a size below 1, sizes that do not multiply to the world size, or a tensor-parallel group that would
+            span nodes.
+    """
+    _check_positive(data_parallel_size=data_parallel_size, tensor_parallel_size=tensor_parallel_size)
+    world_size = num_nodes * processes_per_node
+    free = processes_per_node if cuts_tensors else 1
+    if tensor_parallel_size == "auto":
+        tensor = free if data_parallel_size == "auto" else max(1, world_size // data_parallel_size)
+    else:
+        tensor = tensor_parallel_size
+    data = max(1, world_size // tensor) if data_parallel_size == "auto" else data_parallel_size
+    if data * tensor != world_size:
+        raise ValueError(_not_the_world(data, tensor, num_nodes, processes_per_node))
+    if processes_per_node % tensor and not across_nodes:
+        raise ValueError(_spans_nodes(tensor, num_nodes, processes_per_node))
+    return MeshLayout(data, tensor)
+
+
+def check_counts(tensor_parallel_size: int, counts: Mapping[str, int]) -> None:
+    """Check the numbers that the tensor-parallel size must divide.
+
+    Args:
+        tensor_parallel_size: ranks of a group.
+        counts: what each number counts, such as `heads`, and the number.
+
+    Raises:
+        ValueError: it does not divide one of them.
+    """
+    for name, count in counts.items():
+        if count % tensor_parallel_size:
+            fitting = [size for size in divisors(tensor_parallel_size) if not any(n % size for n in counts.values())]
+            raise ValueError(
+                f"tensor_parallel_size={tensor_parallel_size}, but the model has {count} {name}, which cannot be "
+                f"shared out equally. Sizes that divide both: {', '.join(map(str, fitting))}. Write "
+                f"tensor_parallel_size={fitting[-1]}, or change the model."
+            )
+
+
+def divisors(number: int) -> list[int]:
+    """The divisors of a number of 1 or more, in ascending order."""
+    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+
+
+def _check_positive(**sizes: Size) -> None:
+    for name, size in sizes.items():
+        if size != "auto" and size < 1:
+            raise ValueError(f"{name}={size} is no number of processes. Write 1 or more, or 'auto'.")
+
+
+def _not_the_world(data: int, tensor: int, num_nodes: int, processes_per_node: int) -> str:
+    world_size = num_nodes * processes_per_node
+    fitting = ", ".join(f"{world_size // size} x {size}" for size in divisors(processes_per_node))
+    return (
+        f"data_parallel_size={data} times tensor_parallel_size={tensor} is {data * tensor}, but there are {world_size} "
+        f"processes ({processes_per_node} on each of {num_nodes} node(s)). Write sizes whose product is {world_size} "
+        f"({fitting}), or leave data_parallel_size='auto'."
+    )
+
+
+def _spans_nodes(tensor: int, num_nodes: int, processes_per_node: int) -> str:
+    return (
+        f"tensor_parallel_size={tensor} does not divide the {processes_per_node} process(es) of a node, so groups "
+        f"would span the {num_nodes} nodes, and every layer would wait for the network several times. Write one of "
+        f"{', '.join(map(str, divisors(processes_per_node)))}; or tensor_parallel_across_nodes=True, if that is meant."
+    )

@@ -1,0 +1,191 @@
+"""FSDP2 and tensor parallelism on one device mesh, whose processes come from the job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies.model_parallel import ModelParallelStrategy
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from typing_extensions import override
+
+from azureml_strategy.strategies.launched import LaunchedStrategy
+from azureml_strategy.strategies.model_parallel.checkpoint import check_checkpoint
+from azureml_strategy.strategies.model_parallel.copies import (
+    copy_batch,
+    copy_from_rank_zero,
+    copy_gradients,
+    uncut_parameters,
+)
+from azureml_strategy.strategies.model_parallel.layout import Size, check_counts, plan_layout
+from azureml_strategy.strategies.model_parallel.plan import cut_tensors
+from azureml_strategy.strategies.model_parallel.precision import for_meshes
+from azureml_strategy.strategies.model_parallel.protocol import (
+    HasShardedBlocks,
+    HasTensorParallelCounts,
+    HasTensorParallelPlan,
+)
+from azureml_strategy.strategies.model_parallel.sharding import (
+    checkpoint_activations,
+    is_parallel,
+    shard_parameters,
+)
+
+
+class AzureMLModelParallelStrategy(LaunchedStrategy, ModelParallelStrategy):
+    """Parameters sharded over nodes, layers cut inside a node: `Trainer(strategy="azureml_model_parallel")`.
+
+    Lightning's ModelParallelStrategy with nodes, processes and ranks from the Azure ML job. A module that spreads its
+    parameters in `configure_model` works as there. Any other is spread here: the layers of its `tensor_parallel_plan`
+    are cut over the ranks of a tensor-parallel group, then each of its `sharded_blocks` and the rest are sharded over
+    the data-parallel ranks (`azureml_strategy.strategies.model_parallel.protocol`).
+
+    Args:
+        data_parallel_size: replicas that read different samples; `auto` is what the other size leaves.
+        tensor_parallel_size: ranks that compute a replica together; `auto` is all processes of a node for a module
+            with a plan, and 1 for one without.
+        tensor_parallel_across_nodes: allow groups that span nodes, which wait for the network in every layer.
+        activation_checkpointing: keep only the inputs of each sharded block and compute the rest again backward.
+        save_distributed_checkpoint: a folder to which each rank writes its part; False gathers one file on rank 0.
+        cluster_environment: used instead of the job's launch where given.
+        require_infiniband: stop a job of several nodes that NCCL does not carry over InfiniBand, instead of warning.
+        kwargs: further arguments of Lightning's strategy: `process_group_backend`, `timeout`.
+
+    Raises:
+        LaunchError: the job's variables give no rank to trust, or contradict the Trainer.
+        ValueError: at the start of training, sizes or a plan that fit neither the job nor the module.
+    """
+
+    def __init__(
+        self,
+        *,
+        data_parallel_size: Size = "auto",
+        tensor_parallel_size: Size = "auto",
+        tensor_parallel_across_nodes: bool = False,
+        activation_checkpointing: bool = False,
+        save_distributed_checkpoint: bool = True,
+        cluster_environment: ClusterEnvironment | None = None,
+        require_infiniband: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            cluster_environment=cluster_environment,
+            require_infiniband=require_infiniband,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            **kwargs,
+        )
+        self._asked_sizes = (data_parallel_size, tensor_parallel_size)
+        self._across_nodes = tensor_parallel_across_nodes
+        self._activation_checkpointing = activation_checkpointing
+        self._uncut: list[nn.Parameter] = []
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        self._precision_plugin = None if precision_plugin is None else for_meshes(precision_plugin)
+
+    @override
+    def setup_environment(self) -> None:
+        self._data_parallel_size, self._tensor_parallel_size = self._plan_sizes()
+        super().setup_environment()
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert isinstance(self.lightning_module, LightningModule)
+        if not is_parallel(self.lightning_module):
+            self._spread(self.lightning_module)
+        if is_overridden("configure_model", self.lightning_module):
+            super().setup(trainer)
+        else:
+            # Lightning's refuses a module without configure_model, as one that nothing would have spread.
+            super(ModelParallelStrategy, self).setup(trainer)
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        batch = super().batch_to_device(batch, device, dataloader_idx)
+        mesh = self.device_mesh["tensor_parallel"]
+        return copy_batch(batch, mesh.get_group()) if mesh.size() > 1 else batch
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        assert self.lightning_module is not None
+        if self._uncut and not self.lightning_module.trainer.fit_loop._should_accumulate():
+            copy_gradients(self._uncut, self.device_mesh["tensor_parallel"].get_group())
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        assert self.model is not None
+        assert self.lightning_module is not None
+        weights = {name: tensor.shape for name, tensor in self.model.state_dict().items()}
+        check_checkpoint(Path(self.broadcast(checkpoint_path)), weights, self.lightning_module.strict_loading)
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
+    def _plan_sizes(self) -> tuple[int, int]:
+        """The sizes of both axes, checked against the job and what the module says before it is built."""
+        module, (data, tensor) = self.lightning_module, self._asked_sizes
+        layout = plan_layout(
+            data,
+            tensor,
+            num_nodes=self.num_nodes,
+            processes_per_node=self.num_processes,
+            cuts_tensors=_may_be_cut(module),
+            across_nodes=self._across_nodes,
+        )
+        if layout.tensor_parallel_size > 1 and not _may_be_cut(module):
+            raise ValueError(_no_plan(module, layout.tensor_parallel_size))
+        if isinstance(module, HasTensorParallelCounts):
+            check_counts(layout.tensor_parallel_size, module.tensor_parallel_counts())
+        return layout.data_parallel_size, layout.tensor_parallel_size
+
+    def _spread(self, module: LightningModule) -> None:
+        """Cut and shard a module that holds all its parameters."""
+        copy_from_rank_zero(module, self.root_device)
+        tensor_mesh = self.device_mesh["tensor_parallel"]
+        if tensor_mesh.size() > 1:
+            if not isinstance(module, HasTensorParallelPlan):
+                raise ValueError(_no_plan(module, tensor_mesh.size()))
+            cut_tensors(module, tensor_mesh, module.tensor_parallel_plan())
+        blocks = _blocks(module)
+        if self._activation_checkpointing:
+            checkpoint_activations(blocks)
+        shard_parameters(module, self.device_mesh["data_parallel"], blocks, self.precision_plugin.precision)
+        if tensor_mesh.size() > 1:
+            self._uncut = uncut_parameters(module, "tensor_parallel")
+
+
+def _may_be_cut(module: object) -> bool:
+    """Whether a module says how to cut it, or is one of those that spread their parameters by themselves."""
+    if isinstance(module, HasTensorParallelPlan):
+        return True
+    return is_overridden("configure_model", module) and not isinstance(module, HasShardedBlocks)
+
+
+def _blocks(module: LightningModule) -> Sequence[nn.Module]:
+    blocks = list(module.sharded_blocks()) if isinstance(module, HasShardedBlocks) else []
+    if not blocks:
+        rank_zero_warn(
+            f"{type(module).__name__} names no blocks, so each rank gathers all its parameters for the whole step: "
+            "only gradients and optimizer state take less memory. Give it a method sharded_blocks() that returns its "
+            "layers."
+        )
+    return blocks
+
+
+def _no_plan(module: object, size: int) -> str:
+    return (
+        f"tensor_parallel_size={size}, but {type(module).__name__} does not say how to cut its layers. Give it a "
+        "method tensor_parallel_plan() that returns names and styles, as in {'layers.*.up': 'colwise', "
+        "'layers.*.down': 'rowwise'}; or write tensor_parallel_size=1, which shards it without cutting."
+    )

@@ -1,0 +1,96 @@
+"""Which layout wrote a checkpoint: beside DeepSpeed's files lies one that says how the module was cut."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from azureml_strategy.strategies.pipeline.errors import PipelineError
+
+_LAYOUT = "pipeline.json"
+
+
+@dataclass(frozen=True)
+class PipelineLayout:
+    """How the ranks shared a module.
+
+    Attributes:
+        bounds: stage i had the layers from the i-th number up to, not including, the next one.
+        replicas: data-parallel size.
+        zero_stage: 0 or 1.
+        precision: as in `Trainer(precision=...)`.
+        places: the name of each layer in the module; None for functions.
+    """
+
+    bounds: Sequence[int]
+    replicas: int
+    zero_stage: int
+    precision: str
+    places: Sequence[str | None]
+
+    def write(self, checkpoint: Path) -> None:
+        """Write the layout into a checkpoint's folder."""
+        (checkpoint / _LAYOUT).write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+    @staticmethod
+    def read(checkpoint: Path) -> PipelineLayout:
+        """Read the layout of a checkpoint.
+
+        Raises:
+            PipelineError: it is not one of a pipeline.
+        """
+        if not (checkpoint / _LAYOUT).is_file():
+            raise PipelineError(
+                f"{checkpoint} is no checkpoint of a pipeline: it has no {_LAYOUT}. Give the folder that the Trainer "
+                "wrote under azureml_deepspeed_pipeline, or load the weights of another strategy into the module "
+                "before training."
+            )
+        return PipelineLayout(**json.loads((checkpoint / _LAYOUT).read_text()))
+
+    def check(self, checkpoint: Path, training: bool) -> None:
+        """Refuse a checkpoint that this layout cannot read.
+
+        Weights are kept by layer and fit any cut into as many stages or fewer; the optimizer's states are kept by rank.
+
+        Args:
+            checkpoint: the folder.
+            training: whether the states of the optimizer are needed.
+
+        Raises:
+            PipelineError: it was written by another layout, or is none of a pipeline.
+        """
+        saved = PipelineLayout.read(checkpoint)
+        if list(saved.places) != list(self.places):
+            raise PipelineError(
+                f"{checkpoint} has the layers {_listed(saved.places)}, but this module has {_listed(self.places)}. "
+                "Build the module with the arguments it was trained with."
+            )
+        if len(self.bounds) > len(saved.bounds):
+            stages, wrote = len(self.bounds) - 1, len(saved.bounds) - 1
+            raise PipelineError(
+                f"{checkpoint} was written by {wrote} stages, and there is nothing in it for the others of {stages}. "
+                f"Use num_stages={wrote} or less."
+            )
+        if training and saved._optimizer_layout() != self._optimizer_layout():
+            raise PipelineError(
+                f"{checkpoint} was written by {saved._words()}, but this run has {self._words()}, and the optimizer's "
+                "states are kept by rank. Resume with the same layout; or start from its weights alone: "
+                f"azureml-strategy consolidate {checkpoint} weights.ckpt"
+            )
+
+    def _optimizer_layout(self) -> tuple[object, ...]:
+        # without ZeRO in float32 the replicas have equal states
+        by_replica = self.zero_stage > 0 or self.precision != "32-true"
+        return list(self.bounds), self.zero_stage, self.precision, self.replicas if by_replica else None
+
+    def _words(self) -> str:
+        return (
+            f"{len(self.bounds) - 1} stages cut at layers {list(self.bounds)[1:-1]} x {self.replicas} replicas "
+            f"(zero_stage={self.zero_stage}, precision={self.precision!r})"
+        )
+
+
+def _listed(places: Sequence[str | None]) -> str:
+    return ", ".join(place for place in places if place is not None)

@@ -1,0 +1,148 @@
+"""What `self.log` was given on the last stage, on every stage."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from azureml_strategy.strategies.pipeline.errors import PipelineError
+
+_ARGUMENTS = inspect.signature(LightningModule.log)
+# How the values of a batch's micro-batches become the batch's, as `reduce_fx` says for those of an epoch's batches.
+_REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mean": lambda values, weights: (values * weights).sum() / weights.sum() if weights.any() else values.mean(),
+    "sum": lambda values, weights: values.sum(),
+    "max": lambda values, weights: values.max(),
+    "min": lambda values, weights: values.min(),
+}
+
+
+@dataclass
+class _Entry:
+    arguments: dict[str, Any]
+    values: list[Tensor]
+    weights: list[float]
+
+
+class SharedLogs:
+    """Takes down `self.log` during the micro-batches of a batch, and repeats it, once for the batch, on all stages.
+
+    The names are sent with the first batch and stay the same: so no later step waits for their number.
+
+    Args:
+        module: the one that logs.
+        source: global rank of the last stage of this replica.
+        pipe_group: the ranks of this replica.
+        data_group: the ranks of this stage, over which `sync_dist=True` reduces.
+    """
+
+    def __init__(self, module: LightningModule, source: int, pipe_group: Any, data_group: Any) -> None:
+        self._module = module
+        self._source, self._pipe_group, self._data_group = source, pipe_group, data_group
+        self._entries: dict[str, _Entry] = {}
+        self._known: dict[Any, list[tuple[str, dict[str, Any]]]] = {}
+
+    @contextmanager
+    def taking_down(self, samples: int) -> Iterator[None]:
+        """`self.log` of a micro-batch with so many samples is noted instead of done."""
+
+        def log(*args: Any, **kwargs: Any) -> None:
+            self._note(samples, _ARGUMENTS.bind(self._module, *args, **kwargs).arguments)
+
+        self._module.log = log  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del self._module.log
+
+    def repeat(self, key: Any) -> None:
+        """Log on every stage what was noted on the last one.
+
+        Args:
+            key: of the step; equal keys log equal names.
+
+        Raises:
+            PipelineError: other names were logged than the first time.
+        """
+        entries, self._entries = self._entries, {}
+        names = self._agree(key, [(name, entry.arguments) for name, entry in entries.items()])
+        if not names:
+            return
+        values = self._share(names, entries)
+        for (name, arguments), (value, weight) in zip(names, values, strict=True):
+            given = dict(arguments)
+            if "batch_size" in given:
+                given["batch_size"] = int(weight)
+            if given.get("sync_dist"):
+                given["sync_dist_group"] = self._data_group
+            self._module.log(name, value, **given)
+
+    def _note(self, samples: int, given: dict[str, Any]) -> None:
+        name, value = given["name"], given["value"]
+        arguments = {key: each for key, each in given.items() if key not in ("self", "name", "value")}
+        _check(name, value, arguments)
+        entry = self._entries.setdefault(name, _Entry(arguments, [], []))
+        entry.values.append(torch.as_tensor(value, dtype=torch.float32, device=self._module.device).detach().squeeze())
+        given_weight = arguments.get("batch_size")
+        entry.weights.append(samples if given_weight is None else given_weight)
+
+    def _agree(self, key: Any, mine: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
+        if key not in self._known:
+            sent = [mine]
+            dist.broadcast_object_list(sent, src=self._source, group=self._pipe_group)
+            self._known[key] = sent[0]
+        known = self._known[key]
+        names, first = [name for name, _ in mine], [name for name, _ in known]
+        if dist.get_rank() == self._source and names != first:
+            raise PipelineError(
+                f"{key[0]} logged {', '.join(names) or 'nothing'}, but {', '.join(first) or 'nothing'} with its first "
+                "batch. In a pipeline the names must be the same in each batch: log 0 or NaN where there is no value."
+            )
+        return known
+
+    def _share(self, names: list[tuple[str, dict[str, Any]]], entries: dict[str, _Entry]) -> Tensor:
+        """Value and weight of each name, `(names, 2)`."""
+        device = self._module.device
+        if dist.get_rank() == self._source:
+            shared = torch.stack([_reduced(entry, device) for entry in entries.values()])
+        else:
+            shared = torch.empty(len(names), 2, device=device)
+        dist.broadcast(shared, src=self._source, group=self._pipe_group)
+        return shared
+
+
+def _reduced(entry: _Entry, device: torch.device) -> Tensor:
+    weights = torch.tensor(entry.weights, device=device)
+    reduce = _REDUCTIONS[entry.arguments.get("reduce_fx", "mean")]
+    return torch.stack([reduce(torch.stack(entry.values), weights), weights.sum()]).float()
+
+
+def _check(name: str, value: Any, arguments: dict[str, Any]) -> None:
+    if not isinstance(value, (int, float, Tensor)):
+        raise PipelineError(
+            f"self.log({name!r}, ...) was given a {type(value).__name__}. Only the last stage runs the step, so metric "
+            "objects would wait for the others for ever. Log numbers or tensors of one element."
+        )
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise PipelineError(
+            f"self.log({name!r}, ...) was given a tensor of shape {tuple(value.shape)}. Log numbers or tensors of one "
+            "element, such as its mean."
+        )
+    if arguments.get("reduce_fx", "mean") not in _REDUCTIONS:
+        raise PipelineError(
+            f"self.log({name!r}, reduce_fx={arguments['reduce_fx']!r}) is not possible in a pipeline. Choose one of "
+            f"the words {', '.join(map(repr, _REDUCTIONS))}."
+        )
+    if arguments.get("sync_dist_group") is not None:
+        raise PipelineError(
+            f"self.log({name!r}, sync_dist_group=...) is not possible in a pipeline, where sync_dist=True reduces over "
+            "the replicas. Leave sync_dist_group out."
+        )

@@ -1,0 +1,91 @@
+"""A replica's batch, cut into the micro-batches that follow one another through the stages."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from azureml_strategy.strategies.pipeline.errors import PipelineError
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Some samples of a batch, on their way to the last stage.
+
+    Attributes:
+        batch: the samples, in the structure of the whole batch.
+        inputs: what the first layer takes of them.
+        samples: how many they are.
+        hook: the LightningModule's method that receives the outputs.
+        arguments: what that method takes besides the batch.
+    """
+
+    batch: Any
+    inputs: Any
+    samples: int
+    hook: str
+    arguments: tuple[Any, ...]
+
+
+def batch_size(batch: Any) -> int:
+    """Samples in a batch: the common leading dimension of its tensors.
+
+    Raises:
+        PipelineError: it holds something other than tensors of one leading dimension.
+    """
+    leaves, _ = tree_flatten(batch)
+    others = {type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Tensor) or not leaf.ndim}
+    sizes = sorted({leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim})
+    if others or len(sizes) != 1:
+        raise PipelineError(
+            "A pipeline cuts a batch along the first dimension of its tensors, so it must consist of tensors with the "
+            f"same number of samples. This one has tensors with {sizes} samples"
+            + (f" and values of type {', '.join(sorted(others))} without samples." if others else ".")
+            + " Change the collate function, or drop the rest in on_before_batch_transfer."
+        )
+    return sizes[0]
+
+
+def cut(batch: Any, size: int) -> list[tuple[Any, int]]:
+    """Pieces of `size` samples, the last one of what is left, each with its number of samples."""
+    leaves, structure = tree_flatten(batch)
+    columns = [leaf.split(size) for leaf in leaves]
+    return [(tree_unflatten(list(piece), structure), len(piece[0])) for piece in zip(*columns, strict=True)]
+
+
+def check_divides(samples: int, micro_batches: int, where: str) -> None:
+    """Refuse a training batch that cannot be cut into equal micro-batches.
+
+    Raises:
+        PipelineError: it cannot; the message has the numbers.
+    """
+    if samples % micro_batches or not samples:
+        below = samples - samples % micro_batches
+        above = below + micro_batches
+        sizes = f"{below} or {above}" if below else str(above)
+        raise PipelineError(
+            f"{where} {samples} samples, which cannot be cut into micro_batches={micro_batches} equal ones. Choose a "
+            f"batch size of {sizes} samples a replica, or another number of micro-batches; with a data set that does "
+            "not fill its last batch, DataLoader(drop_last=True)."
+        )
+
+
+def shapes(micro_batches: Sequence[MicroBatch]) -> tuple[Any, ...]:
+    """What the buffers between the stages depend on."""
+    leaves, structure = tree_flatten(micro_batches[0].inputs)
+    return torch.is_inference_mode_enabled(), str(structure), tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+
+
+def fingerprint(targets: Any) -> str:
+    """A hash of all values, equal for equal targets."""
+    digest = hashlib.sha256()
+    for leaf in tree_flatten(targets)[0]:
+        digest.update(repr((leaf.shape, leaf.dtype)).encode())
+        digest.update(leaf.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,107 @@
+"""What Lightning offers and a pipeline cannot do: refused before training starts, each with what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+
+from azureml_strategy.strategies.pipeline.errors import PipelineError
+
+# Hooks around one backward pass: here the passes of the micro-batches overlap, and no moment lies before all of them.
+_NEVER_CALLED = ("on_before_zero_grad", "on_before_backward")
+_OF_MODULE = (*_NEVER_CALLED, "backward", "optimizer_zero_grad", "configure_gradient_clipping")
+
+
+def refuse_unsupported(trainer: Trainer, module: LightningModule, precision: str, sync_batchnorm: bool) -> None:
+    """Stop at the first thing that the pipeline cannot do.
+
+    Args:
+        trainer: about to run.
+        module: what it runs.
+        precision: as in `Trainer(precision=...)`.
+        sync_batchnorm: as in `Trainer(sync_batchnorm=...)`.
+
+    Raises:
+        PipelineError: there is one.
+    """
+    for words in (*_of_run(trainer, precision, sync_batchnorm), *_of_module(module)):
+        raise PipelineError(words)
+
+
+def refuse_running_statistics(module: LightningModule, precision: str) -> None:
+    """Stop where bfloat16 would make a mixture of a layer; on all ranks, though one stage alone has it.
+
+    Args:
+        module: with the layers of all stages, perhaps on the meta device.
+        precision: as in `Trainer(precision=...)`.
+
+    Raises:
+        PipelineError: there is such a layer.
+    """
+    for name, layer in module.named_modules() if precision.startswith("bf16") else ():
+        if isinstance(layer, BatchNorm) and layer.track_running_stats:
+            raise PipelineError(
+                f"Trainer(precision={precision!r}) makes the weights of {name} ({type(layer).__name__}) bfloat16 and "
+                "leaves its running statistics in float32, which torch does not compute with. Use "
+                "precision='32-true', or a normalisation without running statistics, such as nn.GroupNorm."
+            )
+
+
+def _of_run(trainer: Trainer, precision: str, sync_batchnorm: bool) -> Iterator[str]:
+    if trainer.state.fn == TrainerFn.PREDICTING:
+        yield (
+            "Trainer.predict would have its predictions on the last stage only. Consolidate a checkpoint and predict "
+            "in one process, or with strategy='azureml_ddp'."
+        )
+    if trainer.accumulate_grad_batches != 1:
+        yield (
+            f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}): a pipeline accumulates over the "
+            "micro-batches of a batch. Leave it out, and give larger batches and more micro_batches instead."
+        )
+    if trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+        yield "DeepSpeed clips gradients by their norm only. Leave out gradient_clip_algorithm='value'."
+    if precision.startswith("16"):
+        yield f"Trainer(precision={precision!r}): no float16 in a pipeline. Use 'bf16-mixed' or '32-true'."
+    if sync_batchnorm:
+        yield (
+            "Trainer(sync_batchnorm=True) would wait for ranks of other stages, which have other layers. Leave it out, "
+            "and choose micro-batches that are large enough to normalise over."
+        )
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    for callback in callbacks:
+        for hook in _NEVER_CALLED:
+            if is_overridden(hook, callback, Callback):
+                yield _never_called(type(callback).__name__, hook)
+
+
+def _of_module(module: LightningModule) -> Iterator[str]:
+    name = type(module).__name__
+    if not module.automatic_optimization:
+        yield (
+            f"{name} optimizes manually, but in a pipeline the backward passes belong to the schedule of the stages. "
+            "Leave automatic_optimization at True."
+        )
+    if module._compiler_ctx is not None:
+        yield (
+            f"{name} was given to torch.compile as a whole, but runs in parts. Compile the layers where they are made: "
+            "`layer.compile()` in the `build` of pipeline_layers()."
+        )
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter"):
+        yield f"{name}.training_step takes a dataloader_iter, but a pipeline cuts batches itself. Take a batch instead."
+    for hook in _OF_MODULE:
+        if is_overridden(hook, module, LightningModule):
+            yield _never_called(name, hook)
+
+
+def _never_called(name: str, hook: str) -> str:
+    return (
+        f"{name} has its own {hook}(), which a pipeline never calls: the passes of the micro-batches overlap, and "
+        "DeepSpeed clips and zeroes the gradients. Use on_after_backward, which comes once after the last micro-batch, "
+        "or on_before_optimizer_step; clip with Trainer(gradient_clip_val=...)."
+    )

@@ -1,0 +1,141 @@
+"""Sends batches through the stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from azureml_strategy.strategies.pipeline.engine import StageEngine
+from azureml_strategy.strategies.pipeline.errors import PipelineError
+from azureml_strategy.strategies.pipeline.last_stage import LastStage
+from azureml_strategy.strategies.pipeline.logs import SharedLogs
+from azureml_strategy.strategies.pipeline.micro_batches import (
+    MicroBatch,
+    batch_size,
+    check_divides,
+    cut,
+    fingerprint,
+    shapes,
+)
+from azureml_strategy.strategies.pipeline.protocol import PipelineReady
+from azureml_strategy.strategies.pipeline.timing import pipeline_bubble
+
+
+class PipelineRun:
+    """What the ranks of a replica do together with each batch.
+
+    Args:
+        engine: this rank's stage.
+        module: whose steps run on the last stage.
+        micro_batches: pieces of a training batch.
+    """
+
+    def __init__(self, engine: StageEngine, module: LightningModule, micro_batches: int) -> None:
+        grid = engine.grid
+        self._engine, self._module, self._micro_batches = engine, module, micro_batches
+        self._pipeline_batch = cast(PipelineReady, module).pipeline_batch
+        self._stages: int = engine.num_stages
+        self._last_rank: int = grid.stage_to_global(self._stages - 1)
+        self._pipe_group = grid.get_pipe_parallel_group()
+        self._logs = SharedLogs(module, self._last_rank, self._pipe_group, grid.get_data_parallel_group())
+        self._shapes: tuple[Any, ...] | None = None
+        self._compared: set[str] = set()
+        engine.module.loss_fn = LastStage(module, self._logs)
+
+    def train(self, batch: Any, arguments: tuple[Any, ...], measure: bool) -> Tensor:
+        """Forward and backward passes of a batch; the gradients are reduced when it returns.
+
+        Args:
+            batch: of this replica.
+            arguments: what `training_step` takes besides.
+            measure: log the time of the stages and the bubble.
+
+        Returns:
+            The mean loss of the replica's micro-batches, on every stage.
+
+        Raises:
+            PipelineError: the batch cannot be cut, or the stages read different ones.
+        """
+        samples = batch_size(batch)
+        check_divides(samples, self._micro_batches, "A training batch has")
+        pieces = self._cut("training_step", batch, samples // self._micro_batches, arguments)
+        self._prepare_buffers(pieces)
+        with self._engine.clock.step() if measure else nullcontext():
+            self._engine.train_batch(_for_deepspeed(pieces))
+        self._logs.repeat(("training_step",))
+        if measure:
+            self._log_times()
+        loss: Tensor = self._engine.dp_group_loss
+        return loss
+
+    def evaluate(self, hook: str, batch: Any, arguments: tuple[Any, ...]) -> None:
+        """Forward passes of a batch of any size; the last micro-batch may be smaller.
+
+        Args:
+            hook: `validation_step` or `test_step`.
+            batch: of this replica.
+            arguments: what the hook takes besides.
+        """
+        size = -(-batch_size(batch) // self._micro_batches)
+        pieces = self._cut(hook, batch, size, arguments)
+        whole = [piece for piece in pieces if piece.samples == size]
+        for equal in (whole, pieces[len(whole) :]):
+            if equal:
+                self._prepare_buffers(equal)
+                self._engine.evaluate(_for_deepspeed(equal), len(equal))
+        self._logs.repeat((hook, *arguments[1:]))  # arguments: the batch's index, then the data loader's
+
+    def _cut(self, hook: str, batch: Any, size: int, arguments: tuple[Any, ...]) -> list[MicroBatch]:
+        if hook not in self._compared:
+            self._compare_targets(hook, batch)
+        pieces = []
+        for piece, samples in cut(batch, size):
+            inputs, _ = self._pipeline_batch(piece)
+            if not isinstance(inputs, (Tensor, tuple, list)):
+                raise PipelineError(
+                    f"pipeline_batch() gives the first layer a {type(inputs).__name__}, but between stages only a "
+                    "tensor or a tuple of tensors can be sent. Give one, and let the first layer take it apart."
+                )
+            pieces.append(MicroBatch(piece, inputs, samples, hook, arguments))
+        return pieces
+
+    def _prepare_buffers(self, pieces: Sequence[MicroBatch]) -> None:
+        """Let DeepSpeed send shapes anew where they change; all ranks of a replica see it in their own batch."""
+        if self._shapes != shapes(pieces):
+            self._shapes = shapes(pieces)
+            self._engine.reset_activation_shape()
+
+    def _compare_targets(self, hook: str, batch: Any) -> None:
+        """The first stage's samples must be the last stage's: if they are not, training goes on and learns nothing."""
+        self._compared.add(hook)
+        mine = fingerprint(self._pipeline_batch(batch)[1])
+        last = [mine]
+        dist.broadcast_object_list(last, src=self._last_rank, group=self._pipe_group)
+        if last[0] != mine:
+            raise PipelineError(
+                f"Global rank {dist.get_rank()} and rank {self._last_rank}, two stages of one replica, read different "
+                "targets in their first batch. Use a DistributedSampler with trainer.distributed_sampler_kwargs, and "
+                "let no random number of a data loader's worker decide about the targets."
+            )
+
+    def _log_times(self) -> None:
+        device = self._engine.device
+        times = torch.empty(self._stages, 2, device=device)
+        mine = torch.tensor(self._engine.clock.read(), device=device)
+        dist.all_gather(list(times.unbind()), mine, group=self._pipe_group)
+        figures = {f"pipeline/stage_{stage}_work_s": seconds for stage, seconds in enumerate(times[:, 0])}
+        # The first stage begins first and ends last: its schedule is the pipeline's.
+        figures["pipeline/bubble"] = 1.0 - times[:, 0].mean() / times[0, 1]
+        figures["pipeline/bubble_formula"] = torch.tensor(pipeline_bubble(self._stages, self._micro_batches))
+        self._module.log_dict(figures, on_step=True, on_epoch=False)
+
+
+def _for_deepspeed(pieces: Sequence[MicroBatch]) -> Iterator[tuple[Any, MicroBatch]]:
+    """DeepSpeed's pairs: inputs for the first stage, and what the last one needs, which it hands on as it is."""
+    return ((piece.inputs, piece) for piece in pieces)

@@ -1,0 +1,118 @@
+"""The layers of one stage, as DeepSpeed's PipelineModule."""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule, TiedLayerSpec
+from torch import nn
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
+from typing_extensions import Self, override
+
+
+@dataclass(frozen=True)
+class StageLayer:
+    """A layer with what DeepSpeed needs to know.
+
+    Attributes:
+        build: makes it, or takes it out of the LightningModule that has it.
+        tied: key of the parameter that it shares with layers of other stages.
+        tied_parameter: name of that parameter in the layer.
+    """
+
+    build: Callable[[], nn.Module]
+    tied: str | None
+    tied_parameter: str
+
+
+class _Spec(LayerSpec):  # type: ignore[misc] # DeepSpeed has no annotations
+    def __init__(self, layer: StageLayer) -> None:
+        super().__init__(nn.Module)
+        self._layer = layer
+
+    @override
+    def build(self, log: bool = False) -> nn.Module:
+        return self._layer.build()
+
+
+class _TiedSpec(TiedLayerSpec):  # type: ignore[misc] # DeepSpeed has no annotations
+    def __init__(self, key: str, layer: StageLayer) -> None:
+        super().__init__(key, nn.Module, tied_weight_attr=layer.tied_parameter)
+        self._layer = layer
+
+    @override
+    def build(self, log: bool = False) -> nn.Module:
+        return self._layer.build()
+
+
+class StageModule(PipelineModule):  # type: ignore[misc] # DeepSpeed has no annotations
+    """The layers of this rank's stage.
+
+    Ranks that follow one another are replicas of the same stage, DeepSpeed's order: they share a node, and gradients,
+    which go between them, are more than the activations between stages in all but very small models.
+
+    Args:
+        layers: the whole chain.
+        bounds: where it is cut, `num_stages + 1` numbers.
+        checkpointed_layers: layers between two activations that are kept, where the backward pass computes the others
+            anew; 0 keeps all.
+    """
+
+    def __init__(self, layers: Sequence[StageLayer], bounds: Sequence[int], checkpointed_layers: int) -> None:
+        self._bounds = list(bounds)
+        specs = [_Spec(layer) if layer.tied is None else _TiedSpec(layer.tied, layer) for layer in layers]
+        with redirect_stdout(io.StringIO()):  # rank 0 would print every layer
+            super().__init__(
+                specs,
+                num_stages=len(bounds) - 1,
+                activation_checkpoint_interval=checkpointed_layers,
+                activation_checkpoint_func=functools.partial(checkpoint, use_reentrant=False),
+            )
+        self._mark_parameters()
+        for parameter in self.parameters():
+            parameter.data = parameter.data.contiguous()  # DeepSpeed sends their bytes, and knows no channels_last
+
+    @property
+    def layers(self) -> dict[int, nn.Module]:
+        """This stage's layers by their place in the chain."""
+        return dict(enumerate(self.forward_funcs, self._local_start))
+
+    @override
+    def forward(self, forward_input: Any) -> Any:
+        # What is sent to the next stage is memory as it lies there, and the receiver takes it for contiguous.
+        return tree_map(torch.Tensor.contiguous, super().forward(forward_input))
+
+    @override
+    def train(self, mode: bool = True) -> Self:
+        # The layers are the LightningModule's as well, and Lightning keeps frozen ones in evaluation mode.
+        self.training = mode
+        return self
+
+    @override
+    def _partition_layers(self, method: str = "uniform") -> None:
+        self.parts = self._bounds
+        self._set_bounds(self.parts[self.stage_id], self.parts[self.stage_id + 1])
+
+    def _mark_parameters(self) -> None:
+        """Say which parameters count towards the norm of all gradients: each once, tied ones on their first stage.
+
+        DeepSpeed leaves out all parameters of a tied layer but on the first stage, and without `model_parallel`, in
+        float32, those of all later stages.
+        """
+        copies = {id(weight) for weight in self._tied_copies()}
+        for parameter in self.parameters():
+            parameter.ds_pipe_replicated = id(parameter) in copies
+            parameter.model_parallel = id(parameter) not in copies
+
+    def _tied_copies(self) -> Iterator[nn.Parameter]:
+        """This stage's parameters that an earlier stage has too."""
+        for comm in self.tied_comms.values():
+            if self.global_rank != min(comm["ranks"]):
+                yield from (comm["module"].get_parameter(name) for name in comm["weight_attr"])

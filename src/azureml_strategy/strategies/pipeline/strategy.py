@@ -1,0 +1,255 @@
+"""Pipeline parallelism under Lightning's Trainer.
+
+One batch of Lightning's loop is one global batch of the replica: the strategy cuts it into micro-batches, and
+`training_step` of the loop runs all of them through the stages, in DeepSpeed's 1F1B schedule, forward and backward.
+Then the loop goes on as it always does: `on_after_backward`, `on_before_optimizer_step`, the optimizer step, learning
+rate schedules, metrics, callbacks. All ranks run the loop in step.
+
+The LightningModule's own step runs on the last stage, once for each micro-batch, with `forward` answered by the outputs
+of the pipeline. So loss, metrics and what the step logs are the user's code, unchanged; what was logged is reduced over
+the micro-batches and logged again, once, on every stage: every rank's callbacks see it, and rank 0's loggers.
+
+The module is cut in `setup`: `configure_model` runs on the meta device, each stage makes its own layers, and
+placeholders take the place of the others. So `configure_optimizers` sees the parameters of the stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from azureml_strategy.strategies.launched import LaunchedStrategy
+from azureml_strategy.strategies.pipeline.checkpoint import PipelineLayout
+from azureml_strategy.strategies.pipeline.cutting import Cut
+from azureml_strategy.strategies.pipeline.errors import PipelineError
+from azureml_strategy.strategies.pipeline.loader import check_loader
+from azureml_strategy.strategies.pipeline.partition import check_method
+from azureml_strategy.strategies.pipeline.refusals import refuse_running_statistics, refuse_unsupported
+from azureml_strategy.strategies.pipeline.timing import StageClock
+from azureml_strategy.strategies.zero.device import AnyDeviceDeepSpeedStrategy
+from azureml_strategy.strategies.zero.requirements import require_deepspeed
+
+if TYPE_CHECKING:
+    from azureml_strategy.strategies.pipeline.run import PipelineRun
+
+
+class PipelineStrategy(LaunchedStrategy, AnyDeviceDeepSpeedStrategy):
+    """DeepSpeed's pipeline engine driven by the Trainer: `Trainer(strategy="azureml_deepspeed_pipeline")`.
+
+    The module says how it is cut, see `PipelineReady`. With n times as many ranks as stages there are n replicas, which
+    read different samples. A batch of the data loader is one replica's.
+
+    Args:
+        num_stages: parts that the module is cut into; must divide the number of ranks.
+        micro_batches: pieces that a training batch is cut into; must divide the batch size. More of them leave the
+            stages less idle, see `pipeline_bubble`.
+        partition: what the stages have equal shares of: `parameters`, `uniform` (layers) or `type:KIND` (layers of
+            that kind).
+        activation_checkpointing: keep the activations at every n-th layer of a stage only, and compute the others
+            again in the backward pass; 0 keeps all.
+        zero_stage: 1 spreads the optimizer's states over the replicas; 0 does not. With bfloat16, where the states hold
+            float32 copies of the parameters, it is always 1.
+        cluster_environment: used instead of the job's launch where given.
+        require_infiniband: stop a job of several nodes that NCCL does not carry over InfiniBand, instead of warning.
+        kwargs: `accelerator`, `parallel_devices`, `precision_plugin`, `process_group_backend`, `timeout` and
+            `logging_level` of `lightning.pytorch.strategies.DeepSpeedStrategy`.
+
+    Raises:
+        ModuleNotFoundError: DeepSpeed is not installed.
+        LaunchError: the job's variables give no rank to trust, or contradict the Trainer.
+        PipelineError: an argument out of range; later, something that does not fit, see its message.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_stages: int = 2,
+        micro_batches: int = 4,
+        partition: str = "parameters",
+        activation_checkpointing: int = 0,
+        zero_stage: int = 0,
+        cluster_environment: ClusterEnvironment | None = None,
+        require_infiniband: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        require_deepspeed()
+        check_method(partition)
+        _check_range("num_stages", num_stages, num_stages >= 1, "1 or more")
+        _check_range("micro_batches", micro_batches, micro_batches >= 1, "1 or more")
+        _check_range("activation_checkpointing", activation_checkpointing, activation_checkpointing >= 0, "0 or more")
+        _check_range("zero_stage", zero_stage, zero_stage in (0, 1), "0 or 1: more would cut gradients in mid-schedule")
+        self.num_stages = num_stages
+        self.micro_batches = micro_batches
+        self.partition = partition
+        self.activation_checkpointing = activation_checkpointing
+        self.zero_stage = zero_stage
+        self._cut: Cut | None = None
+        self._run: PipelineRun | None = None
+        super().__init__(
+            cluster_environment=cluster_environment,
+            require_infiniband=require_infiniband,
+            config={
+                "zero_allow_untested_optimizer": True,  # else only DeepSpeed's own
+                "zero_optimization": {"stage": zero_stage},
+                "steps_per_print": None,  # Lightning's loggers and progress bar do that
+            },
+            **kwargs,
+        )
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        # Ranks that follow one another are replicas of the same stage, see StageModule.
+        replicas = self.world_size // self.num_stages
+        return {"num_replicas": replicas, "rank": self.global_rank % replicas}
+
+    @override
+    def setup_environment(self) -> None:
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        refuse_unsupported(
+            trainer, self.lightning_module, self.precision_plugin.precision, self._layer_sync is not None
+        )
+        super().setup_environment()
+        if self.world_size % self.num_stages:
+            raise PipelineError(
+                f"num_stages={self.num_stages} does not divide the {self.world_size} processes of this run. Choose a "
+                f"divisor of {self.world_size}, or another number of processes."
+            )
+
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        # What configure_model makes is only a sketch: each stage makes its own layers.
+        with torch.device("meta"):
+            yield
+
+    @contextmanager
+    @override
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        yield
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        if trainer.state.fn == TrainerFn.FITTING:
+            check_loader(trainer, self.micro_batches)
+            trainer.fit_loop._skip_backward = True  # training_step has done it
+        super().setup(trainer)
+
+    @override
+    def _format_batch_size_and_grad_accum_config(self) -> None:
+        assert self.lightning_module is not None
+        assert isinstance(self.config, dict)
+        self.config["train_micro_batch_size_per_gpu"] = 1  # for DeepSpeed's own counters only
+        self.config["gradient_accumulation_steps"] = self.micro_batches
+        self.config["gradient_clipping"] = self.lightning_module.trainer.gradient_clip_val or 0.0
+        if self.precision_plugin.precision.startswith("bf16"):
+            # Sums over micro-batches would lose digits in bfloat16; DeepSpeed has them in float32 under ZeRO only.
+            self.config["data_types"] = {"grad_accum_dtype": "fp32"}
+            self.config["zero_optimization"] = {"stage": 1}
+
+    @override
+    def _setup_model(self, model: nn.Module) -> nn.Module:  # type: ignore[override]
+        from azureml_strategy.strategies.pipeline.stage import StageModule
+
+        assert isinstance(model, LightningModule)
+        refuse_running_statistics(model, self.precision_plugin.precision)
+        self._cut = Cut(model, self.num_stages, self.partition)
+        self._stage = StageModule(self._cut.stage_layers(), self._cut.bounds, self.activation_checkpointing)
+        self._cut.apply(self._stage.layers)
+        rank_zero_info(self._cut.summary(self.world_size // self.num_stages))
+        return model.to(self.root_device)
+
+    @override
+    def _setup_model_and_optimizer(
+        self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
+    ) -> tuple[Any, Any]:
+        from azureml_strategy.strategies.pipeline.engine import StageEngine
+        from azureml_strategy.strategies.pipeline.run import PipelineRun
+
+        assert isinstance(model, LightningModule)
+        assert isinstance(self.config, dict)
+        config = self.config if optimizer is not None else {**self.config, "zero_optimization": {"stage": 0}}
+        clock = StageClock(self.root_device)
+        engine = StageEngine(self._stage, optimizer, lr_scheduler, config, clock)
+        self._run = PipelineRun(engine, model, self.micro_batches)
+        return engine, engine.optimizer
+
+    @override
+    def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
+        self.model, _ = self._setup_model_and_optimizer(model, None)
+
+    @override
+    def training_step(self, batch: Any, *arguments: Any) -> Tensor:
+        assert self._run is not None
+        assert self.lightning_module is not None
+        measure = self.lightning_module.trainer._logger_connector.should_update_logs
+        loss = self._run.train(batch, arguments, measure)
+        return self.precision_plugin.post_backward(loss, self.lightning_module)  # calls on_after_backward
+
+    @override
+    def validation_step(self, batch: Any, *arguments: Any) -> None:
+        assert self._run is not None
+        self._run.evaluate("validation_step", batch, arguments)
+
+    @override
+    def test_step(self, batch: Any, *arguments: Any) -> None:
+        assert self._run is not None
+        self._run.evaluate("test_step", batch, arguments)
+
+    @override
+    def on_validation_start(self) -> None:
+        self._equal_buffers()
+
+    @override
+    def on_test_start(self) -> None:
+        self._equal_buffers()
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any = None) -> None:
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self.is_global_zero:
+            self._layout().write(Path(filepath))
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        training = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        self._layout().check(Path(checkpoint_path), training)
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
+    @override
+    def teardown(self) -> None:
+        if self.lightning_module is not None and any(each.is_meta for each in self.lightning_module.parameters()):
+            self._lightning_module = None  # stopped by an error before it was cut: Lightning would copy the sketch
+        super().teardown()
+
+    def _layout(self) -> PipelineLayout:
+        assert self._cut is not None
+        replicas, precision = self.world_size // self.num_stages, self.precision_plugin.precision
+        return PipelineLayout(self._cut.bounds, replicas, self.zero_stage, precision, self._cut.places)
+
+    def _equal_buffers(self) -> None:
+        """Running statistics of the first replica for all, as DDP does: a checkpoint has the first replica's."""
+        ranks = self.deepspeed_engine.grid.get_data_parallel_group_ranks()
+        group = self.deepspeed_engine.grid.get_data_parallel_group()
+        for buffer in self._stage.buffers() if len(ranks) > 1 else ():
+            dist.broadcast(buffer, src=ranks[0], group=group)
+
+
+def _check_range(name: str, value: int, valid: bool, allowed: str) -> None:
+    if not valid:
+        raise PipelineError(f"{name}={value} is out of range: it must be {allowed}.")

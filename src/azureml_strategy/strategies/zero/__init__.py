@@ -1,0 +1,7 @@
+"""DeepSpeed's ZeRO: optimizer states, gradients and parameters cut over the processes."""
+
+from __future__ import annotations
+
+from azureml_strategy.strategies.zero.strategy import AzureMLDeepSpeedStrategy
+
+__all__ = ["AzureMLDeepSpeedStrategy"]

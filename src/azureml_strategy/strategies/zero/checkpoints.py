@@ -1,0 +1,81 @@
+"""Resuming and evaluating from ZeRO checkpoints, whatever number of processes wrote them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+from typing_extensions import override
+
+from azureml_strategy.strategies.zero import universal
+from azureml_strategy.strategies.zero.device import AnyDeviceDeepSpeedStrategy
+from azureml_strategy.strategies.zero.layout import require_same_slices, require_zero_checkpoint
+
+
+class AnyWorldDeepSpeedStrategy(AnyDeviceDeepSpeedStrategy):
+    """Lightning's strategy, but checkpoints are not bound to the number of processes that wrote them."""
+
+    # Processes that share each matrix.
+    _tensor_parallel_size = 1
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any = None) -> None:
+        filepath = self.broadcast(filepath)
+        if self.local_rank == 0:  # each node, as the folder may be on a disk of its own
+            universal.forget(Path(filepath))
+        self.barrier()
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        if self.load_full_weights and self.zero_stage_3:
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        checkpoint = Path(checkpoint_path)
+        require_zero_checkpoint(checkpoint)
+        require_same_slices(checkpoint, universal.saved_slices(checkpoint), self._tensor_parallel_size)
+        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        if self.zero_stage_3 and not fitting:
+            return self._load_weights_in_parts(checkpoint)
+        saved = universal.saved_processes(checkpoint)
+        if not fitting or saved == self.world_size:
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        self._convert(checkpoint, saved)
+        loaded = super().load_checkpoint(checkpoint_path, weights_only)
+        if self.zero_stage_3:
+            universal.correct_stage_3(self.deepspeed_engine.optimizer.optimizer, checkpoint)
+        return loaded
+
+    def _convert(self, checkpoint: Path, saved: int) -> None:
+        rank_zero_info(f"{checkpoint} was saved by {saved} process(es): converting it for {self.world_size}.")
+        universal.require_convertible(checkpoint)
+        if self.is_global_zero:
+            universal.convert(checkpoint)
+        self.barrier()
+        # DeepSpeed reads this when it loads; nothing else of an engine that exists depends on it.
+        self.deepspeed_engine._config.load_universal_checkpoint = True
+
+    def _load_weights_in_parts(self, checkpoint: Path) -> dict[str, Any]:
+        """Load for evaluation what stage 3 saved: DeepSpeed can do it only where there is an optimizer.
+
+        Rank 0 holds the float32 weights in the memory of its host while it hands them out, layer by layer.
+        """
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+        assert self.lightning_module is not None
+        weights = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint)) if self.is_global_zero else {}
+        self._restore_zero_state({"state_dict": weights}, strict=self.lightning_module.strict_loading)
+        for buffer in self.lightning_module.buffers():
+            dist.broadcast(buffer, src=0)
+        saved: dict[str, Any] = torch.load(
+            next((checkpoint / "checkpoint").glob("*_model_states.pt")),
+            map_location="cpu",
+            mmap=True,
+            weights_only=False,
+        )
+        return saved

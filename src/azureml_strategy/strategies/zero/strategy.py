@@ -1,0 +1,124 @@
+"""ZeRO with processes from the job."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.utilities.types import _PATH
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from typing_extensions import override
+
+from azureml_strategy.strategies.launched import LaunchedStrategy
+from azureml_strategy.strategies.zero import tensor_parallel
+from azureml_strategy.strategies.zero.arguments import strategy_arguments
+from azureml_strategy.strategies.zero.checkpoints import AnyWorldDeepSpeedStrategy
+from azureml_strategy.strategies.zero.config import TrainerNumbers, agree
+from azureml_strategy.strategies.zero.requirements import require_compiler, require_deepspeed
+
+
+class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
+    """Lightning's DeepSpeed with nodes, processes and ranks from the Azure ML job: `strategy="azureml_deepspeed"`.
+
+    Differences to the stock strategy, besides the launch: it runs on CPUs too; a configuration that says "auto" or
+    repeats the Trainer's numbers is accepted, and one that contradicts them refused; a checkpoint is resumed from by
+    another number of processes; matrices can be cut over processes (AutoTP).
+
+    Args:
+        stage: what is cut over the processes. 1: optimizer states; 2, the default: gradients too; 3: parameters too
+            (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054).
+        config: DeepSpeed's own configuration, a dictionary or the path of a JSON file, instead of the arguments here
+            that it has a place for.
+        offload_nvme: keep parameters and optimizer states on a disk of the node: a folder on it, or `auto` to find the
+            NVMe disk with the most free space. Needs stage 3.
+        tensor_parallel_size: ranks that share each matrix and read the same samples; the module's
+            `tensor_parallel_plan()` says how.
+        cluster_environment: used instead of the job's launch where given.
+        require_infiniband: stop a job of several nodes that NCCL does not carry over InfiniBand, instead of warning.
+        kwargs: further arguments of `lightning.pytorch.strategies.DeepSpeedStrategy`, such as `offload_optimizer`,
+            `offload_parameters`, `load_full_weights`, `timeout`.
+
+    Raises:
+        ModuleNotFoundError: DeepSpeed is not installed.
+        LaunchError: the job's variables give no rank to trust, or contradict the Trainer.
+        ValueError: an unknown stage, or an argument beside a configuration that would be ignored.
+        FileNotFoundError: `offload_nvme="auto"` where there is no such disk.
+    """
+
+    def __init__(
+        self,
+        *,
+        stage: int | None = None,
+        config: _PATH | dict[str, Any] | None = None,
+        offload_nvme: _PATH | None = None,
+        tensor_parallel_size: int = 1,
+        cluster_environment: ClusterEnvironment | None = None,
+        require_infiniband: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        require_deepspeed()
+        super().__init__(
+            cluster_environment=cluster_environment,
+            require_infiniband=require_infiniband,
+            **strategy_arguments(stage, config, offload_nvme, kwargs),
+        )
+        assert isinstance(self.config, dict)
+        if config is None:
+            # With offload DeepSpeed would refuse the module's own optimizer, which torch runs on the host as well.
+            self.config["zero_force_ds_cpu_optimizer"] = False
+        self._tensor_parallel_size = tensor_parallel.agreed_size(self.config, tensor_parallel_size)
+        require_compiler(self.config)
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        size = self._tensor_parallel_size
+        return {"num_replicas": self.world_size // size, "rank": self.global_rank // size}
+
+    @override
+    def _format_batch_size_and_grad_accum_config(self) -> None:
+        assert self.lightning_module is not None
+        assert isinstance(self.config, dict)
+        tensor_parallel.check_divides(self.world_size, self._tensor_parallel_size)
+        trainer = self.lightning_module.trainer
+        self.config = agree(
+            self.config,
+            TrainerNumbers(
+                accumulate_grad_batches=trainer.accumulate_grad_batches,
+                gradient_clip_val=trainer.gradient_clip_val,
+                precision=self.precision_plugin.precision,
+                batch_size=self._batch_size(),
+                data_parallel_size=self.distributed_sampler_kwargs["num_replicas"],
+            ),
+        )
+        if self._tensor_parallel_size > 1:
+            own = self.config.get("tensor_parallel") or tensor_parallel.section(self.lightning_module)
+            self.config["tensor_parallel"] = {**own, "autotp_size": self._tensor_parallel_size}
+        super()._format_batch_size_and_grad_accum_config()
+
+    def _batch_size(self) -> int | None:
+        """What the training loader says; Lightning's own way fails for a loader without a batch sampler."""
+        assert self.lightning_module is not None
+        source = self.lightning_module.trainer.fit_loop._data_source
+        sampler = getattr(source.dataloader(), "batch_sampler", None) if source.is_defined() else None
+        return getattr(sampler, "batch_size", None)
+
+    @override
+    def _setup_model_and_optimizer(
+        self, model: Module, optimizer: Optimizer | None, lr_scheduler: LRScheduler | ReduceLROnPlateau | None = None
+    ) -> tuple[Any, Optimizer]:
+        engine, optimizer = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
+        if self._tensor_parallel_size > 1:
+            # DeepSpeed's test that ranks read the same samples cannot compare a batch inside the arguments of a step.
+            # Here the sampler sees to it.
+            engine.first_dataloader_check.remove()
+        return engine, optimizer
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        # Lightning has divided the loss by the batches of a step, and DeepSpeed would do so again: gradients would be
+        # too small wherever the optimizer is not Adam, or where they are clipped.
+        return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)

@@ -1,0 +1,81 @@
+"""DeepSpeed's AutoTP: the section of its configuration that cuts a module's matrices."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+# Styles of a plan, and what DeepSpeed calls them.
+_PARTITIONS: dict[str, dict[str, Any]] = {
+    "colwise": {"partition_type": "column"},
+    "colwise_gather_output": {"partition_type": "column", "gather_output": True},
+    "rowwise": {"partition_type": "row"},
+}
+
+
+def agreed_size(config: Mapping[str, Any], asked: int) -> int:
+    """How many ranks share each matrix, by the configuration or by the argument.
+
+    Args:
+        config: DeepSpeed's configuration, perhaps with a `tensor_parallel` section.
+        asked: the argument; 1 where it was left out.
+
+    Raises:
+        ValueError: they contradict one another.
+    """
+    said = config.get("tensor_parallel", {}).get("autotp_size") or asked
+    if asked not in (1, said):
+        raise ValueError(
+            f"tensor_parallel_size={asked}, but the DeepSpeed configuration says tensor_parallel.autotp_size={said}. "
+            "Leave one of them out."
+        )
+    return int(said)
+
+
+def section(module: nn.Module) -> dict[str, Any]:
+    """What DeepSpeed needs to know to cut the module's matrices.
+
+    Args:
+        module: its `tensor_parallel_plan()` gives the style of each layer by a pattern of its name.
+
+    Raises:
+        ValueError: the module has no such method, or a style that DeepSpeed has not.
+    """
+    plan = getattr(module, "tensor_parallel_plan", None)
+    if plan is None:
+        raise ValueError(
+            f"Tensor parallelism was asked for, but {type(module).__name__} has no tensor_parallel_plan(), so nothing "
+            "says which matrices to cut. Add it: return {'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}, "
+            "or give a DeepSpeed configuration with a `tensor_parallel` section of its own."
+        )
+    specs = [{"patterns": [_regex(pattern)], **_partition(pattern, style)} for pattern, style in plan().items()]
+    return {"partition_config": {"use_default_specs": False, "layer_specs": specs}}
+
+
+def check_divides(world_size: int, size: int) -> None:
+    """Refuse a group that the job's processes cannot be divided into.
+
+    Raises:
+        ValueError: `size` does not divide `world_size`.
+    """
+    if world_size % size:
+        raise ValueError(
+            f"tensor_parallel_size={size} does not divide the {world_size} processes of the job. Choose a divisor of "
+            f"{world_size}, at best of the number of GPUs in a node."
+        )
+
+
+def _partition(pattern: str, style: str) -> dict[str, Any]:
+    if style not in _PARTITIONS:
+        raise ValueError(
+            f"The tensor-parallel plan says {pattern!r}: {style!r}, but DeepSpeed has only {', '.join(_PARTITIONS)}."
+        )
+    return _PARTITIONS[style]
+
+
+def _regex(pattern: str) -> str:
+    """For names of parameters; a plan's `*` stands for one part between dots."""
+    return r"(.*\.)?" + re.escape(pattern).replace(r"\*", r"[^.]+") + r"\.(weight|bias)$"

@@ -1,0 +1,123 @@
+"""ZeRO checkpoints for another number of processes, through DeepSpeed's universal checkpoints."""
+
+from __future__ import annotations
+
+import shutil
+from argparse import Namespace
+from copy import deepcopy
+from pathlib import Path
+
+import torch
+from torch.optim import Optimizer
+
+# Lightning's name for the folder with the shards, and ours for the converted ones beside it.
+_SHARDS, _UNIVERSAL = "checkpoint", "checkpoint_universal"
+# DeepSpeed writes this last, so it says that a conversion is complete.
+_COMPLETE = "latest_universal"
+
+
+def saved_processes(checkpoint: Path) -> int:
+    """How many processes wrote the optimizer shards of a checkpoint.
+
+    Args:
+        checkpoint: the folder that Lightning wrote.
+    """
+    return len(_optimizer_shards(checkpoint))
+
+
+def saved_slices(checkpoint: Path) -> int:
+    """Over how many processes the matrices of a checkpoint are cut: its `tensor_parallel_size`.
+
+    Args:
+        checkpoint: the folder that Lightning wrote.
+    """
+    return len({file.name.partition("mp_rank_")[2][:2] for file in _optimizer_shards(checkpoint)})
+
+
+def forget(checkpoint: Path) -> None:
+    """Remove what an earlier save to the same path has left, and nothing else; any process may do it.
+
+    DeepSpeed writes the files of the processes that there are. Those of more processes would stay beside them, and so
+    would the converted form: later runs would resume from an old step, or from a mixture.
+
+    Args:
+        checkpoint: the folder that is about to be written.
+    """
+    (checkpoint / _COMPLETE).unlink(missing_ok=True)
+    for file in (checkpoint / _SHARDS).glob("*_states.pt"):
+        file.unlink(missing_ok=True)
+    shutil.rmtree(checkpoint / _UNIVERSAL, ignore_errors=True)
+
+
+def require_convertible(checkpoint: Path) -> None:
+    """Refuse what DeepSpeed cannot convert; on all processes, so that none waits for one that has stopped.
+
+    Args:
+        checkpoint: the folder that Lightning wrote.
+
+    Raises:
+        ValueError: the optimizer was not of Adam's family, or matrices were cut (AutoTP).
+    """
+    saved = saved_processes(checkpoint)
+    if saved_slices(checkpoint) > 1:
+        raise ValueError(
+            f"{checkpoint} was saved by {saved} processes with tensor_parallel_size={saved_slices(checkpoint)}, and "
+            f"DeepSpeed joins only what ZeRO cut. Use the same tensor_parallel_size and {saved} processes."
+        )
+    states = torch.load(_optimizer_shards(checkpoint)[0], map_location="cpu", mmap=True, weights_only=False)
+    state = states["optimizer_state_dict"]
+    base = state.get("base_optimizer_state", state.get("optimizer_state_dict"))["state"]
+    names = set(next(iter(base.values()), {}))
+    if not {"exp_avg", "exp_avg_sq"} <= names:
+        raise ValueError(
+            f"{checkpoint} was saved by {saved} process(es), and DeepSpeed converts only the "
+            f"states of Adam's family to another number; this optimizer keeps {sorted(names)}. Resume with as many "
+            f"processes, or start from its weights alone: azureml-strategy consolidate {checkpoint} weights.ckpt"
+        )
+
+
+def convert(checkpoint: Path) -> None:
+    """Write the universal form of a checkpoint beside its shards, unless it is there; on one process.
+
+    It takes as much room again as the shards. Afterwards any number of processes can load it.
+
+    Args:
+        checkpoint: the folder that Lightning wrote, which `require_convertible` has passed.
+    """
+    if (checkpoint / _COMPLETE).is_file():
+        return
+    from deepspeed.checkpoint import ds_to_universal
+
+    ds_to_universal.main(
+        Namespace(
+            input_folder=str(checkpoint / _SHARDS),
+            output_folder=str(checkpoint / _UNIVERSAL),
+            num_extract_workers=1,  # in this process: a pool of others would need the CUDA of their parent
+            num_merge_workers=1,
+            keep_temp_folder=False,
+            strict=True,
+            inject_missing_state=True,  # Megatron's patterns of tied and cut parameters, which others have not
+        )
+    )
+
+
+def correct_stage_3(optimizer: Optimizer, checkpoint: Path) -> None:
+    """Correct what DeepSpeed 0.19 restores wrongly from a universal checkpoint under stage 3.
+
+    It gives all parameter groups the hyperparameters of the first, weight decay among them, and all parts of the state
+    one tensor that counts their steps, which then counts each step once for each part.
+
+    Args:
+        optimizer: the one inside DeepSpeed's, just loaded.
+        checkpoint: the folder that Lightning wrote, converted.
+    """
+    state = checkpoint / _UNIVERSAL / "zero" / "optimizer_state.pt"
+    saved = torch.load(state, map_location="cpu", mmap=True, weights_only=False)["optimizer_state_dict"]
+    for group, hyperparameters in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        group.update({name: value for name, value in hyperparameters.items() if name != "params"})
+    for part in optimizer.state.values():
+        part["step"] = deepcopy(part["step"])
+
+
+def _optimizer_shards(checkpoint: Path) -> list[Path]:
+    return sorted((checkpoint / _SHARDS).glob("*_optim_states.pt"))

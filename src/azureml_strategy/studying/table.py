@@ -1,0 +1,90 @@
+"""The study as a table."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from azureml_strategy.cluster.price import format_money
+from azureml_strategy.studying.options import StudyOptions
+from azureml_strategy.studying.scaling import Row, Scaling
+from azureml_strategy.studying.sizes import count
+
+_WIDTH = 120  # of the table where standard output is no terminal, in characters
+
+
+class _Column(NamedTuple):
+    """A heading, and what of a row stands below it; a column without any value is left out."""
+
+    heading: str
+    value: Callable[[Row], str]
+
+
+def print_study(scaling: Scaling, options: StudyOptions, files: Sequence[Path]) -> None:
+    """Print the table, what to know of it, and where the rest is."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(width=_WIDTH, highlight=False, color_system=None)
+    table = Table(box=box.ROUNDED if console.is_terminal else box.ASCII)
+    columns = [each for each in _columns(scaling) if any(each.value(row) for row in scaling.rows)]
+    for column in columns:
+        table.add_column(column.heading, justify="left" if column.heading in ("transport", "result") else "right")
+    for row in scaling.rows:
+        table.add_row(*(column.value(row) or "-" for column in columns))
+    console.print()
+    console.print(table, markup=False)
+    for line in _remarks(scaling, options):
+        console.print(line, markup=False, soft_wrap=True)
+    console.print(f"Written: {', '.join(map(str, files))}", markup=False, soft_wrap=True)
+
+
+def _columns(scaling: Scaling) -> list[_Column]:
+    unit = scaling.unit
+    return [
+        _Column("nodes", lambda row: _text(row.figures.nodes, "d")),
+        _Column("devices", lambda row: _text(row.figures.devices, "d")),
+        _Column(f"{unit}/s", lambda row: _text(row.figures.samples_per_second, ",.1f")),
+        _Column("per device", lambda row: _text(row.figures.per_device, ",.1f")),
+        _Column("speed-up", lambda row: _text(row.speed_up, ".2f")),
+        _Column("efficiency", lambda row: _text(row.efficiency, ".1%")),
+        _Column("MFU", lambda row: _text(row.figures.mfu, ".1%")),
+        _Column(f"{scaling.currency} per 10^6 {unit}", _cost),
+        _Column("transport", lambda row: row.figures.transport or ""),
+        _Column("result", lambda row: row.figures.problem),
+    ]
+
+
+def _text(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _cost(row: Row) -> str:
+    cost = row.figures.cost_per_million_samples
+    return "" if cost is None else format_money(cost)
+
+
+def _remarks(scaling: Scaling, options: StudyOptions) -> list[str]:
+    lines = []
+    if scaling.base:
+        size = count(scaling.base.devices or 0, "device")
+        lines.append(f"Speed-up and efficiency are against the smallest, {size}. The batch of a device stays the same.")
+    lines.append(f"Runs, from above: {','.join(row.figures.run_id for row in scaling.rows)}")
+    if scaling.differences:
+        shown = [f"{name} ({', '.join(values)})" for name, values in list(scaling.differences.items())[:5]]
+        lines.append(f"The runs differ in more than size: {'; '.join(shown)}.")
+    if options.local:
+        lines.append(
+            f"Emulated: all nodes share this machine's {os.cpu_count()} cores and its memory. The figures show what "
+            "the processes cost one another here, not what a cluster will do."
+        )
+    if scaling.base and scaling.currency is None:
+        lines.append(
+            "No cost: no run knows a price. Give --price-per-hour, or cluster.price_per_hour to the next ones."
+        )
+    return lines

@@ -1,0 +1,177 @@
+"""What a run costs, from the price of a node and the time that the nodes are held."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning_utilities.core.rank_zero import rank_zero_only
+from typing_extensions import override
+
+from azureml_strategy.cluster.price import Price, read_price
+from azureml_strategy.tracking.logger import JobMLFlowLogger
+from azureml_strategy.tracking.throughput import find_throughput
+
+_SECONDS_PER_HOUR = 3600.0
+_RUN = "cost/run"
+
+
+class CostTracker(Callback):
+    """Logs what the run costs: nodes x price of a node x time, on rank 0.
+
+    The time begins with this process, which is with the job's command: imports, the start of all ranks and the first
+    batches are paid for too. What Azure bills beside it is not seen from here: the node's own start, the image's
+    download, idle time before the cluster scales down, and storage. Several runs in one process (a sweep) share its
+    time without paying any of it twice, and a run that a restarted job goes on with includes its earlier attempts.
+
+    Without a price it does nothing: none is ever assumed.
+
+    | metric | when | meaning |
+    |---|---|---|
+    | cost/run | every `interval_s`, at the end of each epoch, of the run, and at an exception | all nodes so far |
+    | cost/epoch | at the end of each epoch | since the last one ended; training, validation and checkpoints |
+    | cost/per_million_samples | at the end of each epoch and of the run | of all nodes, at the measured throughput |
+
+    Tags: `cost.price_per_hour`, `cost.currency`, `cost.source`, `cost.date`. The cost per million samples needs a
+    `ThroughputCallback`, whose warm-up it leaves out: it compares sizes of a cluster, not how long their jobs start.
+
+    Args:
+        price_per_hour: of one node; by default what the job's variables say, and outside a job that has them, none.
+        currency: of `price_per_hour`.
+        interval_s: seconds between two logged costs inside an epoch.
+        clock: seconds, as `time.monotonic` gives them.
+    """
+
+    # Up to when this process's time is paid for by an earlier run in it.
+    _paid_until: ClassVar[float | None] = None
+
+    def __init__(
+        self,
+        price_per_hour: float | None = None,
+        currency: str = "USD",
+        interval_s: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__()
+        self._given = (
+            None if price_per_hour is None else Price(price_per_hour, currency, "tracking.cost.price_per_hour")
+        )
+        self._interval_s = interval_s
+        self._clock = clock
+        self._started: float | None = None
+        self._ended: float | None = None
+        self.price: Price | None = None
+
+    @property
+    def so_far(self) -> float:
+        """What the run costs until now, or until it ended, its earlier attempts included; in the price's currency."""
+        assert self._started is not None
+        return self._earlier + self._per_second * ((self._ended or self._clock()) - self._started)
+
+    @property
+    def mean_epoch(self) -> float | None:
+        """What an epoch cost on average; None before the first has ended."""
+        return self._in_epochs / self._epochs if self._epochs else None
+
+    def per_million_samples(self, samples_per_second: float) -> float:
+        """What all nodes cost while a million samples are trained on."""
+        return 1e6 * self._per_second / samples_per_second
+
+    def describe(self) -> str:
+        """Nodes and price, in words."""
+        return f"{self.nodes} node{'s' * (self.nodes > 1)} x {self.price}"
+
+    @override
+    @rank_zero_only
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.price = self._given or read_price()
+        if self.price is None:
+            return
+        self.nodes = trainer.num_nodes
+        self._per_second = self.nodes * self.price.per_hour / _SECONDS_PER_HOUR
+        now = self._clock()
+        paid = CostTracker._paid_until
+        self._started = now - process_age_s() if paid is None else paid
+        self._ended, self._epochs, self._in_epochs = None, 0, 0.0
+        self._next_log = now + self._interval_s
+        self._earlier = 0.0
+        for logger in trainer.loggers:
+            if isinstance(logger, JobMLFlowLogger):
+                self._earlier = logger.metric_at_start(_RUN) or 0.0
+                logger.log_tags(_tags(self.price))
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.price is not None and self._epochs == 0:
+            self._epoch_began = self.so_far
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self.price is not None and self._clock() >= self._next_log:
+            self._log(trainer, {})
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.price is None:
+            return
+        # An epoch lasts from the end of the one before, so that nothing between two epochs is left out.
+        cost = self.so_far - self._epoch_began
+        self._epoch_began += cost
+        self._epochs += 1
+        self._in_epochs += cost
+        self._log(trainer, {"cost/epoch": cost})
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._end(trainer)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._end(trainer)
+
+    def _end(self, trainer: Trainer) -> None:
+        if self.price is None or self._started is None:
+            return
+        self._ended = CostTracker._paid_until = self._clock()
+        self._log(trainer, {})
+
+    def _log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        self._next_log = self._clock() + self._interval_s
+        metrics = {_RUN: self.so_far, **metrics}
+        throughput = find_throughput(trainer)
+        summary = throughput.summary() if throughput else None
+        if summary:
+            metrics["cost/per_million_samples"] = self.per_million_samples(summary.samples_per_second)
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=trainer.global_step)
+
+
+def find_cost(trainer: Trainer) -> CostTracker | None:
+    """The trainer's own `CostTracker`, if it has one and knows a price."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return next((each for each in callbacks if isinstance(each, CostTracker) and each.price is not None), None)
+
+
+def process_age_s() -> float:
+    """Seconds since this process was started; 0 where that cannot be seen (elsewhere than on Linux)."""
+    if not sys.platform.startswith("linux"):
+        return 0.0
+    # proc(5): field 22 of stat is the start in clock ticks since boot; the name in parentheses may hold spaces.
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+
+
+def _tags(price: Price) -> dict[str, str]:
+    tags = {
+        "cost.price_per_hour": str(price.per_hour),
+        "cost.currency": price.currency,
+        "cost.source": price.source,
+    }
+    return tags | {"cost.date": price.date} if price.date else tags

@@ -1,0 +1,37 @@
+"""The network of a run, kept with the run."""
+
+from __future__ import annotations
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning_utilities.core.rank_zero import rank_zero_only
+from typing_extensions import override
+
+from azureml_strategy.network.record import RunNetwork
+from azureml_strategy.tracking.logger import JobMLFlowLogger
+
+ARTIFACT = "network.json"
+
+
+class NetworkRecorder(Callback):
+    """Writes the transport, the adapters and every setting with its reason into the job's MLflow run.
+
+    Tags `network.transport`, `network.hcas`, `network.gpudirect`, ... and the artifact `network.json`. In a job every
+    Trainer has this callback; it needs one of our strategies and a `JobMLFlowLogger`, and does nothing without them.
+    """
+
+    @override
+    @rank_zero_only
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        network = run_network(trainer)
+        if network is None:
+            return
+        for logger in trainer.loggers:
+            if isinstance(logger, JobMLFlowLogger):
+                logger.log_tags(network.tags)
+                logger.log_text(network.to_json(), ARTIFACT)
+
+
+def run_network(trainer: Trainer) -> RunNetwork | None:
+    """The network that the Trainer's strategy has recorded, if it is one of ours and in a job."""
+    network = getattr(trainer.strategy, "network", None)
+    return network if isinstance(network, RunNetwork) else None

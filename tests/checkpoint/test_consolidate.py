@@ -1,0 +1,96 @@
+"""Consolidation of what one process can write; tests/multiprocess/test_zero.py consolidates ZeRO's shards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+
+from azureml_strategy.checkpoint.consolidate import checkpoint_format, consolidate
+from azureml_strategy.checkpoint.formats import CheckpointFormatError
+from azureml_strategy.cli import main
+
+
+class Linear(LightningModule):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = nn.Linear(width, 1)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters())
+
+
+@pytest.fixture
+def single_file(tmp_path: Path) -> Path:
+    trainer = Trainer(accelerator="cpu", logger=False, barebones=True)
+    trainer.strategy.connect(Linear(3))
+    trainer.save_checkpoint(tmp_path / "single.ckpt")
+    return tmp_path / "single.ckpt"
+
+
+def distributed(folder: Path, weights: dict[str, torch.Tensor]) -> Path:
+    """As Lightning's ModelParallelStrategy writes it: the weights under `model`, the rest in a file of its own."""
+    dcp.save({"model": weights}, checkpoint_id=folder, no_dist=True)
+    torch.save({"epoch": 3, "pytorch-lightning_version": "2.6.6", "hyper_parameters": {"width": 3}}, folder / "meta.pt")
+    return folder
+
+
+def test_a_single_file_loses_all_but_its_weights(single_file: Path, tmp_path: Path) -> None:
+    before = torch.load(single_file, weights_only=False)
+    weights = consolidate(single_file, tmp_path / "new" / "weights.ckpt")
+    after = torch.load(tmp_path / "new" / "weights.ckpt", weights_only=True)
+    assert torch.equal(after["state_dict"]["layer.weight"], before["state_dict"]["layer.weight"])
+    assert weights.keys() == after["state_dict"].keys()
+    assert "loops" in before
+    assert not {"loops", "optimizer_states", "callbacks"} & after.keys()
+    assert Linear.load_from_checkpoint(tmp_path / "new" / "weights.ckpt").layer.in_features == 3
+
+
+def test_shards_of_torch(tmp_path: Path) -> None:
+    expected = Linear(3)
+    folder = distributed(tmp_path / "sharded.ckpt", expected.state_dict())
+    consolidate(folder, tmp_path / "weights.ckpt")
+    read = Linear.load_from_checkpoint(tmp_path / "weights.ckpt")
+    assert torch.equal(read.layer.weight, expected.layer.weight)
+    assert torch.load(tmp_path / "weights.ckpt", weights_only=True)["epoch"] == 3
+
+
+def test_the_command(single_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = str(tmp_path / "weights.ckpt")
+    assert main(["consolidate", str(single_file), output]) == 0
+    assert capsys.readouterr().out == f"{output}: 2 tensors, 4 numbers\n"
+    assert main(["consolidate", str(single_file), output]) == 2
+    assert "weights.ckpt exists. Name a file that does not" in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir() if file.suffix == ".part"] == []
+
+
+def test_what_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointFormatError, match=r"There is no .*gone\.ckpt"):
+        checkpoint_format(tmp_path / "gone.ckpt")
+    with pytest.raises(CheckpointFormatError, match=r"is a folder, but no checkpoint .* DeepSpeed ZeRO shards"):
+        checkpoint_format(tmp_path)
+    (tmp_path / "latest").write_text("checkpoint")
+    (tmp_path / "checkpoint").mkdir()
+    with pytest.raises(CheckpointFormatError, match=f"is a part of a DeepSpeed checkpoint. Give {tmp_path}"):
+        checkpoint_format(tmp_path / "checkpoint")
+    torch.save({"weights": torch.zeros(1)}, tmp_path / "other.pt")
+    with pytest.raises(CheckpointFormatError, match="holds no `state_dict`"):
+        consolidate(tmp_path / "other.pt", tmp_path / "weights.ckpt")
+
+
+def test_slices_of_tensor_parallelism_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "latest").write_text("checkpoint")
+    (tmp_path / "checkpoint").mkdir()
+    for name in (
+        "zero_pp_rank_0_mp_rank_00_optim_states.pt",
+        "mp_rank_00_model_states.pt",
+        "mp_rank_01_model_states.pt",
+    ):
+        (tmp_path / "checkpoint" / name).touch()
+    with pytest.raises(CheckpointFormatError, match=r"was saved with tensor_parallel_size above 1.*train with .*=1"):
+        consolidate(tmp_path, tmp_path / "weights.ckpt")

@@ -1,0 +1,187 @@
+"""One process that ends at any batch, and goes on: the same weights and the same curve to the last bit."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from tests.multiprocess.scripts.noisy import Killed, Noisy, Numbers, StopAt, curve, fit
+
+from azureml_strategy.checkpoint import JobCheckpoint
+from azureml_strategy.checkpoint.boundary import at_step_boundary
+from azureml_strategy.checkpoint.storage_folder import CheckpointFolder
+
+QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "within the epoch": {},
+    "workers": {"workers": 2, "accumulate_grad_batches": 1},
+    "validated after the epoch": {"val_check_interval": 1.0},
+    "not validated": {"limit_val_batches": 0, "checkpoint": {"monitor": None, "every_n_train_steps": None}},
+    "only by step": {"limit_val_batches": 0, "checkpoint": {"monitor": None, "every_n_train_steps": 3}},
+    "counted in steps": {"max_epochs": -1, "max_steps": 26, "check_val_every_n_epoch": None, "val_check_interval": 9},
+}
+
+
+@pytest.fixture(autouse=True)
+def _seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # what seed_everything writes goes away again
+        monkeypatch.setenv(name, "0")
+
+
+class _Asks(Noisy):
+    """Has Lightning make the loaders before it restores the checkpoint's loops."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches == 30
+        return super().configure_optimizers()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_module_that_asks_for_the_number_of_steps(tmp_path: Path, workers: int) -> None:
+    whole = fit(tmp_path / "whole", module=_seeded_module(), workers=workers)
+    with pytest.raises(Killed):
+        fit(tmp_path / "killed", StopAt(11), module=_seeded_module(), workers=workers)
+    again = fit(tmp_path / "killed", module=_seeded_module(), workers=workers)
+    assert again["weights"] == whole["weights"]
+    assert curve(tmp_path / "killed" / "curve.jsonl") == curve(tmp_path / "whole" / "curve.jsonl")
+
+
+def _seeded_module() -> Noisy:
+    torch.manual_seed(0)
+    return _Asks()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_killed_again_and_again(tmp_path: Path, variant: str) -> None:
+    arguments = VARIANTS[variant]
+    whole = fit(tmp_path / "whole", **_copy(arguments))
+    for _ in range(8):
+        with pytest.raises(Killed):
+            fit(tmp_path / "killed", StopAt(9), **_copy(arguments))
+        if len(list((tmp_path / "killed" / "checkpoints").glob("*.manifest.json"))) and _step(tmp_path) > 20:
+            break
+    again = fit(tmp_path / "killed", **_copy(arguments))
+    assert again["weights"] == whole["weights"]
+    assert again["step"] == whole["step"]
+    assert Path(again["best"]).name == Path(whole["best"]).name
+    assert curve(tmp_path / "killed" / "curve.jsonl") == curve(tmp_path / "whole" / "curve.jsonl")
+
+
+def test_the_last_two_and_the_best_stay(tmp_path: Path) -> None:
+    done = fit(tmp_path / "run")
+    folder = CheckpointFolder(tmp_path / "run" / "checkpoints")
+    complete = folder.complete()
+    assert [each.step for each in complete[:2]] == [30, 28]
+    assert len(complete) == 3
+    best = complete[2]
+    assert best.reason == "epoch"
+    assert Path(done["best"]).name == best.name
+    values = curve(tmp_path / "run" / "curve.jsonl")
+    assert best.score == min(value for (name, _), at in values.items() if name == "val/loss" for value in at)
+    assert len(list(folder.path.iterdir())) == 6, "three checkpoints and their manifests, nothing else"
+
+
+class _Refuse(Callback):
+    """From a batch on, the disk takes only the smallest files, as a full one does; later it takes all again."""
+
+    def __init__(self, first: int, last: int) -> None:
+        self.first, self.last = first, last
+        self.limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        seen = trainer.fit_loop.epoch_loop.total_batch_idx
+        if seen in (self.first, self.last):
+            size = 3000 if seen == self.first else self.limits[0]
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, self.limits[1]))
+
+
+def test_a_full_disk_costs_a_warning_and_no_older_checkpoint(tmp_path: Path) -> None:
+    quiet = {"logger": False, "limit_val_batches": 0, "checkpoint": {"monitor": None, "every_n_train_steps": 4}}
+    whole = fit(tmp_path / "whole", **_copy(quiet))
+    folder = CheckpointFolder(tmp_path / "full" / "checkpoints")
+    seen: list[list[int]] = []
+    refuse = _Refuse(20, 50)
+    with pytest.warns(UserWarning, match=r"No checkpoint at step 12: .*older checkpoints are as they were"):
+        full = fit(tmp_path / "full", refuse, _Look(folder, seen), **_copy(quiet))
+    assert full["weights"] == whole["weights"]
+    assert seen[24:48] == [[8, 4]] * 24, "the disk is full"
+    assert folder.complete()[0].step == 30
+    assert all(each.fault(folder.path) is None for each in folder.complete())
+    assert len(list(folder.path.iterdir())) == 4
+
+
+class _Look(Callback):
+    """Notes at each batch which checkpoints there are."""
+
+    def __init__(self, folder: CheckpointFolder, seen: list[list[int]]) -> None:
+        self.folder, self.seen = folder, seen
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self.seen.append([each.step for each in self.folder.complete()])
+
+
+def test_a_disk_too_small_for_another_one_is_seen_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CheckpointFolder, "free_bytes", lambda folder: 1000)
+    with pytest.warns(UserWarning, match=r"No checkpoint at step 4: the disk has 1,000 bytes left, and it takes about"):
+        fit(tmp_path / "run", logger=False, max_epochs=1)
+    assert [each.step for each in CheckpointFolder(tmp_path / "run" / "checkpoints").complete()] == [2]
+
+
+def test_a_place_that_cannot_be_written_to_costs_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("a file where the folder should be")
+    saver = JobCheckpoint(tmp_path / "run" / "checkpoints", every_n_train_steps=5)
+    trainer = Trainer(accelerator="cpu", devices=1, max_epochs=1, logger=False, callbacks=[saver], **QUIET)
+    with pytest.warns(UserWarning, match="No checkpoint at step 5"):
+        trainer.fit(Noisy(), datamodule=Numbers())
+    assert trainer.global_step == 30
+
+
+class _SaveNow(Callback):
+    """Asks for a checkpoint at the end of a batch, as the notice of a preemption does."""
+
+    def __init__(self) -> None:
+        self.paths: list[str | None] = []
+
+    def on_train_batch_end(self, trainer: Trainer, *rest: Any) -> None:
+        if trainer.global_step == 7 and at_step_boundary(trainer):
+            saver = trainer.checkpoint_callback
+            assert isinstance(saver, JobCheckpoint)
+            self.paths += [saver.save_now(trainer, "preempted"), saver.save_now(trainer, "preempted")]
+
+
+def test_save_now_saves_once(tmp_path: Path) -> None:
+    asked = _SaveNow()
+    with pytest.raises(Killed):
+        fit(tmp_path / "run", asked, StopAt(15), logger=False)
+    first, second = asked.paths[:2]
+    assert first == second == str(tmp_path / "run" / "checkpoints" / "epoch=0-step=7.ckpt")
+    newest = CheckpointFolder(tmp_path / "run" / "checkpoints").complete()[0]
+    assert (newest.step, newest.reason, newest.score) == (7, "preempted", None)
+
+
+def test_by_time(tmp_path: Path) -> None:
+    arguments = {"monitor": None, "every_n_train_steps": None, "every_minutes": 1e-6}
+    with pytest.raises(Killed):
+        fit(tmp_path / "run", StopAt(9), logger=False, checkpoint=arguments)
+    assert [each.step for each in CheckpointFolder(tmp_path / "run" / "checkpoints").complete()] == [4, 3]
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"keep_last": 0}, {"every_n_train_steps": 0}, {"every_n_train_steps": -2}, {"every_minutes": 0}]
+)
+def test_arguments_are_checked_at_once(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="is out of range"):
+        JobCheckpoint(**arguments)
+
+
+def _copy(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {name: dict(value) if isinstance(value, dict) else value for name, value in arguments.items()}
+
+
+def _step(tmp_path: Path) -> int:
+    return CheckpointFolder(tmp_path / "killed" / "checkpoints").complete()[0].step

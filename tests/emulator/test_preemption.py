@@ -1,0 +1,70 @@
+"""A node that is announced to go, goes, and comes back as the job's next attempt."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tests.emulator.conftest import RunCode
+
+from azureml_strategy.checkpoint.scheduled_events import read_events
+from azureml_strategy.cli import main
+from azureml_strategy.cluster.job import read_job
+from azureml_strategy.emulator import EmulatedJob, EmulationError, Preemption
+
+# Waits for its node's end in the first attempt, and says what its node was told.
+STORY = """
+import json, os, signal, sys, time, urllib.request
+environ = dict(os.environ)
+said = None
+signal.signal(signal.SIGTERM, lambda *_: (print("told to end", flush=True), sys.exit(143)))
+url = environ.get("AZUREML_STRATEGY_SCHEDULED_EVENTS")
+while json.loads(environ["AZUREML_CR_COMPUTE_CONTEXT"])["run_attempt_count"] == 0:
+    if url and not said:
+        request = urllib.request.Request(url, headers={"Metadata": "true"})
+        answer = urllib.request.urlopen(request).read().decode()
+        if json.loads(answer)["Events"]:
+            said = answer
+            print(said, flush=True)
+    time.sleep(0.02)
+print(json.dumps(environ), flush=True)
+"""
+
+
+def test_the_last_node_is_told_and_lost_and_the_run_starts_again(run_code: RunCode) -> None:
+    job = run_code(STORY, nodes=2, preemption=Preemption(after_s=1, notice_s=3))
+    assert (job.exit_code, job.status) == (0, "FINISHED")
+    assert "node 1 was taken away. The job starts again: same run, attempt 1." in job.output
+    (surviving, first_again), (announced, second_again) = job.of_rank(0), job.of_rank(1)
+    assert surviving == "told to end"
+    (event,) = read_events(announced.encode())
+    assert (event.kind, event.not_before is not None) == ("Preempt", True)
+    jobs = [read_job(json.loads(line)) for line in (first_again, second_again)]
+    assert [(each.attempt, each.priority) for each in jobs if each] == [(1, "low-priority")] * 2
+    assert len({each.run_id for each in jobs if each}) == 1
+    assert jobs[0] is not None
+    assert jobs[0].run_id in job.output.splitlines()[0]
+
+
+def test_a_job_that_is_done_before_is_left_alone(run_code: RunCode) -> None:
+    job = run_code("print('done')", nodes=2, preemption=Preemption(after_s=60))
+    assert (job.exit_code, job.status) == (0, "FINISHED")
+    assert "taken away" not in job.output
+
+
+def test_a_job_that_fails_before_does_not_start_again(run_code: RunCode) -> None:
+    job = run_code("raise SystemExit(3)", nodes=2, preemption=Preemption(after_s=60))
+    assert (job.exit_code, job.status) == (3, "FAILED")
+    assert "taken away" not in job.output
+
+
+def test_isolated_nodes_cannot_be_told() -> None:
+    with pytest.raises(EmulationError, match="Leave --isolate out"):
+        EmulatedJob(["true"], isolate=True, preemption=Preemption(20))
+
+
+@pytest.mark.parametrize("time", ["soon", "20h", "-5s", "s"])
+def test_what_is_no_time(capsys: pytest.CaptureFixture[str], time: str) -> None:
+    with pytest.raises(SystemExit):
+        main(["emulate", f"--preempt-after={time}", "--", "true"])
+    assert f"{time!r} is no time. Write 20s, 0.5s or 2m." in capsys.readouterr().err

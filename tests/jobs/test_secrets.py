@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from azureml_strategy.jobs.errors import JobError
+from azureml_strategy.jobs.secrets import is_secret, override_texts, refuse_secrets
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("HF_TOKEN", "hf_abcdefgh"),
+        ("WANDB_API_KEY", "0a1b2c3d"),
+        ("accountKey", "abc=="),
+        ("callbacks.push.password", "hunter2"),
+        ("AZURE_CLIENT_SECRET", "abc"),
+        ("MSI_SECRET", "abc"),
+        ("WANDB_KEY", "abc"),
+        ("job.environment_variables.WANDB_KEY", "abc"),
+        ("job.environment_variables.KEY", "abc"),
+        ("SMTP_PASS", "abc"),
+        ("STORAGE_SAS", "?sv=1"),
+        ("DB_CONNECTION_STRING", "Server=x"),
+        ("OCP_APIM_SUBSCRIPTION_KEY", "abc"),
+        ("data.root", "https://account.blob.core.windows.net/data?sv=2024&sig=abc%3D"),
+        ("data.root", "https://user:password@host/data"),
+        ("anything", "AccountName=a;AccountKey=b"),
+        ("anything", "eyJhbGciOi.eyJzdWIi.c2ln"),
+        ("callbacks.x", "{_target_: a.B, token: abcdef}"),
+        ("anything", "Authorization: Bearer abcdef"),
+    ],
+)
+def test_secrets_are_refused_and_not_repeated(name: str, value: str) -> None:
+    with pytest.raises(JobError, match="key vault") as caught:
+        refuse_secrets({"first": "1", name: value})
+    assert str(caught.value).startswith(f"{name} looks like a secret")
+    assert value not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("TOKENIZERS_PARALLELISM", "false"),
+        ("data.tokenizer", "tokenizer.json"),
+        ("data.sort_key", "length"),
+        ("NCCL_IB_PKEY", "0x8001"),
+        ("job.inputs.x.path", "abfss://images@account.dfs.core.windows.net/train"),
+        ("job.inputs.x.path", "wasbs://images@account.blob.core.windows.net/train"),
+        ("data.end_of_text", "<|endoftext|>"),
+        ("model.pad_token", "0"),
+        ("HF_TOKEN", "${vars.none}"),
+        ("NCCL_DEBUG", "INFO"),
+        ("MONKEY", "banana"),
+        ("SASKATOON", "x"),
+        ("model.patience", "3"),
+        ("job.identity.client_id", "1b2c-3d"),
+        ("job.inputs.x.path", "azureml://subscriptions/1b2c/resourcegroups/g/workspaces/w/datastores/d/paths/p"),
+        ("job.environment.name", "azureml:/subscriptions/1b2c/resourceGroups/g"),
+    ],
+)
+def test_what_only_looks_a_little_like_one_is_let_through(name: str, value: str) -> None:
+    refuse_secrets({name: value})
+
+
+@given(st.text(alphabet="abcdefghijklmnopqrstuvwxyz", min_size=1), st.text(min_size=1))
+def test_a_name_that_says_so_is_enough(word: str, value: str) -> None:
+    text = value.strip().strip("'\"")
+    assert is_secret(f"{word}_token", f"s3cret-{text}")
+
+
+def test_the_keys_of_overrides() -> None:
+    assert override_texts(["a.b=1=2", "+c=x", "++d=", "~e"]) == {"a.b": "1=2", "c": "x", "d": "", "e": ""}

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import re
+from importlib.resources import files
+
+import pytest
+import yaml
+
+from azureml_strategy.jobs.errors import JobError
+from azureml_strategy.jobs.sizes import check_nodes, compute_name, find_size, offered_sizes, scale_up_advice
+
+
+def test_each_size_that_is_offered_has_a_file_and_no_other_has() -> None:
+    group = files("azureml_strategy.conf").joinpath("cluster")
+    shipped = {file.name.removesuffix(".yaml"): yaml.safe_load(file.read_text()) for file in group.iterdir()}
+    assert shipped.pop("default")["vm_size"] is None
+    assert {name: config["vm_size"] for name, config in shipped.items()} == {
+        size.short_name: size.name for size in offered_sizes()
+    }
+    assert {"nd96isr_h100_v5", "nc24ads_a100_v4"} < shipped.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Standard_NC24rs_v3", "was retired on 2025-09-30.* NC96ads_A100_v4|was retired"),
+        ("nd24rs", "was retired on 2023-09-06"),
+        ("nd96isr h100 v5", "did you mean Standard_ND96isr_H100_v5"),
+    ],
+)
+def test_sizes_that_cannot_be_had(name: str, words: str) -> None:
+    with pytest.raises(JobError, match=words):
+        find_size(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes", "words"),
+    [
+        (
+            "nc24ads_a100_v4",
+            4,
+            r"has no InfiniBand.* Scale up .* Standard_ND96amsr_A100_v4 has 8 A100 .* confirm with X",
+        ),
+        ("nd96is_h100_v5", 2, r"has no InfiniBand.* With InfiniBand there is Standard_ND96isr_H100_v5"),
+        ("nc64as_t4_v3", 2, r"Use one node"),
+        ("Standard_NC144ds_XYZ9_v7", 2, r"has no InfiniBand"),
+    ],
+)
+def test_several_nodes_without_infiniband_are_refused(name: str, nodes: int, words: str) -> None:
+    size = find_size(name)
+    with pytest.raises(JobError, match=words):
+        check_nodes(size, nodes, allowed=False, option="X")
+    check_nodes(size, nodes, allowed=True, option="X")
+    check_nodes(size, 1, allowed=False, option="X")
+
+
+@pytest.mark.parametrize("name", ["nd96isr_h100_v5", "nd96amsr_a100_v4", "nd40rs_v2", "Standard_D4s_v3"])
+def test_several_nodes_with_infiniband_or_without_gpus_are_fine(name: str) -> None:
+    check_nodes(find_size(name), 8, allowed=False, option="X")
+
+
+def test_scaling_up_comes_before_scaling_out() -> None:
+    advice = scale_up_advice(find_size("nc4as_t4_v3"), 4)
+    assert advice is not None
+    assert "Standard_NC64as_T4_v3 has 4 T4 GPUs" in advice
+    assert scale_up_advice(find_size("nc4as_t4_v3"), 1) is None
+    assert scale_up_advice(find_size("nd96isr_h100_v5"), 4) is None
+    assert scale_up_advice(find_size("Standard_D4s_v3"), 4) is None
+
+
+def test_a_compute_has_a_name_that_azure_takes() -> None:
+    """Letters, digits and hyphens, 3 to 32, a letter first."""
+    for size in offered_sizes():
+        for tier in ("dedicated", "low_priority"):
+            assert re.fullmatch(r"[a-z][a-z0-9-]{2,31}", compute_name(size, tier))
+    assert compute_name(find_size("nd96isr_h100_v5"), "low_priority") == "nd96isr-h100-v5-low"

@@ -1,0 +1,105 @@
+"""`azureml-strategy submit` as a user types it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from azure.ai.ml import load_job
+from tests.jobs.azure_service.service import AzureService
+from tests.jobs.rendering import SIZE, cache, own_recipe
+
+from azureml_strategy.cli import main
+
+__all__ = ["cache"]  # a fixture
+PRICED = "cluster.price_per_hour=3.5"
+
+
+@pytest.fixture
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is asked over the network ends at a port where nobody listens."""
+    for name in ("HTTPS_PROXY", "HTTP_PROXY", "https_proxy", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+
+
+@pytest.mark.usefixtures("_offline")
+def test_a_dry_run_prints_what_azure_ai_ml_loads(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["resnet50_imagenet", "cluster=nd96amsr_a100_v4", "--dry-run", "cluster.num_nodes=4", "--name", "a-1"]
+    assert main(["submit", *arguments]) == 0
+    printed = capsys.readouterr()
+    Path("job.yaml").write_text(printed.out)
+    job = load_job("job.yaml")
+    assert (job.name, job.resources.instance_count, job.distribution.process_count_per_instance) == ("a-1", 4, 8)
+    assert not printed.err
+
+
+@pytest.mark.usefixtures("_offline")
+def test_the_options_may_stand_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = own_recipe("runs/mine.yaml")
+    lines = [
+        ["--dry-run", recipe, SIZE, "seed=3"],
+        [recipe, "--dry-run", SIZE, "seed=3"],
+        [recipe, SIZE, "seed=3", "--dry-run"],
+    ]
+    printed = []
+    for line in lines:
+        assert main(["submit", *line]) == 0
+        captured = capsys.readouterr()
+        assert captured.err == "code: ., 1 files, 0.0 MB\n", "beside what is printed, so that the latter stays YAML"
+        printed.append(captured.out)
+    assert printed[0] == printed[1] == printed[2]
+    assert " seed=3 output_dir=${{outputs.run}}" in yaml.safe_load(printed[0])["command"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["resnet50_ddp", "--dry-run"], "azureml-strategy: No cluster is chosen"),
+        (["resnet50_dpd", "--dry-run", SIZE], "azureml-strategy: There is no recipe 'resnet50_dpd'"),
+        (["resnet50_ddp", SIZE, "+vars.api_key=0a1b2c3d", "--dry-run"], "vars.api_key looks like a secret"),
+        (["resnet50_ddp", SIZE, "-m"], "unrecognized arguments: -m"),
+    ],
+)
+def test_a_wrong_command_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code: object = main(["submit", *arguments])
+    except SystemExit as end:
+        code = end.code
+    captured = capsys.readouterr()
+    assert code == 2
+    assert words in captured.err
+    assert "0a1b2c3d" not in captured.err
+    assert not captured.out
+
+
+def test_a_job_and_its_page_are_told(azure_service: AzureService, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["submit", "resnet50_ddp", SIZE, PRICED, "--name", "told"]) == 0
+    assert capsys.readouterr().out == (f"told\nhttps://ml.azure.com/runs/told?wsid={azure_service.workspace.id}\n")
+    sent = json.dumps(azure_service.jobs["told"].body)
+    for name, value in azure_service.environment.items():
+        if name in ("AZURE_CLIENT_SECRET", "AZURE_CLIENT_ID", "AZURE_TENANT_ID"):
+            assert value not in sent
+
+
+@pytest.mark.parametrize(("end", "code"), [("Completed", 0), ("Failed", 1)])
+def test_following_ends_as_the_job_does(
+    azure_service: AzureService, capsys: pytest.CaptureFixture[str], end: str, code: int
+) -> None:
+    azure_service.jobs.states = ("Running", end)
+    azure_service.write_log("followed", "Epoch 0: batch 1/1, images/s 10.0\n")
+    assert main(["submit", "resnet50_ddp", SIZE, PRICED, "--name", "followed", "--follow"]) == code
+    printed = capsys.readouterr().out
+    assert printed.index("https://ml.azure.com/runs/followed") < printed.index("Epoch 0")
+    assert f"Throughput: 10.0 images/s (median of 1 readings)\nStatus: {end}\n" in printed
+
+
+def test_another_workspace(azure_service: AzureService) -> None:
+    azure_service.add_workspace("other")
+    assert main(["submit", "resnet50_ddp", SIZE, PRICED, "--workspace", "other", "--name", "a"]) == 0
+    assert main(["submit", "resnet50_ddp", SIZE, PRICED, "job.workspace.name=other", "--name", "b"]) == 0
+    rest = ["job.workspace.name=other", "--resource-group", azure_service.workspace.id.split("/")[4], "--name", "c"]
+    assert main(["submit", "resnet50_ddp", SIZE, PRICED, *rest]) == 0, "an option leaves the other settings alone"
+    assert list(azure_service.workspaces["other"].jobs) == ["a", "b", "c"]
+    assert not list(azure_service.jobs)

@@ -1,0 +1,146 @@
+"""The LightningModule of the GPT in a real Trainer."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule, Trainer
+from tests.models.gpts import GPT2, LLAMA
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from azureml_strategy.models import GPTConfig, LanguageModel
+
+
+def _data(rows: int = 16, length: int = 16) -> TensorDataset:
+    """Counting, from a random start: the next token is certain."""
+    starts = torch.randint(61, (rows, 1), generator=torch.Generator().manual_seed(0))
+    tokens = (starts + torch.arange(length + 1)) % 61
+    return TensorDataset(tokens[:, :-1], tokens[:, 1:])
+
+
+def _loader(batch_size: int = 8, **sizes: int) -> DataLoader[Any]:
+    return DataLoader(_data(**sizes), batch_size=batch_size)
+
+
+def _trainer(**arguments: Any) -> Trainer:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    return Trainer(accelerator="cpu", devices=1, enable_model_summary=False, **quiet, **arguments)
+
+
+@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_it_learns_to_count(config: GPTConfig) -> None:
+    model = LanguageModel(config, learning_rate=1e-2, warmup_steps=5)
+    trainer = _trainer(max_steps=60)
+    trainer.fit(model, _loader(), _loader())
+    assert trainer.callback_metrics["train/loss"] < 0.2 < math.log(61)
+    assert trainer.callback_metrics["val/perplexity"] < 1.5
+
+
+def test_the_same_seed_gives_the_same_model_whatever_torchs_seed() -> None:
+    states = []
+    for torch_seed, seed in ((1, 5), (2, 5), (2, 6)):
+        torch.manual_seed(torch_seed)
+        model = LanguageModel(LLAMA, seed=seed)
+        model.configure_model()
+        states.append(model.state_dict())
+    torch.testing.assert_close(states[0], states[1], rtol=0, atol=0)
+    assert not torch.equal(states[1]["layers.1.mlp.up.weight"], states[2]["layers.1.mlp.up.weight"])
+
+
+def test_metrics_are_means_over_the_tokens_that_count() -> None:
+    inputs, targets = _data(11).tensors
+    targets = targets.clone()
+    targets[:4] = -100  # the first batch has no token that counts, and the last is smaller
+    targets[5, 3:] = -100
+    model = LanguageModel(LLAMA)
+    (metrics,) = _trainer().validate(model, DataLoader(TensorDataset(inputs, targets), batch_size=4), verbose=False)
+    with torch.no_grad():
+        logits = model.eval()(inputs)
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).item()
+    assert metrics == pytest.approx({"val/loss": expected, "val/perplexity": math.exp(expected)}, rel=1e-5)
+    (tested,) = _trainer().test(model, DataLoader(TensorDataset(inputs, targets), batch_size=3), verbose=False)
+    assert tested == pytest.approx({"test/loss": expected, "test/perplexity": math.exp(expected)}, rel=1e-5)
+
+
+def test_the_optimizer_is_adamw_with_warmup_and_no_decay_of_gains() -> None:
+    model = LanguageModel(GPT2, learning_rate=0.5, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.2, warmup_steps=2)
+    rates: list[float] = []
+    model.on_train_batch_start = lambda batch, batch_idx: rates.append(  # type: ignore[method-assign]
+        model.optimizers().param_groups[0]["lr"]
+    )
+    _trainer(max_steps=4).fit(model, _loader())
+    assert rates == pytest.approx([0.25, 0.5, 0.5, 0.25])
+    decayed, others = model.optimizers().param_groups
+    assert (decayed["betas"], decayed["eps"], decayed["weight_decay"]) == ((0.8, 0.9), 1e-6, 0.2)
+    assert others["weight_decay"] == 0.0
+    assert len(decayed["params"]) == 2 + 3 * 6  # the tied table once, positions, six matrices a block
+    assert sum(parameter.numel() for group in (decayed, others) for parameter in group["params"]) == GPT2.parameters()
+
+
+def test_a_checkpoint_loads_and_goes_on(tmp_path: Path) -> None:
+    model = LanguageModel(GPT2, learning_rate=1e-2, seed=3)
+    trainer = _trainer(max_steps=3)
+    trainer.fit(model, _loader())
+    trainer.save_checkpoint(tmp_path / "model.ckpt")
+    loaded = LanguageModel.load_from_checkpoint(tmp_path / "model.ckpt", network=GPT2)
+    assert (loaded.hparams["learning_rate"], loaded.hparams["seed"]) == (1e-2, 3)
+    torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
+    assert loaded.layers[0].weight is loaded.layers[-1].weight
+
+
+def test_names_are_places_in_the_chain() -> None:
+    model = LanguageModel(LLAMA)
+    model.configure_model()
+    model.configure_model()  # as before each of fit, validate and test
+    names = [name for name, _ in model.named_parameters()]
+    assert len(model.layers) == len(model.pipeline_layers()) == 3 + 3
+    assert names[:3] == ["layers.0.weight", "layers.1.attention_norm.weight", "layers.1.attention.query.weight"]
+    assert names[-2:] == ["layers.4.weight", "layers.5.weight"]
+
+
+@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_the_tensor_parallel_plan_names_every_matrix_of_the_blocks(config: GPTConfig) -> None:
+    model = LanguageModel(config)
+    model.configure_model()
+    assert list(model.sharded_blocks()) == list(model.layers[1:4])
+    matrices = {name for name, _ in model.layers[1].named_modules() if isinstance(_, torch.nn.Linear)}
+    plan = model.tensor_parallel_plan()
+    assert {name.removeprefix("layers.*.") for name in plan} == matrices
+    assert {name for name, style in plan.items() if style == "rowwise"} == {
+        "layers.*.attention.output",
+        "layers.*.mlp.down",
+    }
+    assert list(model.tensor_parallel_counts().values()) == [4, config.key_value_heads]
+
+
+class _Data(LightningDataModule):
+    def __init__(self, **facts: int) -> None:
+        super().__init__()
+        vars(self).update(facts)
+        self.asked = False
+
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        self.asked = True
+        return _loader()
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"vocab_size": 62}, r"network has 61 tokens, but the tokenizer has 62.*model.network.vocab_size=62"),
+        ({"sequence_length": 17}, r"sequences of 17 tokens, but the network is for 16\..*sequence_length=16"),
+    ],
+)
+def test_data_that_does_not_fit_is_an_error_before_training(facts: dict[str, int], words: str) -> None:
+    data = _Data(**facts)
+    with pytest.raises(ValueError, match=words):
+        _trainer(max_steps=1).fit(LanguageModel(LLAMA), datamodule=data)
+    assert not data.asked
+    fitting = dataclasses.replace(LLAMA, vocab_size=62, context=17)
+    _trainer(max_steps=1).fit(LanguageModel(fitting), datamodule=data)

@@ -1,0 +1,111 @@
+"""`read_transport` as a whole: content that is damaged, mixed, cut off or endless."""
+
+from __future__ import annotations
+
+import io
+import random
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from azureml_strategy.network.transport import read_transport
+
+SAMPLES = Path(__file__).parents[2] / "samples" / "nccl_logs"
+FOUR_NODES = next(SAMPLES.glob("02*.log")).read_text()
+MEBIBYTE = 1 << 20
+WORDS = st.sampled_from(
+    ["NCCL INFO ", "NCCL WARN ", "NET/IB : Using [0]", "mlx5_0:1/IB", " via ", "NET/IB/0", "Got completion", "\n", "²"]
+)
+
+
+@given(st.binary(max_size=400) | st.lists(st.binary(max_size=20) | WORDS.map(str.encode)).map(b"".join))
+def test_no_content_raises(content: bytes) -> None:
+    transport = read_transport(content)
+    assert (transport.kind == "unknown") == (transport.evidence == "none") or transport.network_channels
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\0" * 5000, b"\xff\xfe" * 500, b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 9]
+)
+def test_a_file_that_is_no_log(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(content)
+    transport = read_transport(path)
+    assert (transport.kind, transport.evidence, transport.errors) == ("unknown", "none", ())
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, len(FOUR_NODES)))
+def test_a_log_cut_off_anywhere_is_infiniband_or_not_known(end: int) -> None:
+    assert read_transport(FOUR_NODES[:end]).kind in ("ib", "unknown")
+
+
+def test_every_sample_cut_off_anywhere_in_its_last_part() -> None:
+    for path in SAMPLES.glob("*.log"):
+        text = path.read_text()[-1500:]
+        whole = read_transport(text).kind
+        kinds = {read_transport(text[:end]).kind for end in range(0, len(text), 7)}
+        assert kinds <= {whole, "unknown", "p2p-only"}, path
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers())
+def test_hosts_may_be_interleaved_in_any_order(seed: int) -> None:
+    by_host: dict[str, list[str]] = {}
+    for line in FOUR_NODES.splitlines():
+        by_host.setdefault(line.split(":")[0], []).append(line)
+    turns = [host for host, lines in by_host.items() for _ in lines]
+    random.Random(seed).shuffle(turns)
+    left = {host: iter(lines) for host, lines in by_host.items()}
+    mixed, straight = read_transport(next(left[host]) for host in turns), read_transport(FOUR_NODES)
+    for name in ("kind", "gpudirect", "hcas", "hosts", "network_channels", "local_channels", "sharp", "plugin"):
+        assert getattr(mixed, name) == getattr(straight, name)
+
+
+def test_training_output_between_the_lines_changes_nothing() -> None:
+    lines = [f"{line}\r\nstep {step}\r\n" for step, line in enumerate(FOUR_NODES.splitlines())]
+    assert read_transport("".join(lines)) == read_transport(FOUR_NODES)
+
+
+def test_all_forms_of_a_log_are_read_alike(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_text(FOUR_NODES)
+    expected = read_transport(path)
+    with path.open() as text, path.open("rb") as binary:
+        assert read_transport(text) == read_transport(binary) == expected
+    lines = io.StringIO(FOUR_NODES).readlines()
+    assert read_transport(lines) == read_transport(FOUR_NODES) == read_transport(FOUR_NODES.encode()) == expected
+
+
+def adversarial(number: int) -> Iterator[str]:
+    letters = str.maketrans("0123456789", "abcdefghij")
+    for index in range(number):
+        name = f"{index}".translate(letters) + "x" * 50
+        prefix = f"{name}:{index}:{index} [0] "
+        yield f"{prefix}NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/{name}/0"
+        yield f"{prefix}NCCL INFO NET/IB : Using [0]{name}:1/IB ; OOB {name}:10.0.0.4<0>"
+        yield f"{prefix}{name}.cc:1 NCCL WARN {name} failed"
+        yield f"[rank{index}]: ncclSystemError: {name}"
+
+
+def test_memory_is_bounded_by_any_number_of_names() -> None:
+    tracemalloc.start()
+    transport = read_transport(adversarial(9_000))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 30 * MEBIBYTE
+    assert len(transport.errors) < 100
+    assert sum(error.count for error in transport.errors) == 18_000
+
+
+def test_only_the_standard_library_is_loaded() -> None:
+    heavy = ("torch", "lightning", "mlflow", "hydra", "rich", "numpy")
+    code = f"import sys, azureml_strategy.network.transport; print([name for name in {heavy} if name in sys.modules])"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert loaded.strip() == "[]"

@@ -1,0 +1,171 @@
+"""Python programs forked from a process that has imported torch and Lightning: an import takes seconds, a fork none.
+
+Each is a process of its own with its own variables, folder, session and output, as if a shell had started it. What it
+does not have is a command line that the kernel knows (`/proc/self/cmdline`), and its imports are in no order: a test
+that is about these starts an interpreter.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import runpy
+import shutil
+import signal
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Mapping, Sequence
+from io import TextIOWrapper
+from multiprocessing import forkserver
+from multiprocessing.reduction import DupFd
+from pathlib import Path
+from subprocess import CompletedProcess, TimeoutExpired
+from tempfile import NamedTemporaryFile
+from typing import IO, Any
+
+from azureml_strategy.cluster import variables
+from azureml_strategy.emulator import processes
+
+_IMPORTED_ONCE = ["torch", "torch._dynamo", "lightning.pytorch", "mlflow", "hydra", "omegaconf"]
+_start_interpreter = processes._start
+
+
+class Forked:
+    """A running program, with what these tests use of `subprocess.Popen`; errors are in its output.
+
+    Args:
+        command: a Python script and its arguments, see `script_of`.
+        environ: all its variables.
+        text: whether `stdout` gives strings.
+    """
+
+    def __init__(self, command: Sequence[str], environ: Mapping[str, str], text: bool = False) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_IMPORTED_ONCE)
+        forkserver.ensure_running()
+        server = forkserver._forkserver._forkserver_address
+        reader, writer = os.pipe()
+        arguments = (list(command), dict(environ), os.getcwd(), _Inherited(writer), server)
+        self._process = context.Process(target=_run_script, args=arguments)
+        self._process.start()
+        os.close(writer)
+        self.stdout: IO[Any] = os.fdopen(reader, "r" if text else "rb")
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def communicate(self, timeout: float) -> tuple[Any, None]:
+        output: list[Any] = []
+        reader = threading.Thread(target=lambda: output.append(self.stdout.read()), daemon=True)
+        reader.start()
+        self.wait(timeout)
+        reader.join(10)
+        return output[0], None
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            os.killpg(self.pid, signal.SIGKILL)
+            raise TimeoutExpired(str(self.pid), timeout or 0)
+        return self._process.exitcode
+
+
+class _Inherited:
+    """A file descriptor that the forked process gets as well."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _detach, (DupFd(self._descriptor),)
+
+
+def _detach(duplicate: Any) -> int:
+    return int(duplicate.detach())
+
+
+def run_forked(command: Sequence[str], environ: Mapping[str, str], timeout: float) -> CompletedProcess[str]:
+    """Run a Python script to its end; its output and its errors in one."""
+    forked = Forked(command, environ, text=True)
+    output, _ = forked.communicate(timeout)
+    assert forked.returncode is not None
+    return CompletedProcess(command, forked.returncode, output)
+
+
+def start_forked(process: processes.Process) -> processes._Running:
+    """In place of the emulator's own start; what is no Python script starts as ever."""
+    command = script_of(process.command, process.environ)
+    if command is None:
+        return _start_interpreter(process)
+    return processes._Running(process, Forked(command, process.environ))  # type: ignore[arg-type]
+
+
+def script_of(command: Sequence[str], environ: Mapping[str, str]) -> list[str] | None:
+    """Script and arguments of `python SCRIPT ...` or of an installed command; None for anything else."""
+    program = shutil.which(command[0], path=environ.get("PATH"))
+    if program is None:
+        return None
+    if Path(program).name.startswith("python"):
+        return list(command[1:]) if Path(command[1]).is_file() else None
+    with open(program, "rb") as file:
+        return [program, *command[1:]] if b"python" in file.readline() else None
+
+
+def _run_script(command: Sequence[str], environ: Mapping[str, str], folder: str, output: int, server: str) -> None:
+    """What `python SCRIPT ARGUMENTS` does, in a process that is running already."""
+    os.setsid()
+    os.chdir(folder)
+    _set_environ(environ)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    os.close(output)
+    assert isinstance(sys.stdout, TextIOWrapper)
+    sys.stdout.reconfigure(line_buffering=True)
+    _share(server)
+    sys.argv = list(command)
+    sys.path.insert(0, str(Path(command[0]).parent))
+    try:
+        runpy.run_path(command[0], run_name="__main__")
+    except Exception:
+        traceback.print_exc()
+        sys.exit(1)
+    finally:
+        # multiprocessing leaves by os._exit and would skip what the interpreter does at its end
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+
+
+def _set_environ(environ: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environ)
+    sys.path[:0] = environ.get("PYTHONPATH", "").split(os.pathsep) if "PYTHONPATH" in environ else []
+    warnings.resetwarnings()
+    warnings._processoptions(environ.get("PYTHONWARNINGS", "").split(","))  # type: ignore[attr-defined]
+    # The kernel keeps the variables a process was started with, and we read some back; here a file keeps them.
+    with NamedTemporaryFile(delete=False) as file:
+        file.write(b"".join(f"{name}={value}\0".encode() for name, value in environ.items()))
+    variables._INITIAL_ENVIRON = Path(file.name)
+    atexit.register(Path(file.name).unlink)
+
+
+def _share(server: str) -> None:
+    """An emulated job's ranks come from the same server as the emulator."""
+    ours: Any = forkserver._forkserver
+    ours._forkserver_address = server
+    ours.ensure_running = forkserver.ensure_running = lambda: None
+    processes._start = start_forked

@@ -1,0 +1,56 @@
+"""Commands that the pages show are commands that there are."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from azureml_strategy.cli import _parser
+from azureml_strategy.command_line import is_override
+from azureml_strategy.training.catalogue import shipped_recipes
+from azureml_strategy.training.checking import check_overrides
+from azureml_strategy.training.resolvers import register_resolvers
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The words of each `azureml-strategy` command in the page's blocks of shell lines."""
+    blocks = re.findall(r"^```(?:bash|console)\n(.*?)^```", page.read_text(), re.M | re.S)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    found = [re.search(r"(?:^|\s)azureml-strategy\s(.*)", re.split(r" #| > ", line)[0]) for line in lines]
+    return [shlex.split(each[1]) for each in found if each]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_command_line_takes_them(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in commands(page):
+        try:
+            _parser().parse_args(words)
+        except SystemExit:
+            pytest.fail(f"{page.name}: azureml-strategy {shlex.join(words)}: {capsys.readouterr().err}")
+
+
+def test_the_recipes_take_their_overrides() -> None:
+    register_resolvers()
+    shipped = {recipe.name: recipe for recipe in shipped_recipes()}
+    shown = {tuple(words) for page in PAGES for words in commands(page)}
+    for verb, *words in sorted(shown):
+        recipes = [shipped[word] for word in words[:1] if word in shipped]
+        overrides = [
+            word.replace("$IMAGE", "job.environment.name=azureml:training@latest")
+            for word in words
+            if is_override(word)
+        ]
+        if verb in ("train", "submit", "study") and recipes and "hydra/sweeper=optuna" not in overrides:
+            check_overrides(recipes[0], overrides)
+
+
+def test_every_page_that_is_linked_is_there() -> None:
+    for page in PAGES:
+        for link in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
+            assert (page.parent / link).exists(), f"{page.name} links to {link}"

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from azureml_strategy.models import GPTConfig, ImageClassifier, LanguageModel, ResNet50
+from azureml_strategy.tracking.flops import flops_of
+
+SHAPE = GPTConfig(vocab_size=100, context=64, layers=2, width=32, heads=2, mlp_width=64, tied=False)
+
+
+def count(module: LightningModule, batch: Any) -> float:
+    flops = flops_of(module)
+    assert flops is not None
+    return flops(batch)
+
+
+def images(number: int, pixels: int) -> tuple[Tensor, Tensor]:
+    return torch.zeros(number, 3, pixels, pixels, dtype=torch.uint8), torch.zeros(number, dtype=torch.int64)
+
+
+def test_resnet50_has_the_published_number() -> None:
+    """4.089 G multiplications and additions forward, twice that backward, but no gradient of the images."""
+    forward = 2 * 4.089e9
+    first_layer = 2 * 112 * 112 * 64 * 3 * 7 * 7
+    module = ImageClassifier(ResNet50(1000))
+    assert count(module, images(2, 224)) / 2 == pytest.approx(3 * forward - first_layer, rel=1e-3)
+    assert all(parameter.device.type == "cpu" for parameter in module.parameters())
+
+
+def test_counted_once_for_each_shape_of_a_sample() -> None:
+    flops = flops_of(ImageClassifier(ResNet50(10)))
+    assert flops is not None
+    assert flops(images(6, 32)) == 3 * flops(images(2, 32))
+    assert flops(images(2, 64)) == pytest.approx(4 * flops(images(2, 32)), rel=0.01)
+
+
+def test_the_formula_of_a_gpt_agrees_with_a_count() -> None:
+    tokens = torch.zeros(4, 64, dtype=torch.int64)
+    formula = count(LanguageModel(SHAPE), (tokens, tokens))
+    assert formula == 4 * 64 * SHAPE.flops_per_token(64)
+
+    class Counted(LanguageModel):
+        training_flops = None  # type: ignore[assignment]  # hidden, so that torch counts
+
+    counted = Counted(SHAPE)
+    counted.configure_model()
+    assert formula == pytest.approx(count(counted, (tokens, tokens)), rel=0.01)
+
+
+class Own(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 4, bias=False)
+
+    def pipeline_batch(self, batch: dict[str, Tensor]) -> tuple[Any, Tensor]:
+        return (batch["x"], batch["more"]), batch["y"]
+
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        return {"logits": self.layer(inputs[0]), "more": inputs[1]}
+
+
+BATCH = {"x": torch.zeros(5, 8), "more": torch.zeros(5), "y": torch.zeros(5)}
+
+
+def test_inputs_and_outputs_may_be_nested() -> None:
+    assert count(Own(), BATCH) == 2 * (2 * 5 * 8 * 4)  # forward and the weight's gradient; the inputs need none
+
+
+def test_a_frozen_layer_has_no_gradient() -> None:
+    module = Own()
+    module.layer = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False).requires_grad_(False), module.layer)
+    assert count(module, BATCH) == 2 * 5 * 8 * 8 + 2 * (2 * 5 * 8 * 4)
+
+
+def test_a_forward_pass_that_looks_at_values_gives_none() -> None:
+    class Looks(Own):
+        def forward(self, inputs: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+            return super().forward(inputs) if inputs[0].sum() > 0 else {}
+
+    with pytest.warns(UserWarning, match=r"No MFU: the forward pass of Looks .* Give it a training_flops"):
+        assert count(Looks(), BATCH) == 0
+
+
+def test_a_module_that_gives_nothing_to_go_by() -> None:
+    assert flops_of(LightningModule()) is None

@@ -1,0 +1,63 @@
+"""The GPT recipes as a user types them, on the smallest job that trains."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from mlflow import MlflowClient
+from tests.training.conftest import COMMAND, Compose, run, the_run
+
+SMALL = [
+    *("model.network.layers=1", "model.network.width=32", "model.network.heads=2", "model.network.mlp_width=48"),
+    *("model.network.context=32", "model.warmup_steps=3", "model.learning_rate=1e-2", "trainer.precision=32-true"),
+    *("trainer.max_steps=30", "trainer.val_check_interval=15", "data.cache=cache"),
+    *("trainer.log_every_n_steps=1", "trainer.limit_val_batches=2"),
+]
+
+
+def test_two_nodes_learn_from_the_standard_library_and_count_tokens(store: MlflowClient) -> None:
+    train = [COMMAND, "train", "gpt_ddp", "trainer=cpu", "trainer.devices=1", *SMALL]
+    output = run(COMMAND, "emulate", "--nodes", "2", "--", *train).stdout
+    table = output.partition("+--")[2]
+    assert re.search(r"tokens/s +\| +[\d,]+\.\d", table), output
+    assert "val/perplexity" in table
+    mine = the_run(store)
+    losses = [metric.value for metric in store.get_metric_history(mine.info.run_id, "train/loss")]
+    assert losses[-1] < losses[0] - 0.5
+    assert {"val/loss", "val/perplexity"} <= mine.data.metrics.keys()
+    median, rate = (mine.data.metrics[f"summary/{name}"] for name in ("step_time_median_s", "samples_per_second"))
+    tokens = 2 * 8 * 32  # two ranks, batches of 8, sequences of 32
+    assert 0.3 < rate * median / tokens < 3, "of all ranks, and in tokens"
+    assert mine.data.metrics["summary/samples_per_second_per_device"] == pytest.approx(rate / 2)
+
+
+@pytest.mark.usefixtures("store")
+def test_a_vocabulary_larger_than_the_models_is_an_error_before_training() -> None:
+    done = run(
+        COMMAND, "train", "gpt_ddp", "trainer.accelerator=cpu", *SMALL, "model.network.vocab_size=100", check=False
+    )
+    assert done.returncode != 0
+    assert "The network has 100 tokens, but the tokenizer has 256" in done.stdout
+    assert "Set model.network.vocab_size=256 or more" in done.stdout
+    assert "batch 1/" not in done.stdout
+
+
+def test_sequences_are_as_long_as_the_model_allows(composed: Compose) -> None:
+    for override, length in (("model=gpt_tiny", 128), ("model=gpt_125m", 1024), ("model.network.context=64", 64)):
+        assert composed("gpt_ddp", override).data.sequence_length == length
+
+
+@pytest.mark.parametrize("recipe", ["gpt_zero3", "gpt_tensor_parallel", "gpt_pipeline"])
+def test_a_model_over_two_nodes_learns_and_counts_its_tokens_once(recipe: str, store: MlflowClient) -> None:
+    small = [override for override in SMALL if "layers" not in override and "val_check" not in override]
+    train = [COMMAND, "train", recipe, "trainer=cpu", "trainer.devices=1", *small, "model.network.layers=2"]
+    output = run(COMMAND, "emulate", "--nodes", "2", "--", *train).stdout
+    mine = the_run(store)
+    assert mine.info.status == "FINISHED"
+    losses = [metric.value for metric in store.get_metric_history(mine.info.run_id, "train/loss")]
+    assert losses[-1] < losses[0] - 0.5, output
+    replicas = 2 if recipe == "gpt_zero3" else 1
+    rate, of_a_device = (mine.data.metrics[f"summary/samples_per_second{each}"] for each in ("", "_per_device"))
+    assert of_a_device == pytest.approx(rate / 2)
+    assert 0.3 < rate * mine.data.metrics["summary/step_time_median_s"] / (replicas * 8 * 32) < 3

@@ -1,0 +1,29 @@
+"""`azureml-strategy train` typed again, in the folder of a run that ended early."""
+
+from __future__ import annotations
+
+import pytest
+from mlflow import MlflowClient
+from tests.training.conftest import COMMAND, TINY, files, run
+
+SAVED = ["checkpoint=best", "checkpoint.every_n_train_steps=1", "output_dir=${hydra:runtime.cwd}/fixed"]
+
+
+def test_it_goes_on_and_logs_each_step_once(store: MlflowClient) -> None:
+    run_id = store.create_run(store.create_experiment("job")).info.run_id
+    command = [COMMAND, "train", "resnet50_synthetic", *TINY, *SAVED, "data.steps_per_epoch=6", "trainer.max_epochs=9"]
+    run(*command, "trainer.max_steps=3", variables={"MLFLOW_RUN_ID": run_id})
+    assert len(files("fixed/checkpoints/*.manifest.json")) == 2
+    second = run(*command, "trainer.max_steps=5", variables={"MLFLOW_RUN_ID": run_id}).stdout
+    assert "Going on from" in second
+    assert [metric.step for metric in store.get_metric_history(run_id, "train/loss")] == [0, 1, 2, 3, 4]
+    anew = run(*command, "trainer.max_steps=1", "resume=never").stdout
+    assert "Going on from" not in anew
+
+
+@pytest.mark.usefixtures("store")
+def test_a_checkpoint_that_is_not_there_is_refused_in_a_few_lines() -> None:
+    done = run(COMMAND, "train", "resnet50_synthetic", *TINY, "resume=/no/such.ckpt", check=False)
+    assert done.returncode == 2, done.stdout
+    assert "resume=/no/such.ckpt, but there is nothing" in done.stdout
+    assert "Traceback" not in done.stdout
