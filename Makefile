@@ -1,11 +1,13 @@
 # Two commands do all the set-up: `make demo` and `make test`, each in a virtual environment of its own.
 PYTHON ?= python3
 PIP_INSTALL = install --quiet --disable-pip-version-check -c constraints.txt
+# `make soak SOAK="--faults 1000 --seed 7"`: its options.
+SOAK =
 # A file's tests stay together, for what they share; more than four at once would be in each other's way.
 EVERY_CORE = -n auto --maxprocesses 4 --dist loadfile
 SOURCES = pyproject.toml constraints.txt
 
-.PHONY: demo test test-all lint clean
+.PHONY: demo test test-all soak lint clean
 
 demo: .venv/installed
 	.venv/bin/azureml-strategy emulate --nodes 2 -- .venv/bin/azureml-strategy train resnet50_ddp
@@ -15,6 +17,9 @@ test: lint
 
 test-all: lint
 	.venv-test/bin/python -m pytest $(EVERY_CORE) -m ""
+
+soak: .venv-test/installed
+	.venv-test/bin/python benchmarks/soak.py $(SOAK)
 
 lint: .venv-test/installed
 	.venv-test/bin/ruff check .

@@ -106,6 +106,15 @@ def test_network_start(tmp_path: Path) -> None:
     assert figures["read_log_s"]["median"] > 0
 
 
+@pytest.mark.slow
+def test_soak(tmp_path: Path) -> None:
+    """A few faults of one family, and what is written of them; `tests/faults` has the others."""
+    figures = run("soak", tmp_path, "--faults=3", "--families=signals", "--strategies=ddp", f"--folder={tmp_path}/soak")
+    assert figures["faults"]["all"]["injected"] >= 3
+    assert figures["faults"]["all"]["lost"] == figures["trainings"]["lost"] == 0
+    assert sum(figures["places"].values()) == figures["faults"]["all"]["injected"]
+
+
 def test_nccl_gpu_says_that_it_needs_a_gpu(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARKS / "nccl_gpu.py"), "--results", str(tmp_path)]
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}

@@ -82,6 +82,21 @@ class TestIsolated:
         assert job.exit_code == 0, job.output
         assert 50 < job.json()[0]["mbit"] < 110
 
+    def test_a_cable_is_pulled_and_put_back(self) -> None:
+        def reachable(nodes: IsolatedNodes) -> bool:
+            connect = f"import socket; socket.create_connection(('{nodes.addresses[1]}', 5000), 0.5)"
+            prefix = [*nodes.command_prefix(0), sys.executable, "-c"]
+            error = subprocess.run([*prefix, connect], capture_output=True, text=True, check=False).stderr
+            return "refused" in error  # by a machine that is there
+
+        with IsolatedNodes(2, None) as nodes:
+            assert Path(nodes.namespace(1)).exists()
+            assert reachable(nodes)
+            subprocess.run(nodes.cut_command(1), check=True)
+            assert not reachable(nodes)
+            subprocess.run(nodes.mend_command(1), check=True)
+            assert reachable(nodes)
+
     def test_the_machine_itself_is_out_of_reach(self, run_code: RunCode) -> None:
         job = run_code("import socket; socket.create_connection(('8.8.8.8', 53), 1)", isolate=True)
         assert job.exit_code == 1

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.emulated import SHARED_MACHINE, free_port, launches, loopback_addresses
 from tests.preloaded import start_forked
 
 from azureml_strategy.cluster.emulated import EmulatedRun, azure_variables, without_job_variables
-from azureml_strategy.cluster.launch import Launch
 from azureml_strategy.emulator.processes import Outcome, Process, run_together
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -57,22 +57,17 @@ def run_job(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyt
         in_job: bool = True,
         fresh: bool = False,
     ) -> Job:
-        addresses = [f"127.0.2.{node + 1}" for node in range(nodes)]
-        world_size = nodes * processes_per_node
+        addresses = loopback_addresses(nodes)
         port = free_port()
         processes = []
-        for rank in range(world_size):
-            node, local_rank = divmod(rank, processes_per_node)
-            launch = Launch(
-                distribution, rank, world_size, local_rank, processes_per_node, node, nodes, addresses[0], port
-            )
+        for launch in launches(addresses, processes_per_node, port, distribution):
             environ = {**without_job_variables(os.environ), **shared_machine(tmp_path)}
             if in_job:
                 own_port = None if distribution in ("pytorch", "none") else port
                 environ |= azure_variables(launch, distribution, addresses, fake_run(tmp_path), own_port)
             environ = {name: value for name, value in environ.items() if name not in without} | dict(extra or {})
             command = [sys.executable, str(SCRIPTS / script), *map(str, arguments)]
-            processes.append(Process(f"rank {rank}", f"node {node}", command, environ))
+            processes.append(Process(f"rank {launch.rank}", f"node {launch.node_rank}", command, environ))
         capsys.readouterr()
         with monkeypatch.context() as patched:
             if not fresh:
@@ -90,18 +85,4 @@ def fake_run(folder: Path) -> EmulatedRun:
 
 
 def shared_machine(folder: Path) -> dict[str, str]:
-    return {
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "RESULTS": str(folder / "results"),
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONWARNINGS": "ignore",
-    }
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+    return {**SHARED_MACHINE, "RESULTS": str(folder / "results")}

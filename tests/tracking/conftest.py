@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
-import subprocess
-import sys
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from mlflow.tracking import MlflowClient
 from tests.preloaded import Forked
+from tests.tracking.server import Server
 from torch.utils.data import DataLoader, TensorDataset
 
 from azureml_strategy.tracking import JobMLFlowLogger
@@ -121,39 +117,6 @@ def run_script(tmp_path: Path) -> Callable[..., Forked]:
         return Forked([str(script), *arguments], os.environ, text=True)
 
     return start
-
-
-class Server:
-    """A real `mlflow server` on the loopback interface, which can be stopped and started again."""
-
-    def __init__(self, folder: Path, store: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self.uri = f"http://127.0.0.1:{self.port}"
-        self._folder, self._store = folder, store
-
-    def start(self) -> None:
-        command = [sys.executable, "-m", "mlflow", "server", "--workers", "1", "--port", str(self.port)]
-        command += ["--backend-store-uri", self._store, "--default-artifact-root", str(self._folder / "artifacts")]
-        with (self._folder / "server.log").open("w") as output:
-            self._process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-        while not self._is_up():
-            assert self._process.poll() is None, (self._folder / "server.log").read_text()
-
-    def stop(self) -> None:
-        processes = [psutil.Process(self._process.pid), *psutil.Process(self._process.pid).children(recursive=True)]
-        for process in processes:
-            process.kill()
-        psutil.wait_procs(processes[1:], timeout=10)
-        self._process.wait()
-
-    def _is_up(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.uri}/health", timeout=1) as answer:
-                return answer.status == 200
-        except OSError:
-            return False
 
 
 @pytest.fixture

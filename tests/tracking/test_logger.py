@@ -215,6 +215,25 @@ def test_a_copy_joins_the_run_and_does_not_end_it(client: MlflowClient, store: s
     assert sorted(steps(client, logger.run_id, "loss")) == [1, 2]
 
 
+def test_what_one_attempt_has_not_written_the_next_one_does(
+    client: MlflowClient, job_run: str, make_logger: MakeLogger
+) -> None:
+    first = make_logger(flush_interval_s=60)
+    first.log_metrics({"loss": 0.5}, step=1)
+    assert first.flush()
+    first.log_metrics({"loss": 0.25, "top1": 0.1}, step=2)
+    kept = first.unwritten()
+    assert [each[:3] for each in kept] == [["loss", 0.25, 2], ["top1", 0.1, 2]]
+    again = make_logger(flush_interval_s=60)
+    again.continue_run()
+    again.log_again(kept)
+    again.log_metrics({"loss": 0.125}, step=3)
+    assert again.flush()
+    assert steps(client, job_run, "loss") == [1, 2, 3]
+    assert steps(client, job_run, "top1") == [2]
+    assert client.get_metric_history(job_run, "loss")[1].timestamp == kept[0][3], "when it was logged"
+
+
 @pytest.mark.slow
 def test_a_server_that_goes_and_comes_back(
     server: Any, client: MlflowClient, make_logger: MakeLogger, monkeypatch: pytest.MonkeyPatch

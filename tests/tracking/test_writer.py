@@ -167,3 +167,19 @@ def test_can_be_used_again_after_closing(
         writer.put(Metrics({"loss": 1.0}, step, 0))
         assert writer.close()
     assert len(history(strict, run_id, "loss")) == 2
+
+
+def test_what_the_store_has_not_taken(strict: StrictClient, make_writer: Callable[..., BatchWriter]) -> None:
+    """For a checkpoint: in order, whether it waits to be put into a batch or its batch was refused already."""
+    writer = make_writer()
+    writer.put(Metrics({"loss": 0.5}, 1, 7))
+    assert writer.flush()
+    assert writer.unwritten() == []
+    strict.away = True
+    writer.put(Metrics({"loss": 0.25, "top1": 0.1}, 2, 8))
+    writer.put(Params({"lr": "0.1"}))
+    with pytest.warns(UserWarning, match="it is kept and tried again"):
+        assert not writer.flush(0.2)
+    writer.put(Metrics({"loss": 0.125}, 3, 9))
+    kept = [(each.key, each.value, each.step, each.timestamp) for each in writer.unwritten()]
+    assert kept == [("loss", 0.25, 2, 8), ("top1", 0.1, 2, 8), ("loss", 0.125, 3, 9)]

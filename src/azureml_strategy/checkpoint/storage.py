@@ -21,6 +21,7 @@ from azureml_strategy.checkpoint.storage_folder import CheckpointFolder, by_scor
 from azureml_strategy.checkpoint.storage_io import AtomicCheckpointIO
 from azureml_strategy.checkpoint.storage_write import write_checkpoint
 from azureml_strategy.checkpoint.timer import SharedTimer
+from azureml_strategy.checkpoint.unwritten import Unwritten, log_again, unwritten
 
 # Our own entry among those of Lightning's checkpoint.
 _OURS = "azureml_strategy"
@@ -75,6 +76,7 @@ class JobCheckpoint(ModelCheckpoint):
         self._timer = SharedTimer(60 * every_minutes) if every_minutes is not None else None
         self._due = False
         self._pending: dict[str, Any] = {}
+        self._unwritten: list[Unwritten] = []
         self._restored: RandomState | None = None
 
     @override
@@ -96,6 +98,8 @@ class JobCheckpoint(ModelCheckpoint):
         _place_loaders(trainer)
         if self._timer is not None:
             self._timer.restart()
+        log_again(trainer, self._unwritten)
+        self._unwritten = []
         if self._pending:
             for logger in trainer.loggers:
                 logger.log_metrics(**self._pending)
@@ -149,7 +153,11 @@ class JobCheckpoint(ModelCheckpoint):
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        checkpoint[_OURS] = {"random": gather(random_state()), "pending": _about_to_be_logged(trainer)}
+        checkpoint[_OURS] = {
+            "random": gather(random_state()),
+            "pending": _about_to_be_logged(trainer),
+            "unwritten": unwritten(trainer),
+        }
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -157,7 +165,7 @@ class JobCheckpoint(ModelCheckpoint):
         ours = checkpoint.get(_OURS)
         if ours is None:
             return
-        self._pending = ours["pending"]
+        self._pending, self._unwritten = ours["pending"], ours.get("unwritten", [])
         if len(ours["random"]) == trainer.world_size:
             self._restored = ours["random"][trainer.global_rank]
         else:
@@ -257,7 +265,9 @@ def _about_to_be_logged(trainer: Trainer) -> dict[str, Any]:
     """The metrics of the batch that just ended: Lightning logs them after its callbacks, a resumed run never."""
     connector = trainer._logger_connector
     of_batch = connector._first_loop_iter is not None
-    if not trainer.training or (of_batch and not connector.should_update_logs):
+    # Lightning's count of accumulated batches, by which it logs; DeepSpeed's is another one
+    logs = connector.should_update_logs and not trainer.fit_loop._should_accumulate()
+    if not trainer.training or (of_batch and not logs):
         return {}
     metrics = {name: float(value) for name, value in connector.metrics["log"].items()}
     # as Lightning counts: what belongs to an epoch gets the number of its last step

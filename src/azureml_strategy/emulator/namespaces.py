@@ -41,6 +41,18 @@ class IsolatedNodes:
         """What to put before a command so that it runs on the node."""
         return ["ip", "netns", "exec", self._names[node]]
 
+    def namespace(self, node: int) -> str:
+        """The file that stands for the node's network namespace, for setns(2)."""
+        return f"/run/netns/{self._names[node]}"
+
+    def cut_command(self, node: int) -> list[str]:
+        """What pulls the node's cable out of the switch; any process of the machine's root may run it."""
+        return self._port_command(node, "down")
+
+    def mend_command(self, node: int) -> list[str]:
+        """What puts it back."""
+        return self._port_command(node, "up")
+
     def __enter__(self) -> IsolatedNodes:
         try:
             _run(f"ip netns add {self._switch}")
@@ -60,6 +72,9 @@ class IsolatedNodes:
         for name in [*self._names, self._switch]:
             if re.search(rf"^{name}\b", existing, re.M):
                 _run(f"ip netns delete {name}")
+
+    def _port_command(self, node: int, state: str) -> list[str]:
+        return ["ip", "-n", self._switch, "link", "set", f"port{node}", state]
 
     def _add(self, node: int, name: str) -> None:
         _run(f"ip netns add {name}")

@@ -7,6 +7,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Mapping
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from lightning.fabric.loggers.logger import rank_zero_experiment
@@ -181,6 +182,17 @@ class JobMLFlowLogger(MLFlowLogger):
         """
         session = self._open()
         session.writer.leave_out(EarlierMetrics(session.run.client, session.run.run_id))
+
+    def unwritten(self) -> list[list[Any]]:
+        """The metrics that the store has not taken yet, in order: name, value, step, ms since 1970."""
+        metrics = self._session.writer.unwritten() if self._session is not None else []
+        return [[each.key, each.value, each.step, each.timestamp] for each in metrics]
+
+    @rank_zero_only
+    def log_again(self, metrics: list[list[Any]]) -> None:
+        """Queue what `unwritten` gave in an earlier attempt of the job, after `continue_run`."""
+        for (step, at), group in groupby(metrics, key=lambda each: (each[2], each[3])):
+            self._open().writer.put(Metrics({name: value for name, value, _, _ in group}, step, at))
 
     def flush(self, timeout_s: float = 60.0) -> bool:
         """Wait until everything logged so far is written; False if the store took nothing for `timeout_s`."""

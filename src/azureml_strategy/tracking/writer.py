@@ -17,6 +17,7 @@ from azureml_strategy.tracking.batch import Batch, Record, is_finite, make_batch
 from azureml_strategy.tracking.earlier import EarlierMetrics
 
 if TYPE_CHECKING:
+    from mlflow.entities import Metric
     from mlflow.tracking import MlflowClient
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class BatchWriter:
         self._lost = 0
         self._refused: set[tuple[str, str, bool]] = set()
         self._earlier: EarlierMetrics | None = None
+        self._moving = threading.Lock()  # while something is in neither of the two queues
 
     def leave_out(self, earlier: EarlierMetrics) -> None:
         """Write no metric again that an earlier attempt has written."""
@@ -73,6 +75,12 @@ class BatchWriter:
             time.sleep(0.01)
         self._lost += len(self._records) >= self._capacity
         self._records.append(record)
+
+    def unwritten(self) -> list[Metric]:
+        """The metrics that the store has not taken yet, in order; one that it is just taking is among them."""
+        with self._moving:
+            batches = [*self._backlog, *make_batches(self._records)]
+        return [item for batch in batches if batch.kind == "metrics" for item in batch.items]
 
     def wake(self) -> None:
         """Write what is queued now instead of at the end of the interval. Safe in a signal handler."""
@@ -137,10 +145,12 @@ class BatchWriter:
         try:
             while self._backlog or self._records:
                 if not self._backlog:
-                    self._backlog.extend(make_batches(self._take()))
+                    with self._moving:
+                        self._backlog.extend(make_batches(self._take()))
                     continue
                 self._write(self._backlog[0])
-                self._backlog.popleft()
+                with self._moving:
+                    self._backlog.popleft()
                 self._written += 1
                 self._failing = False
             self._busy = False

@@ -19,6 +19,7 @@ from azureml_strategy.checkpoint.resume import checkpoint_to_resume
 from azureml_strategy.checkpoint.storage_folder import CheckpointFolder
 from azureml_strategy.data import ResumableLoader, ResumableSampler
 from azureml_strategy.data.sampler import replica
+from azureml_strategy.tracking import JobMLFlowLogger
 
 SAMPLES, FEATURES, BATCH = 60, 6, 2
 
@@ -153,7 +154,11 @@ def fit(
     output.mkdir(exist_ok=True)
     saver = JobCheckpoint(output / "checkpoints", "{epoch}-{step}", **checkpoint)
     trainer = Trainer(**settings, callbacks=[saver, *callbacks])
-    trainer.fit(module, datamodule=data, ckpt_path=checkpoint_to_resume("auto", output))
+    chosen = checkpoint_to_resume("auto", output)
+    for logger in trainer.loggers:
+        if chosen is not None and isinstance(logger, JobMLFlowLogger):
+            logger.continue_run()
+    trainer.fit(module, datamodule=data, ckpt_path=chosen)
     newest = CheckpointFolder(output / "checkpoints").complete()[0]
     saved = checkpoint_format(output / "checkpoints" / newest.name).read(output / "checkpoints" / newest.name)
     weights = [value for each in saved["state_dict"].values() for value in each.flatten().tolist()]

@@ -1,0 +1,15 @@
+"""The training, but a restarted rank draws new random numbers."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from tests.faults import training
+
+from azureml_strategy.checkpoint import storage
+
+storage.set_random_state = lambda state: None
+
+if __name__ == "__main__":
+    training.main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:] == ["tracked"])

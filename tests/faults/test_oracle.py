@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import json
+import zlib
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from tests.faults import oracle
+
+
+def test_the_newest_whole_one(tmp_path: Path) -> None:
+    """Whatever wrote it: the oracle reads the manifests by itself."""
+    for step in (1, 2):
+        (tmp_path / f"{step}.ckpt").write_bytes(b"content")
+        files = {f"{step}.ckpt": {"size": 7, "crc32": zlib.crc32(b"content")}}
+        manifest = {"name": f"{step}.ckpt", "step": step, "saved_at": float(step), "files": files}
+        (tmp_path / f"{step}.ckpt.manifest.json").write_text(json.dumps(manifest))
+    assert oracle.newest_whole(tmp_path) == "2.ckpt"
+    (tmp_path / "2.ckpt").write_bytes(b"kontent")
+    assert oracle.newest_whole(tmp_path) == "1.ckpt"
+    (tmp_path / "1.ckpt").unlink()
+    assert oracle.newest_whole(tmp_path) is None
+
+
+EXPECTED = {("loss", 1): {0.5}, ("loss", 2): {0.25}}
+
+
+@pytest.mark.parametrize(
+    ("found", "difference"),
+    [
+        ({("loss", 1): {0.5}}, "1 points missing, such as ('loss', 2)"),
+        ({**EXPECTED, ("loss", 3): {0.1}}, "1 points not in the undisturbed run, such as ('loss', 3)"),
+        ({**EXPECTED, ("loss", 2): {0.2500001}}, "1 points other values, such as ('loss', 2)"),
+        ({**EXPECTED, ("loss", 2): {0.25, 0.3}}, "1 points other values, such as ('loss', 2)"),
+    ],
+)
+def test_curves(found: oracle.Curve, difference: str) -> None:
+    assert oracle.curve_differences(EXPECTED, EXPECTED) == []
+    assert oracle.curve_differences(found, EXPECTED) == [difference]
+
+
+def test_mlflow() -> None:
+    often = Counter({("loss", 1): 1, ("loss", 2): 1})
+    assert oracle.mlflow_differences({"loss": [(1, 0.5), (2, 0.25)]}, EXPECTED, often) == []
+    again = oracle.mlflow_differences({"loss": [(1, 0.5), (2, 0.25), (2, 0.25)]}, EXPECTED, often)
+    assert again == ["1 points logged again, such as ('loss', 2)"]
+
+
+def test_results() -> None:
+    expected = {0: {"step": 3, "weights": [0.1]}, 1: {"step": 3, "weights": [0.1]}}
+    assert oracle.result_differences(expected, expected) == []
+    other = {**expected, 1: {"step": 3, "weights": [0.1000001]}}
+    assert oracle.result_differences(other, expected) == ["weights of rank 1"]
+    assert oracle.result_differences({0: expected[0]}, expected) == ["ranks [0] have finished, not [0, 1]"]

@@ -1,0 +1,144 @@
+"""Trainings that are disturbed at random places: whatever happens, they end as if nothing had.
+
+A short set of what `make soak` does at length. A seed names one trial for good; see `trial.py` for how to repeat one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.faults import disks
+from tests.faults.job import ROOT
+from tests.faults.trial import Trial
+from tests.preloaded import Forked
+from tests.tracking.server import Server
+
+from azureml_strategy.emulator import EmulationError
+from azureml_strategy.emulator.namespaces import IsolatedNodes
+
+FAULTS = ROOT / "tests" / "faults"
+# Seeds whose faults are met one after another; what they are, a trial prints.
+SIGNALS, FILES, TRACKING = 13, 6, 10
+
+
+def _why_no_nodes() -> str:
+    try:
+        with IsolatedNodes(1, None):
+            return ""
+    except EmulationError as error:
+        return str(error)
+
+
+needs_disk = [pytest.mark.root, pytest.mark.skipif(bool(disks.why_not()), reason=disks.why_not())]
+needs_nodes = [pytest.mark.root, pytest.mark.skipif(bool(_why_no_nodes()), reason=_why_no_nodes())]
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("undisturbed")
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[str]:
+    server = Server(tmp_path, f"sqlite:///{tmp_path / 'mlflow.db'}")
+    server.start()
+    yield server.uri
+    server.stop()
+
+
+def run(trial: Trial, tmp_path: Path, references: Path) -> dict[str, Any]:
+    """A trial in a process of its own, as in a soak; its verdict."""
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}"}
+    process = Forked([str(FAULTS / "trial.py"), *trial.arguments(tmp_path / "trial", references)], environ, text=True)
+    output, _ = process.communicate(290)
+    assert (tmp_path / "trial" / "verdict.json").exists(), output
+    verdict = json.loads((tmp_path / "trial" / "verdict.json").read_text())
+    assert (process.returncode == 0) == (not verdict["lost"])
+    return {**verdict, "output": output}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "seed", "faults"),
+    [
+        ("signals", SIGNALS, 4),
+        ("events", 6, 5),
+        ("files", FILES, 5),
+        pytest.param("disks", 6, 5, marks=needs_disk),
+        pytest.param("network", 12, 2, marks=needs_nodes),
+    ],
+)
+def test_survives(tmp_path: Path, references: Path, family: str, seed: int, faults: int) -> None:
+    verdict = run(Trial(family, seed, faults), tmp_path, references)
+    assert not verdict["lost"], verdict["output"]
+    assert family in [fault["family"] for fault in verdict["met"]]
+
+
+@pytest.mark.slow
+def test_survives_trouble_with_mlflow(tmp_path: Path, references: Path, server: str) -> None:
+    verdict = run(Trial("tracking", 13, 1, server=server), tmp_path, references)
+    assert not verdict["lost"], verdict["output"]
+    assert "tracking" in [fault["family"] for fault in verdict["met"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "seed"), [("zero", 12), ("pipeline", 9), ("model_parallel", 8)])
+def test_survives_under_every_strategy(tmp_path: Path, references: Path, strategy: str, seed: int) -> None:
+    verdict = run(Trial("signals", seed, 1, strategy), tmp_path, references)
+    assert not verdict["lost"], verdict["output"]
+    assert verdict["met"]
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("family", ["signals", "events", "files", pytest.param("disks", marks=needs_disk)])
+@pytest.mark.parametrize("strategy", ["ddp", "zero", "pipeline", "model_parallel"])
+def test_survives_more(tmp_path: Path, references: Path, family: str, strategy: str, ranks: int) -> None:
+    verdict = run(Trial(family, 100 + ranks, 4, strategy, ranks), tmp_path, references)
+    assert not verdict["lost"], verdict["output"]
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.root
+@pytest.mark.parametrize("seed", [0, 6])
+@pytest.mark.skipif(bool(_why_no_nodes()), reason=_why_no_nodes())
+def test_survives_a_network_that_stays_away(tmp_path: Path, references: Path, seed: int) -> None:
+    verdict = run(Trial("network", seed, 2), tmp_path, references)
+    assert not verdict["lost"], verdict["output"]
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_survives_more_trouble_with_mlflow(tmp_path: Path, references: Path, server: str) -> None:
+    verdict = run(Trial("tracking", TRACKING, 5, server=server), tmp_path, references)
+    assert not verdict["lost"], verdict["output"]
+
+
+class TestSomethingIsBroken:
+    """The judge must be able to say no: these trainings do lose something."""
+
+    pytestmark = pytest.mark.slow
+
+    def test_random_numbers(self, tmp_path: Path, references: Path) -> None:
+        script = FAULTS / "broken" / "forgets_random_numbers.py"
+        verdict = run(Trial("signals", SIGNALS, 2, script=script), tmp_path, references)
+        assert "weights of rank 0" in verdict["lost"], verdict["output"]
+        assert any("other values, such as ('train/loss'" in each for each in verdict["lost"])
+
+    def test_damaged_checkpoints(self, tmp_path: Path, references: Path) -> None:
+        script = FAULTS / "broken" / "trusts_any_checkpoint.py"
+        verdict = run(Trial("files", FILES, 3, script=script), tmp_path, references)
+        assert any("should have gone on" in each or "went on from" in each for each in verdict["lost"]), verdict
+
+    @pytest.mark.exhaustive
+    def test_metrics(self, tmp_path: Path, references: Path, server: str) -> None:
+        script = FAULTS / "broken" / "repeats_itself.py"
+        verdict = run(Trial("tracking", TRACKING, 3, server=server, script=script), tmp_path, references)
+        assert any(each.startswith("in MLflow: ") and "logged again" in each for each in verdict["lost"]), verdict
