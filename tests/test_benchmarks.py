@@ -59,6 +59,18 @@ def test_ddp_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_checkpoint_stall(tmp_path: Path) -> None:
+    tiny = {"rounds": 2, "vocabulary": 64, "layers": 1, "width": 64, "length": 8, "batch-size": 2}
+    figures = run("checkpoint_stall", tmp_path, *(f"--{name}={value}" for name, value in tiny.items()))
+    peers = {"AsyncCheckpointIO", "async_save", "async_save, stager kept"}
+    assert figures["stall_s"].keys() == figures["first_stall_s"].keys() == peers | {"JobCheckpoint"}
+    assert all(stall["count"] == 2 and stall["median"] > 0 for stall in figures["stall_s"].values())
+    assert figures["ratio_ours_to"].keys() == peers
+    assert figures["better_one"] in peers
+    assert figures["target"]["ratio_to_the_better_at_most"] == 0.2
+
+
+@pytest.mark.slow
 def test_zero_step(tmp_path: Path) -> None:
     tiny = {"rounds": 1, "steps": 2, "layers": 1, "width": 16, "length": 8, "batch-size": 2}
     figures = run("zero_step", tmp_path, *(f"--{name}={value}" for name, value in tiny.items()))

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import resource
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from tests.multiprocess.scripts.noisy import Killed, Noisy, Numbers, StopAt, curve, fit
 
 from azureml_strategy.checkpoint import JobCheckpoint
 from azureml_strategy.checkpoint.boundary import at_step_boundary
+from azureml_strategy.checkpoint.saving import Saving
 from azureml_strategy.checkpoint.storage_folder import CheckpointFolder
+from azureml_strategy.checkpoint.storage_io import AtomicCheckpointIO
 
 QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -100,7 +105,8 @@ class _Refuse(Callback):
 
 
 def test_a_full_disk_costs_a_warning_and_no_older_checkpoint(tmp_path: Path) -> None:
-    quiet = {"logger": False, "limit_val_batches": 0, "checkpoint": {"monitor": None, "every_n_train_steps": 4}}
+    checkpoint = {"monitor": None, "every_n_train_steps": 4, "asynchronous": False}  # what the disk takes, and when
+    quiet = {"logger": False, "limit_val_batches": 0, "checkpoint": checkpoint}
     whole = fit(tmp_path / "whole", **_copy(quiet))
     folder = CheckpointFolder(tmp_path / "full" / "checkpoints")
     seen: list[list[int]] = []
@@ -127,14 +133,14 @@ class _Look(Callback):
 def test_a_disk_too_small_for_another_one_is_seen_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CheckpointFolder, "free_bytes", lambda folder: 1000)
     with pytest.warns(UserWarning, match=r"No checkpoint at step 4: the disk has 1,000 bytes left, and it takes about"):
-        fit(tmp_path / "run", logger=False, max_epochs=1)
+        fit(tmp_path / "run", logger=False, max_epochs=1, checkpoint={"asynchronous": False})
     assert [each.step for each in CheckpointFolder(tmp_path / "run" / "checkpoints").complete()] == [2]
 
 
 def test_a_place_that_cannot_be_written_to_costs_a_warning(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").write_text("a file where the folder should be")
-    saver = JobCheckpoint(tmp_path / "run" / "checkpoints", every_n_train_steps=5)
+    saver = JobCheckpoint(tmp_path / "run" / "checkpoints", every_n_train_steps=5, asynchronous=False)
     trainer = Trainer(accelerator="cpu", devices=1, max_epochs=1, logger=False, callbacks=[saver], **QUIET)
     with pytest.warns(UserWarning, match="No checkpoint at step 5"):
         trainer.fit(Noisy(), datamodule=Numbers())
@@ -169,6 +175,129 @@ def test_by_time(tmp_path: Path) -> None:
     with pytest.raises(Killed):
         fit(tmp_path / "run", StopAt(9), logger=False, checkpoint=arguments)
     assert [each.step for each in CheckpointFolder(tmp_path / "run" / "checkpoints").complete()] == [4, 3]
+
+
+class _Held(AtomicCheckpointIO):
+    """A disk that takes a file only when it is let, and knows on which thread it came."""
+
+    def __init__(self, refused: str = "none") -> None:
+        self.came, self.free = threading.Event(), threading.Event()
+        self.threads: list[str] = []
+        self.refused = refused
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        self.threads.append(threading.current_thread().name)
+        self.came.set()
+        assert self.free.wait(60)
+        if self.refused in str(path):
+            raise OSError("the disk is gone")
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+
+class _At(Callback):
+    """Does something at the start of the batch of a number."""
+
+    def __init__(self, batch: int, act: Callable[[], object]) -> None:
+        self.batch, self.act = batch, act
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if trainer.fit_loop.epoch_loop.total_batch_idx == self.batch:
+            self.act()
+
+
+BEHIND = {"monitor": None, "every_n_train_steps": 4}
+QUICK = {"logger": False, "limit_val_batches": 0, "max_epochs": 1}
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
+    whole = fit(tmp_path / "whole", **QUICK, checkpoint={**BEHIND, "asynchronous": False})
+    disk, folder = _Held(), CheckpointFolder(tmp_path / "run" / "checkpoints")
+    seen: list[Any] = []
+    look = _At(14, lambda: seen.append((disk.came.wait(60), folder.complete(), list(disk.threads))))
+    behind = fit(tmp_path / "run", look, _At(15, disk.free.set), plugins=[disk], **QUICK, checkpoint=dict(BEHIND))
+    assert seen == [(True, [], ["checkpoint-writer"])], "three steps later the first one was still being written"
+    assert [each.step for each in folder.complete()] == [15, 12]
+    assert behind["weights"] == whole["weights"]
+    assert set(disk.threads) == {"checkpoint-writer"}
+
+
+def test_training_that_is_to_wait_writes_on_its_own_thread(tmp_path: Path) -> None:
+    disk = _Held()
+    disk.free.set()
+    fit(tmp_path / "run", plugins=[disk], **QUICK, checkpoint={**BEHIND, "asynchronous": False})
+    assert set(disk.threads) == {"MainThread"}
+
+
+def test_the_next_one_waits_for_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk takes nothing before the second one is due: that has to wait, and only then begins."""
+    disk = _Held()
+    finish = Saving.finish
+
+    def finish_and_let(saving: Saving) -> Any:
+        if saving.under_way:
+            assert len(disk.threads) == 1 or disk.free.is_set()
+            disk.free.set()
+        return finish(saving)
+
+    monkeypatch.setattr(Saving, "finish", finish_and_let)
+    fit(tmp_path / "run", plugins=[disk], **QUICK, checkpoint=dict(BEHIND))
+    assert [each.step for each in CheckpointFolder(tmp_path / "run" / "checkpoints").complete()] == [15, 12]
+
+
+def test_one_that_was_being_written_when_training_failed_is_complete(tmp_path: Path) -> None:
+    disk = _Held()
+    with pytest.raises(Killed):
+        fit(tmp_path / "run", _At(10, disk.free.set), StopAt(10), plugins=[disk], **QUICK, checkpoint=dict(BEHIND))
+    assert [each.step for each in CheckpointFolder(tmp_path / "run" / "checkpoints").complete()] == [4]
+
+
+def test_a_disk_that_fails_behind_the_training_costs_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk, folder = _Held(refused="step=8"), CheckpointFolder(tmp_path / "run" / "checkpoints")
+    disk.free.set()
+    fit(tmp_path / "run", plugins=[disk], **QUICK, checkpoint=dict(BEHIND))
+    assert "No checkpoint at step 8: the disk is gone. Training goes on" in caplog.text
+    assert [each.step for each in folder.complete()] == [15, 12]
+    assert len(list(folder.path.iterdir())) == 4, "nothing of the one that failed is left"
+
+
+def test_save_now_is_complete_though_another_was_being_written(tmp_path: Path) -> None:
+    disk, asked = _Held(), _SaveNow()
+    threading.Timer(0.3, disk.free.set).start()  # the seventh step waits for it
+    fit(tmp_path / "run", asked, plugins=[disk], **QUICK, checkpoint={**BEHIND, "keep_last": 9})
+    assert [Path(path or "").name for path in asked.paths] == ["epoch=0-step=7.ckpt"] * 2
+    assert [each.step for each in CheckpointFolder(tmp_path / "run" / "checkpoints").complete()] == [15, 12, 8, 7, 4]
+
+
+class _Unsharded(SingleDeviceStrategy):
+    """A strategy with its own way to save, of which nothing is known."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        self.thread = threading.current_thread().name
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+
+def test_a_strategy_with_its_own_way_to_save_is_waited_for(tmp_path: Path) -> None:
+    strategy = _Unsharded(torch.device("cpu"))
+    fit(tmp_path / "run", strategy=strategy, **QUICK, checkpoint=dict(BEHIND))
+    assert strategy.thread == "MainThread"
+    assert [each.step for each in CheckpointFolder(tmp_path / "run" / "checkpoints").complete()] == [15, 12]
+
+
+class _WritesNothing(AtomicCheckpointIO):
+    def save_checkpoint(self, *arguments: Any, **named: Any) -> None:
+        return
+
+
+def test_a_checkpoint_without_files_does_not_count(tmp_path: Path) -> None:
+    saver = JobCheckpoint(tmp_path, every_n_train_steps=5, every_n_epochs=0, asynchronous=False)
+    trainer = Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, logger=False, callbacks=[saver], plugins=[_WritesNothing()], **QUIET
+    )
+    with pytest.warns(UserWarning, match="No checkpoint at step 5: nothing was written"):
+        trainer.fit(Noisy(), datamodule=Numbers())
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

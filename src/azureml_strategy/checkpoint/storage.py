@@ -13,13 +13,16 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from azureml_strategy.checkpoint.boundary import accumulating, at_step_boundary
+from azureml_strategy.checkpoint.manifest import Manifest
 from azureml_strategy.checkpoint.random_state import RandomState, gather, random_state, set_random_state
-from azureml_strategy.checkpoint.storage_folder import CheckpointFolder, by_score, superfluous
+from azureml_strategy.checkpoint.saving import Saving
+from azureml_strategy.checkpoint.storage_folder import CheckpointFolder
 from azureml_strategy.checkpoint.storage_io import AtomicCheckpointIO
-from azureml_strategy.checkpoint.storage_write import write_checkpoint
+from azureml_strategy.checkpoint.storage_write import CheckpointWriter, Written
 from azureml_strategy.checkpoint.timer import SharedTimer
 from azureml_strategy.checkpoint.unwritten import Unwritten, log_again, unwritten
 
@@ -35,6 +38,9 @@ class JobCheckpoint(ModelCheckpoint):
     to be logged; it is written once, whether it is among the last or the best; a disk that is full or fails costs a
     warning, not the run. What dead attempts left half-written is removed at the start of training.
 
+    Training stands still only while its state is copied, or not even that long; see `SnapshotBuffers`. A thread of
+    each rank writes, one checkpoint at a time: the next one waits for the last, and so does the end of training.
+
     It is written after each validation, or each epoch where there is none, and besides that by step and by time. The
     interval in time begins anew with each checkpoint. Which ones stay is decided by the manifests on disk, so that
     it survives restarts; the newest is never deleted.
@@ -49,6 +55,8 @@ class JobCheckpoint(ModelCheckpoint):
         every_n_train_steps: optimizer steps between two; None for no such interval.
         every_minutes: the longest time between two; None for no such interval.
         every_n_epochs: which epochs' ends count.
+        asynchronous: write behind the training, which takes as much of the host's memory as a rank writes. False has
+            training wait; and so it does under strategies of others that write several files.
 
     Raises:
         ValueError: `keep_last` or an interval is out of range.
@@ -65,12 +73,14 @@ class JobCheckpoint(ModelCheckpoint):
         every_n_train_steps: int | None = None,
         every_minutes: float | None = None,
         every_n_epochs: int = 1,
+        asynchronous: bool = True,
     ) -> None:
         super().__init__(dirpath, filename, monitor=monitor, mode=mode, save_top_k=save_top_k)
         _require("keep_last", keep_last, keep_last >= 1)
         _require("every_n_train_steps", every_n_train_steps, every_n_train_steps is None or every_n_train_steps >= 1)
         _require("every_minutes", every_minutes, every_minutes is None or every_minutes > 0)
         self.keep_last = keep_last
+        self.asynchronous = asynchronous
         self._every_n_epochs = every_n_epochs
         self._every_steps = every_n_train_steps
         self._timer = SharedTimer(60 * every_minutes) if every_minutes is not None else None
@@ -78,6 +88,7 @@ class JobCheckpoint(ModelCheckpoint):
         self._pending: dict[str, Any] = {}
         self._unwritten: list[Unwritten] = []
         self._restored: RandomState | None = None
+        self._saving = Saving()
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -96,6 +107,8 @@ class JobCheckpoint(ModelCheckpoint):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _place_loaders(trainer)
+        if self.asynchronous:
+            self._saving.connect(trainer)
         if self._timer is not None:
             self._timer.restart()
         log_again(trainer, self._unwritten)
@@ -112,6 +125,7 @@ class JobCheckpoint(ModelCheckpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self._saving.settle()  # a step that was skipped had no backward pass
         stepped = not accumulating(trainer)
         self._due |= stepped and self._every_steps is not None and trainer.global_step % self._every_steps == 0
         self._due |= self._timer is not None and self._timer.due(trainer.strategy.broadcast)
@@ -130,12 +144,25 @@ class JobCheckpoint(ModelCheckpoint):
             self._save_after_epoch(trainer, validated=True)
 
     @override
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._saving.settle()
+
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        self._saving.settle()
+
+    @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Nothing: Lightning would add a checkpoint that is there already."""
+        self._finish(trainer)  # Lightning would add a checkpoint that is there already
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Nothing: other ranks may not have met it, and a checkpoint needs all of them."""
+        """No new one: other ranks may not have met it, and a checkpoint needs all of them."""
+        self._adopt(trainer, self._saving.close())
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._adopt(trainer, self._saving.close())
 
     def save_now(self, trainer: Trainer, reason: str) -> str | None:
         """Write a checkpoint, if this step has none; a collective.
@@ -147,9 +174,11 @@ class JobCheckpoint(ModelCheckpoint):
         Returns:
             The path of this step's checkpoint, complete on disk; None where it could not be written.
         """
+        self._finish(trainer)
         if self._last_global_step_saved != trainer.global_step or not self._last_checkpoint_saved:
-            self._save(trainer, reason, measured=False)
-        return self._last_checkpoint_saved if self._last_global_step_saved == trainer.global_step else None
+            self._save(trainer, reason, measured=False, last=True)
+            self._finish(trainer)
+        return self._last_checkpoint_saved or None
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -189,25 +218,33 @@ class JobCheckpoint(ModelCheckpoint):
         if self._due and not accumulating(trainer):  # else at the end of the step that is under way
             self._save(trainer, "epoch", measured=validated)
 
-    def _save(self, trainer: Trainer, reason: str, measured: bool) -> None:
-        """Write, commit and clear away; every failure ends as a warning, on all ranks alike."""
-        started = time.monotonic()
-        manifest = write_checkpoint(
-            trainer, self._folder, self._wanted_name(trainer), reason, self._score(trainer, measured), self.mode
-        )
+    def _save(self, trainer: Trainer, reason: str, measured: bool, last: bool = False) -> None:
+        """Write, commit and clear away, or begin to; every failure ends as a warning, on all ranks alike."""
+        self._finish(trainer)
+        self._last_global_step_saved, self._last_checkpoint_saved = trainer.global_step, ""
+        writer = CheckpointWriter(self._folder, trainer.loggers, self.keep_last, self.save_top_k)
+        self._saving.save(trainer, self._draft(trainer, reason, measured), writer, last)
         self._due = False
         if self._timer is not None:
             self._timer.restart()
-        if manifest is None:
-            return
-        self._last_global_step_saved = trainer.global_step
-        self._last_checkpoint_saved = self.last_model_path = str(self._folder.path / manifest.name)
-        if trainer.is_global_zero:
-            self._clear_away()
-        self._note_best(trainer)
-        rank_zero_info(
-            f"Checkpoint {self._last_checkpoint_saved} ({reason}, {time.monotonic() - started:.1f} s, "
-            f"{sum(file.size for file in manifest.files.values()) / 1e6:,.1f} MB)"
+        if not self._saving.under_way:
+            self._finish(trainer)
+
+    def _finish(self, trainer: Trainer) -> None:
+        """Wait for the checkpoint that is being written, if there is one; on all ranks."""
+        self._adopt(trainer, self._saving.finish())
+
+    def _draft(self, trainer: Trainer, reason: str, measured: bool) -> Manifest:
+        return Manifest(
+            name=self._wanted_name(trainer),
+            step=trainer.global_step,
+            epoch=trainer.current_epoch,
+            saved_at=time.time(),
+            world_size=trainer.world_size,
+            reason=reason,
+            score=self._score(trainer, measured),
+            mode=self.mode,
+            files={},
         )
 
     @property
@@ -230,18 +267,12 @@ class JobCheckpoint(ModelCheckpoint):
         if left:
             rank_zero_info(f"Removed what an earlier attempt left half-written: {', '.join(left)}")
 
-    def _clear_away(self) -> None:
-        try:
-            for each in superfluous(self._folder.complete(), self.keep_last, self.save_top_k, self.mode):
-                self._folder.remove(each.name)
-        except OSError as error:
-            rank_zero_warn(f"Older checkpoints in {self.dirpath} cannot be deleted: {error}")
-
-    def _note_best(self, trainer: Trainer) -> None:
+    def _adopt(self, trainer: Trainer, written: Written | None) -> None:
         """What Lightning and its loggers ask of a ModelCheckpoint, equal on all ranks."""
-        best = by_score(self._folder.complete(), self.mode) if trainer.is_global_zero else []
-        scores = {str(self._folder.path / each.name): torch.tensor(each.score) for each in best}
-        self.best_k_models = trainer.strategy.broadcast(scores)
+        if written is None:
+            return
+        self._last_checkpoint_saved = self.last_model_path = str(self._folder.path / written.manifest.name)
+        self.best_k_models = {path: torch.tensor(score) for path, score in written.scores.items()}
         self.best_model_path = next(iter(self.best_k_models), self.last_model_path if self.monitor is None else "")
         self.best_model_score = self.best_k_models.get(self.best_model_path)
         if trainer.is_global_zero:

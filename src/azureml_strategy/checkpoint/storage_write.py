@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-import time
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
+from azureml_strategy.checkpoint.exchange import Exchange, StepError
 from azureml_strategy.checkpoint.manifest import Manifest, StoredFile
-from azureml_strategy.checkpoint.random_state import gather
-from azureml_strategy.checkpoint.storage_folder import CheckpointFolder
+from azureml_strategy.checkpoint.storage_folder import CheckpointFolder, by_score, superfluous
+
+log = logging.getLogger(__name__)
 
 # What the disk must have beside a checkpoint as large as the last one: its manifest, and what others write.
 _SPARE_BYTES = 16 << 20
 _FLUSH_SECONDS = 10.0
+
+WriteParts = Callable[[Path, Exchange], object]
+"""Writes this rank's files of a checkpoint to a path; called by all ranks, on which it fails alike."""
 
 
 @runtime_checkable
@@ -27,73 +34,114 @@ class FlushingLogger(Protocol):
         ...
 
 
-def write_checkpoint(
-    trainer: Trainer, folder: CheckpointFolder, name: str, reason: str, score: float | None, mode: str
-) -> Manifest | None:
-    """Write a checkpoint and its manifest; a collective.
+@dataclass(frozen=True)
+class Written:
+    """A checkpoint that is complete, the same on all ranks.
+
+    Attributes:
+        manifest: its own.
+        scores: of the best checkpoints there are now, by their path, the best first.
+    """
+
+    manifest: Manifest
+    scores: dict[str, float]
+
+
+@dataclass(frozen=True)
+class CheckpointWriter:
+    """Writes checkpoints into a folder and removes superfluous ones; on any thread.
 
     Args:
-        trainer: has trained to the end of a step.
         folder: where to.
-        name: as wanted; a number is added if there is such a checkpoint.
-        reason: why, for the manifest.
-        score: of the monitored metric, or None.
-        mode: which score is better, `min` or `max`.
-
-    Returns:
-        The manifest, on all ranks; None, with a warning, where any of them failed.
+        loggers: flushed before a checkpoint counts.
+        keep_last: how many of the newest stay.
+        keep_best: how many of the best stay; -1 for all.
     """
-    name, error = trainer.strategy.broadcast(_begin(trainer, folder, name))
-    if error is None:
-        error = _first(gather(_save_state(trainer, folder.path / name)))
-    files = gather(folder.listing(name) if error is None else [])
-    settled = gather(_settle(folder, _share(files, trainer.global_rank)))
-    error = error or _first([each[1] for each in settled])
-    manifest = Manifest(
-        name=name,
-        step=trainer.global_step,
-        epoch=trainer.current_epoch,
-        saved_at=time.time(),
-        world_size=trainer.world_size,
-        reason=reason,
-        score=score,
-        mode=mode,
-        files=dict(sorted(item for each, _ in settled for item in each.items())),
-    )
-    if error is None:
-        error = trainer.strategy.broadcast(_commit(trainer, folder, manifest))
-    if error is None:
-        return manifest
-    _give_up(trainer, folder, name, error)
-    return None
+
+    folder: CheckpointFolder
+    loggers: Sequence[Any]
+    keep_last: int
+    keep_best: int
+
+    def write(self, draft: Manifest, write_parts: WriteParts, exchange: Exchange) -> Written | None:
+        """Write a checkpoint and its manifest; by all ranks.
+
+        Args:
+            draft: its manifest but for its files; a number is added to the name if there is such a checkpoint.
+            write_parts: writes this rank's files.
+            exchange: between the ranks.
+
+        Returns:
+            What was written; None, with a warning, where any rank failed.
+        """
+        name = None
+        try:
+            name = exchange.on_rank_zero(lambda: self._begin(draft.name))
+            write_parts(self.folder.path / name, exchange)
+            manifest = replace(draft, name=name, files=self._settle(name, exchange))
+            exchange.on_rank_zero(lambda: self._commit(manifest))
+        except StepError as error:
+            self._give_up(draft.step, name, str(error), exchange.rank)
+            return None
+        scores = exchange.on_rank_zero(lambda: self._clear_away(draft.mode))
+        exchange.leave()
+        return Written(manifest, scores)
+
+    def _begin(self, name: str) -> str:
+        """The name to write under. Known beforehand, a full disk does not stop one rank in the middle."""
+        name = self.folder.begin(name)
+        complete = self.folder.complete()
+        needed = _SPARE_BYTES + sum(file.size for file in complete[0].files.values()) if complete else 0
+        free = self.folder.free_bytes()
+        if free < needed:
+            self.folder.remove(name)
+            raise OSError(f"the disk has {free:,} bytes left, and it takes about {needed:,}")
+        return name
+
+    def _settle(self, name: str, exchange: Exchange) -> dict[str, StoredFile]:
+        """Have all files reach the disk and read them back, each on one of the ranks."""
+        files = exchange.together(lambda: self.folder.listing(name))
+        if not any(files):
+            raise StepError("nothing was written")
+        settled = exchange.together(lambda: self.folder.settle(_share(files, exchange.rank)))
+        return dict(sorted(item for each in settled for item in each.items()))
+
+    def _commit(self, manifest: Manifest) -> None:
+        """Write the manifest, when all that was logged before is written too: a resumed run does not log it again."""
+        for logger in self.loggers:
+            if isinstance(logger, FlushingLogger):
+                logger.flush(_FLUSH_SECONDS)
+        self.folder.commit(manifest)
+
+    def _clear_away(self, mode: str) -> dict[str, float]:
+        """Remove what may go; the scores of what is left."""
+        try:
+            for each in superfluous(self.folder.complete(), self.keep_last, self.keep_best, mode):
+                self.folder.remove(each.name)
+        except OSError as error:
+            _warn(f"Older checkpoints in {self.folder.path} cannot be deleted: {error}", rank=0)
+        best = by_score(self.folder.complete(), mode)
+        return {str(self.folder.path / each.name): each.score for each in best if each.score is not None}
+
+    def _give_up(self, step: int, name: str | None, error: str, rank: int) -> None:
+        _warn(
+            f"No checkpoint at step {step}: {error}. Training goes on, and older checkpoints are as they were. Make "
+            f"room in {self.folder.path}, or give another dirpath.",
+            rank,
+        )
+        if name is not None and rank == 0:
+            try:
+                self.folder.remove(name)
+            except OSError:
+                return  # the next attempt's start removes it
 
 
-def _begin(trainer: Trainer, folder: CheckpointFolder, name: str) -> tuple[str, str | None]:
-    """The name to write under, and what is in the way."""
-    if not trainer.is_global_zero:
-        return name, None
-    try:
-        return folder.begin(name), _too_small(folder)
-    except OSError as error:
-        return name, str(error)
-
-
-def _too_small(folder: CheckpointFolder) -> str | None:
-    """Known beforehand, a full disk does not stop one rank of a sharded checkpoint in the middle."""
-    complete = folder.complete()
-    needed = _SPARE_BYTES + sum(file.size for file in complete[0].files.values()) if complete else 0
-    free = folder.free_bytes()
-    return f"the disk has {free:,} bytes left, and it takes about {needed:,}" if free < needed else None
-
-
-def _save_state(trainer: Trainer, path: Path) -> str | None:
-    """Lightning's `Trainer.save_checkpoint`, without the barrier at its end, which an error would keep a rank from."""
-    checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-    try:
-        trainer.strategy.save_checkpoint(checkpoint, str(path))
-        return None
-    except (OSError, RuntimeError) as error:  # torch's writers raise the latter for what the disk refuses
-        return f"rank {trainer.global_rank}: {error}"
+def _warn(text: str, rank: int) -> None:
+    """Python's warnings belong to all threads at once: what the main thread silences for itself would be lost."""
+    if threading.current_thread() is threading.main_thread():
+        rank_zero_warn(text)
+    elif rank == 0:
+        log.warning(text)
 
 
 def _share(files: list[list[str]], rank: int) -> list[str]:
@@ -103,40 +151,3 @@ def _share(files: list[list[str]], rank: int) -> list[str]:
         for name in names:
             seen.setdefault(name, []).append(owner)
     return [name for i, (name, owners) in enumerate(sorted(seen.items())) if owners[i % len(owners)] == rank]
-
-
-def _settle(folder: CheckpointFolder, files: list[str]) -> tuple[dict[str, StoredFile], str | None]:
-    try:
-        return folder.settle(files), None
-    except OSError as error:
-        return {}, str(error)
-
-
-def _commit(trainer: Trainer, folder: CheckpointFolder, manifest: Manifest) -> str | None:
-    """Write the manifest, when all that was logged before is written too: a resumed run does not log it again."""
-    if not trainer.is_global_zero:
-        return None
-    for logger in trainer.loggers:
-        if isinstance(logger, FlushingLogger):
-            logger.flush(_FLUSH_SECONDS)
-    try:
-        folder.commit(manifest)
-        return None
-    except OSError as error:
-        return str(error)
-
-
-def _give_up(trainer: Trainer, folder: CheckpointFolder, name: str, error: str) -> None:
-    rank_zero_warn(
-        f"No checkpoint at step {trainer.global_step}: {error}. Training goes on, and older checkpoints are as they "
-        f"were. Make room in {folder.path}, or give another dirpath."
-    )
-    if trainer.is_global_zero:
-        try:
-            folder.remove(name)
-        except OSError:
-            return  # the next attempt's start removes it
-
-
-def _first(errors: list[str | None]) -> str | None:
-    return next((error for error in errors if error is not None), None)

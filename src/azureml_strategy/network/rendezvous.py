@@ -58,6 +58,31 @@ def open_store(launch: Launch, timeout: timedelta, purpose: str | None = None) -
     return PrefixStore(f"azureml_strategy/{next(_rounds) if purpose is None else purpose}", store)
 
 
+def another_connection(world_size: int, timeout: timedelta) -> Store | None:
+    """A connection of its own to the store through which the ranks of this process's group found one another.
+
+    For threads: one that waits for an answer must not hold up the others.
+
+    Args:
+        world_size: number of ranks; one alone needs no more than its own memory.
+        timeout: how long to wait for an answer.
+
+    Returns:
+        The store; None where there is no group, or it was not made with MASTER_ADDR and MASTER_PORT.
+    """
+    from torch.distributed import HashStore, TCPStore, is_initialized  # type: ignore[attr-defined]
+
+    if world_size == 1:
+        return HashStore()
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if not is_initialized() or address is None or port is None:
+        return None
+    try:
+        return TCPStore(address, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+    except RuntimeError:
+        return None
+
+
 def _await_server(launch: Launch, timeout: timedelta) -> None:
     """Wait until the address answers: torch would fill the log with a stack trace of each attempt."""
     deadline, pause = time.monotonic() + timeout.total_seconds(), _FIRST_PAUSE_SECONDS

@@ -162,4 +162,9 @@ def fit(
     newest = CheckpointFolder(output / "checkpoints").complete()[0]
     saved = checkpoint_format(output / "checkpoints" / newest.name).read(output / "checkpoints" / newest.name)
     weights = [value for each in saved["state_dict"].values() for value in each.flatten().tolist()]
-    return {"weights": weights, "step": trainer.global_step, "best": saver.best_model_path}
+    return {
+        "weights": weights,
+        "step": trainer.global_step,
+        "best": saver.best_model_path,
+        "last": saver.last_model_path,
+    }

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from typing_extensions import override
 
+from azureml_strategy.strategies.exchange import WriteStaged
 from azureml_strategy.strategies.launched import LaunchedStrategy
 from azureml_strategy.strategies.model_parallel.checkpoint import check_checkpoint
 from azureml_strategy.strategies.model_parallel.copies import (
@@ -37,6 +38,7 @@ from azureml_strategy.strategies.model_parallel.sharding import (
     is_parallel,
     shard_parameters,
 )
+from azureml_strategy.strategies.model_parallel.staging import write_distributed
 
 
 class AzureMLModelParallelStrategy(LaunchedStrategy, ModelParallelStrategy):
@@ -123,6 +125,22 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, ModelParallelStrategy):
         assert self.lightning_module is not None
         if self._uncut and not self.lightning_module.trainer.fit_loop._should_accumulate():
             copy_gradients(self._uncut, self.device_mesh["tensor_parallel"].get_group())
+
+    def stage_checkpoint(self, checkpoint: dict[str, Any]) -> tuple[Any, WriteStaged] | None:
+        """Collect what this rank is to write.
+
+        Args:
+            checkpoint: as Lightning gives it to `save_checkpoint`.
+
+        Returns:
+            What to copy, and what writes the copy; None where one file is written.
+        """
+        if not self._save_distributed_checkpoint:
+            return None
+        rest = {name: value for name, value in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
+        optimizers = {f"optimizer_{i}": each for i, each in enumerate(checkpoint.get("optimizer_states", []))}
+        state = {"state_dict": checkpoint["state_dict"], **optimizers}
+        return (state, rest if self.is_global_zero else None), write_distributed
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from azureml_strategy.strategies.exchange import Exchange, WriteStaged
 from azureml_strategy.strategies.launched import LaunchedStrategy
 from azureml_strategy.strategies.pipeline.checkpoint import PipelineLayout
 from azureml_strategy.strategies.pipeline.cutting import Cut
@@ -39,14 +40,14 @@ from azureml_strategy.strategies.pipeline.loader import check_loader
 from azureml_strategy.strategies.pipeline.partition import check_method
 from azureml_strategy.strategies.pipeline.refusals import refuse_running_statistics, refuse_unsupported
 from azureml_strategy.strategies.pipeline.timing import StageClock
-from azureml_strategy.strategies.zero.device import AnyDeviceDeepSpeedStrategy
 from azureml_strategy.strategies.zero.requirements import require_deepspeed
+from azureml_strategy.strategies.zero.staged import StagedDeepSpeedStrategy
 
 if TYPE_CHECKING:
     from azureml_strategy.strategies.pipeline.run import PipelineRun
 
 
-class PipelineStrategy(LaunchedStrategy, AnyDeviceDeepSpeedStrategy):
+class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
     """DeepSpeed's pipeline engine driven by the Trainer: `Trainer(strategy="azureml_deepspeed_pipeline")`.
 
     The module says how it is cut, see `PipelineReady`. With n times as many ranks as stages there are n replicas, which
@@ -223,6 +224,20 @@ class PipelineStrategy(LaunchedStrategy, AnyDeviceDeepSpeedStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if self.is_global_zero:
             self._layout().write(Path(filepath))
+
+    @override
+    def stage_checkpoint(self, checkpoint: dict[str, Any]) -> tuple[Any, WriteStaged] | None:
+        staged = super().stage_checkpoint(checkpoint)
+        if staged is None:
+            return None
+        files, write_files = staged
+        layout = self._layout()
+
+        def write(content: Any, path: Path, exchange: Exchange) -> None:
+            write_files(content, path, exchange)
+            exchange.on_rank_zero(lambda: layout.write(path))
+
+        return files, write
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:

@@ -13,11 +13,11 @@ from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from azureml_strategy.strategies.zero import universal
-from azureml_strategy.strategies.zero.device import AnyDeviceDeepSpeedStrategy
 from azureml_strategy.strategies.zero.layout import require_same_slices, require_zero_checkpoint
+from azureml_strategy.strategies.zero.staged import StagedDeepSpeedStrategy
 
 
-class AnyWorldDeepSpeedStrategy(AnyDeviceDeepSpeedStrategy):
+class AnyWorldDeepSpeedStrategy(StagedDeepSpeedStrategy):
     """Lightning's strategy, but checkpoints are not bound to the number of processes that wrote them."""
 
     # Processes that share each matrix.

@@ -1,0 +1,89 @@
+"""What a checkpoint consists of under each strategy, before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor
+
+from azureml_strategy.checkpoint.exchange import Exchange
+from azureml_strategy.checkpoint.storage_io import AtomicCheckpointIO
+
+
+class WriteStaged(Protocol):
+    """Writes what was staged, or a copy of it; on any thread, by all ranks."""
+
+    def __call__(self, content: Any, path: Path, exchange: Exchange) -> object:
+        """Write this rank's files below a path: in steps that the ranks take together, so that all fail alike.
+
+        Args:
+            content: as staged.
+            path: of the checkpoint.
+            exchange: with the ranks that write as well.
+
+        Raises:
+            StepError: a step failed on some rank.
+        """
+        ...
+
+
+@runtime_checkable
+class StagesCheckpoint(Protocol):
+    """A strategy that can write later than it is asked to."""
+
+    def stage_checkpoint(self, checkpoint: dict[str, Any]) -> tuple[Any, WriteStaged] | None:
+        """Collect what this rank is to write; a collective.
+
+        Args:
+            checkpoint: as Lightning gives it to `save_checkpoint`.
+
+        Returns:
+            What to copy, and what writes the copy; None where it has to be written at once.
+        """
+        ...
+
+
+def stage(strategy: Strategy, checkpoint: dict[str, Any]) -> tuple[Any, WriteStaged] | None:
+    """Collect what this rank is to write; a collective.
+
+    Args:
+        strategy: the Trainer's.
+        checkpoint: as Lightning gives it to `save_checkpoint`.
+
+    Returns:
+        What to copy, and what writes the copy; None where the strategy writes at once only.
+    """
+    if isinstance(strategy, StagesCheckpoint):
+        return strategy.stage_checkpoint(checkpoint)
+    checkpoint_io = strategy.checkpoint_io
+    plain = type(strategy).save_checkpoint is Strategy.save_checkpoint
+    if not plain or not isinstance(checkpoint_io, AtomicCheckpointIO):
+        return None
+
+    def write(content: Any, path: Path, exchange: Exchange) -> None:
+        exchange.on_rank_zero(lambda: checkpoint_io.save_checkpoint(content, path))
+
+    return checkpoint if strategy.is_global_zero else None, write
+
+
+def held_by_optimizers(trainer: Trainer) -> Iterator[Tensor]:
+    """The tensors that only an optimizer step should change: none where the module steps by itself.
+
+    Args:
+        trainer: in training.
+    """
+    module = trainer.lightning_module
+    if not module.automatic_optimization:
+        return
+    yield from (parameter for parameter in module.parameters() if parameter.requires_grad)
+    for optimizer in trainer.optimizers:
+        while hasattr(optimizer, "optimizer"):  # DeepSpeed's hold torch's
+            optimizer = optimizer.optimizer
+        for group in optimizer.param_groups:
+            yield from group["params"]
+        for parameter, states in optimizer.state.items():
+            yield from (each for each in (parameter, *states.values()) if isinstance(each, Tensor))

@@ -1,0 +1,35 @@
+"""Lightning's DeepSpeed strategy whose checkpoints can be written later than they are taken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch.strategies.deepspeed import DeepSpeedStrategy
+
+from azureml_strategy.strategies.exchange import WriteStaged
+from azureml_strategy.strategies.zero.device import AnyDeviceDeepSpeedStrategy
+
+
+class StagedDeepSpeedStrategy(AnyDeviceDeepSpeedStrategy):
+    """Lightning's strategy, but it can hand out the files of a checkpoint instead of writing them."""
+
+    def stage_checkpoint(self, checkpoint: dict[str, Any]) -> tuple[Any, WriteStaged] | None:
+        """Collect what this rank is to write; a collective.
+
+        Args:
+            checkpoint: as Lightning gives it to `save_checkpoint`.
+
+        Returns:
+            What to copy, and what writes the copy; None where DeepSpeed has to write it at once: states on an NVMe
+            disk, or a writer of the user's DeepSpeed configuration.
+        """
+        from azureml_strategy.strategies.zero.staging import can_be_collected, collect
+
+        if not can_be_collected(self.deepspeed_engine):
+            return None
+
+        def save(folder: str) -> None:
+            DeepSpeedStrategy.save_checkpoint(self, checkpoint, folder)
+
+        files, write = collect(self.deepspeed_engine, save)
+        return files, lambda content, path, exchange: exchange.together(lambda: write(content, path))

@@ -1,0 +1,96 @@
+"""The files of a DeepSpeed checkpoint, collected before any of them is written."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from deepspeed import DeepSpeedEngine
+from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, TorchCheckpointEngine
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+from typing_extensions import override
+
+StagedFiles = list[tuple[str, Any]]
+
+
+class CollectingEngine(CheckpointEngine):  # type: ignore[misc] # DeepSpeed has no annotations
+    """Keeps what DeepSpeed would write, instead of writing it.
+
+    Attributes:
+        files: paths below the checkpoint's folder, and what belongs there; tensors are those of the training.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.files: StagedFiles = []
+        self._folder = ""
+
+    @override
+    def create(self, info: CheckpointCommitInfo) -> None:
+        self._folder = info.save_dir
+
+    @override
+    def save(self, state_dict: Any, path: str) -> None:
+        self.files.append((os.path.relpath(path, self._folder), state_dict))
+
+    @override
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Nothing: folders are made where files are written."""
+
+    @override
+    def load(self, path: str, map_location: Any = None) -> Any:
+        raise NotImplementedError("It collects one checkpoint, and loads none.")
+
+    @override
+    def commit(self, info: CheckpointCommitInfo) -> bool:
+        return True
+
+    @override
+    def preserves_storage_sharing(self) -> bool:
+        return False  # DeepSpeed would clone tensors that share memory, so that the file does not hold all of it
+
+
+def can_be_collected(engine: DeepSpeedEngine) -> bool:
+    """Whether all of a checkpoint goes through the engine that writes files: not so with states on an NVMe disk."""
+    offloaded = any(each is not None and each.device == "nvme" for each in _offloads(engine))
+    return type(engine.checkpoint_engine) is TorchCheckpointEngine and not offloaded
+
+
+def collect(
+    engine: DeepSpeedEngine, save: Callable[[str], None]
+) -> tuple[StagedFiles, Callable[[StagedFiles, Path], None]]:
+    """Collect this rank's files; a collective.
+
+    Args:
+        engine: whose checkpoint it is.
+        save: has it written to a folder.
+
+    Returns:
+        The files, and what writes them, or a copy of them, below a path.
+    """
+    writes, collecting = engine.checkpoint_engine, CollectingEngine()
+    scratch = TemporaryDirectory()  # for the few small files that DeepSpeed writes past its engine, on rank 0
+    engine.checkpoint_engine = collecting
+    try:
+        save(scratch.name)
+    finally:
+        engine.checkpoint_engine = writes
+
+    def write(files: StagedFiles, path: Path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        for name, content in files:
+            (path / name).parent.mkdir(exist_ok=True)
+            writes.save(content, str(path / name))
+        with scratch:
+            for small in Path(scratch.name).iterdir():
+                shutil.copyfile(small, path / small.name)
+
+    return collecting.files, write
+
+
+def _offloads(engine: DeepSpeedEngine) -> tuple[Any, Any]:
+    return engine.zero_offload_param(), engine.zero_offload_optimizer()

@@ -1,0 +1,85 @@
+"""A training whose checkpoints are written slowly, and whose disk refuses one of them on one rank."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from common import report
+from lightning.pytorch import Callback, Trainer
+from noisy import Tokens, fit
+
+from azureml_strategy.checkpoint import JobCheckpoint, saving, snapshot
+from azureml_strategy.checkpoint.boundary import at_step_boundary
+from azureml_strategy.checkpoint.storage_folder import CheckpointFolder
+from strategies import OPTIONS, STRATEGIES, tiny_gpt
+
+strategy, output = sys.argv[1], Path(sys.argv[2])
+REFUSED, STOP = 4, 7  # steps
+folder = CheckpointFolder(output / "checkpoints")
+rank = int(os.environ["RANK"])
+threads: set[str] = set()
+left: list[int] = []
+stage, copy = saving.stage, snapshot.Snapshot.copy
+
+
+def take_time(path: Path) -> None:
+    threads.add(threading.current_thread().name)
+    time.sleep(0.3)
+    if rank == 1 and f"step={REFUSED}" in path.name:
+        raise OSError("this disk is full")
+
+
+def stage_slowly(*arguments: Any) -> Any:
+    """As it is, but each rank takes its time, and rank 1's disk fails once."""
+    staged = stage(*arguments)
+    if staged is None:
+        return None
+    content, write = staged
+
+    def write_slowly(content: Any, path: Path, exchange: Any) -> None:
+        exchange.together(lambda: take_time(path))
+        write(content, path, exchange)
+
+    return content, write_slowly
+
+
+def copy_and_count(taken: Any, later: Any = ()) -> None:
+    left.append(len(later))
+    copy(taken, later)
+
+
+class StopHere(Callback):
+    """Right after a checkpoint was begun, somebody wants one that is complete."""
+
+    complete: list[int] | None = None
+    path: str | None = None
+
+    def on_train_batch_end(self, trainer: Trainer, *rest: Any) -> None:
+        if trainer.global_step == STOP and self.complete is None and at_step_boundary(trainer):
+            saver = trainer.checkpoint_callback
+            assert isinstance(saver, JobCheckpoint)
+            self.path = saver.save_now(trainer, "asked")
+            self.complete = [each.step for each in folder.complete()]
+
+
+saving.stage = stage_slowly
+snapshot._AT_ONCE_BYTES = 0  # this network is so small that all of it would be copied at once
+snapshot.Snapshot.copy = copy_and_count
+stop = StopHere()
+own = {} if strategy == "ddp" else {"module": tiny_gpt(), "data": Tokens()}
+arguments = {"max_epochs": 1, "limit_val_batches": 0, **OPTIONS.get(strategy, {})}
+checkpoint = {"monitor": None, "every_n_train_steps": 2, "keep_last": 20}
+result = fit(output, stop, strategy=STRATEGIES[strategy](), checkpoint=checkpoint, **own, **arguments)
+report(
+    rank,
+    threads=sorted(threads),
+    asked=Path(stop.path or "").name,
+    complete=stop.complete,
+    left=left,
+    last=Path(result["last"]).name,
+)
