@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from tests.emulator.conftest import RunCode
@@ -34,7 +35,7 @@ print(json.dumps(environ), flush=True)
 def test_the_last_node_is_told_and_lost_and_the_run_starts_again(run_code: RunCode) -> None:
     job = run_code(STORY, nodes=2, preemption=Preemption(after_s=1, notice_s=3))
     assert (job.exit_code, job.status) == (0, "FINISHED")
-    assert "node 1 was taken away. The job starts again: same run, attempt 1." in job.output
+    assert "node 1 was taken away. The job starts again: same run, attempt 1, 2 node(s)." in job.output
     (surviving, first_again), (announced, second_again) = job.of_rank(0), job.of_rank(1)
     assert surviving == "told to end"
     (event,) = read_events(announced.encode())
@@ -44,6 +45,20 @@ def test_the_last_node_is_told_and_lost_and_the_run_starts_again(run_code: RunCo
     assert len({each.run_id for each in jobs if each}) == 1
     assert jobs[0] is not None
     assert jobs[0].run_id in job.output.splitlines()[0]
+
+
+def test_it_comes_back_with_fewer_nodes(run_code: RunCode) -> None:
+    job = run_code(STORY, nodes=2, preemption=Preemption(after_s=0, notice_s=2), nodes_after=1)
+    assert job.exit_code == 0
+    assert "attempt 1, 1 node(s)." in job.output
+    environ = json.loads(job.of_rank(0)[-1])
+    assert (environ["WORLD_SIZE"], environ["AZUREML_NODE_COUNT"]) == ("1", "1")
+
+
+@pytest.mark.parametrize("options", [{"nodes_after": 1}, {"nodes_after": 0, "preemption": Preemption(20)}])
+def test_a_job_comes_back_with_nodes_only_if_it_lost_one(options: dict[str, Any]) -> None:
+    with pytest.raises(EmulationError, match=r"1 or more, a job comes back with that loses one. Add --preempt-after"):
+        EmulatedJob(["true"], nodes=2, **options)
 
 
 def test_a_job_that_is_done_before_is_left_alone(run_code: RunCode) -> None:

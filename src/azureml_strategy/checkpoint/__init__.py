@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING
 from azureml_strategy.lazy import lazy_attributes
 
 if TYPE_CHECKING:
+    from azureml_strategy.checkpoint.elastic import ElasticRestart
     from azureml_strategy.checkpoint.resume import ResumeError, checkpoint_to_resume
     from azureml_strategy.checkpoint.storage import JobCheckpoint
 
-__all__ = ["JobCheckpoint", "ResumeError", "checkpoint_to_resume"]
+__all__ = ["ElasticRestart", "JobCheckpoint", "ResumeError", "checkpoint_to_resume"]
 
 __getattr__ = lazy_attributes(
     __name__,
     {
+        "ElasticRestart": "azureml_strategy.checkpoint.elastic",
         "JobCheckpoint": "azureml_strategy.checkpoint.storage",
         "ResumeError": "azureml_strategy.checkpoint.resume",
         "checkpoint_to_resume": "azureml_strategy.checkpoint.resume",

@@ -9,7 +9,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from azureml_strategy.checkpoint.storage import JobCheckpoint
-from azureml_strategy.checkpoint.storage_write import FlushingLogger
 from azureml_strategy.cluster.job import read_job
 
 log = logging.getLogger(__name__)
@@ -19,10 +18,12 @@ _FLUSH_SECONDS = 8.0
 
 
 @runtime_checkable
-class _RunLogger(FlushingLogger, Protocol):
+class _RunLogger(Protocol):
     """What a `JobMLFlowLogger` can; this package does not know the tracking."""
 
     def log_tags(self, tags: dict[str, str]) -> None: ...
+
+    def flush(self, timeout_s: float) -> bool: ...
 
 
 def save_and_record(trainer: Trainer, pl_module: LightningModule, reason: str) -> None:

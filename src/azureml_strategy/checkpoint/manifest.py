@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
+from azureml_strategy.checkpoint.global_batch import GlobalBatch
+
 AnyPath = TypeVar("AnyPath", Path, PurePosixPath)
 _SUFFIX = ".manifest.json"
 _VERSION = 1
@@ -43,6 +45,7 @@ class Manifest:
         score: of the monitored metric; None where it was not measured at this step.
         mode: `min` or `max`: which score is better.
         files: by their path from the manifest's folder.
+        global_batch: what its steps learned from; None in a manifest of a time when it was not written down.
     """
 
     name: str
@@ -54,6 +57,7 @@ class Manifest:
     score: float | None
     mode: str
     files: Mapping[str, StoredFile]
+    global_batch: GlobalBatch | None = None
 
     def write(self, folder: Path) -> None:
         """Write it beside the checkpoint; complete, or not there at all.
@@ -76,7 +80,8 @@ class Manifest:
             raise ValueError(f"{path.name} is no manifest of version {_VERSION}")
         try:
             files = {name: StoredFile(**each) for name, each in content.pop("files").items()}
-            return Manifest(files=files, **content)
+            batch = content.pop("global_batch", None)
+            return Manifest(files=files, global_batch=GlobalBatch(**batch) if batch else None, **content)
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{path.name} is no manifest: {error}") from error
 

@@ -16,7 +16,9 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from azureml_strategy.checkpoint.batch_of_trainer import running_global_batch
 from azureml_strategy.checkpoint.boundary import accumulating, at_step_boundary
+from azureml_strategy.checkpoint.elastic import warn_unless_elastic
 from azureml_strategy.checkpoint.manifest import Manifest
 from azureml_strategy.checkpoint.random_state import RandomState, gather, random_state, set_random_state
 from azureml_strategy.checkpoint.saving import Saving
@@ -43,7 +45,8 @@ class JobCheckpoint(ModelCheckpoint):
 
     It is written after each validation, or each epoch where there is none, and besides that by step and by time. The
     interval in time begins anew with each checkpoint. Which ones stay is decided by the manifests on disk, so that
-    it survives restarts; the newest is never deleted.
+    it survives restarts; the newest is never deleted. Those that were passed over when the run was resumed, because they are
+    damaged or the user chose an older one, count for nothing: they neither stay in place of a sound one nor are deleted.
 
     Args:
         dirpath: the folder; else `checkpoints` below the Trainer's `default_root_dir`.
@@ -88,6 +91,7 @@ class JobCheckpoint(ModelCheckpoint):
         self._pending: dict[str, Any] = {}
         self._unwritten: list[Unwritten] = []
         self._restored: RandomState | None = None
+        self._passed_over: frozenset[str] = frozenset()
         self._saving = Saving()
 
     @override
@@ -191,6 +195,7 @@ class JobCheckpoint(ModelCheckpoint):
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self._last_global_step_saved = checkpoint["global_step"]
+        self._passed_over = self._folder.newer_than(Path(str(trainer.ckpt_path)))
         ours = checkpoint.get(_OURS)
         if ours is None:
             return
@@ -202,6 +207,7 @@ class JobCheckpoint(ModelCheckpoint):
                 f"The checkpoint has the random numbers of {len(ours['random'])} ranks, and there are "
                 f"{trainer.world_size} now: each draws new ones."
             )
+            warn_unless_elastic(trainer)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -222,7 +228,7 @@ class JobCheckpoint(ModelCheckpoint):
         """Write, commit and clear away, or begin to; every failure ends as a warning, on all ranks alike."""
         self._finish(trainer)
         self._last_global_step_saved, self._last_checkpoint_saved = trainer.global_step, ""
-        writer = CheckpointWriter(self._folder, trainer.loggers, self.keep_last, self.save_top_k)
+        writer = CheckpointWriter(self._folder, self.keep_last, self.save_top_k, self._passed_over)
         self._saving.save(trainer, self._draft(trainer, reason, measured), writer, last)
         self._due = False
         if self._timer is not None:
@@ -245,6 +251,7 @@ class JobCheckpoint(ModelCheckpoint):
             score=self._score(trainer, measured),
             mode=self.mode,
             files={},
+            global_batch=running_global_batch(trainer),
         )
 
     @property

@@ -38,6 +38,12 @@ class CheckpointFolder:
         """The manifests that can be read, the newest first."""
         return newest_first(self._readable())
 
+    def newer_than(self, checkpoint: Path) -> frozenset[str]:
+        """The names of the complete ones that are newer than another one; none if that lies elsewhere."""
+        complete = self.complete() if checkpoint.parent.absolute() == self.path.absolute() else []
+        names = [each.name for each in complete]
+        return frozenset(names[: names.index(checkpoint.name)] if checkpoint.name in names else ())
+
     def begin(self, name: str) -> str:
         """Mark a checkpoint as under way.
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
 
 from lightning.pytorch.utilities import rank_zero_warn
 
@@ -19,19 +18,9 @@ log = logging.getLogger(__name__)
 
 # What the disk must have beside a checkpoint as large as the last one: its manifest, and what others write.
 _SPARE_BYTES = 16 << 20
-_FLUSH_SECONDS = 10.0
 
 WriteParts = Callable[[Path, Exchange], object]
 """Writes this rank's files of a checkpoint to a path; called by all ranks, on which it fails alike."""
-
-
-@runtime_checkable
-class FlushingLogger(Protocol):
-    """A logger that writes later than it is called."""
-
-    def flush(self, timeout_s: float) -> bool:
-        """Write what is queued, or give up after so many seconds."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -53,15 +42,15 @@ class CheckpointWriter:
 
     Args:
         folder: where to.
-        loggers: flushed before a checkpoint counts.
         keep_last: how many of the newest stay.
         keep_best: how many of the best stay; -1 for all.
+        passed_over: names of checkpoints that neither count nor go, because the run was resumed from an older one.
     """
 
     folder: CheckpointFolder
-    loggers: Sequence[Any]
     keep_last: int
     keep_best: int
+    passed_over: Collection[str] = ()
 
     def write(self, draft: Manifest, write_parts: WriteParts, exchange: Exchange) -> Written | None:
         """Write a checkpoint and its manifest; by all ranks.
@@ -79,7 +68,7 @@ class CheckpointWriter:
             name = exchange.on_rank_zero(lambda: self._begin(draft.name))
             write_parts(self.folder.path / name, exchange)
             manifest = replace(draft, name=name, files=self._settle(name, exchange))
-            exchange.on_rank_zero(lambda: self._commit(manifest))
+            exchange.on_rank_zero(lambda: self.folder.commit(manifest))
         except StepError as error:
             self._give_up(draft.step, name, str(error), exchange.rank)
             return None
@@ -106,22 +95,18 @@ class CheckpointWriter:
         settled = exchange.together(lambda: self.folder.settle(_share(files, exchange.rank)))
         return dict(sorted(item for each in settled for item in each.items()))
 
-    def _commit(self, manifest: Manifest) -> None:
-        """Write the manifest, when all that was logged before is written too: a resumed run does not log it again."""
-        for logger in self.loggers:
-            if isinstance(logger, FlushingLogger):
-                logger.flush(_FLUSH_SECONDS)
-        self.folder.commit(manifest)
-
     def _clear_away(self, mode: str) -> dict[str, float]:
         """Remove what may go; the scores of what is left."""
         try:
-            for each in superfluous(self.folder.complete(), self.keep_last, self.keep_best, mode):
+            for each in superfluous(self._sound(), self.keep_last, self.keep_best, mode):
                 self.folder.remove(each.name)
         except OSError as error:
             _warn(f"Older checkpoints in {self.folder.path} cannot be deleted: {error}", rank=0)
-        best = by_score(self.folder.complete(), mode)
+        best = by_score(self._sound(), mode)
         return {str(self.folder.path / each.name): each.score for each in best if each.score is not None}
+
+    def _sound(self) -> list[Manifest]:
+        return [each for each in self.folder.complete() if each.name not in self.passed_over]
 
     def _give_up(self, step: int, name: str | None, error: str, rank: int) -> None:
         _warn(

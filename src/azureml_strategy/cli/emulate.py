@@ -52,6 +52,12 @@ def add_to(verbs: Verbs) -> None:
         metavar="TIME",
         help="between announcement and end (default 30s, Azure's least; with --preempt-after)",
     )
+    verb.add_argument(
+        "--nodes-after",
+        type=int,
+        metavar="N",
+        help="nodes that the job comes back with (default: as many as before; with --preempt-after)",
+    )
     verb.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what each process runs")
 
 
@@ -69,6 +75,7 @@ def _run(options: argparse.Namespace) -> int:
             isolate=options.isolate,
             bandwidth=options.bandwidth,
             preemption=None if after is None else Preemption(after, options.preempt_notice),
+            nodes_after=options.nodes_after,
         )
         return emulate(job)
     except EmulationError as error:

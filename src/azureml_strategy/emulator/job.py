@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from azureml_strategy.cluster.emulated import (
     DISTRIBUTIONS,
@@ -39,6 +39,7 @@ class EmulatedJob:
         isolate: whether each node gets a network namespace and an address of its own.
         bandwidth: rate of each node's link, such as `1gbit`; with `isolate` only.
         preemption: takes the last node away in the middle of the first attempt; None leaves the job alone.
+        nodes_after: nodes that the job comes back with after that; None for as many as before.
 
     Raises:
         EmulationError: the numbers or the names make no job.
@@ -51,6 +52,7 @@ class EmulatedJob:
     isolate: bool = False
     bandwidth: str | None = None
     preemption: Preemption | None = None
+    nodes_after: int | None = None
 
     def __post_init__(self) -> None:
         if not self.command:
@@ -69,6 +71,11 @@ class EmulatedJob:
             raise EmulationError(
                 "--preempt-after announces the end of a node on this machine's loopback, which isolated nodes cannot "
                 "reach. Leave --isolate out."
+            )
+        if self.nodes_after is not None and (self.preemption is None or self.nodes_after < 1):
+            raise EmulationError(
+                f"--nodes-after {self.nodes_after} is how many nodes, 1 or more, a job comes back with that loses one. "
+                "Add --preempt-after, such as 20s."
             )
 
 
@@ -129,8 +136,9 @@ def _run_preempted(job: EmulatedJob, run: EmulatedRun, port: int) -> Outcome:
         outcome = run_together(_processes(job, run, None, port, attempts[0], addresses), power_cut)
     if outcome.lost_node is None:
         return outcome
-    print(f"\n{lost} was taken away. The job starts again: same run, attempt 1.\n", flush=True)
-    return run_together(_processes(job, run, None, port, attempts[1], {}))
+    again = replace(job, nodes=job.nodes_after or job.nodes)
+    print(f"\n{lost} was taken away. The job starts again: same run, attempt 1, {again.nodes} node(s).\n", flush=True)
+    return run_together(_processes(again, run, None, port, attempts[1], {}))
 
 
 def _processes(

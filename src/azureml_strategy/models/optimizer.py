@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from azureml_strategy.cluster.replicas import data_parallel_size
+from azureml_strategy.cluster.replicas import batch_size_of, data_parallel_size
 from azureml_strategy.models.schedule import warmup_cosine
 
 
@@ -81,9 +81,7 @@ def global_batch(trainer: Trainer) -> int:
         ValueError: the train dataloader does not say its batch size.
     """
     loader = trainer.train_dataloader
-    batch_size = getattr(loader, "batch_size", None)
-    if batch_size is None:  # as a DataLoader built from a batch sampler says
-        batch_size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    batch_size = batch_size_of(loader)
     if batch_size is None:
         raise ValueError(
             f"The batch size of the train dataloader ({type(loader).__name__}) is not known, and the "
@@ -91,7 +89,7 @@ def global_batch(trainer: Trainer) -> int:
             "train_dataloader, or give your loader or batch sampler an attribute `batch_size`: samples a step "
             "and process."
         )
-    return int(batch_size) * data_parallel_size(trainer) * trainer.accumulate_grad_batches
+    return batch_size * data_parallel_size(trainer) * trainer.accumulate_grad_batches
 
 
 def _dimensions(parameter: nn.Parameter) -> int:

@@ -22,7 +22,7 @@ from azureml_strategy.training.errors import RecipeError, near_matches
 
 # The keys of a recipe; `vars` is the user's.
 SECTIONS = (
-    *("seed", "matmul_precision", "output_dir", "resume", "num_classes", "vars"),
+    *("seed", "matmul_precision", "output_dir", "resume", "global_batch", "num_classes", "vars"),
     *("model", "data", "trainer", "strategy", "tracking", "checkpoint", "callbacks"),
     *("cluster", "job"),  # what a submitted job was asked to be; `train` only records them
 )

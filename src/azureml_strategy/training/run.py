@@ -17,6 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
 
+from azureml_strategy.checkpoint.elastic import ElasticRestart
 from azureml_strategy.checkpoint.resume import checkpoint_to_resume, told_to_children
 from azureml_strategy.cluster import detect_launch
 from azureml_strategy.tracking import JobMLFlowLogger
@@ -28,7 +29,7 @@ log = logging.getLogger(__name__)
 # How long a process that we started may take to fail as well, once this one has; it may wait for it in a collective.
 _GRACE_SECONDS = 5.0
 # Sections that say where things are, or what may differ between the attempts of a job.
-_NO_HYPERPARAMETERS = ("output_dir", "resume", "tracking", "checkpoint", "job")
+_NO_HYPERPARAMETERS = ("output_dir", "resume", "global_batch", "tracking", "checkpoint", "job")
 
 
 def train(config: DictConfig) -> dict[str, float]:
@@ -36,7 +37,7 @@ def train(config: DictConfig) -> dict[str, float]:
 
     Args:
         config: a composed recipe: `model`, `data`, `strategy`, `trainer`, `tracking`, `checkpoint`, `callbacks`,
-            `seed`, `matmul_precision`, `output_dir`, `resume`.
+            `seed`, `matmul_precision`, `output_dir`, `resume`, `global_batch`.
 
     Returns:
         The metrics of the last epoch by name, on every rank.
@@ -44,7 +45,7 @@ def train(config: DictConfig) -> dict[str, float]:
     Raises:
         RecipeError: a key that nothing reads, or a callback that is none.
         LaunchError: the Trainer contradicts the job.
-        ResumeError: the checkpoint that `resume` names cannot be resumed from.
+        ResumeError: the checkpoint that `resume` names cannot be resumed from, or its global batch not be kept.
     """
     check_config(config)
     _announce()
@@ -52,8 +53,8 @@ def train(config: DictConfig) -> dict[str, float]:
     torch.set_float32_matmul_precision(config.matmul_precision)
     model: LightningModule = instantiate(config.model)
     data = instantiate(config.data)
-    trainer = _trainer(config)
     chosen = checkpoint_to_resume(config.resume, Path(config.output_dir))
+    trainer = _trainer(config, chosen)
     for logger in trainer.loggers:
         logger.log_hyperparams(_flat(config))
         if chosen is not None and isinstance(logger, JobMLFlowLogger):
@@ -63,14 +64,14 @@ def train(config: DictConfig) -> dict[str, float]:
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
-def _trainer(config: DictConfig) -> Trainer:
+def _trainer(config: DictConfig, chosen: Path | None) -> Trainer:
     logger: Logger | None = instantiate(config.tracking.logger)
     arguments: Any = OmegaConf.to_container(config.trainer, resolve=True)
     return Trainer(
         **arguments,
         strategy=instantiate(config.strategy),
         logger=logger or False,
-        callbacks=_callbacks(config),
+        callbacks=[*_callbacks(config), ElasticRestart(chosen, config.global_batch)],
         enable_checkpointing=config.checkpoint is not None,
         enable_progress_bar=config.tracking.progress_bar is not None,
         default_root_dir=config.output_dir,

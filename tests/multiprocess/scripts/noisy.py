@@ -27,15 +27,16 @@ SAMPLES, FEATURES, BATCH = 60, 6, 2
 class Numbers(LightningDataModule):
     """60 rows; the same global batches for any number of replicas."""
 
-    def __init__(self, workers: int = 0) -> None:
+    def __init__(self, workers: int = 0, batch_size: int = BATCH) -> None:
         super().__init__()
         rows = torch.randn(SAMPLES, FEATURES, generator=torch.Generator().manual_seed(1))
         self.rows = TensorDataset(rows, rows.sum(dim=1, keepdim=True))
         self.workers = workers
+        self.batch_size = batch_size
 
     def train_dataloader(self) -> ResumableLoader:
         sampler = ResumableSampler(self.rows, *replica(self.trainer), seed=3)
-        return ResumableLoader(self.rows, sampler=sampler, batch_size=BATCH, num_workers=self.workers)
+        return ResumableLoader(self.rows, sampler=sampler, batch_size=self.batch_size, num_workers=self.workers)
 
     def val_dataloader(self) -> DataLoader[Any]:
         return DataLoader(self.rows, batch_size=30)
@@ -44,8 +45,8 @@ class Numbers(LightningDataModule):
 class Tokens(Numbers):
     """60 sequences of 9 of 32 tokens, to be told after one another."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, batch_size: int = BATCH) -> None:
+        super().__init__(batch_size=batch_size)
         tokens = torch.randint(32, (SAMPLES, 9), generator=torch.Generator().manual_seed(1))
         self.rows = TensorDataset(tokens[:, :-1], tokens[:, 1:].clone())
 

@@ -1,0 +1,204 @@
+"""A run that comes back with more or fewer ranks learns from the same global batches."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.utilities import rank_zero_warn
+from typing_extensions import override
+
+from azureml_strategy.checkpoint.batch_of_trainer import configured_global_batch
+from azureml_strategy.checkpoint.elastic_plan import ElasticPlan
+from azureml_strategy.checkpoint.global_batch import GlobalBatch
+from azureml_strategy.checkpoint.manifest import Manifest, manifest_path
+from azureml_strategy.checkpoint.position import counts_batches_itself, rescale
+from azureml_strategy.checkpoint.resume import ResumeError
+
+log = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class CutsBatches(Protocol):
+    """A strategy that accumulates over the pieces of a batch, as our pipeline does."""
+
+    micro_batches: int
+
+
+class ElasticRestart(Callback):
+    """Goes on from a checkpoint with another number of data-parallel ranks.
+
+    The manifest of a `JobCheckpoint` says how many samples an optimizer step has. The Trainer is made to accumulate as
+    many batches as keep that number, before anything is built that depends on it. What it was given in batches means
+    batches at the accumulation it was given, and is stretched with it, and so is the place in the epoch. Steps,
+    learning rates and the order of samples are then those of a run that nothing interrupted. Where no number of
+    batches does it, training does not start.
+
+    A strategy that cuts batches into `micro_batches` gets batches of more or fewer of these instead, by the
+    `batch_size` of the data module.
+
+    Args:
+        checkpoint: what is given to `Trainer.fit(ckpt_path=...)`; None for a run that starts anew.
+        global_batch: `keep` does this. `change` goes on with the batch size, ranks and accumulation there are; only
+            the place in the epoch is kept.
+
+    Raises:
+        ResumeError: `global_batch` is neither.
+    """
+
+    def __init__(self, checkpoint: str | Path | None, global_batch: Literal["keep", "change"] = "keep") -> None:
+        if global_batch not in ("keep", "change"):
+            raise ResumeError(f"global_batch={global_batch!r}, but it is `keep` or `change`.")
+        self._checkpoint = None if checkpoint is None else Path(checkpoint)
+        self._keep = global_batch == "keep"
+        self._ratio = self._stretch = Fraction(1)
+        self._epoch_batches: int | None = None
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Change what the Trainer is about to read.
+
+        Raises:
+            ResumeError: the global batch cannot be kept; on all ranks alike.
+        """
+        if stage != "fit" or self._checkpoint is None:
+            return
+        saved = trainer.strategy.broadcast(_recorded(self._checkpoint))
+        if saved is None:
+            _say(trainer, f"{self._checkpoint} does not say its global batch: nothing is done to keep it.")
+            return
+        asked = configured_global_batch(trainer)
+        saved, asked = saved.as_known_by(asked), asked.as_known_by(saved)
+        if _scheduled(trainer) and saved.round_size == asked.round_size:
+            return  # a callback changes the accumulation from epoch to epoch, and does so again
+        plan = _plan(trainer, self._checkpoint, saved, asked)
+        now = self._kept(trainer, plan) if self._keep else asked
+        self._ratio = now.batches_for_one_of(saved)
+        self._stretch = Fraction(now.accumulation, asked.accumulation)
+        changes = self._intervals(trainer, plan) if self._keep else {}
+        for name, value in changes.items():
+            setattr(trainer, name, value)
+        self._explain(trainer, saved, asked, now, changes)
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for config in trainer.lr_scheduler_configs:
+            if config.interval == "step":
+                # Multiples of it are the batches it looks at: of p/q, these are the whole numbers that p divides.
+                config.frequency = (config.frequency * self._stretch).numerator
+
+    @override
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if self._ratio == 1:
+            return
+        fit_loop = checkpoint["loops"]["fit_loop"]
+        rescale(fit_loop, self._ratio, self._epoch_batches)
+        if counts_batches_itself(fit_loop):
+            _say(
+                trainer,
+                "The data loader keeps its own place in the epoch, which need not fit other batches: some samples of "
+                "this epoch may come twice or not at all. azureml_strategy.data.ResumableLoader counts samples.",
+            )
+
+    def _kept(self, trainer: Trainer, plan: ElasticPlan) -> GlobalBatch:
+        """Have the Trainer, or the strategy, make steps of as many samples as before."""
+        if plan.asked.size == plan.saved.size:
+            return plan.asked
+        if isinstance(trainer.strategy, CutsBatches):
+            return _cut_otherwise(trainer, trainer.strategy, plan)
+        now = plan.accumulated()
+        if _scheduled(trainer):
+            raise plan.refused("a GradientAccumulationScheduler says how many batches they accumulate")
+        if not trainer.lightning_module.automatic_optimization:
+            raise plan.refused("the module optimizes manually, so that it accumulates by itself")
+        trainer.accumulate_grad_batches = now.accumulation
+        config = getattr(trainer.strategy, "config", None)
+        if isinstance(config, dict):
+            config.pop("gradient_accumulation_steps", None)  # DeepSpeed's, which repeats what the Trainer was given
+        return now
+
+    def _intervals(self, trainer: Trainer, plan: ElasticPlan) -> dict[str, int]:
+        """The Trainer's numbers of batches, in batches of this run; an epoch ends after the samples it had."""
+        changes: dict[str, int] = {}
+        if self._ratio == self._stretch == 1:
+            return changes
+        if plan.saved.epoch_batches is not None:
+            self._epoch_batches = changes["limit_train_batches"] = plan.epoch_batches(self._ratio)
+        for name in ("val_check_interval", "limit_val_batches"):
+            given = getattr(trainer, name)
+            if isinstance(given, float) and name == "val_check_interval" and given < 1 and self._epoch_batches:
+                given = max(1, int(self._epoch_batches / self._stretch * given))
+            if isinstance(given, int) and given and self._stretch != 1:
+                changes[name] = math.ceil(given * self._stretch)
+        return changes
+
+    def _explain(
+        self, trainer: Trainer, saved: GlobalBatch, asked: GlobalBatch, now: GlobalBatch, changes: dict[str, int]
+    ) -> None:
+        if now.size != saved.size:
+            _say(trainer, f"The global batch changes from {saved.size} ({saved}) to {now.size} ({now}).")
+        elif now != asked or self._ratio != 1:
+            counted = ", ".join(f"{name}={value}" for name, value in changes.items())
+            _say(
+                trainer,
+                f"The global batch stays {saved.size}: it was {saved}, and is {now}."
+                + (f" Counted in these batches, {counted}." if counted else ""),
+            )
+        steps = replace(now, epoch_batches=self._epoch_batches).epoch_steps
+        if steps is not None and steps != saved.epoch_steps:
+            _say(
+                trainer,
+                f"An epoch has {steps} steps instead of {saved.epoch_steps}: what was its last one is too small for a "
+                f"batch on each of {now.replicas} data-parallel ranks.",
+            )
+
+
+def warn_unless_elastic(trainer: Trainer) -> None:
+    """Say what a script lacks that goes on with another number of ranks."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    if not any(isinstance(each, ElasticRestart) for each in callbacks):
+        rank_zero_warn(
+            "The checkpoint is of another number of ranks, and nothing keeps its global batch and the place in its "
+            "epoch. Add the callback azureml_strategy.checkpoint.ElasticRestart(checkpoint), with what you give to "
+            "fit(ckpt_path=...)."
+        )
+
+
+def _scheduled(trainer: Trainer) -> bool:
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return any(isinstance(each, GradientAccumulationScheduler) for each in callbacks)
+
+
+def _plan(trainer: Trainer, checkpoint: Path, saved: GlobalBatch, asked: GlobalBatch) -> ElasticPlan:
+    ranks, nodes = trainer.world_size, max(1, trainer.num_nodes)
+    return ElasticPlan(checkpoint, saved, asked, max(1, ranks // asked.replicas), max(1, ranks // nodes))
+
+
+def _cut_otherwise(trainer: Trainer, strategy: CutsBatches, plan: ElasticPlan) -> GlobalBatch:
+    """Larger or smaller batches, of micro-batches of the same size."""
+    now, micro_batches = plan.cut(strategy.micro_batches)
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    if getattr(data, "batch_size", None) != plan.asked.batch_size:
+        raise plan.refused(
+            f"a pipeline needs batches of {now.batch_size} samples then, in micro_batches={micro_batches}: give them "
+            "so, or have a data module with an attribute `batch_size` make the loader"
+        )
+    data.batch_size = now.batch_size
+    strategy.micro_batches = micro_batches
+    return now
+
+
+def _recorded(checkpoint: Path) -> GlobalBatch | None:
+    manifest = manifest_path(checkpoint)
+    return Manifest.read(manifest).global_batch if manifest.is_file() else None
+
+
+def _say(trainer: Trainer, words: str) -> None:
+    if trainer.is_global_zero:
+        log.warning("%s", words)
