@@ -3,8 +3,9 @@ PYTHON ?= python3
 PIP_INSTALL = install --quiet --disable-pip-version-check -c constraints.txt
 # `make soak SOAK="--faults 1000 --seed 7"`: its options.
 SOAK =
-# A file's tests stay together, for what they share; more than four at once would be in each other's way.
-EVERY_CORE = -n auto --maxprocesses 4 --dist loadfile
+# A file's tests stay together, for what they share, and the longest files come first, as tests/conftest.py sorts them;
+# more than four at once would be in each other's way.
+EVERY_CORE = -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 SOURCES = pyproject.toml constraints.txt
 
 .PHONY: demo test test-all soak lint clean

@@ -77,7 +77,8 @@ def run_job(
         bandwidth: isolate the nodes, with links of this rate.
     """
     results = Path("rank_0.json").resolve()
-    command = [sys.executable, os.path.abspath(sys.argv[0]), "--rank-results", str(results)]
+    script = str(sys.modules["__main__"].__file__)  # absolute, whatever was typed
+    command = [sys.executable, script, "--rank-results", str(results)]
     for name, value in (_settings(options) | ({"bandwidth": bandwidth} if bandwidth else {})).items():
         values = value if isinstance(value, list) else [value]
         command += [f"--{name.replace('_', '-')}", *map(str, values)] if value is not None else []

@@ -28,6 +28,8 @@ _LIBRARY_VARIABLES = {
 }
 # A shell inside an Azure ML job or a Slurm allocation must not change what a test sees.
 _JOB_PREFIXES = ("AZUREML_", "AZ_BATCH", "OMPI_", "PMI_", "PMIX_", "SLURM_", "MLFLOW_", "TORCHELASTIC_", "AMLARC_")
+# Folders of such tests.
+_STARTS_PROCESSES = {"multiprocess", "faults", "training", "emulator"}
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "TF_CONFIG")
 
 
@@ -39,6 +41,11 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
     os.environ["PYTHONWARNINGS"] = "ignore::FutureWarning"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files whose tests start processes come first: at the end one of them would keep the other cores waiting."""
+    items.sort(key=lambda item: not _STARTS_PROCESSES.intersection(item.path.parts))
 
 
 @pytest.fixture(autouse=True)

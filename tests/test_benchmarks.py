@@ -71,6 +71,27 @@ def test_checkpoint_stall(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_agreement(tmp_path: Path) -> None:
+    figures = run("agreement", tmp_path, "--rounds", "1", "--steps", "50")
+    assert figures["step_s"].keys() == {"with", "without"}
+    assert figures["hooks_s"].keys() > {"HangWatch.on_train_batch_end", "TerminateTogether.on_train_batch_end"}
+    assert figures["main_thread_s_per_step"]["median"] > 0
+    threads = {"stop-agreement", "scheduled-events", "hang-watch", "hang-watch-store"}
+    assert figures["thread_cpu_s_per_step"].keys() == threads
+
+
+@pytest.mark.slow
+def test_termination(tmp_path: Path) -> None:
+    figures = run("termination", tmp_path, "--smoke", "--rounds", "1", "--warmup", "0", "--pixels", "16")
+    ours = {name: each for name, each in figures["jobs"].items() if name.startswith("azureml_ddp")}
+    assert len(ours) == 2
+    for each in ours.values():
+        assert each["jobs_that_saved"] == each["jobs"] == 1
+        assert each["exit_codes"] == [143]
+        assert each["saved_after_s"]["median"] > 0
+
+
+@pytest.mark.slow
 def test_zero_step(tmp_path: Path) -> None:
     tiny = {"rounds": 1, "steps": 2, "layers": 1, "width": 16, "length": 8, "batch-size": 2}
     figures = run("zero_step", tmp_path, *(f"--{name}={value}" for name, value in tiny.items()))

@@ -13,6 +13,7 @@ from azureml_strategy.cluster.errors import GUARD_SWITCH, LaunchError
 from azureml_strategy.cluster.guard import LaunchGuard
 from azureml_strategy.plugin import _STRATEGIES, job_callbacks
 from azureml_strategy.tracking.network import NetworkRecorder
+from azureml_strategy.watching import HangWatch
 
 NODE_1 = {
     "AZUREML_RUN_ID": "quirky_plum",
@@ -25,7 +26,7 @@ NODE_1 = {
     "MASTER_PORT": "6105",
 }
 QUIET: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
-OURS = (LaunchGuard, TerminateTogether, NetworkRecorder)
+OURS = (LaunchGuard, HangWatch, TerminateTogether, NetworkRecorder)
 TRAINER = "Trainer(strategy='azureml_ddp', accelerator='cpu', logger=False, enable_checkpointing=False)"
 
 

@@ -31,11 +31,14 @@ def job_callbacks() -> list[Callback]:
     from azureml_strategy.cluster.guard import LaunchGuard
     from azureml_strategy.cluster.launch import detect_launch
     from azureml_strategy.tracking.network import NetworkRecorder
+    from azureml_strategy.watching import HangWatch
 
     if os.environ.get(GUARD_SWITCH, "").lower() == "off":
         return []
     launch = detect_launch()
-    return [LaunchGuard(launch), TerminateTogether(), NetworkRecorder()] if launch is not None else []
+    if launch is None:
+        return []
+    return [LaunchGuard(launch), HangWatch(), TerminateTogether(), NetworkRecorder()]
 
 
 def _register(strategies: ModuleType) -> None:

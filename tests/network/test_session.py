@@ -201,7 +201,7 @@ def test_gpus_are_not_numbered_anew_once_cuda_has_started(
 def test_gloo_gets_no_setting_of_nccls() -> None:
     prepared = prepare_network(alone(), "gloo", timedelta(seconds=20))
     assert not [name for name in os.environ if name.startswith("NCCL_")]
-    assert prepared.plan.variables == {}
+    assert prepared.plan.variables == {"TORCH_FR_BUFFER_SIZE": "2000"}, "of torch alone"
 
 
 @pytest.mark.parametrize(

@@ -45,8 +45,8 @@ class JobCheckpoint(ModelCheckpoint):
 
     It is written after each validation, or each epoch where there is none, and besides that by step and by time. The
     interval in time begins anew with each checkpoint. Which ones stay is decided by the manifests on disk, so that
-    it survives restarts; the newest is never deleted. Those that were passed over when the run was resumed, because they are
-    damaged or the user chose an older one, count for nothing: they neither stay in place of a sound one nor are deleted.
+    it survives restarts; the newest is never deleted. Those that were passed over when the run was resumed, damaged or
+    not wanted, count for nothing: they take no sound one's place, and are not deleted.
 
     Args:
         dirpath: the folder; else `checkpoints` below the Trainer's `default_root_dir`.

@@ -13,15 +13,17 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from typing_extensions import override
 
 from azureml_strategy.checkpoint.agreement import StopAgreement
 from azureml_strategy.checkpoint.boundary import accumulating, at_step_boundary
 from azureml_strategy.checkpoint.farewell import record_going_on, save_and_record
+from azureml_strategy.checkpoint.pausing import paused
 from azureml_strategy.checkpoint.preemption import Standstill, State
 from azureml_strategy.checkpoint.scheduled_events import EventPoller, events_url
 from azureml_strategy.cluster.launchers import local
+from azureml_strategy.network.rendezvous import another_connection
 
 # What a shell reports for a process ended by SIGTERM: Azure ML must not take the job for completed.
 EXIT_CODE = 128 + signal.SIGTERM
@@ -122,7 +124,9 @@ class TerminateTogether(Callback):
             return
         save_and_record(trainer, pl_module, agreement.reason)
         standstill = PrefixStore(f"standstill/{self._stops}", store)
-        if not Standstill(standstill, self._rank, self._world_size, self._state).goes_on():
+        with paused(trainer):
+            goes_on = Standstill(standstill, self._rank, self._world_size, self._state).goes_on()
+        if not goes_on:
             self._requested = False
             raise SIGTERMException(_exit_code(trainer))
         record_going_on(trainer, agreement.reason)
@@ -170,20 +174,11 @@ def _exit_code(trainer: Trainer) -> int:
 
 
 def _store(trainer: Trainer) -> Store | None:
-    """A connection of our own to the store through which the ranks found one another; None where there is none.
-
-    One process needs none but its own memory.
-    """
-    if trainer.world_size == 1:
-        return HashStore()
-    if not dist.is_initialized():
-        return None
-    try:
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT)
-    except (KeyError, RuntimeError) as error:
+    """A connection of our own to the store through which the ranks found one another; None where there is none."""
+    store = another_connection(trainer.world_size, _STORE_TIMEOUT)
+    if store is None and dist.is_initialized():
         rank_zero_warn(
-            f"The ranks cannot agree on a step to stop at after SIGTERM ({error!r}): the process group was not made "
-            "with MASTER_ADDR and MASTER_PORT. Training goes on; SIGTERM does what it does in stock Lightning."
+            "The ranks cannot agree on a step to stop at after SIGTERM: the process group was not made with "
+            "MASTER_ADDR and MASTER_PORT. Training goes on; SIGTERM does what it does in stock Lightning."
         )
-        return None
+    return store

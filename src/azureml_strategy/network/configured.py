@@ -11,7 +11,7 @@ from azureml_strategy.network.files import read_text
 
 # Holds what an earlier plan of ours has set in this process or its parent, as JSON: these values are no user's.
 PLANNED_VARIABLES = "AZUREML_STRATEGY_PLANNED"
-_PREFIXES = ("NCCL_", "RCCL_", "TORCH_NCCL_", "GLOO_")
+_PREFIXES = ("NCCL_", "RCCL_", "TORCH_NCCL_", "TORCH_FR_", "GLOO_")
 _NAMES = ("CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING")
 
 

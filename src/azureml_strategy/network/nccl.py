@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -49,6 +49,10 @@ class NetworkPlan:
         kept = tuple(setting for setting in self.kept if setting.variable.startswith("GLOO_"))
         findings = tuple(finding for finding in self.findings if finding.subject.startswith("GLOO_"))
         return NetworkPlan(settings, kept, findings, infiniband=False)
+
+    def including(self, settings: Iterable[Setting]) -> NetworkPlan:
+        """The same plan, with more settings."""
+        return replace(self, settings=(*self.settings, *settings))
 
     def without(self, variable: str) -> NetworkPlan:
         """The same plan, which leaves a variable as it is."""

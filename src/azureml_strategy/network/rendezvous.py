@@ -59,27 +59,27 @@ def open_store(launch: Launch, timeout: timedelta, purpose: str | None = None) -
 
 
 def another_connection(world_size: int, timeout: timedelta) -> Store | None:
-    """A connection of its own to the store through which the ranks of this process's group found one another.
+    """A further connection to the store of the process group that has started, for a thread of one's own.
 
-    For threads: one that waits for an answer must not hold up the others.
+    Calls on one connection wait for one another: a thread that shared torch's would stop at the main thread's.
 
     Args:
-        world_size: number of ranks; one alone needs no more than its own memory.
-        timeout: how long to wait for an answer.
+        world_size: number of ranks; one alone needs nothing but its own memory.
+        timeout: how long a call may wait for a key, and the connection for its server.
 
     Returns:
-        The store; None where there is no group, or it was not made with MASTER_ADDR and MASTER_PORT.
+        None where the group was not made with MASTER_ADDR and MASTER_PORT, or nothing answers there.
     """
     from torch.distributed import HashStore, TCPStore, is_initialized  # type: ignore[attr-defined]
 
     if world_size == 1:
         return HashStore()
-    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    if not is_initialized() or address is None or port is None:
+    if not is_initialized():
         return None
     try:
-        return TCPStore(address, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
-    except RuntimeError:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    except (KeyError, ValueError, RuntimeError):
         return None
 
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from azureml_strategy.cluster.errors import LaunchError
 from azureml_strategy.cluster.launch import Launch
+from azureml_strategy.network.configured import configured_settings
+from azureml_strategy.network.flight_recorder import recorder_settings
 from azureml_strategy.network.gpus import cuda_started
 from azureml_strategy.network.log_file import log_folder, own_log
 from azureml_strategy.network.nccl import NetworkPlan, plan_nccl
@@ -119,8 +121,11 @@ def prepare_network(
 def _plan(node: Node, launch: Launch, backend: str) -> NetworkPlan:
     nodes = launch.separate_machines
     if backend != "nccl":
-        return plan_nccl(node, num_nodes=nodes).for_gloo()
-    plan = plan_nccl(node, num_nodes=nodes, log_folder=log_folder(node.azure))
+        recorder = recorder_settings(configured_settings(), folder=None)
+        return plan_nccl(node, num_nodes=nodes).for_gloo().including(recorder)
+    folder = log_folder(node.azure)
+    plan = plan_nccl(node, num_nodes=nodes, log_folder=folder)
+    plan = plan.including(recorder_settings(configured_settings(), folder))
     # CUDA would not look at it any more, but processes that this one starts would number the GPUs in another way.
     return plan.without("CUDA_DEVICE_ORDER") if cuda_started() else plan
 

@@ -1,0 +1,231 @@
+"""The watch, as a callback that every Trainer of a job has."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from itertools import count
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.constants import default_pg_timeout
+from typing_extensions import override
+
+from azureml_strategy.cluster.launchers import local
+from azureml_strategy.cluster.redaction import redact_text
+from azureml_strategy.network.rendezvous import another_connection
+from azureml_strategy.watching.bounded import BoundedStore
+from azureml_strategy.watching.machine import this_process
+from azureml_strategy.watching.progress import CHECKPOINT, END, STANDSTILL, Progress
+from azureml_strategy.watching.records import Records, say
+from azureml_strategy.watching.watch import Failure, Watch
+
+# EX_TEMPFAIL of sysexits.h: any code but 0 is a failure to Azure ML, and this one is no other's.
+EXIT_CODE = 75
+# What gloo, NCCL and the store say when it is another rank that has ended.
+_OF_OTHERS = re.compile(r"gloo/|nccl|connection (closed|reset|refused)|broken pipe|socket timeout|recvValue", re.I)
+_MOST_TEXT = 500
+# For the processes that this one has started to end by themselves.
+_CHILDREN_SECONDS = 10.0
+# Each run has keys of its own in the store; all ranks count the same runs.
+_runs = count()
+
+
+class HangWatch(Callback):
+    """Ends a job whose ranks wait for one that has died or stalls, and says which, where, and in what.
+
+    Stock Lightning waits for the time-out of the process group, half an hour, and then says that a collective has
+    timed out. Here a thread of each rank gives a sign of life every other second through the rendezvous store. When
+    one falls silent, when a process is gone, or when no rank has done anything for too long, all ranks say where they
+    are, by torch's flight recorder and by their Python frames. Rank 0 prints which rank holds up the others, with its
+    host and its last collective, keeps all that in `hang.attempt_N`, and each process ends with exit code 75.
+
+    When a rank ends with an exception, the others name it and its exception instead of a closed connection.
+
+    Every Trainer of a job has one; of several in a Trainer the first acts, so that one of your own replaces it. A
+    single process has nobody to wait for, and no watch.
+
+    Args:
+        stall_after_s: after how long without the start or end of a batch, a validation or a checkpoint on any rank the
+            run counts as hanging, in seconds; 0 for never. The start, up to the end of the first batch, and the
+            writing of a checkpoint may take as long as a collective, and each pause three times as long as the longest
+            until then. By default a third of the time-out of the strategy's process group: 600 of its 1800.
+        dead_after_s: after how long without a sign of life a rank counts as gone, if the others wait for it as well, in
+            seconds. A thread cannot speak while other code holds Python's lock for so long.
+        beat_s: pause between two signs of life, in seconds.
+        folder: where `hang.attempt_N` goes; by default the Trainer's `default_root_dir`, or `logs` in an Azure ML job
+            whose Trainer has none.
+    """
+
+    def __init__(
+        self,
+        stall_after_s: float | None = None,
+        dead_after_s: float = 120.0,
+        beat_s: float = 2.0,
+        folder: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self._stall_after_s = stall_after_s
+        self._dead_after_s = dead_after_s
+        self._beat_s = beat_s
+        self._folder = folder
+        self._progress: Progress | None = None
+        self._watch: Watch | None = None
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if next(each for each in callbacks if isinstance(each, HangWatch)) is not self:
+            return
+        if trainer.world_size == 1 or not dist.is_initialized():
+            return
+        run = next(_runs)
+        connection = another_connection(trainer.world_size, timedelta(seconds=self._dead_after_s))
+        if connection is None:
+            return
+        store = BoundedStore(PrefixStore(f"azureml_strategy/watch/{run}", connection), self._dead_after_s)
+        self._progress = Progress(*self._limits(trainer))
+        self._watch = Watch(
+            store,
+            this_process(trainer.global_rank, trainer.node_rank),
+            trainer.world_size,
+            self._progress,
+            lambda: trainer.global_step,
+            threading.get_ident(),
+            self._dead_after_s,
+            self._beat_s,
+            Records(trainer, self._folder),
+            lambda headline: _end_process(trainer, headline),
+        )
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._close()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        watch = self._watch
+        if watch is not None and isinstance(exception, Exception):
+            text = redact_text(f"{type(exception).__name__}: {exception}")
+            cause = watch.fail(Failure(_shortened(text), bool(_OF_OTHERS.search(text))))
+            if cause is not None and sys.version_info >= (3, 11):
+                exception.add_note(cause)
+            self._watch = self._progress = None
+        self._close()  # SIGTERM and Ctrl-C reach all ranks
+
+    def pause(self) -> None:
+        """The ranks stand still on purpose."""
+        if self._progress is not None:
+            self._progress.note(STANDSTILL)
+
+    def resume(self) -> None:
+        """They go on."""
+        if self._progress is not None:
+            self._progress.note("training")
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._note("training")
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._batch_done("training")
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._note("end of an epoch")
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._note("validation")
+
+    @override
+    def on_validation_batch_start(self, trainer: Trainer, *_: Any, **__: Any) -> None:
+        self._note("validation")
+
+    @override
+    def on_validation_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
+        (self._note if trainer.training or trainer.sanity_checking else self._batch_done)("validation")
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._note("end of a validation")
+
+    @override
+    def on_test_batch_start(self, trainer: Trainer, *_: Any, **__: Any) -> None:
+        self._note("test")
+
+    @override
+    def on_test_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
+        self._batch_done("test")
+
+    @override
+    def on_predict_batch_start(self, trainer: Trainer, *_: Any, **__: Any) -> None:
+        self._note("prediction")
+
+    @override
+    def on_predict_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
+        self._batch_done("prediction")
+
+    @override
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._note(CHECKPOINT)
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._note(END)
+
+    def _note(self, phase: str) -> None:
+        if self._progress is not None:
+            self._progress.note(phase)
+
+    def _batch_done(self, phase: str) -> None:
+        if self._progress is not None:
+            self._progress.batch_done(phase)
+
+    def _limits(self, trainer: Trainer) -> tuple[float, float]:
+        timeout = getattr(trainer.strategy, "_timeout", None) or default_pg_timeout
+        collective_s = timeout.total_seconds()
+        if self._stall_after_s is None:
+            return collective_s / 3, collective_s
+        if self._stall_after_s == 0:
+            return float("inf"), float("inf")
+        return self._stall_after_s, max(self._stall_after_s, collective_s)
+
+    def _close(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+        self._watch = self._progress = None
+
+
+def _shortened(text: str) -> str:
+    one_line = " ".join(text.split())
+    return one_line if len(one_line) <= _MOST_TEXT else f"{one_line[:_MOST_TEXT]}..."
+
+
+def _end_process(trainer: Trainer, headline: str) -> None:
+    """End this process, and those that it has started, while its main thread hangs."""
+    code = 0 if local.MARKER in os.environ and trainer.local_rank > 0 else EXIT_CODE
+    launcher = trainer.strategy.launcher
+    if isinstance(launcher, _SubprocessScriptLauncher):
+        _end_children(launcher.procs)
+    say(f"Rank {trainer.global_rank}: its main thread waits for ever; the process ends with exit code {code}.")
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def _end_children(children: list[subprocess.Popen[bytes]]) -> None:
+    deadline = time.monotonic() + _CHILDREN_SECONDS
+    while any(child.poll() is None for child in children) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for child in children:
+        child.kill()

@@ -1,0 +1,154 @@
+"""What the ranks do when there is an alarm: all report, one says what it was, and everybody hears it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from azureml_strategy.watching import recorder
+from azureml_strategy.watching.bounded import BoundedStore
+from azureml_strategy.watching.hearing import Hearing
+from azureml_strategy.watching.records import Records, say
+from azureml_strategy.watching.report import Alarm, Beat, Report
+from azureml_strategy.watching.stack import communicates, frames_of, place
+from azureml_strategy.watching.verdict import Evidence, reach_verdict
+
+# To report: torch looks up the frames of its recorder, for which it imports its compiler.
+_REPORT_SECONDS, _STACKS_SECONDS = 20.0, 15.0
+# For all to read the verdict, before rank 0 ends and the store with it.
+_READ_SECONDS = 5.0
+_PAUSE_SECONDS = 0.05
+
+
+class Inquiry:
+    """One alarm's course on this rank.
+
+    Args:
+        store: shared by the ranks.
+        hearing: what is known of the others.
+        rank: this process's global rank.
+        world_size: number of ranks.
+        main_thread: its `threading.get_ident`.
+        records: keeps the verdict and this rank's flight recorder.
+    """
+
+    def __init__(
+        self,
+        store: BoundedStore,
+        hearing: Hearing,
+        rank: int,
+        world_size: int,
+        main_thread: int,
+        records: Records,
+    ) -> None:
+        self._store = store
+        self._hearing = hearing
+        self._rank = rank
+        self._world_size = world_size
+        self._main_thread = main_thread
+        self._records = records
+
+    def hold(self, alarm: Alarm, beat: Beat, failed: bool) -> str:
+        """Report, and hear the verdict.
+
+        Args:
+            alarm: what is wrong.
+            beat: this rank's last sign of life.
+            failed: whether this rank's main thread has met an exception.
+
+        Returns:
+            The verdict's headline.
+
+        Raises:
+            StoreLostError: rank 0 has ended meanwhile.
+        """
+        report = self._report(alarm, beat, failed)
+        self._store.set(f"report/{self._rank}", report.to_json())
+        self._hearing.meet_all()
+        self._hearing.listen()
+        there = self._there(alarm)
+        headline = self._judge(alarm, there) if self._rank == min(there) else self._wait_for_verdict(alarm)
+        self._store.add("read")
+        if self._rank == 0:
+            self._until(lambda: int(self._store.get("read") or 0) >= len(there), _READ_SECONDS)
+        return headline
+
+    def speak_alone(self, alarm: Alarm, beat: Beat, failed: bool) -> str:
+        """Say what has happened, where the others cannot be asked.
+
+        Args:
+            alarm: what is wrong.
+            beat: this rank's last sign of life.
+            failed: whether this rank's main thread has met an exception.
+
+        Returns:
+            The verdict's headline.
+        """
+        reports = {self._rank: self._report(alarm, beat, failed)}
+        members, beats = self._hearing.members, self._hearing.beats()
+        headline = reach_verdict(Evidence(alarm, members, beats, reports, self._world_size)).headline
+        say(f"Rank {self._rank}: {headline}")
+        return headline
+
+    def _there(self, alarm: Alarm) -> list[int]:
+        """The ranks that can answer."""
+        left = {rank for rank, beat in self._hearing.beats().items() if beat.over}
+        missing = set(alarm.ranks) if alarm.kind != "ended" else set()
+        return [rank for rank in range(self._world_size) if rank not in missing | left]
+
+    def _report(self, alarm: Alarm, beat: Beat, failed: bool) -> Report:
+        frames = frames_of(self._main_thread)
+        trace = self._record(stacks=alarm.kind == "stalled")
+        if trace is not None and alarm.kind != "ended":
+            self._records.keep_trace(trace)
+        shown = recorder.collectives(trace) if trace is not None else []
+        return Report(beat, shown, frames, place(frames), communicates(frames), failed)
+
+    def _record(self, stacks: bool) -> recorder.Trace | None:
+        """With the frames, unless they cannot be had in time: the main thread may hang in an import."""
+        if not stacks:
+            return recorder.record(stacks=False)
+        found: list[recorder.Trace | None] = []
+        thread = threading.Thread(target=lambda: found.append(recorder.record(stacks=True)), daemon=True)
+        thread.start()
+        thread.join(_STACKS_SECONDS)
+        return found[0] if found else recorder.record(stacks=False)
+
+    def _judge(self, alarm: Alarm, there: list[int]) -> str:
+        reports = self._collect(there)
+        members, beats = self._hearing.members, self._hearing.beats()
+        verdict = reach_verdict(Evidence(alarm, members, beats, reports, self._world_size))
+        self._store.set("verdict", verdict.headline)
+        self._records.proclaim(verdict)
+        return verdict.headline
+
+    def _collect(self, there: list[int]) -> dict[int, Report]:
+        said: dict[str, str | None] = {}
+        keys = [f"report/{rank}" for rank in there]
+
+        def complete() -> bool:
+            said.update(self._store.get_all(keys))
+            return all(said.values())
+
+        self._until(complete, _REPORT_SECONDS)
+        return {rank: Report.from_json(text) for rank, text in zip(there, said.values(), strict=True) if text}
+
+    def _wait_for_verdict(self, alarm: Alarm) -> str:
+        headline = ""
+
+        def spoken() -> bool:
+            nonlocal headline
+            headline = self._store.get("verdict") or ""
+            return bool(headline)
+
+        self._until(spoken, 2 * _REPORT_SECONDS)
+        headline = headline or "There was an alarm, but no rank has said why in time."
+        if alarm.ranks != (self._rank,):  # what it says itself comes next
+            say(f"Rank {self._rank}: {headline}")
+        return headline
+
+    def _until(self, condition: Callable[[], bool], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition() and time.monotonic() < deadline:
+            time.sleep(_PAUSE_SECONDS)

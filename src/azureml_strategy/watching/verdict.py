@@ -1,0 +1,153 @@
+"""What the log says of a hang."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+
+from azureml_strategy.watching.culprits import disagreement, held_up_by
+from azureml_strategy.watching.machine import Member
+from azureml_strategy.watching.report import Alarm, Beat, Kind, Report
+from azureml_strategy.watching.stack import lines
+
+_MOST_RANKS = 64  # a table of a thousand ranks says less
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Which ranks have ended the run, and how.
+
+    Attributes:
+        kind: what has happened.
+        headline: with rank, node and host.
+        text: the headline, and where each rank is.
+    """
+
+    kind: Kind
+    headline: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known when an alarm was raised.
+
+    Attributes:
+        alarm: the alarm.
+        members: who each rank is; without those that never came.
+        beats: the last sign of life of each rank; without those that never gave one.
+        reports: of the ranks that answered the alarm.
+        world_size: number of ranks.
+    """
+
+    alarm: Alarm
+    members: Mapping[int, Member]
+    beats: Mapping[int, Beat]
+    reports: Mapping[int, Report]
+    world_size: int
+
+    def name(self, rank: int) -> str:
+        """Rank, node and host."""
+        return str(self.members.get(rank, f"rank {rank}"))
+
+
+def reach_verdict(evidence: Evidence) -> Verdict:
+    """Name the ranks, and say where each is.
+
+    Args:
+        evidence: what is known.
+    """
+    alarm = evidence.alarm
+    found = list(alarm.ranks) or _unanswering(evidence)
+    if not found and alarm.kind == "stalled":
+        found = held_up_by(evidence.reports)
+    headline = _headline(evidence, found)
+    return Verdict(alarm.kind, headline, "\n".join([headline, *_table(evidence, found), *_stacks(evidence, found)]))
+
+
+def _unanswering(evidence: Evidence) -> list[int]:
+    left = {rank for rank, beat in evidence.beats.items() if beat.over}
+    return [rank for rank in range(evidence.world_size) if rank not in evidence.reports and rank not in left]
+
+
+def _headline(evidence: Evidence, found: list[int]) -> str:
+    alarm = evidence.alarm
+    if not found:
+        why = disagreement(evidence.reports) or "no rank is outside of a collective"
+        return f"The ranks hang {alarm.text}: {why}." if alarm.kind == "stalled" else f"{alarm.text}."
+    names = ", ".join(map(evidence.name, found))
+    what = {
+        "ended": f"ended first: {alarm.text}",
+        "gone": "is gone: its process was killed (by SIGKILL, or for want of memory) or has crashed",
+        "silent": f"has not been heard of {alarm.text}: its node is gone, or its process stands still",
+        "stalled": f"holds up the others, which have done nothing {alarm.text}",
+        "lost": "is gone: a connection to it has ended, and nothing was heard of it since",
+    }[alarm.kind]
+    return f"{names} {what}. {' '.join(_circumstances(evidence, found))}".rstrip()
+
+
+def _circumstances(evidence: Evidence, found: list[int]) -> Iterator[str]:
+    """Where it was, and where the others wait for it."""
+    report, beat = evidence.reports.get(found[0]), evidence.beats.get(found[0])
+    beat = report.beat if report else beat
+    if beat is None:
+        yield "It never came to the end of the set-up."
+        return
+    if report is None:
+        yield f"It was {_last_sign(beat)}."
+    else:
+        where = "" if report.failed else f" at {report.place}"
+        yield f"It was in step {beat.step} ({beat.phase}){where}."
+        if report.last:
+            yield f"Its last collective: {report.last}."
+    waiting = {rank: each.waits_in for rank, each in evidence.reports.items() if each.waits_in and rank not in found}
+    if waiting:
+        rank, collective = next(iter(sorted(waiting.items())))
+        assert collective is not None
+        since = f"since {_clock(collective.entered_at)}{_called(collective.place)}"
+        yield f"{len(waiting)} rank(s) wait for it, rank {rank} in {collective} {since}."
+
+
+def _table(evidence: Evidence, found: list[int]) -> Iterator[str]:
+    ranks = sorted({*found, *range(min(evidence.world_size, _MOST_RANKS))})
+    for rank in ranks:
+        mark = "->" if rank in found else "  "
+        yield f"{mark} {evidence.name(rank)}: {_state(evidence, rank)}"
+    if evidence.world_size > _MOST_RANKS:
+        yield f"   ... {evidence.world_size} ranks in all"
+
+
+def _state(evidence: Evidence, rank: int) -> str:
+    report, beat = evidence.reports.get(rank), evidence.beats.get(rank)
+    if report is None:
+        return f"no answer; {_last_sign(beat)}" if beat else "never heard of"
+    parts = [f"step {report.beat.step}, {report.beat.phase}, idle for {report.beat.idle_s:.0f} s"]
+    if report.waits_in:
+        parts.append(f"in {report.waits_in} since {_clock(report.waits_in.entered_at)}{_called(report.waits_in.place)}")
+    elif report.last:
+        parts.append(f"last collective {report.last}, complete")
+    parts.append("its exception is in its log" if report.failed else f"at {report.place}")
+    return "; ".join(parts)
+
+
+def _last_sign(beat: Beat) -> str:
+    entered = "".join(f", {count} operations entered in group {group}" for group, count in beat.entered.items())
+    left = "left in order" if beat.over else "last heard of"
+    return f"{left} at {_clock(beat.at)} in step {beat.step} ({beat.phase}){entered}"
+
+
+def _stacks(evidence: Evidence, found: list[int]) -> Iterator[str]:
+    for rank in found:
+        report = evidence.reports.get(rank)
+        if report and report.stack and not report.failed:
+            yield f"Innermost frames of {evidence.name(rank)}:"
+            yield from (f"     {text}" for text in lines(report.stack))
+
+
+def _called(place: str) -> str:
+    return f", called at {place}" if place else ""
+
+
+def _clock(at: float) -> str:
+    return datetime.fromtimestamp(at, timezone.utc).strftime("%H:%M:%S UTC")

@@ -1,0 +1,91 @@
+"""A `fit` in which something happens to one rank during the fourth batch."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+import torch
+from common import Regression, Rows, quiet_trainer, report
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+import azureml_strategy  # noqa: F401 - registers the names
+from azureml_strategy.watching import HangWatch, machine
+
+RANK = int(os.environ["RANK"])
+
+
+class Fate(Callback):
+    """What befalls the rank."""
+
+    def __init__(self, fate: str) -> None:
+        self.fate = fate
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx != 3:
+            return
+        if self.fate in ("killed", "stopped"):
+            os.kill(os.getpid(), signal.SIGKILL if self.fate == "killed" else signal.SIGSTOP)
+        elif self.fate == "raises":
+            raise ValueError("the labels of shard 7 are missing")
+
+
+class Recorder(Callback):
+    """How the fit ends."""
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        report(trainer.global_rank, exception=type(exception).__name__, notes=getattr(exception, "__notes__", []))
+
+
+class StallingRows(Rows):
+    """Rows of which one never comes."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index == 30:
+            threading.Event().wait()
+        return super().__getitem__(index)
+
+
+class LongValidation(Regression):
+    """Whose validation takes longer than a stall, though no batch of it does."""
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        time.sleep(0.4)
+        super().validation_step(batch, batch_idx)
+
+
+def vanish() -> None:
+    """Train in a process whose end nobody reports, as if a node had lost its power."""
+    trained = os.fork()
+    if trained:
+        signal.signal(signal.SIGTERM, lambda *_: os.kill(trained, signal.SIGKILL) or sys.exit())
+        while True:
+            signal.pause()
+
+
+def main(rank: int, fate: str, strategy: str = "azureml_ddp", machines: bool = False, **limits: float) -> None:
+    if rank == RANK and fate in ("killed", "stopped"):
+        vanish()
+    if machines:
+        machine._table = lambda: str(RANK)  # type: ignore[assignment]
+    rows = StallingRows() if rank == RANK and fate == "loader" else Rows()
+    own = [Fate(fate)] if rank == RANK else []
+    trainer = quiet_trainer(
+        strategy=strategy,
+        max_epochs=1 if fate == "none" else 50,
+        limit_val_batches=4 if fate == "none" else 0,
+        callbacks=[*own, HangWatch(**{"beat_s": 0.1, "dead_after_s": 60, **limits}), Recorder()],
+    )
+    trainer.fit(LongValidation(), DataLoader(rows, batch_size=4), DataLoader(Rows(), batch_size=4))
+    report(RANK, finished=True)
+
+
+torch.set_num_threads(1)
+main(**json.loads(sys.argv[1]))

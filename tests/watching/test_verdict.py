@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import pytest
+from tests.watching.reports import beat, collective, report
+
+from azureml_strategy.watching.machine import Member
+from azureml_strategy.watching.report import Alarm, Kind, Report
+from azureml_strategy.watching.verdict import Evidence, reach_verdict
+
+MEMBERS = {rank: Member(rank, rank // 2, f"gpu-{rank // 2}", "table", 10 + rank, "1") for rank in range(4)}
+
+
+def evidence(kind: Kind, ranks: tuple[int, ...], text: str, reports: dict[int, Report]) -> Evidence:
+    return Evidence(Alarm(kind, ranks, text), MEMBERS, {rank: beat() for rank in range(4)}, reports, 4)
+
+
+def test_a_stall_names_rank_node_host_place_and_collectives() -> None:
+    waiting = report(collective(41))
+    reports = {0: waiting, 1: waiting, 2: report(collective(40, over=True)), 3: waiting}
+    verdict = reach_verdict(evidence("stalled", (), "for 600 s", reports))
+    assert verdict.headline == (
+        "rank 2 (node 1, host gpu-1) holds up the others, which have done nothing for 600 s. It was in step 7 "
+        "(training) at /home/me/train.py:30 in __getitem__. Its last collective: all_reduce #40 of 3.2 MB. 3 rank(s) "
+        "wait for it, rank 0 in all_reduce #41 of 3.2 MB since 22:14:01 UTC."
+    )
+    lines = verdict.text.splitlines()
+    assert lines[3].startswith("-> rank 2 (node 1, host gpu-1): step 7, training, idle for 9 s; last collective")
+    assert lines[1].startswith("   rank 0 (node 0, host gpu-0): step 7, training, idle for 9 s; in all_reduce #41")
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("gone", "is gone: its process was killed"),
+        ("silent", "has not been heard of for 120 s: its node is gone"),
+        ("lost", "is gone: a connection to it has ended"),
+    ],
+)
+def test_a_rank_that_gives_no_report_is_told_by_its_last_sign(kind: Kind, said: str) -> None:
+    waiting = report(collective(41))
+    verdict = reach_verdict(evidence(kind, (3,), "for 120 s", {0: waiting, 1: waiting, 2: waiting}))
+    assert verdict.headline.startswith(f"rank 3 (node 1, host gpu-1) {said}")
+    assert "It was last heard of at 22:13:20 UTC in step 7 (training), 40 operations entered in group 0." in (
+        verdict.headline
+    )
+    assert "-> rank 3 (node 1, host gpu-1): no answer; last heard of" in verdict.text
+
+
+def test_a_rank_that_does_not_answer_the_alarm_is_the_one() -> None:
+    waiting = report(collective(41))
+    verdict = reach_verdict(evidence("stalled", (), "for 600 s", {0: waiting, 2: waiting, 3: waiting}))
+    assert verdict.headline.startswith("rank 1 (node 0, host gpu-0) holds up the others")
+
+
+def test_ranks_that_disagree_are_all_named() -> None:
+    reports = {rank: report(collective(41, operation="all_reduce" if rank else "broadcast")) for rank in range(4)}
+    verdict = reach_verdict(evidence("stalled", (), "for 600 s", reports))
+    assert verdict.headline.startswith("The ranks hang for 600 s: rank 0 is in broadcast #41 of 3.2 MB, but rank 1 in")
+
+
+def test_an_exception_is_told_with_its_rank() -> None:
+    reports = {rank: report(collective(41), failed=True) for rank in range(4)}
+    verdict = reach_verdict(evidence("ended", (1,), "ValueError: no labels", reports))
+    assert verdict.headline.startswith("rank 1 (node 0, host gpu-0) ended first: ValueError: no labels.")
+    assert verdict.kind == "ended"
