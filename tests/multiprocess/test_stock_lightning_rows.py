@@ -47,6 +47,16 @@ def test_num_nodes_forgotten_is_refused(run_job: RunJob, strategy: str) -> None:
     assert time.monotonic() - started < 120
 
 
+def test_no_step_begins_with_a_broadcast(run_job: RunJob) -> None:
+    """Stock Lightning asks rank 0 in each step whether it got SIGTERM; our callback in a job makes that superfluous."""
+    arguments = {"strategy": "ddp", "devices": 1, "num_nodes": 2}
+    ours = run_job("fit.py", arguments, nodes=2)
+    assert_trained_together(ours, 2)
+    assert max(ours.results[0]["broadcasts"], default=0) == 0, "what comes before the first step is not meant"
+    stock = run_job("fit.py", arguments, nodes=2, extra={"AZUREML_STRATEGY_GUARD": "off"})
+    assert set(stock.results[0]["broadcasts"]) >= set(range(4))
+
+
 def test_num_nodes_forgotten_trains_with_our_strategy(run_job: RunJob) -> None:
     assert_trained_together(run_job("fit.py", {"strategy": "azureml_ddp"}, nodes=2), 2)
 

@@ -41,8 +41,9 @@ class TerminateTogether(Callback):
     end: a process that exits would be a job that has completed. If the event is withdrawn, training goes on.
 
     Stock Lightning broadcasts from rank 0 inside the signal handler: a signal to another rank breaks the group, and
-    one to rank 0 ends all of them with exit code 0. Here the handler only notes the signal. At the end callbacks see
-    an exception on every rank, so that loggers work as for any other.
+    one to rank 0 ends all of them with exit code 0; and each step begins with a broadcast that GPUs have to wait for.
+    Here the handler only notes the signal, and there is no broadcast. At the end callbacks see an exception on every
+    rank, so that loggers work as for any other.
 
     Every Trainer of a job has one; of several in a Trainer the first acts, so that one of your own replaces it.
 
@@ -87,6 +88,8 @@ class TerminateTogether(Callback):
         self._events = self._poller() if trainer.local_rank == 0 else None
         self._watch(self._store)
         self._listen()
+        # Lightning asks rank 0 in each step whether it got SIGTERM, for which a GPU has to come to an end.
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _ask_nobody  # type: ignore[method-assign]
 
     @override
     def on_train_batch_end(
@@ -107,11 +110,11 @@ class TerminateTogether(Callback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._close()  # Lightning calls no teardown then
+        self._close(trainer)  # Lightning calls no teardown then
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._close()
+        self._close(trainer)
         if self._requested and stage == "fit":
             # It came too late to agree on. Lightning has put the original handler back: that one ends the process.
             self._requested = False
@@ -153,7 +156,8 @@ class TerminateTogether(Callback):
             return "leaving"
         return "free" if self._reason() is None else "waiting"
 
-    def _close(self) -> None:
+    def _close(self, trainer: Trainer) -> None:
+        trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
         for watcher in (self._agreement, self._events):
             if watcher is not None:
                 watcher.close()
@@ -166,6 +170,10 @@ class TerminateTogether(Callback):
     def _note(self, signum: int, frame: FrameType | None) -> None:
         """Only leave a note: in a signal handler nothing else is safe."""
         self._requested = True
+
+
+def _ask_nobody() -> None:
+    """In place of a broadcast: what it would tell, the ranks agree on by themselves."""
 
 
 def _exit_code(trainer: Trainer) -> int:

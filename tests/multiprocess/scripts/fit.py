@@ -6,8 +6,19 @@ import os
 import sys
 from typing import Any
 
+import torch.distributed as dist
 from common import Regression, loader, parameters, quiet_trainer, report
 
+broadcasts: list[int] = []  # the steps done when each was called
+broadcast = dist.broadcast
+
+
+def counted(*arguments: Any, **named: Any) -> Any:
+    broadcasts.append(trainer.global_step)
+    return broadcast(*arguments, **named)
+
+
+dist.broadcast = counted
 arguments: dict[str, Any] = eval(sys.argv[1])
 if arguments.pop("plugin", True):
     import azureml_strategy  # noqa: F401 - registers the names
@@ -22,6 +33,7 @@ report(
     num_nodes=trainer.num_nodes,
     strategy=type(trainer.strategy).__name__,
     losses=model.losses,
+    broadcasts=broadcasts,
     read=model.read,
     parameters=parameters(model),
     environ={name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK")},
