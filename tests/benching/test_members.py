@@ -18,7 +18,8 @@ TIMEOUT = timedelta(seconds=20)
 
 
 @pytest.fixture
-def launch() -> Launch:
+def launch(monkeypatch: pytest.MonkeyPatch) -> Launch:
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")  # else it would be set for this process
     return Launch("pytorch", 0, 1, 0, 1, 0, 1, "127.0.0.1", free_port())
 
 

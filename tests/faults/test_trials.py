@@ -34,6 +34,11 @@ def _why_no_nodes() -> str:
         return str(error)
 
 
+_STRATEGIES = [
+    ("pipeline", 9),
+    pytest.param("zero", 12, marks=pytest.mark.exhaustive),
+    pytest.param("model_parallel", 8, marks=pytest.mark.exhaustive),
+]
 needs_disk = [pytest.mark.root, pytest.mark.skipif(bool(disks.why_not()), reason=disks.why_not())]
 needs_nodes = [pytest.mark.root, pytest.mark.skipif(bool(_why_no_nodes()), reason=_why_no_nodes())]
 
@@ -87,7 +92,7 @@ def test_survives_trouble_with_mlflow(tmp_path: Path, references: Path, server: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "seed"), [("zero", 12), ("pipeline", 9), ("model_parallel", 8)])
+@pytest.mark.parametrize(("strategy", "seed"), _STRATEGIES)
 def test_survives_under_every_strategy(tmp_path: Path, references: Path, strategy: str, seed: int) -> None:
     verdict = run(Trial("signals", seed, 1, strategy), tmp_path, references)
     assert not verdict["lost"], verdict["output"]

@@ -6,7 +6,7 @@ import pytest
 from tests.multiprocess.conftest import RunJob
 
 
-@pytest.mark.parametrize("strategy", ["azureml_ddp", "ddp"])
+@pytest.mark.parametrize("strategy", ["azureml_ddp", pytest.param("ddp", marks=pytest.mark.exhaustive)])
 def test_torchrun_over_all_nodes(run_job: RunJob, strategy: str) -> None:
     """With Lightning's own ddp as well: the guard must not stop what is right."""
     arguments = {"strategy": strategy, **({"num_nodes": 2, "devices": 2} if strategy == "ddp" else {})}

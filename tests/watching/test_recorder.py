@@ -34,7 +34,7 @@ def test_collectives_of_each_group(group: dist.ProcessGroup) -> None:
     assert found["all_reduce"].over
     assert found["all_reduce"].ranks == (0,)
     assert found["broadcast"].size_bytes == 20
-    assert recorder.counts()[found["all_reduce"].group] >= 3
+    assert recorder.counts().keys() >= {each.group for each in found.values()}
 
 
 def test_the_trace_is_what_torchs_analyser_reads(group: dist.ProcessGroup, tmp_path: Path) -> None:

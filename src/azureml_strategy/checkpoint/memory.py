@@ -86,7 +86,6 @@ def lay_out(tensors: Sequence[Tensor]) -> list[Region]:
         (each.get_device(), each.data_ptr(), index) for index, each in enumerate(tensors) if has_bytes(each)
     )
     regions: list[Region] = []
-    target = 0
     for _, address, index in places:
         tensor, size = tensors[index], span(tensors[index])
         last = regions[-1] if regions else None
@@ -94,10 +93,17 @@ def lay_out(tensors: Sequence[Tensor]) -> list[Region]:
             last.size = max(last.size, address + size - last.address)
             last.members.append(index)
         else:
-            if last is not None:
-                target += -(-last.size // _ALIGNMENT) * _ALIGNMENT
+            target = needed_bytes(regions)
             regions.append(Region(tensor, address, size, target, [index]))
     return regions
+
+
+def needed_bytes(regions: Sequence[Region]) -> int:
+    """How large the buffer has to be: the same in whatever order memory was handed out."""
+    if not regions:
+        return 0
+    last = regions[-1]
+    return last.target + -(-last.size // _ALIGNMENT) * _ALIGNMENT
 
 
 def has_bytes(tensor: Tensor) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from azureml_strategy.checkpoint.memory import Ranges, Region, has_bytes, lay_out, span
+from azureml_strategy.checkpoint.memory import Ranges, Region, has_bytes, lay_out, needed_bytes, span
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ class SnapshotBuffers:
         pickler.dump(content)
         locals_ = [_local(each) for each in pickler.tensors]
         regions = lay_out(locals_)
-        self._reserve(regions[-1].target + regions[-1].size if regions else 0)
+        self._reserve(needed_bytes(regions))
         snapshot = Snapshot(structure, pickler.tensors, locals_, regions, self._memory)
         ranges = Ranges(_local(each) for each in held)
         held_regions = [each for each in regions if each.size >= _AT_ONCE_BYTES and each.on_host and each in ranges]
