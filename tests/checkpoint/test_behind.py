@@ -34,6 +34,17 @@ def test_one_at_a_time() -> None:
     behind.finish()
 
 
+def test_a_wait_that_is_interrupted_can_be_taken_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    behind, go = Behind[int]("tester"), threading.Event()
+    behind.begin(lambda: (go.wait(), 3)[1])
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(threading.Thread, "join", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            behind.finish()
+    go.set()
+    assert behind.finish() == 3
+
+
 def test_a_failure_is_logged_and_gives_nothing(caplog: pytest.LogCaptureFixture) -> None:
     behind = Behind[int]("tester")
     with caplog.at_level(logging.WARNING):

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from azureml_strategy.checkpoint import ElasticRestart, ResumeError, checkpoint_to_resume
 from azureml_strategy.checkpoint.elastic import warn_unless_elastic
+from azureml_strategy.checkpoint.storage_folder import CheckpointFolder
 
 # Other batches add up float32 in another order.
 CLOSE = 1e-5
@@ -77,6 +78,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "batches between validations": {"val_check_interval": 4},
     "a share of the epoch": {"val_check_interval": 0.4},
     "once an epoch": {"val_check_interval": 1.0},
+    "all batches of an epoch": {"val_check_interval": 15},
     "counted over epochs": {
         **{"max_epochs": -1, "max_steps": 20},
         **{"val_check_interval": 6, "check_val_every_n_epoch": None, "limit_val_batches": 4},
@@ -92,6 +94,8 @@ def test_the_same_steps(tmp_path: Path, variant: str, sizes: tuple[int, int]) ->
     arguments = {"accumulate_grad_batches": 8 // sizes[0], "max_epochs": 2, **VARIANTS[variant]}
     if sizes[0] == 2 and "limit_train_batches" in arguments:
         arguments["limit_train_batches"] = 18
+    if sizes[0] == 2 and arguments.get("val_check_interval") == 15:
+        arguments["val_check_interval"] = 30
     whole, expected = attempt(tmp_path / "whole", sizes[0], **arguments)
     first, _ = attempt(tmp_path / "elastic", sizes[0], stop_at=22, **arguments)
     second, _ = attempt(tmp_path / "elastic", sizes[1], stop_at=8, **arguments)
@@ -134,6 +138,16 @@ def test_an_epoch_whose_last_step_is_too_small_for_the_ranks(tmp_path: Path, cap
     )
     assert ended["step"] == 14
     assert {len(samples) for samples in module.read.values()} == {8}
+
+
+def test_another_checkpoint_than_training_goes_on_from(tmp_path: Path) -> None:
+    attempt(tmp_path, 4, stop_at=11, max_epochs=1)
+    newest, older = CheckpointFolder(tmp_path / "checkpoints").complete()[:2]
+    elastic = ElasticRestart(tmp_path / "checkpoints" / older.name)
+    with pytest.raises(ResumeError, match=f"was given .*{older.name}, but fit.* goes on from .*{newest.name}"):
+        fit(tmp_path, elastic, module=Steady(), data=Rows(batch_size=2), max_epochs=1)
+    with pytest.raises(ResumeError, match="two ElasticRestart callbacks"):
+        attempt(tmp_path, 2, max_epochs=1, callbacks=[elastic])
 
 
 def test_another_global_batch_on_purpose(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -305,6 +305,20 @@ class _WritesNothing(AtomicCheckpointIO):
         return
 
 
+class _Unpicklable(Callback):
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint["lock"] = threading.Lock()
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_what_cannot_be_copied_costs_a_warning(
+    tmp_path: Path, asynchronous: bool, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
+) -> None:
+    with pytest.raises(IndexError):  # `fit` looks for the newest
+        fit(tmp_path, _Unpicklable(), max_epochs=1, checkpoint={"asynchronous": asynchronous})
+    assert "cannot pickle '_thread.lock' object" in caplog.text + "".join(str(each.message) for each in recwarn)
+
+
 def test_a_checkpoint_without_files_does_not_count(tmp_path: Path) -> None:
     saver = JobCheckpoint(tmp_path, every_n_train_steps=5, every_n_epochs=0, asynchronous=False)
     trainer = Trainer(

@@ -91,7 +91,7 @@ class Proxy:
 
     def _listen(self, port: int) -> ThreadingHTTPServer:
         listener = ThreadingHTTPServer(("127.0.0.1", port), _handler(self))
-        listener.daemon_threads = True
+        listener.daemon_threads = False  # a job starts again later than the last request of its last attempt arrives
         threading.Thread(target=listener.serve_forever, args=(0.01,), daemon=True).start()
         return listener
 

@@ -24,7 +24,7 @@ from tests.emulated import loopback_addresses
 from tests.faults import disks, events, files, network, oracle, signals, tracking
 from tests.faults.fault import WELL, Attempt, Fault
 from tests.faults.job import ROOT, Ended, forked_ranks, run_attempt
-from tests.multiprocess.scripts.noisy import curve
+from tests.multiprocess.scripts.noisy import DURATIONS, curve
 
 from azureml_strategy.cluster.emulated import EmulatedRun
 from azureml_strategy.emulator.namespaces import IsolatedNodes
@@ -168,9 +168,10 @@ class _Stage:
         return run_attempt(attempt, number, self.run, command, faults)
 
     def histories(self) -> dict[str, list[tuple[int, float]]]:
-        """What is in MLflow: steps and values by name."""
+        """What is in MLflow: steps and values by name; no times, as in the curve."""
         assert self.client is not None
-        names = self.client.get_run(self.run.run_id).data.metrics
+        metrics = self.client.get_run(self.run.run_id).data.metrics
+        names = [name for name in metrics if not name.startswith(DURATIONS)]
         found = {name: self.client.get_metric_history(self.run.run_id, name) for name in names}
         return {name: [(each.step, each.value) for each in history] for name, history in found.items()}
 

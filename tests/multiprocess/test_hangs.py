@@ -54,7 +54,7 @@ def test_a_rank_that_is_killed_is_named(run_job: RunJob, rank: int, machines: bo
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_stands_still_is_named(run_job: RunJob, rank: int) -> None:
-    job = run(run_job, rank, "stopped", dead_after_s=3)
+    job = run(run_job, rank, "stopped", dead_after_s=3, stall_after_s=3)
     assert job.exit_code == 75, job.output
     assert f"rank {rank} (node {rank}, host {HOST})" in job.output
 

@@ -22,6 +22,15 @@ def test_all_ranks_end_together(run_job: RunJob, tmp_path: Path, signalled: str)
     assert saved["global_step"] == first
 
 
+@pytest.mark.parametrize("signalled", ["1", "0,1"])
+def test_before_the_first_step(run_job: RunJob, signalled: str) -> None:
+    """Lightning listens by then, and would wait in a broadcast that no other rank takes part in."""
+    job = run_job("sigterm.py", signalled, 1, "early", nodes=2)
+    assert job.exit_code == 143, job.output
+    first, second = job.each("step")
+    assert first == second
+
+
 def test_single_process(run_job: RunJob) -> None:
     job = run_job("sigterm.py", "0", 1)
     assert job.exit_code == 143, job.output

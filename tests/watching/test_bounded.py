@@ -5,7 +5,7 @@ import threading
 import pytest
 from torch.distributed import HashStore, TCPStore
 
-from azureml_strategy.watching.bounded import BoundedStore, StoreLostError
+from azureml_strategy.watching.bounded import BoundedStore, StoreLostError, within
 
 
 @pytest.fixture
@@ -51,5 +51,15 @@ def test_a_server_that_does_not_answer() -> None:
     with pytest.raises(StoreLostError, match="does not answer") as lost:
         store.set("a", "1")
     assert lost.value.silent
+    store.renew(HashStore())
+    store.set("a", "1")
+    assert store.get("a") == "1"
     answer.set()
     store.close()
+
+
+def test_what_takes_for_ever_is_left_behind() -> None:
+    answer = threading.Event()
+    assert within(0.05, answer.wait) is None
+    answer.set()
+    assert within(60, answer.wait)

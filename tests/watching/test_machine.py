@@ -4,6 +4,9 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import pytest
+
+from azureml_strategy.watching import machine
 from azureml_strategy.watching.machine import _status, is_gone, this_process
 
 
@@ -29,3 +32,8 @@ def test_a_number_that_is_used_again_is_another_process() -> None:
 
 def test_another_machine_cannot_be_seen() -> None:
     assert not is_gone(replace(this_process(0, 0), processes="elsewhere", pid=2**22 + 1))
+
+
+def test_machines_without_a_name_for_their_table_do_not_share_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_table", lambda: "")
+    assert not is_gone(replace(this_process(0, 0), pid=2**22 + 1))

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import sysconfig
 import threading
+from types import FrameType, SimpleNamespace
+from typing import Any
 
 import torch
 from lightning.pytorch.trainer import call
 
-from azureml_strategy.watching.stack import communicates, frames_of, inside_trainer, own_place, place
+from azureml_strategy.watching.stack import communicates, frames_of, is_inside, own_place, place, trainer_frame
 
 TORCH = str(torch.__file__).removesuffix("__init__.py")
 LIGHTNING = str(call.__file__).removesuffix("trainer/call.py")
@@ -43,6 +45,34 @@ def test_a_thread_that_waits() -> None:
     thread.start()
     assert thread.ident is not None
     assert frames_of(thread.ident)[0][2] == "wait"
-    assert not inside_trainer(thread.ident)
+    assert trainer_frame(thread.ident) is None
     go_on.set()
     thread.join()
+
+
+def called_by_trainer(action: Any) -> None:
+    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(launcher=None))
+    call._call_and_handle_interrupt(trainer, action)
+
+
+def test_a_second_call_of_the_trainer_is_not_the_first() -> None:
+    main, found = threading.get_ident(), list[FrameType | None]()
+    called_by_trainer(lambda: found.append(trainer_frame(main)))
+    first = found[0]
+    assert first is not None
+    assert trainer_frame(main) is None
+    inside = list[bool]()
+    called_by_trainer(lambda: inside.append(is_inside(main, first)))
+    assert inside == [False]
+
+
+def test_a_call_is_not_over_while_another_trainer_is_called_in_it() -> None:
+    main, inside = threading.get_ident(), list[bool]()
+
+    def outer() -> None:
+        frame = trainer_frame(main)
+        assert frame is not None
+        called_by_trainer(lambda: inside.append(trainer_frame(main) is not frame and is_inside(main, frame)))
+
+    called_by_trainer(outer)
+    assert inside == [True]

@@ -34,6 +34,7 @@ def test_a_stall_names_rank_node_host_place_and_collectives() -> None:
         ("gone", "is gone: its process was killed"),
         ("silent", "has not been heard of for 120 s: its node is gone"),
         ("lost", "is gone: a connection to it has ended"),
+        ("unserved", "is gone: the rendezvous store, which it serves, has ended"),
     ],
 )
 def test_a_rank_that_gives_no_report_is_told_by_its_last_sign(kind: Kind, said: str) -> None:

@@ -55,9 +55,10 @@ class Behind(Generic[Result]):
         Returns:
             Its result; None where it failed, or is not done in time.
         """
-        thread, self._thread = self._thread, None
+        thread = self._thread
         if thread is None:
             return None
-        thread.join(timeout_s)
+        thread.join(timeout_s)  # may be interrupted: then it is still under way
+        self._thread = None
         result, self._result = (None, None) if thread.is_alive() else (self._result, None)
         return result

@@ -23,6 +23,9 @@ from azureml_strategy.checkpoint.resume import ResumeError
 
 log = logging.getLogger(__name__)
 
+# What the Trainer is to be given, by its arguments' names: batches, or parts of an epoch.
+Batches = dict[str, int | float]
+
 
 @runtime_checkable
 class CutsBatches(Protocol):
@@ -69,7 +72,13 @@ class ElasticRestart(Callback):
         """
         if stage != "fit" or self._checkpoint is None:
             return
-        saved = trainer.strategy.broadcast(_recorded(self._checkpoint))
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if sum(isinstance(each, ElasticRestart) for each in callbacks) > 1:
+            raise ResumeError("There are two ElasticRestart callbacks. Leave yours out: a recipe has one of its own.")
+        found: tuple[GlobalBatch | None, str] = (None, "")
+        saved, error = trainer.strategy.broadcast(_recorded(self._checkpoint) if trainer.is_global_zero else found)
+        if error:
+            raise ResumeError(error)
         if saved is None:
             _say(trainer, f"{self._checkpoint} does not say its global batch: nothing is done to keep it.")
             return
@@ -89,7 +98,7 @@ class ElasticRestart(Callback):
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for config in trainer.lr_scheduler_configs:
-            if config.interval == "step":
+            if config.interval == "step" and config.frequency > 1:  # 1 is every optimizer step, of however many batches
                 # Multiples of it are the batches it looks at: of p/q, these are the whole numbers that p divides.
                 config.frequency = (config.frequency * self._stretch).numerator
 
@@ -97,6 +106,12 @@ class ElasticRestart(Callback):
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if self._ratio == 1:
             return
+        assert self._checkpoint is not None
+        if Path(str(trainer.ckpt_path)).absolute() != self._checkpoint.absolute():
+            raise ResumeError(
+                f"ElasticRestart was given {self._checkpoint}, but fit(ckpt_path=...) goes on from "
+                f"{trainer.ckpt_path}. Give both the same."
+            )
         fit_loop = checkpoint["loops"]["fit_loop"]
         rescale(fit_loop, self._ratio, self._epoch_batches)
         if counts_batches_itself(fit_loop):
@@ -123,9 +138,9 @@ class ElasticRestart(Callback):
             config.pop("gradient_accumulation_steps", None)  # DeepSpeed's, which repeats what the Trainer was given
         return now
 
-    def _intervals(self, trainer: Trainer, plan: ElasticPlan) -> dict[str, int]:
+    def _intervals(self, trainer: Trainer, plan: ElasticPlan) -> Batches:
         """The Trainer's numbers of batches, in batches of this run; an epoch ends after the samples it had."""
-        changes: dict[str, int] = {}
+        changes: Batches = {}
         if self._ratio == self._stretch == 1:
             return changes
         if plan.saved.epoch_batches is not None:
@@ -136,10 +151,13 @@ class ElasticRestart(Callback):
                 given = max(1, int(self._epoch_batches / self._stretch * given))
             if isinstance(given, int) and given and self._stretch != 1:
                 changes[name] = math.ceil(given * self._stretch)
+        once = trainer.check_val_every_n_epoch is not None and self._epoch_batches is not None
+        if once and changes.get("val_check_interval", 0) >= (self._epoch_batches or 0):
+            changes["val_check_interval"] = 1.0  # at the end of the epoch, which may be a batch shorter
         return changes
 
     def _explain(
-        self, trainer: Trainer, saved: GlobalBatch, asked: GlobalBatch, now: GlobalBatch, changes: dict[str, int]
+        self, trainer: Trainer, saved: GlobalBatch, asked: GlobalBatch, now: GlobalBatch, changes: Batches
     ) -> None:
         if now.size != saved.size:
             _say(trainer, f"The global batch changes from {saved.size} ({saved}) to {now.size} ({now}).")
@@ -194,9 +212,13 @@ def _cut_otherwise(trainer: Trainer, strategy: CutsBatches, plan: ElasticPlan) -
     return now
 
 
-def _recorded(checkpoint: Path) -> GlobalBatch | None:
+def _recorded(checkpoint: Path) -> tuple[GlobalBatch | None, str]:
+    """What the manifest says, if there is one, and why it cannot be read."""
     manifest = manifest_path(checkpoint)
-    return Manifest.read(manifest).global_batch if manifest.is_file() else None
+    try:
+        return Manifest.read(manifest).global_batch if manifest.is_file() else None, ""
+    except (ValueError, OSError) as error:
+        return None, f"{manifest} cannot be read: {error}. Go on from another checkpoint."
 
 
 def _say(trainer: Trainer, words: str) -> None:

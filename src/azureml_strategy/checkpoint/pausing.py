@@ -20,6 +20,21 @@ class Pausable(Protocol):
         """It goes on."""
 
 
+@runtime_checkable
+class KnowsWriting(Protocol):
+    """A callback to which the writing of a checkpoint may take longer than a step."""
+
+    def writes_checkpoint(self) -> None:
+        """The training waits for one from now on."""
+
+
+def waits_for_checkpoint(trainer: Trainer) -> None:
+    """Tell every such callback of a Trainer, whose main thread is about to wait."""
+    for each in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(each, KnowsWriting):
+            each.writes_checkpoint()
+
+
 @contextmanager
 def paused(trainer: Trainer) -> Iterator[None]:
     """Have every such callback of a Trainer pause.

@@ -108,7 +108,10 @@ def _given(path: Path) -> Path:
             f"resume={path}, but there is nothing. Give the path of a checkpoint, a file or a folder; `resume={AUTO}` "
             f"looks for the newest below output_dir, and `resume={NEVER}` starts anew."
         )
-    manifest = Manifest.read(manifest_path(path)) if manifest_path(path).is_file() else None
+    try:
+        manifest = Manifest.read(manifest_path(path)) if manifest_path(path).is_file() else None
+    except (ValueError, OSError) as error:
+        raise ResumeError(f"resume={path}, but its manifest cannot be read: {error}. Give another one.") from error
     fault = manifest.fault(path.parent) if manifest is not None else None
     if fault is not None:
         raise ResumeError(f"resume={path}, but this checkpoint is damaged: {fault}. Give another one.")

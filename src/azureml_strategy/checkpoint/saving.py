@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Callable
 from datetime import timedelta
-from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,8 +27,6 @@ _STORE_TIMEOUT = timedelta(seconds=60)
 _LAST_WAIT_SECONDS = 60.0
 # A wait that somebody wants to know of.
 _LONG_WAIT_SECONDS = 1.0
-# Each fit has names of its own in the store; all ranks count the same fits.
-_fits = count()
 
 
 class Saving:
@@ -51,9 +49,11 @@ class Saving:
 
     def connect(self, trainer: Trainer) -> None:
         """Let the ranks' threads find one another; a collective."""
+        # a name of this fit's own: below torchrun the store outlives the processes
+        name = trainer.strategy.broadcast(uuid.uuid4().hex)
         store = another_connection(trainer.world_size, _STORE_TIMEOUT)
         if all(gather(store is not None)) and store is not None:
-            names = PrefixStore(f"azureml_strategy/checkpoint/{next(_fits)}", store)
+            names = PrefixStore(f"azureml_strategy/checkpoint/{name}", store)
             self._threads = StoreExchange(names, trainer.global_rank, trainer.world_size)
         else:
             rank_zero_warn(
@@ -98,7 +98,7 @@ class Saving:
         Returns:
             The checkpoint; None where there was none to wait for, or it failed.
         """
-        self._buffers.settle()
+        self._buffers.settle(trained=False)
         started = time.monotonic()
         written, self._written = self._behind.finish() or self._written, None
         waited = time.monotonic() - started
@@ -123,8 +123,8 @@ class Saving:
         """Copy what is to be written, and give what writes the copy."""
         try:
             snapshot = self._buffers.take(content, held_by_optimizers(trainer) if occasion else (), occasion)
-        except (MemoryError, RuntimeError) as error:
-            failed = OSError(f"its copy needs more memory: {error}")
+        except Exception as error:  # whatever it is, the other ranks must not wait for this one
+            failed = OSError(f"its state cannot be copied ({type(error).__name__}: {error})")
             return lambda path, exchange: write(_content(exchange, lambda: _raise(failed)), path, exchange)
         return lambda path, exchange: write(_content(exchange, snapshot.content), path, exchange)
 

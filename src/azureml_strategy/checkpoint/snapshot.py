@@ -7,6 +7,7 @@ import logging
 import pickle
 import threading
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -68,7 +69,8 @@ class Snapshot:
         """Copy what is left, on whichever thread comes first; False if something changed meanwhile."""
         with self._lock:
             while self._left:
-                self._left.pop().copy_into(self._memory)
+                self._left[-1].copy_into(self._memory)  # may be interrupted: then it is still left
+                self._left.pop()
             self._torn |= any(tensor._version != version for tensor, version in self._versions)
             self._versions = []
             return not self._torn
@@ -141,27 +143,37 @@ class SnapshotBuffers:
         self._last = (snapshot, occasion, held_regions)
         return snapshot
 
-    def settle(self) -> None:
-        """Have what is left of the last snapshot copied; before the optimizer changes it."""
+    def settle(self, trained: bool = True) -> None:
+        """Have what is left of the last snapshot copied; before the optimizer changes it.
+
+        Args:
+            trained: whether a forward pass has come since, which might have changed something.
+        """
         if self._last is None:
             return
         snapshot, occasion, held_regions = self._last
         self._last = None
         if not snapshot.complete():
-            self._steady[occasion] = False
-        elif held_regions and occasion not in self._steady:
-            self._steady[occasion] = snapshot.equals_now(held_regions)
-        if held_regions and not self._steady[occasion]:
+            self._copy_at_once(occasion)
+        elif trained and held_regions and occasion not in self._steady:
+            self._steady[occasion] = True
+            if not snapshot.equals_now(held_regions):
+                self._copy_at_once(occasion)
+
+    def _copy_at_once(self, occasion: str) -> None:
+        if self._steady.get(occasion) is not False:
             log.info("Something changes parameters between two steps: checkpoints (%s) are copied at once.", occasion)
+        self._steady[occasion] = False
 
     def _reserve(self, size: int) -> None:
         if self._memory.numel() >= size:
             return
         self._memory = torch.empty(0, dtype=torch.uint8)  # give the old one back first
         if torch.cuda.is_available():
-            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        else:
-            self._memory = torch.from_numpy(np.empty(size, dtype=np.uint8))  # numpy asks for huge pages
+            with suppress(RuntimeError):  # no memory that could be pinned: then copies from the GPU take longer
+                self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+                return
+        self._memory = torch.from_numpy(np.empty(size, dtype=np.uint8))  # numpy asks for huge pages
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -179,9 +191,8 @@ def _view(source: Tensor, region: Region, base: Tensor) -> Tensor:
 def _like(source: Tensor, copy: Tensor) -> Tensor:
     """The copy as whatever its source is."""
     if isinstance(source, DTensor):
-        mesh, placements = source.device_mesh, source.placements
-        shape, stride = source.shape, source.stride()
-        copy = DTensor.from_local(copy, mesh, placements, run_check=False, shape=shape, stride=stride)
+        # not by `from_local`, which would move the copy to the devices of the mesh
+        copy = DTensor(copy, source._spec, requires_grad=False)  # type: ignore[no-untyped-call]
     if type(source) is nn.Parameter:
         return nn.Parameter(copy, requires_grad=source.requires_grad)
     return copy.requires_grad_(source.requires_grad)

@@ -20,6 +20,7 @@ from azureml_strategy.checkpoint.batch_of_trainer import running_global_batch
 from azureml_strategy.checkpoint.boundary import accumulating, at_step_boundary
 from azureml_strategy.checkpoint.elastic import warn_unless_elastic
 from azureml_strategy.checkpoint.manifest import Manifest
+from azureml_strategy.checkpoint.pausing import waits_for_checkpoint
 from azureml_strategy.checkpoint.random_state import RandomState, gather, random_state, set_random_state
 from azureml_strategy.checkpoint.saving import Saving
 from azureml_strategy.checkpoint.storage_folder import CheckpointFolder
@@ -238,6 +239,8 @@ class JobCheckpoint(ModelCheckpoint):
 
     def _finish(self, trainer: Trainer) -> None:
         """Wait for the checkpoint that is being written, if there is one; on all ranks."""
+        if self._saving.under_way:
+            waits_for_checkpoint(trainer)
         self._adopt(trainer, self._saving.finish())
 
     def _draft(self, trainer: Trainer, reason: str, measured: bool) -> Manifest:

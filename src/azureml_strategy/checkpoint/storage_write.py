@@ -71,6 +71,7 @@ class CheckpointWriter:
             exchange.on_rank_zero(lambda: self.folder.commit(manifest))
         except StepError as error:
             self._give_up(draft.step, name, str(error), exchange.rank)
+            exchange.leave()
             return None
         scores = exchange.on_rank_zero(lambda: self._clear_away(draft.mode))
         exchange.leave()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import uuid
 from datetime import timedelta
-from itertools import count
 from types import FrameType
 from typing import Any
 
@@ -21,6 +21,7 @@ from azureml_strategy.checkpoint.boundary import accumulating, at_step_boundary
 from azureml_strategy.checkpoint.farewell import record_going_on, save_and_record
 from azureml_strategy.checkpoint.pausing import paused
 from azureml_strategy.checkpoint.preemption import Standstill, State
+from azureml_strategy.checkpoint.random_state import gather
 from azureml_strategy.checkpoint.scheduled_events import EventPoller, events_url
 from azureml_strategy.cluster.launchers import local
 from azureml_strategy.network.rendezvous import another_connection
@@ -28,8 +29,6 @@ from azureml_strategy.network.rendezvous import another_connection
 # What a shell reports for a process ended by SIGTERM: Azure ML must not take the job for completed.
 EXIT_CODE = 128 + signal.SIGTERM
 _STORE_TIMEOUT = timedelta(seconds=60)
-# Each fit has keys of its own in the store; all ranks count the same fits.
-_fits = count()
 
 
 class TerminateTogether(Callback):
@@ -76,15 +75,24 @@ class TerminateTogether(Callback):
         self._events: EventPoller | None = None
 
     @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        if next(each for each in callbacks if isinstance(each, TerminateTogether)) is not self:
+        if stage != "fit" or next(each for each in callbacks if isinstance(each, TerminateTogether)) is not self:
             return
+        # a name of this fit's own: below torchrun the store outlives the processes
+        name = trainer.strategy.broadcast(uuid.uuid4().hex)
         store = _store(trainer)
-        if store is None:
+        if not all(gather(store is not None)) or store is None:
             return
-        self._store = PrefixStore(f"azureml_strategy/stop/{next(_fits)}", store)
+        self._store = PrefixStore(f"azureml_strategy/stop/{name}", store)
         self._rank, self._world_size = trainer.global_rank, trainer.world_size
+        # Lightning is about to listen, some time before training starts. What comes then is noted, too.
+        trainer._signal_connector._sigterm_notifier_fn = self._note  # type: ignore[method-assign, assignment]
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._store is None:
+            return
         self._events = self._poller() if trainer.local_rank == 0 else None
         self._watch(self._store)
         self._listen()
@@ -95,18 +103,20 @@ class TerminateTogether(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if at_step_boundary(trainer):
-            self._step_done(trainer, pl_module)
+        # Asked first, as it costs next to nothing: where ranks stop between two boundaries, they do at the second.
+        if self._agreed() and at_step_boundary(trainer):
+            self._stop(trainer, pl_module)
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # The step that it followed is complete only now. Between accumulated batches none is.
-        if self._agreement is not None and not accumulating(trainer):
-            self._step_done(trainer, pl_module)
+        if self._agreement is not None and not accumulating(trainer) and self._agreed():
+            self._stop(trainer, pl_module)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._step_done(trainer, pl_module)  # the last one, which is complete only now
+        if self._agreed():  # the last one is complete only now
+            self._stop(trainer, pl_module)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -120,11 +130,15 @@ class TerminateTogether(Callback):
             self._requested = False
             signal.raise_signal(signal.SIGTERM)
 
-    def _step_done(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop if this is the step that the ranks have agreed on; then end or go on, all together."""
+    def _agreed(self) -> bool:
+        """Count a batch; whether the ranks have agreed to stop by now."""
+        return self._agreement is not None and self._agreement.step_done()
+
+    def _stop(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save; then end or go on, all together."""
         agreement, store = self._agreement, self._store
-        if agreement is None or store is None or not agreement.step_done():
-            return
+        assert agreement is not None
+        assert store is not None
         save_and_record(trainer, pl_module, agreement.reason)
         standstill = PrefixStore(f"standstill/{self._stops}", store)
         with paused(trainer):
@@ -158,10 +172,11 @@ class TerminateTogether(Callback):
 
     def _close(self, trainer: Trainer) -> None:
         trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
+        trainer._signal_connector.__dict__.pop("_sigterm_notifier_fn", None)
         for watcher in (self._agreement, self._events):
             if watcher is not None:
                 watcher.close()
-        self._agreement = self._events = None
+        self._agreement = self._events = self._store = None
 
     def _listen(self) -> None:
         """Replace Lightning's handler, which it put in place just before and removes at the end."""
@@ -187,6 +202,7 @@ def _store(trainer: Trainer) -> Store | None:
     if store is None and dist.is_initialized():
         rank_zero_warn(
             "The ranks cannot agree on a step to stop at after SIGTERM: the process group was not made with "
-            "MASTER_ADDR and MASTER_PORT. Training goes on; SIGTERM does what it does in stock Lightning."
+            "MASTER_ADDR and MASTER_PORT, or nothing answers there. Training goes on; SIGTERM does what it does in "
+            "stock Lightning."
         )
     return store

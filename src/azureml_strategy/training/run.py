@@ -18,8 +18,8 @@ from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
 
 from azureml_strategy.checkpoint.elastic import ElasticRestart
-from azureml_strategy.checkpoint.resume import checkpoint_to_resume, told_to_children
-from azureml_strategy.cluster import detect_launch
+from azureml_strategy.checkpoint.resume import AUTO, checkpoint_to_resume, told_to_children
+from azureml_strategy.cluster import detect_launch, read_job
 from azureml_strategy.tracking import JobMLFlowLogger
 from azureml_strategy.training.checking import check_config
 from azureml_strategy.training.errors import RecipeError
@@ -57,11 +57,17 @@ def train(config: DictConfig) -> dict[str, float]:
     trainer = _trainer(config, chosen)
     for logger in trainer.loggers:
         logger.log_hyperparams(_flat(config))
-        if chosen is not None and isinstance(logger, JobMLFlowLogger):
+        if isinstance(logger, JobMLFlowLogger) and _repeats(chosen, config.resume):
             logger.continue_run()
     with _own_processes(trainer), told_to_children(chosen):
         trainer.fit(model, datamodule=data, ckpt_path=chosen)
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def _repeats(chosen: Path | None, resume: str) -> bool:
+    """Whether an earlier attempt has logged steps that come again: it may have ended before its first checkpoint."""
+    job = read_job()
+    return chosen is not None or (resume == AUTO and job is not None and job.attempt > 0)
 
 
 def _trainer(config: DictConfig, chosen: Path | None) -> Trainer:

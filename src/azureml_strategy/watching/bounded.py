@@ -7,9 +7,26 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]
+
+_T = TypeVar("_T")
+_Calls: TypeAlias = "queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]"
+
+
+def within(seconds: float, action: Callable[[], _T]) -> _T | None:
+    """What an action returns; None if it does not in time, and is left behind, or fails.
+
+    Args:
+        seconds: how long to wait.
+        action: what may take for ever.
+    """
+    found: list[_T] = []
+    thread = threading.Thread(target=lambda: found.append(action()), name="hang-watch-waits", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[0] if found else None
 
 
 class StoreLostError(Exception):
@@ -33,10 +50,8 @@ class BoundedStore:
     """
 
     def __init__(self, store: Store, timeout_s: float) -> None:
-        self._store = store
         self._timeout_s = timeout_s
-        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._work, name="hang-watch-store", daemon=True).start()
+        self._start(store)
 
     def set(self, key: str, value: str) -> None:
         """Write a value."""
@@ -48,7 +63,7 @@ class BoundedStore:
 
     def get_all(self, keys: Sequence[str]) -> dict[str, str | None]:
         """Read several values at once."""
-        found: dict[str, str | None] = self._call(lambda: self._read(keys))
+        found: dict[str, str | None] = self._call(lambda: self._read(keys)) if keys else {}
         return found
 
     def set_first(self, key: str, value: str) -> str:
@@ -59,9 +74,23 @@ class BoundedStore:
         """Count one up; the new count."""
         return int(self._call(lambda: self._store.add(key, 1)))
 
+    def renew(self, store: Store) -> None:
+        """Go on with another connection.
+
+        Args:
+            store: the same names, used by nobody else.
+        """
+        self.close()
+        self._start(store)
+
     def close(self) -> None:
         """Let the thread end; one that waits for a server that is gone is left behind."""
         self._calls.put(None)
+
+    def _start(self, store: Store) -> None:
+        self._store = store
+        self._calls: _Calls = queue.SimpleQueue()
+        threading.Thread(target=_work, args=(self._calls,), name="hang-watch-store", daemon=True).start()
 
     def _read(self, keys: Sequence[str]) -> dict[str, str | None]:
         # A key that is missing would hold up the whole question.
@@ -78,10 +107,11 @@ class BoundedStore:
         except (RuntimeError, FutureTimeoutError) as error:
             raise StoreLostError(silent=isinstance(error, FutureTimeoutError)) from error
 
-    def _work(self) -> None:
-        while (call := self._calls.get()) is not None:
-            future, action = call
-            try:
-                future.set_result(action())
-            except Exception as error:
-                future.set_exception(error)
+
+def _work(calls: _Calls) -> None:
+    while (call := calls.get()) is not None:
+        future, action = call
+        try:
+            future.set_result(action())
+        except Exception as error:
+            future.set_exception(error)

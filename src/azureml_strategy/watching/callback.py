@@ -8,14 +8,17 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
+from collections.abc import Callable
 from datetime import timedelta
-from itertools import count
 from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
@@ -24,7 +27,7 @@ from azureml_strategy.cluster.redaction import redact_text
 from azureml_strategy.network.rendezvous import another_connection
 from azureml_strategy.watching.bounded import BoundedStore
 from azureml_strategy.watching.machine import this_process
-from azureml_strategy.watching.progress import CHECKPOINT, END, STANDSTILL, Progress
+from azureml_strategy.watching.progress import CHECKPOINT, END, STANDSTILL, TRAINING, Progress
 from azureml_strategy.watching.records import Records, say
 from azureml_strategy.watching.watch import Failure, Watch
 
@@ -35,8 +38,10 @@ _OF_OTHERS = re.compile(r"gloo/|nccl|connection (closed|reset|refused)|broken pi
 _MOST_TEXT = 500
 # For the processes that this one has started to end by themselves.
 _CHILDREN_SECONDS = 10.0
-# Each run has keys of its own in the store; all ranks count the same runs.
-_runs = count()
+# To connect once more, where a connection has ended.
+_CONNECT_SECONDS = 10.0
+# No run counts as hanging sooner, unless it is asked for.
+_LEAST_TRAINING_SECONDS, _LEAST_SECONDS = 600.0, 1800.0
 
 
 class HangWatch(Callback):
@@ -55,9 +60,10 @@ class HangWatch(Callback):
 
     Args:
         stall_after_s: after how long without the start or end of a batch, a validation or a checkpoint on any rank the
-            run counts as hanging, in seconds; 0 for never. The start, up to the end of the first batch, and the
-            writing of a checkpoint may take as long as a collective, and each pause three times as long as the longest
-            until then. By default a third of the time-out of the strategy's process group: 600 of its 1800.
+            run counts as hanging, in seconds; 0 for never. It is meant for the batches of a training: the start, up to
+            the end of the first batch, and all else, such as validations and checkpoints, may take as long as a
+            collective, and each pause three times as long as the longest until then. By default a third of the
+            time-out of the strategy's process group, but no less than 600, and 1800 for all else.
         dead_after_s: after how long without a sign of life a rank counts as gone, if the others wait for it as well, in
             seconds. A thread cannot speak while other code holds Python's lock for so long.
         beat_s: pause between two signs of life, in seconds.
@@ -86,24 +92,16 @@ class HangWatch(Callback):
             return
         if trainer.world_size == 1 or not dist.is_initialized():
             return
-        run = next(_runs)
-        connection = another_connection(trainer.world_size, timedelta(seconds=self._dead_after_s))
-        if connection is None:
-            return
-        store = BoundedStore(PrefixStore(f"azureml_strategy/watch/{run}", connection), self._dead_after_s)
-        self._progress = Progress(*self._limits(trainer))
-        self._watch = Watch(
-            store,
-            this_process(trainer.global_rank, trainer.node_rank),
-            trainer.world_size,
-            self._progress,
-            lambda: trainer.global_step,
-            threading.get_ident(),
-            self._dead_after_s,
-            self._beat_s,
-            Records(trainer, self._folder),
-            lambda headline: _end_process(trainer, headline),
-        )
+        # Names of this run's own: the store may outlive it, as torchrun's does, and hold what a dead attempt has said.
+        run = trainer.strategy.broadcast(uuid.uuid4().hex)
+
+        def connect(timeout_s: float = _CONNECT_SECONDS) -> Store | None:
+            connection = another_connection(trainer.world_size, timedelta(seconds=timeout_s))
+            return None if connection is None else PrefixStore(f"azureml_strategy/watch/{run}", connection)
+
+        store = connect(self._dead_after_s)
+        if store is not None:
+            self._start(trainer, store, connect)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -112,13 +110,15 @@ class HangWatch(Callback):
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         watch = self._watch
-        if watch is not None and isinstance(exception, Exception):
-            text = redact_text(f"{type(exception).__name__}: {exception}")
-            cause = watch.fail(Failure(_shortened(text), bool(_OF_OTHERS.search(text))))
-            if cause is not None and sys.version_info >= (3, 11):
-                exception.add_note(cause)
-            self._watch = self._progress = None
-        self._close()  # SIGTERM and Ctrl-C reach all ranks
+        if watch is None or not _is_failure(exception):
+            self._close()  # SIGTERM and Ctrl-C reach all ranks
+            return
+        text = redact_text(f"{type(exception).__name__}: {exception}")
+        of_others = isinstance(exception, RuntimeError) and bool(_OF_OTHERS.search(text))
+        cause = watch.fail(Failure(_shortened(text), of_others))
+        if cause is not None and sys.version_info >= (3, 11):
+            exception.add_note(cause)
+        self._watch = None  # which goes on: a checkpoint that is written on the way out is still noted
 
     def pause(self) -> None:
         """The ranks stand still on purpose."""
@@ -128,17 +128,17 @@ class HangWatch(Callback):
     def resume(self) -> None:
         """They go on."""
         if self._progress is not None:
-            self._progress.note("training")
+            self._progress.note(TRAINING)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._note("training")
+        self._note(TRAINING)
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._batch_done("training")
+        self._batch_done(TRAINING)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -154,7 +154,7 @@ class HangWatch(Callback):
 
     @override
     def on_validation_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
-        (self._note if trainer.training or trainer.sanity_checking else self._batch_done)("validation")
+        (self._batch_done if trainer.state.fn == TrainerFn.VALIDATING else self._note)("validation")
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -169,6 +169,14 @@ class HangWatch(Callback):
         self._batch_done("test")
 
     @override
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._note(END)
+
+    @override
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._note(END)
+
+    @override
     def on_predict_batch_start(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         self._note("prediction")
 
@@ -180,9 +188,31 @@ class HangWatch(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self._note(CHECKPOINT)
 
+    def writes_checkpoint(self) -> None:
+        """The training waits for a checkpoint that a thread writes."""
+        self._note(CHECKPOINT)
+
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._note(END)
+
+    def _start(self, trainer: Trainer, store: Store, connect: Callable[[], Store | None]) -> None:
+        first = trainer.global_rank - trainer.local_rank
+        self._progress = Progress(*self._limits(trainer))
+        self._watch = Watch(
+            BoundedStore(store, self._dead_after_s),
+            connect,
+            this_process(trainer.global_rank, trainer.node_rank),
+            trainer.world_size,
+            range(first, min(first + trainer.num_devices, trainer.world_size)),
+            self._progress,
+            lambda: trainer.global_step,
+            threading.get_ident(),
+            self._dead_after_s,
+            self._beat_s,
+            Records(trainer, self._folder),
+            lambda idle_s: _end_process(trainer, idle_s),
+        )
 
     def _note(self, phase: str) -> None:
         if self._progress is not None:
@@ -196,7 +226,7 @@ class HangWatch(Callback):
         timeout = getattr(trainer.strategy, "_timeout", None) or default_pg_timeout
         collective_s = timeout.total_seconds()
         if self._stall_after_s is None:
-            return collective_s / 3, collective_s
+            return max(_LEAST_TRAINING_SECONDS, collective_s / 3), max(_LEAST_SECONDS, collective_s)
         if self._stall_after_s == 0:
             return float("inf"), float("inf")
         return self._stall_after_s, max(self._stall_after_s, collective_s)
@@ -207,18 +237,26 @@ class HangWatch(Callback):
         self._watch = self._progress = None
 
 
+def _is_failure(exception: BaseException) -> bool:
+    """Whether it is this rank's own, and not a signal that all ranks have."""
+    if isinstance(exception, SystemExit):
+        return not isinstance(exception, SIGTERMException) and exception.code not in (0, None)
+    return isinstance(exception, Exception)
+
+
 def _shortened(text: str) -> str:
     one_line = " ".join(text.split())
     return one_line if len(one_line) <= _MOST_TEXT else f"{one_line[:_MOST_TEXT]}..."
 
 
-def _end_process(trainer: Trainer, headline: str) -> None:
+def _end_process(trainer: Trainer, idle_s: float) -> None:
     """End this process, and those that it has started, while its main thread hangs."""
     code = 0 if local.MARKER in os.environ and trainer.local_rank > 0 else EXIT_CODE
     launcher = trainer.strategy.launcher
     if isinstance(launcher, _SubprocessScriptLauncher):
         _end_children(launcher.procs)
-    say(f"Rank {trainer.global_rank}: its main thread waits for ever; the process ends with exit code {code}.")
+    did = f"its main thread has done nothing for {idle_s:.0f} s"
+    say(f"Rank {trainer.global_rank}: {did}; the process ends with exit code {code}.")
     sys.stdout.flush()
     os._exit(code)
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 
 from azureml_strategy.watching import recorder
-from azureml_strategy.watching.bounded import BoundedStore
+from azureml_strategy.watching.bounded import BoundedStore, within
 from azureml_strategy.watching.hearing import Hearing
 from azureml_strategy.watching.records import Records, say
 from azureml_strategy.watching.report import Alarm, Beat, Report
@@ -63,9 +62,9 @@ class Inquiry:
         Raises:
             StoreLostError: rank 0 has ended meanwhile.
         """
-        report = self._report(alarm, beat, failed)
+        report, trace = self._report(alarm, beat, failed)
         self._store.set(f"report/{self._rank}", report.to_json())
-        self._hearing.meet_all()
+        self._keep(alarm, trace)
         self._hearing.listen()
         there = self._there(alarm)
         headline = self._judge(alarm, there) if self._rank == min(there) else self._wait_for_verdict(alarm)
@@ -85,10 +84,12 @@ class Inquiry:
         Returns:
             The verdict's headline.
         """
-        reports = {self._rank: self._report(alarm, beat, failed)}
+        report, trace = self._report(alarm, beat, failed)
+        reports = {self._rank: report}
         members, beats = self._hearing.members, self._hearing.beats()
         headline = reach_verdict(Evidence(alarm, members, beats, reports, self._world_size)).headline
         say(f"Rank {self._rank}: {headline}")
+        self._keep(alarm, trace)
         return headline
 
     def _there(self, alarm: Alarm) -> list[int]:
@@ -97,23 +98,21 @@ class Inquiry:
         missing = set(alarm.ranks) if alarm.kind != "ended" else set()
         return [rank for rank in range(self._world_size) if rank not in missing | left]
 
-    def _report(self, alarm: Alarm, beat: Beat, failed: bool) -> Report:
+    def _report(self, alarm: Alarm, beat: Beat, failed: bool) -> tuple[Report, recorder.Trace | None]:
         frames = frames_of(self._main_thread)
         trace = self._record(stacks=alarm.kind == "stalled")
+        shown = recorder.collectives(trace) if trace is not None else []
+        return Report(beat, shown, frames, place(frames), communicates(frames), failed), trace
+
+    def _keep(self, alarm: Alarm, trace: recorder.Trace | None) -> None:
         if trace is not None and alarm.kind != "ended":
             self._records.keep_trace(trace)
-        shown = recorder.collectives(trace) if trace is not None else []
-        return Report(beat, shown, frames, place(frames), communicates(frames), failed)
 
     def _record(self, stacks: bool) -> recorder.Trace | None:
         """With the frames, unless they cannot be had in time: the main thread may hang in an import."""
         if not stacks:
             return recorder.record(stacks=False)
-        found: list[recorder.Trace | None] = []
-        thread = threading.Thread(target=lambda: found.append(recorder.record(stacks=True)), daemon=True)
-        thread.start()
-        thread.join(_STACKS_SECONDS)
-        return found[0] if found else recorder.record(stacks=False)
+        return within(_STACKS_SECONDS, lambda: recorder.record(stacks=True)) or recorder.record(stacks=False)
 
     def _judge(self, alarm: Alarm, there: list[int]) -> str:
         reports = self._collect(there)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 from dataclasses import dataclass
@@ -49,13 +50,15 @@ def is_gone(member: Member) -> bool:
     Args:
         member: whose process.
     """
-    if not member.started or member.processes != _table():
+    # Two machines that cannot name their tables do not share one.
+    if not member.started or not member.processes or member.processes != _table():
         return False
     status = _status(member.pid)
     # A zombie has ended, too; whoever started it has not looked yet.
     return status is None or status[0] in "ZX" or status[1] != member.started
 
 
+@functools.cache
 def _table() -> str:
     """Boot and PID namespace."""
     try:

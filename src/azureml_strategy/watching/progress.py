@@ -6,6 +6,7 @@ import time
 
 # What takes long without a batch going by: models are built, sharded, compiled and loaded; checkpoints are written.
 START, CHECKPOINT, STANDSTILL, END = "start-up", "writing a checkpoint", "standing still", "end of the run"
+TRAINING = "training"
 # A pause may be so many times as long as the longest until then.
 _GROWTH = 3
 
@@ -15,7 +16,8 @@ class Progress:
 
     Args:
         stall_after_s: how long a healthy run may go without a note, in seconds.
-        slow_after_s: the same up to the end of the first batch, and while a checkpoint is written.
+        slow_after_s: the same up to the end of the first batch, and then in all but the training itself: validations,
+            ends of epochs, checkpoints.
     """
 
     def __init__(self, stall_after_s: float, slow_after_s: float) -> None:
@@ -32,7 +34,7 @@ class Progress:
             phase: what comes now.
         """
         now = time.monotonic()
-        if self._warm and self.phase not in (CHECKPOINT, STANDSTILL):
+        if self.phase not in (START, CHECKPOINT, STANDSTILL):
             self._longest_s = max(self._longest_s, now - self._noted_at)
         self._noted_at, self.phase = now, phase
 
@@ -40,6 +42,10 @@ class Progress:
         """As `note`, at the end of a batch of the kind that the run is for: from now on nothing is new."""
         self.note(phase)
         self._warm = True
+
+    def touch(self) -> None:
+        """Something was done, as another thread sees it; the phase stays."""
+        self._noted_at = time.monotonic()
 
     @property
     def idle_s(self) -> float:
@@ -52,4 +58,4 @@ class Progress:
         if self.phase == STANDSTILL:
             return float("inf")
         usual_s, slow_s = self._limits_s
-        return max(usual_s if self._warm and self.phase != CHECKPOINT else slow_s, _GROWTH * self._longest_s)
+        return max(usual_s if self._warm and self.phase == TRAINING else slow_s, _GROWTH * self._longest_s)

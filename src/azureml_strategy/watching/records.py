@@ -11,11 +11,14 @@ from typing import Protocol, runtime_checkable
 from lightning.pytorch import Trainer
 
 from azureml_strategy.cluster.job import read_job
+from azureml_strategy.watching.bounded import within
 from azureml_strategy.watching.recorder import Trace
 from azureml_strategy.watching.verdict import Verdict
 
 # A server that does not answer must not hold up the end.
 _FLUSH_SECONDS = 8.0
+# Nor must a file system that hangs, which may be the very reason of it all.
+_WRITE_SECONDS = 5.0
 
 
 @runtime_checkable
@@ -66,11 +69,8 @@ class Records:
 
     def _write(self, name: str, content: bytes) -> None:
         path = self._folder / name
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
-        except OSError as error:
-            say(f"{path} cannot be written: {error}")
+        if within(_WRITE_SECONDS, lambda: _try_to_write(path, content)) is None:
+            say(f"{path} is not written: the file system does not answer.")
 
     def _tag(self, headline: str) -> None:
         for logger in self._trainer.loggers:
@@ -78,6 +78,15 @@ class Records:
                 logger.log_tags({f"failed.attempt_{self._attempt}": headline})
                 if not logger.flush(_FLUSH_SECONDS):
                     say(f"MLflow has not taken the tag failed.attempt_{self._attempt} in time.")
+
+
+def _try_to_write(path: Path, content: bytes) -> bool:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    except OSError as error:
+        say(f"{path} cannot be written: {error}")
+    return True
 
 
 def _default_folder(trainer: Trainer) -> Path:

@@ -10,7 +10,8 @@ from azureml_strategy.watching.recorder import Collective
 from azureml_strategy.watching.stack import Frames
 
 # `ended`: by an exception. `gone`: its process. `silent`: it may be gone. `lost`: by what a collective says.
-Kind = Literal["ended", "gone", "silent", "stalled", "lost"]
+# `unserved`: rank 0's store.
+Kind = Literal["ended", "gone", "silent", "stalled", "lost", "unserved"]
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ import os
 import sys
 import sysconfig
 import traceback
+from collections.abc import Iterator
+from types import FrameType
 
 import lightning
 import torch
@@ -36,14 +38,24 @@ def frames_of(thread: int) -> Frames:
     return [(each.filename, each.lineno or 0, each.name) for each in summary]
 
 
-def inside_trainer(thread: int) -> bool:
-    """Whether a thread is inside `Trainer.fit` or its like, be it to end it.
+def trainer_frame(thread: int) -> FrameType | None:
+    """The call of `Trainer.fit` or its like that a thread is in, of several the innermost; None outside of them.
 
     Args:
         thread: its `threading.get_ident`.
     """
-    walk = traceback.walk_stack(sys._current_frames().get(thread))
-    return any(frame.f_code.co_filename == _ENTRY for frame, _ in walk)
+    return next((frame for frame in _walk(thread) if _is_entry(frame)), None)
+
+
+def is_inside(thread: int, frame: FrameType) -> bool:
+    """Whether a thread has not left a call, be it that it has called more since.
+
+    Args:
+        thread: its `threading.get_ident`.
+        frame: the call's.
+    """
+    # A stack that changes while one walks along it may seem to end early; hardly twice.
+    return any(each is frame for _ in range(2) for each in _walk(thread))
 
 
 def communicates(frames: Frames) -> bool:
@@ -83,6 +95,14 @@ def lines(frames: Frames) -> list[str]:
 def line(file: str, number: int, function: str) -> str:
     """One frame as text."""
     return f"{file}:{number} in {function}"
+
+
+def _walk(thread: int) -> Iterator[FrameType]:
+    return (frame for frame, _ in traceback.walk_stack(sys._current_frames().get(thread)))
+
+
+def _is_entry(frame: FrameType) -> bool:
+    return frame.f_code.co_filename == _ENTRY and frame.f_code.co_name == "_call_and_handle_interrupt"
 
 
 def _is_standard(file: str) -> bool:

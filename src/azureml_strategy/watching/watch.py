@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import FrameType
+
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from azureml_strategy.watching import recorder
-from azureml_strategy.watching.bounded import BoundedStore, StoreLostError
+from azureml_strategy.watching.bounded import BoundedStore, StoreLostError, within
 from azureml_strategy.watching.hearing import Hearing
 from azureml_strategy.watching.inquiry import Inquiry
 from azureml_strategy.watching.machine import Member
-from azureml_strategy.watching.progress import END, STANDSTILL, Progress
-from azureml_strategy.watching.records import Records
+from azureml_strategy.watching.progress import CHECKPOINT, END, STANDSTILL, Progress
+from azureml_strategy.watching.records import Records, say
 from azureml_strategy.watching.report import Alarm, Beat
-from azureml_strategy.watching.stack import inside_trainer
+from azureml_strategy.watching.stack import is_inside, trainer_frame
 
 # So many signs of life may be missing before a rank counts as gone, when a connection to it has been closed.
 _BEATS_MISSING = 3
@@ -26,6 +30,9 @@ _LEAVE_SECONDS = 120.0
 _FAIL_SECONDS = 60.0
 # A process that ends before its last word is heard would be taken for one that has died.
 _CLOSE_SECONDS = 10.0
+_FAREWELL_PAUSE_SECONDS = 0.2
+# For a further connection, where one has ended.
+_CONNECT_SECONDS = 12.0
 
 
 @dataclass(frozen=True)
@@ -50,45 +57,55 @@ class Watch:
     Args:
         store: shared by the ranks, with nothing else under its names; for this thread only.
         member: this process.
+        connect: opens another connection to the same names, where the store's has ended; None if it cannot.
         world_size: number of ranks.
+        neighbours: the ranks of this node.
         progress: the main thread's notes.
         step: tells its optimizer steps.
-        main_thread: its `threading.get_ident`.
+        main_thread: its `threading.get_ident`, inside of the Trainer's call.
         dead_after_s: after how long a silent rank counts as gone, if this one has nothing to do either, in seconds.
         beat_s: pause between two signs of life, in seconds.
         records: keeps the verdict and this rank's flight recorder.
-        end: ends the process; called when its main thread cannot do it.
+        end: ends the process, whose main thread cannot, and has done nothing for so many seconds.
     """
 
     def __init__(
         self,
         store: BoundedStore,
+        connect: Callable[[], Store | None],
         member: Member,
         world_size: int,
+        neighbours: Sequence[int],
         progress: Progress,
         step: Callable[[], int],
         main_thread: int,
         dead_after_s: float,
         beat_s: float,
         records: Records,
-        end: Callable[[str], None],
+        end: Callable[[float], None],
     ) -> None:
         self._store = store
+        self._connect = connect
         self._member = member
         self._progress = progress
         self._step = step
         self._main_thread = main_thread
+        # The call itself: a script may catch its exception, and call again.
+        self._inside: FrameType | None = trainer_frame(main_thread)
         self._dead_after_s = dead_after_s
         self._beat_s = beat_s
         self._end = end
-        self._hearing = Hearing(store, member, world_size)
+        self._hearing = Hearing(store, member, world_size, neighbours)
         self._inquiry = Inquiry(store, self._hearing, member.rank, world_size, main_thread, records)
         self._beats = 0
+        self._done: object = None
         self._failure: Failure | None = None
         self._closing = False
         self._wake = threading.Event()
         self._finished = threading.Event()
         self._headline: str | None = None
+        self._alarm: Alarm | None = None
+        self._patience_s: float | None = None
         self._own_fault = False
         threading.Thread(target=self._run, name="hang-watch", daemon=True).start()
 
@@ -105,6 +122,7 @@ class Watch:
         self._failure = failure
         self._wake.set()
         self._finished.wait(_FAIL_SECONDS)
+        self._progress.touch()
         return None if self._own_fault else self._headline
 
     def close(self) -> None:
@@ -114,25 +132,51 @@ class Watch:
         self._finished.wait(_CLOSE_SECONDS)
 
     def _run(self) -> None:
-        patience_s = _LINGER_SECONDS
         try:
-            self._hearing.introduce()
-            alarm = self._look_out()
-            if alarm is not None:
-                self._own_fault = alarm.ranks == (self._member.rank,)
-                patience_s = 0.0 if alarm.kind == "stalled" else _LINGER_SECONDS
-                self._headline = self._inquiry.hold(alarm, self._beat(), self._failure is not None)
-        except StoreLostError as lost:
-            self._headline = self._without_store(lost)
+            self._conclude()
+            if self._headline is not None:
+                self._linger()
+        finally:
+            self._inside = None  # it holds the model
+
+    def _conclude(self) -> None:
+        """Come to a verdict, if there is one to come to."""
+        try:
+            self._headline = self._follow()
+        except Exception as error:  # a fault of the watch is none of the run's
+            self._give_up(error)
         finally:
             self._finished.set()
             self._store.close()
-        if self._headline is not None:
-            self._linger(self._headline, patience_s)
+
+    def _give_up(self, error: Exception) -> None:
+        say(f"Rank {self._member.rank}: nobody watches for hangs any more: {type(error).__name__}: {error}")
+        # Its silence must not pass for that of a rank that has died.
+        with contextlib.suppress(Exception):
+            last_word = Beat(self._beats, time.time(), True, self._progress.phase, 0, 0.0, 0.0, {})
+            self._store.set(f"beat/{self._member.rank}", last_word.to_json())
+
+    def _follow(self) -> str | None:
+        while True:
+            try:
+                return self._learn()
+            except StoreLostError as lost:
+                if not self._renewed():
+                    return self._without_store(lost)
+
+    def _learn(self) -> str | None:
+        """The headline of a verdict; None when this rank has left in order."""
+        self._hearing.introduce()
+        alarm = self._alarm = self._look_out()
+        if alarm is None:
+            return None
+        self._own_fault = alarm.ranks == (self._member.rank,)
+        self._patience_s = 0.0 if alarm.kind == "stalled" else min(_LINGER_SECONDS, self._dead_after_s)
+        return self._inquiry.hold(alarm, self._beat(), self._failure is not None)
 
     def _look_out(self) -> Alarm | None:
         """Until there is an alarm, or this rank leaves."""
-        while not self._closing:
+        while not self._closing and not self._has_left():
             self._store.set(f"beat/{self._member.rank}", self._beat().to_json())
             said = self._store.get("alarm")
             alarm = Alarm.from_json(said) if said else self._find()
@@ -141,13 +185,35 @@ class Watch:
             self._wake.wait(self._beat_s)
             self._wake.clear()
         self._store.set(f"beat/{self._member.rank}", self._beat(over=True).to_json())
+        if self._member.rank == 0:
+            self._see_off()
         return None
 
+    def _has_left(self) -> bool:
+        """Whether the main thread is out of the Trainer's call, though nobody has said so."""
+        return self._inside is not None and not is_inside(self._main_thread, self._inside)
+
+    def _see_off(self) -> None:
+        """Stay while others have not left: the store goes with this process, which they may take for killed."""
+        deadline = time.monotonic() + _CLOSE_SECONDS - 1
+        self._hearing.listen()
+        while not self._hearing.all_over() and time.monotonic() < deadline:
+            time.sleep(_FAREWELL_PAUSE_SECONDS)
+            self._hearing.listen()
+
     def _beat(self, over: bool = False) -> Beat:
+        self._notice()
         self._beats += 1
         now = self._progress
         entered = recorder.counts()
         return Beat(self._beats, time.time(), over, now.phase, self._step(), now.idle_s, now.limit_s, entered)
+
+    def _notice(self) -> None:
+        """Steps and collectives are progress as well, where no hook is called."""
+        done = (self._step(), recorder.counts())
+        if done != self._done:
+            self._done = done
+            self._progress.touch()
 
     def _find(self) -> Alarm | None:
         """What is wrong, as far as this rank can see."""
@@ -155,13 +221,13 @@ class Watch:
             return self._cause(self._failure)
         if self._progress.phase in (STANDSTILL, END):
             return None
-        self._hearing.meet_all()
+        self._hearing.meet()
         if gone := self._hearing.gone():
             return Alarm("gone", gone, "")
         idle_s = self._progress.idle_s
         hears_all = self._member.rank == 0 or idle_s > self._progress.limit_s + self._dead_after_s
         self._hearing.listen(None if hears_all else [0])
-        silent = self._hearing.silent(time.monotonic() - self._dead_after_s)
+        silent = self._hearing.dead(self._dead_after_s)
         if silent and idle_s > self._dead_after_s:
             return Alarm("silent", silent, f"for {self._dead_after_s:.0f} s")
         if hears_all and idle_s > self._progress.limit_s and self._hearing.all_idle():
@@ -178,7 +244,7 @@ class Watch:
             said = self._store.get("alarm")
             if said:
                 return Alarm.from_json(said)
-            self._hearing.meet_all()
+            self._hearing.meet()
             if gone := self._hearing.gone():
                 return Alarm("gone", gone, "")
             time.sleep(self._beat_s / 10)
@@ -186,18 +252,53 @@ class Watch:
             self._hearing.listen()
         return Alarm("lost", self._hearing.silent(began), failure.text)
 
+    def _renewed(self) -> bool:
+        """Whether the store answers on another connection: one alone may end for reasons of the network's."""
+        if self._first_has_left() or self._hearing.has_ended(0):
+            return False
+        time.sleep(self._beat_s / 10)
+        connection = within(_CONNECT_SECONDS, self._connect)
+        if connection is not None:
+            self._store.renew(connection)
+        return connection is not None
+
+    def _first_has_left(self) -> bool:
+        """Whether rank 0 was about to leave in order when it was heard of last."""
+        beat = self._hearing.last(0)
+        return beat is not None and (beat.over or beat.phase == END)
+
     def _without_store(self, lost: StoreLostError) -> str | None:
         """Rank 0 serves the store: it has ended, and the run with it."""
-        if self._closing or self._progress.phase in (STANDSTILL, END):
+        if self._closing or self._progress.phase in (STANDSTILL, END) or self._first_has_left():
             return None
-        text = f"for {self._dead_after_s:.0f} s"
-        alarm = Alarm("silent" if lost.silent else "gone", (0,), text)
+        if self._alarm is not None and self._alarm.kind == "stalled":
+            return f"The ranks hang {self._alarm.text}; rank 0 has ended before it said why."
+        if self._alarm is None and (self._member.rank == 0 or self._hearing.last(0) is None):
+            return None  # too little is known
+        alarm = self._alarm or self._alarm_of_first(lost)
         return self._inquiry.speak_alone(alarm, self._beat(), self._failure is not None)
 
-    def _linger(self, headline: str, patience_s: float) -> None:
+    def _alarm_of_first(self, lost: StoreLostError) -> Alarm:
+        if self._hearing.has_ended(0):
+            self._patience_s = min(_LINGER_SECONDS, self._dead_after_s)
+            return Alarm("gone", (0,), "")
+        return Alarm("silent" if lost.silent else "unserved", (0,), f"for {self._dead_after_s:.0f} s")
+
+    def _linger(self) -> None:
         """End the process if its main thread cannot: it may wait for a rank that never comes."""
-        while inside_trainer(self._main_thread) and not self._closing:
-            most_s = patience_s if self._failure is None else _LEAVE_SECONDS
-            if self._progress.idle_s > min(most_s, self._dead_after_s):
-                self._end(headline)
+        while not self._closing and self._inside is not None and not self._has_left():
+            self._notice()
+            idle_s = self._progress.idle_s
+            if idle_s > self._most_idle_s():
+                self._end(idle_s)
             time.sleep(self._beat_s / 10)
+
+    def _most_idle_s(self) -> float:
+        """How long the main thread may do nothing once there is a verdict, in seconds."""
+        now = self._progress
+        if now.phase in (STANDSTILL, END):
+            return float("inf")
+        if self._failure is not None:  # a checkpoint may be written on the way out
+            return max(_LEAVE_SECONDS, now.limit_s if now.phase == CHECKPOINT else 0.0)
+        # Where only the store is gone, the others may live: then it takes no less than a stall.
+        return now.limit_s if self._patience_s is None else self._patience_s

@@ -31,6 +31,8 @@ class Fate(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx != 3:
             return
+        if self.fate == "stopped":
+            time.sleep(1)  # until the others have heard that its start is over, in which it might be silent for long
         if self.fate in ("killed", "stopped"):
             os.kill(os.getpid(), signal.SIGKILL if self.fate == "killed" else signal.SIGSTOP)
         elif self.fate == "raises":

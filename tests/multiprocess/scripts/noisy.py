@@ -17,11 +17,13 @@ from azureml_strategy.checkpoint import JobCheckpoint
 from azureml_strategy.checkpoint.consolidate import checkpoint_format
 from azureml_strategy.checkpoint.resume import checkpoint_to_resume
 from azureml_strategy.checkpoint.storage_folder import CheckpointFolder
+from azureml_strategy.cluster import read_job
 from azureml_strategy.data import ResumableLoader, ResumableSampler
 from azureml_strategy.data.sampler import replica
 from azureml_strategy.tracking import JobMLFlowLogger
 
 SAMPLES, FEATURES, BATCH = 60, 6, 2
+DURATIONS = "pipeline/"  # what the names of logged times begin with
 
 
 class Numbers(LightningDataModule):
@@ -104,7 +106,7 @@ def curve(path: Path) -> dict[tuple[str, int], set[float]]:
     found: dict[tuple[str, int], set[float]] = {}
     for line in path.read_text().splitlines():
         name, step, value = json.loads(line)
-        if not name.startswith("pipeline/"):
+        if not name.startswith(DURATIONS):
             found.setdefault((name, step), set()).add(value)
     return found
 
@@ -156,8 +158,9 @@ def fit(
     saver = JobCheckpoint(output / "checkpoints", "{epoch}-{step}", **checkpoint)
     trainer = Trainer(**settings, callbacks=[saver, *callbacks])
     chosen = checkpoint_to_resume("auto", output)
+    job = read_job()
     for logger in trainer.loggers:
-        if chosen is not None and isinstance(logger, JobMLFlowLogger):
+        if (chosen or (job and job.attempt)) and isinstance(logger, JobMLFlowLogger):
             logger.continue_run()
     trainer.fit(module, datamodule=data, ckpt_path=chosen)
     newest = CheckpointFolder(output / "checkpoints").complete()[0]

@@ -73,7 +73,8 @@ def collect(
         The files, and what writes them, or a copy of them, below a path.
     """
     writes, collecting = engine.checkpoint_engine, CollectingEngine()
-    scratch = TemporaryDirectory()  # for the few small files that DeepSpeed writes past its engine, on rank 0
+    # For the few small files that DeepSpeed writes past its engine, on rank 0; in memory, as /tmp may be full.
+    scratch = TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
     engine.checkpoint_engine = collecting
     try:
         save(scratch.name)

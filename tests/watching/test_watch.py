@@ -1,0 +1,222 @@
+"""Watches of ranks that are threads of this process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from lightning.pytorch.trainer import call
+from tests.watching.reports import beat
+from torch.distributed import HashStore, Store
+
+from azureml_strategy.watching import watch as watching
+from azureml_strategy.watching.bounded import BoundedStore
+from azureml_strategy.watching.machine import this_process
+from azureml_strategy.watching.progress import CHECKPOINT, END, Progress
+from azureml_strategy.watching.report import Beat
+from azureml_strategy.watching.watch import Failure, Watch
+
+
+class Ending(HashStore):
+    """A store whose connection can end."""
+
+    ended = False
+
+    def set(self, key: str, value: str) -> None:
+        if self.ended:
+            raise RuntimeError("Connection reset by peer")
+        super().set(key, value)
+
+
+class Rank:
+    """A watch of one of two ranks, and what it did."""
+
+    def __init__(
+        self,
+        rank: int,
+        store: Store,
+        connect: Callable[[], Store | None] = lambda: None,
+        limit_s: float = 60.0,
+        step: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self.ends: list[float] = []
+        self.progress = Progress(limit_s, limit_s)
+        self.watch = Watch(
+            BoundedStore(store, 10),
+            connect,
+            this_process(rank, 0),
+            2,
+            (0, 1),
+            self.progress,
+            step,
+            threading.get_ident(),
+            60,
+            0.02,
+            SimpleNamespace(proclaim=lambda _: None, keep_trace=lambda _: None),  # type: ignore[arg-type]
+            self.ends.append,
+        )
+
+
+@pytest.fixture
+def store() -> HashStore:
+    return HashStore()
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_LINGER_SECONDS", "_LEAVE_SECONDS"):
+        monkeypatch.setattr(watching, name, 0.5)
+
+
+@pytest.fixture
+def alone(store: HashStore) -> None:
+    """The other rank has left, and answers no alarm."""
+    store.set("beat/1", beat(over=True).to_json())
+
+
+def inside_trainer(action: Callable[[], None]) -> None:
+    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(launcher=None))
+    call._call_and_handle_interrupt(trainer, action)
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def last_beat(store: Store, rank: int) -> Beat | None:
+    return Beat.from_json(store.get(f"beat/{rank}").decode()) if store.check([f"beat/{rank}"]) else None
+
+
+def is_over(store: Store, rank: int) -> bool:
+    found = last_beat(store, rank)
+    return found is not None and found.over
+
+
+def test_a_call_that_has_failed_does_not_end_the_next_one(store: HashStore, quick: None, alone: None) -> None:
+    made: list[Rank] = []
+
+    def fails() -> None:
+        made.append(Rank(0, store))
+        made[0].watch.fail(Failure("ValueError: no labels", of_others=False))
+
+    inside_trainer(fails)
+    inside_trainer(lambda: time.sleep(1))
+    assert made[0].ends == []
+
+
+def test_a_main_thread_that_hangs_on_the_way_out_is_ended(store: HashStore, quick: None, alone: None) -> None:
+    def fails() -> None:
+        rank = Rank(0, store)
+        rank.watch.fail(Failure("ValueError: no labels", of_others=False))
+        until(lambda: rank.ends)
+
+    inside_trainer(fails)
+
+
+@pytest.mark.parametrize("phase", [CHECKPOINT, END])
+def test_a_checkpoint_may_be_written_on_the_way_out(store: HashStore, quick: None, alone: None, phase: str) -> None:
+    def fails() -> None:
+        rank = Rank(0, store)
+        rank.watch.fail(Failure("ValueError: no labels", of_others=False))
+        rank.progress.note(phase)
+        time.sleep(1)
+        assert rank.ends == []
+
+    inside_trainer(fails)
+
+
+def test_a_call_that_nobody_has_closed_is_over_when_it_is_left(store: HashStore) -> None:
+    inside_trainer(lambda: Rank(1, store) and None)
+    until(lambda: is_over(store, 1))
+
+
+def test_rank_0_stays_until_the_others_have_left(store: HashStore) -> None:
+    store.set("beat/1", beat().to_json())
+    rank = Rank(0, store)
+    closing = threading.Thread(target=rank.watch.close)
+    closing.start()
+    closing.join(0.5)
+    assert closing.is_alive()
+    assert is_over(store, 0)
+    store.set("beat/1", beat(over=True).to_json())
+    closing.join(5)
+    assert not closing.is_alive()
+
+
+def test_a_rank_that_is_left_alone_does_not_hang(store: HashStore, alone: None) -> None:
+    rank = Rank(0, store, limit_s=0.05)
+    time.sleep(0.5)
+    assert not store.check(["alarm"])
+    rank.watch.close()
+
+
+def test_a_connection_that_has_ended_is_opened_again(store: HashStore) -> None:
+    first = Ending()
+    rank = Rank(1, first, connect=lambda: store)
+    until(lambda: last_beat(first, 1))
+    first.ended = True
+    until(lambda: last_beat(store, 1))
+    rank.watch.close()
+    assert is_over(store, 1)
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_a_store_that_goes_in_order_is_no_alarm(left: bool, capfd: pytest.CaptureFixture[str], quick: None) -> None:
+    """Its rank may have left, or never have been heard of."""
+    store = Ending()
+    if left:
+        store.set("beat/0", beat(over=True).to_json())
+
+    def waits() -> None:
+        rank = Rank(1, store)
+        until(lambda: last_beat(store, 1))
+        time.sleep(0.1)
+        store.ended = True
+        until(rank.watch._finished.is_set)
+        time.sleep(0.7)
+        assert rank.ends == []
+
+    inside_trainer(waits)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_store_that_is_lost_takes_no_less_than_a_stall(capfd: pytest.CaptureFixture[str], quick: None) -> None:
+    store = Ending()
+    store.set("beat/0", beat().to_json())
+
+    def waits() -> None:
+        rank = Rank(1, store, limit_s=1.5)
+        until(lambda: last_beat(store, 1))
+        time.sleep(0.1)
+        store.ended = True
+        time.sleep(0.7)
+        assert rank.ends == []
+        until(lambda: rank.ends)
+
+    inside_trainer(waits)
+    assert "rank 0 is gone: the rendezvous store, which it serves, has ended" in capfd.readouterr().err
+
+
+def test_steps_are_progress(store: HashStore) -> None:
+    steps = iter(range(100_000))
+    rank = Rank(0, store, step=lambda: next(steps))
+    rank.progress._noted_at -= 1000
+    until(lambda: rank.progress.idle_s < 10)
+    rank.watch.close()
+
+
+def test_a_fault_of_the_watch_is_none_of_the_run(store: HashStore, capfd: pytest.CaptureFixture[str]) -> None:
+    def fails() -> int:
+        raise AttributeError("no such step")
+
+    rank = Rank(1, store, step=fails)
+    until(rank.watch._finished.is_set)
+    assert is_over(store, 1)
+    assert "nobody watches for hangs any more: AttributeError: no such step" in capfd.readouterr().err
