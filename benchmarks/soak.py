@@ -30,13 +30,10 @@ from harness import RESULTS, save, show
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))
 
-from tests.faults import disks  # noqa: E402
+from tests.faults import disks, network  # noqa: E402
 from tests.faults.trial import FAMILIES, Trial  # noqa: E402
 from tests.preloaded import Forked  # noqa: E402
 from tests.tracking.server import Server  # noqa: E402
-
-from azureml_strategy.emulator import EmulationError  # noqa: E402
-from azureml_strategy.emulator.namespaces import IsolatedNodes  # noqa: E402
 
 # How often each comes: strategy and ranks, and family. Isolated nodes start interpreters, which takes seconds.
 JOBS = {("ddp", 2): 6, ("ddp", 4): 1, ("zero", 2): 1, ("pipeline", 2): 1, ("model_parallel", 2): 1}
@@ -92,18 +89,10 @@ def _options() -> argparse.Namespace:
 
 def _possible(families: list[str]) -> tuple[list[str], dict[str, str]]:
     """The families that this machine can do, and why it cannot do the others."""
-    reasons = {"disks": disks.why_not, "network": _why_no_nodes}
+    reasons = {"disks": disks.why_not, "network": network.why_not}
     skipped = {name: reasons[name]() for name in families if name in reasons}
     skipped = {name: reason for name, reason in skipped.items() if reason}
     return [name for name in families if name not in skipped], skipped
-
-
-def _why_no_nodes() -> str:
-    try:
-        with IsolatedNodes(1, None):
-            return ""
-    except EmulationError as error:
-        return str(error)
 
 
 @contextmanager

@@ -11,10 +11,20 @@ from dataclasses import dataclass
 from tests.faults.fault import WELL, Attempt, Fault
 from tests.faults.orders import Order
 
+from azureml_strategy.emulator import EmulationError
 from azureml_strategy.emulator.namespaces import IsolatedNodes
 
 # Shorter than the collectives' time limit: TCP sends again what was lost.
 _BLIP_SECONDS = (0.2, 2.0)
+
+
+def why_not() -> str:
+    """Why there can be no such nodes here; empty where there can."""
+    try:
+        with IsolatedNodes(1, None):
+            return ""
+    except EmulationError as error:
+        return str(error)
 
 
 @dataclass(frozen=True)

@@ -12,26 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.faults import disks
+from tests.faults import disks, network
 from tests.faults.job import ROOT
 from tests.faults.trial import Trial
 from tests.preloaded import Forked
 from tests.tracking.server import Server
 
-from azureml_strategy.emulator import EmulationError
-from azureml_strategy.emulator.namespaces import IsolatedNodes
-
 FAULTS = ROOT / "tests" / "faults"
 # Seeds whose faults are met one after another; what they are, a trial prints.
 SIGNALS, FILES, TRACKING = 13, 6, 10
-
-
-def _why_no_nodes() -> str:
-    try:
-        with IsolatedNodes(1, None):
-            return ""
-    except EmulationError as error:
-        return str(error)
 
 
 _STRATEGIES = [
@@ -40,7 +29,7 @@ _STRATEGIES = [
     pytest.param("model_parallel", 8, marks=pytest.mark.exhaustive),
 ]
 needs_disk = [pytest.mark.root, pytest.mark.skipif(bool(disks.why_not()), reason=disks.why_not())]
-needs_nodes = [pytest.mark.root, pytest.mark.skipif(bool(_why_no_nodes()), reason=_why_no_nodes())]
+needs_nodes = [pytest.mark.root, pytest.mark.skipif(bool(network.why_not()), reason=network.why_not())]
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +102,7 @@ def test_survives_more(tmp_path: Path, references: Path, family: str, strategy: 
 @pytest.mark.exhaustive
 @pytest.mark.root
 @pytest.mark.parametrize("seed", [0, 6])
-@pytest.mark.skipif(bool(_why_no_nodes()), reason=_why_no_nodes())
+@pytest.mark.skipif(bool(network.why_not()), reason=network.why_not())
 def test_survives_a_network_that_stays_away(tmp_path: Path, references: Path, seed: int) -> None:
     verdict = run(Trial("network", seed, 2), tmp_path, references)
     assert not verdict["lost"], verdict["output"]

@@ -111,8 +111,8 @@ class CheckpointWriter:
 
     def _give_up(self, step: int, name: str | None, error: str, rank: int) -> None:
         _warn(
-            f"No checkpoint at step {step}: {error}. Training goes on, and older checkpoints are as they were. Make "
-            f"room in {self.folder.path}, or give another dirpath.",
+            f"No checkpoint at step {step}: {error}. Training goes on, and older checkpoints are as they were. If "
+            f"the disk is to blame, make room in {self.folder.path}, or give another dirpath.",
             rank,
         )
         if name is not None and rank == 0:

@@ -47,6 +47,7 @@ class Inquiry:
         self._world_size = world_size
         self._main_thread = main_thread
         self._records = records
+        self._since = time.time()
 
     def hold(self, alarm: Alarm, beat: Beat, failed: bool) -> str:
         """Report, and hear the verdict.
@@ -111,8 +112,10 @@ class Inquiry:
     def _record(self, stacks: bool) -> recorder.Trace | None:
         """With the frames, unless they cannot be had in time: the main thread may hang in an import."""
         if not stacks:
-            return recorder.record(stacks=False)
-        return within(_STACKS_SECONDS, lambda: recorder.record(stacks=True)) or recorder.record(stacks=False)
+            return recorder.record(False, self._since)
+        return within(_STACKS_SECONDS, lambda: recorder.record(True, self._since)) or recorder.record(
+            False, self._since
+        )
 
     def _judge(self, alarm: Alarm, there: list[int]) -> str:
         reports = self._collect(there)

@@ -53,11 +53,13 @@ class Collective:
         return f"{self.operation} #{self.number} of {_readable(self.size_bytes)}"
 
 
-def record(stacks: bool) -> Trace | None:
+def record(stacks: bool, since: float) -> Trace | None:
     """What the recorder holds; None where this torch has none for the backend in use.
 
     Args:
         stacks: with the Python frames of each call, which takes seconds the first time.
+        since: what was entered before does not count, in seconds since 1970: the recorder keeps it when a group is
+            taken down, and the next group has its name.
     """
     dump = _dumper()
     if dump is None:
@@ -67,7 +69,8 @@ def record(stacks: bool) -> Trace | None:
         return None
     # torch's analyser stops at a group that it has no name for: gloo's, and those that have been taken down.
     groups = _groups()
-    known = [entry for entry in trace["entries"] if entry["process_group"][0] in groups]
+    entered = (entry for entry in trace["entries"] if entry["time_created_ns"] >= since * 1e9)
+    known = [entry for entry in entered if entry["process_group"][0] in groups]
     return trace | {"pg_config": groups, "entries": known}
 
 

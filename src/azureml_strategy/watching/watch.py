@@ -98,7 +98,7 @@ class Watch:
         self._hearing = Hearing(store, member, world_size, neighbours)
         self._inquiry = Inquiry(store, self._hearing, member.rank, world_size, main_thread, records)
         self._beats = 0
-        self._done: object = None
+        self._done: tuple[int, dict[str, int]] | None = None
         self._failure: Failure | None = None
         self._closing = False
         self._wake = threading.Event()
@@ -202,18 +202,18 @@ class Watch:
             self._hearing.listen()
 
     def _beat(self, over: bool = False) -> Beat:
-        self._notice()
+        step, entered = self._notice()
         self._beats += 1
         now = self._progress
-        entered = recorder.counts()
-        return Beat(self._beats, time.time(), over, now.phase, self._step(), now.idle_s, now.limit_s, entered)
+        return Beat(self._beats, time.time(), over, now.phase, step, now.idle_s, now.limit_s, entered)
 
-    def _notice(self) -> None:
-        """Steps and collectives are progress as well, where no hook is called."""
+    def _notice(self) -> tuple[int, dict[str, int]]:
+        """Steps and collectives until now: they are progress as well, where no hook is called."""
         done = (self._step(), recorder.counts())
         if done != self._done:
             self._done = done
             self._progress.touch()
+        return done
 
     def _find(self) -> Alarm | None:
         """What is wrong, as far as this rank can see."""
