@@ -74,7 +74,7 @@ def test_checkpoint_stall(tmp_path: Path) -> None:
 def test_agreement(tmp_path: Path) -> None:
     figures = run("agreement", tmp_path, "--rounds", "1", "--steps", "50")
     assert figures["step_s"].keys() == {"with", "without"}
-    assert figures["hooks_s"].keys() > {"HangWatch.on_train_batch_end", "TerminateTogether.on_train_batch_end"}
+    assert figures["hooks_s"].keys() > {"HangWatch.on_train_batch_end", "TerminateTogether.on_step_boundary"}
     assert figures["main_thread_s_per_step"]["median"] > 0
     threads = {"stop-agreement", "scheduled-events", "hang-watch", "hang-watch-store"}
     assert figures["thread_cpu_s_per_step"].keys() == threads

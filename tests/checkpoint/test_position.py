@@ -8,11 +8,9 @@ import pytest
 from azureml_strategy.checkpoint.position import counts_batches_itself, rescale
 
 
-def fit_loop(total: int, current: int, completed: int = 1, last: bool = False) -> dict[str, Any]:
-    """A checkpoint's loop after so many batches; `completed` short of them, as in `on_train_batch_end`."""
-    counts = [
-        {"ready": each, "started": each, "processed": each, "completed": each - completed} for each in (total, current)
-    ]
+def fit_loop(total: int, current: int, last: bool = False) -> dict[str, Any]:
+    """A checkpoint's loop after so many batches."""
+    counts = [{"ready": each, "started": each, "processed": each, "completed": each} for each in (total, current)]
     return {"epoch_loop.batch_progress": {"total": counts[0], "current": counts[1], "is_last_batch": last}}
 
 
@@ -23,21 +21,21 @@ def test_more_batches_hold_the_same_samples() -> None:
 
 
 def test_fewer_batches_hold_them() -> None:
-    loop = fit_loop(total=48, current=18, completed=0)
+    loop = fit_loop(total=48, current=18)
     rescale(loop, Fraction(1, 2), epoch_batches=15)
-    assert loop == fit_loop(total=24, current=9, completed=0)
+    assert loop == fit_loop(total=24, current=9)
 
 
 def test_the_end_of_an_epoch_stays_one() -> None:
-    loop = fit_loop(total=27, current=9, completed=0, last=True)
+    loop = fit_loop(total=27, current=9, last=True)
     rescale(loop, Fraction(1, 4), epoch_batches=2)
-    assert loop == fit_loop(total=7, current=2, completed=0, last=True)
+    assert loop == fit_loop(total=7, current=2, last=True)
 
 
 def test_an_epoch_with_less_than_a_step_left_ends() -> None:
-    loop = fit_loop(total=26, current=8, completed=0)
+    loop = fit_loop(total=26, current=8)
     rescale(loop, Fraction(1, 4), epoch_batches=2)
-    assert loop == fit_loop(total=7, current=2, completed=1, last=True)
+    assert loop == fit_loop(total=7, current=2, last=True)
 
 
 def test_an_epoch_of_no_known_length() -> None:

@@ -15,7 +15,6 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from tests.multiprocess.scripts.noisy import Killed, Noisy, Numbers, StopAt, curve, fit
 
 from azureml_strategy.checkpoint import JobCheckpoint
-from azureml_strategy.checkpoint.boundary import at_step_boundary
 from azureml_strategy.checkpoint.saving import Saving
 from azureml_strategy.checkpoint.storage_folder import CheckpointFolder
 from azureml_strategy.checkpoint.storage_io import AtomicCheckpointIO
@@ -163,13 +162,13 @@ def test_a_place_that_cannot_be_written_to_costs_a_warning(tmp_path: Path) -> No
 
 
 class _SaveNow(Callback):
-    """Asks for a checkpoint at the end of a batch, as the notice of a preemption does."""
+    """Asks for a checkpoint between two steps, as the notice of a preemption does."""
 
     def __init__(self) -> None:
         self.paths: list[str | None] = []
 
-    def on_train_batch_end(self, trainer: Trainer, *rest: Any) -> None:
-        if trainer.global_step == 7 and at_step_boundary(trainer):
+    def on_step_boundary(self, trainer: Trainer) -> None:
+        if trainer.global_step == 7:
             saver = trainer.checkpoint_callback
             assert isinstance(saver, JobCheckpoint)
             self.paths += [saver.save_now(trainer, "preempted"), saver.save_now(trainer, "preempted")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Protocol, runtime_checkable
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from azureml_strategy.checkpoint.storage import JobCheckpoint
@@ -26,23 +26,20 @@ class _RunLogger(Protocol):
     def flush(self, timeout_s: float) -> bool: ...
 
 
-def save_and_record(trainer: Trainer, pl_module: LightningModule, reason: str) -> None:
+def save_and_record(trainer: Trainer, reason: str) -> None:
     """Save on all ranks together, and write the reason into the run and on the console.
 
     A `JobCheckpoint` saves; so does every other checkpoint callback that saves on an exception.
 
     Args:
-        trainer: on all ranks at the end of the same batch, or of the validation after it.
-        pl_module: its module.
+        trainer: on all ranks between the same two steps.
         reason: why, the same on all ranks.
     """
     for callback in trainer.checkpoint_callbacks:
-        if trainer.validating:
-            callback.on_validation_end(trainer, pl_module)  # with what was measured, before it is told to save at all
         if isinstance(callback, JobCheckpoint):
             callback.save_now(trainer, reason)
         else:
-            callback.on_exception(trainer, pl_module, SIGTERMException(reason))
+            callback.on_exception(trainer, trainer.lightning_module, SIGTERMException(reason))
     _record(trainer, f"{reason}, after step {trainer.global_step}")
 
 

@@ -25,11 +25,7 @@ def rescale(fit_loop: dict[str, Any], ratio: Fraction, epoch_batches: int | None
         _shift(progress["current"], ready)
         return
     _shift(progress["current"], epoch_batches)
-    if not progress["is_last_batch"]:
-        # What is left of the epoch is less than a step now: it ends here, as if that batch had been its last.
-        progress["is_last_batch"] = True
-        for count in (progress["total"], progress["current"]):
-            count["completed"] = count["ready"] - 1
+    progress["is_last_batch"] = True  # what may be left of the epoch is less than a step now: it ends here
 
 
 def counts_batches_itself(fit_loop: dict[str, Any]) -> bool:

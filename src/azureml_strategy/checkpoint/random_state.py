@@ -3,35 +3,73 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator, Mapping
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Trainer
+from torch import nn
+from torch.utils.data import DataLoader
 
 # Plain values and tensors only: Lightning loads a checkpoint of one file with torch's `weights_only=True`.
 RandomState = dict[str, Any]
+Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
+_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+# How deep in attributes a generator is looked for: a data set's transform's list's third step's generator.
+_DEPTH = 6
+# A longer list holds data.
+_MOST_ITEMS = 64
 
 
-def random_state() -> RandomState:
-    """The state of torch's, numpy's and Python's generators, and of this process's GPU."""
-    algorithm, keys, *rest = np.random.get_state(legacy=True)
+def random_state(generators: Mapping[str, Generator] | None = None) -> RandomState:
+    """The state of torch's, numpy's and Python's generators, and of this process's GPU.
+
+    Args:
+        generators: further ones, by name.
+    """
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-        "numpy": [str(algorithm), torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
+        "numpy": _plain_legacy(np.random.get_state(legacy=True)),
         "python": random.getstate(),
+        "generators": {name: _state_of(each) for name, each in (generators or {}).items()},
     }
 
 
-def set_random_state(state: RandomState) -> None:
-    """Go on with the numbers that would have followed `random_state()`."""
+def set_random_state(state: RandomState, generators: Mapping[str, Generator] | None = None) -> None:
+    """Go on with the numbers that would have followed `random_state()`.
+
+    Args:
+        state: as it gave it.
+        generators: further ones, by name; those that the state does not have stay as they are.
+    """
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-    algorithm, keys, *rest = state["numpy"]
-    np.random.set_state((algorithm, keys.numpy().astype(np.uint32), *rest))
+    np.random.set_state(_legacy(state["numpy"]))
     random.setstate(state["python"])
+    for name, each in (generators or {}).items():
+        if name in state["generators"]:
+            _set_state(each, state["generators"][name])
+
+
+def find_generators(owners: Mapping[str, object]) -> dict[str, Generator]:
+    """Generators that objects keep for themselves: of a data loader, its sampler, a data set, a module.
+
+    Args:
+        owners: where to look, by name: in their attributes, and those of what these hold.
+
+    Returns:
+        By the path that leads to each: the same name in a process that was started the same way.
+    """
+    found: dict[str, Generator] = {}
+    seen: set[int] = set()
+    for name, owner in owners.items():
+        found |= dict(_search(name, owner, _DEPTH, seen))
+    return found
 
 
 def gather(value: Any) -> list[Any]:
@@ -41,3 +79,84 @@ def gather(value: Any) -> list[Any]:
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, value)
     return gathered
+
+
+def _search(name: str, owner: object, depth: int, seen: set[int]) -> Iterator[tuple[str, Generator]]:
+    if isinstance(owner, _KINDS):
+        if id(owner) not in seen:
+            seen.add(id(owner))
+            yield name, owner
+        return
+    if depth == 0 or id(owner) in seen:
+        return
+    seen.add(id(owner))
+    for inner, value in _parts(owner):
+        yield from _search(f"{name}.{inner}", value, depth - 1, seen)
+
+
+def _parts(owner: object) -> list[tuple[str, object]]:
+    """What an object holds, as far as a generator may be in it. A module's layers are asked one by one."""
+    if isinstance(owner, (list, tuple)):
+        return [(str(i), each) for i, each in enumerate(owner)] if len(owner) <= _MOST_ITEMS else []
+    if isinstance(owner, dict):
+        return [(str(key), each) for key, each in owner.items()] if len(owner) <= _MOST_ITEMS else []
+    if isinstance(owner, nn.Module):
+        attributes = ((f"{path}.{key}", each) for path, layer in owner.named_modules() for key, each in _own(layer))
+        return [(path, each) for path, each in attributes if isinstance(each, _KINDS)]
+    return _own(owner)
+
+
+def _own(owner: object) -> list[tuple[str, object]]:
+    """The attributes of an ordinary object; none of what leads to everything there is."""
+    if isinstance(owner, (type, ModuleType, FunctionType, torch.Tensor, Trainer)):
+        return []
+    attributes = getattr(owner, "__dict__", {})
+    # A loader's own iterator holds its processes and what they were given.
+    left_out = {"_iterator"} if isinstance(owner, DataLoader) else set()
+    return [(name, each) for name, each in attributes.items() if name not in left_out]
+
+
+def _state_of(generator: Generator) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, np.random.Generator):
+        return _plain(generator.bit_generator.state)
+    if isinstance(generator, np.random.RandomState):
+        return _plain_legacy(generator.get_state(legacy=True))
+    return generator.getstate()
+
+
+def _set_state(generator: Generator, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = _array(state)
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(_legacy(state))
+    else:
+        generator.setstate(state)
+
+
+def _plain_legacy(state: Any) -> list[Any]:
+    algorithm, keys, *rest = state
+    return [str(algorithm), torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest]
+
+
+def _legacy(state: list[Any]) -> Any:
+    algorithm, keys, *rest = state
+    return (algorithm, keys.numpy().astype(np.uint32), *rest)
+
+
+def _plain(state: Any) -> Any:
+    """A bit generator's state: numbers, names, and for some of them arrays of unsigned numbers."""
+    if isinstance(state, dict):
+        return {name: _plain(each) for name, each in state.items()}
+    if isinstance(state, np.ndarray):
+        return {"dtype": str(state.dtype), "numbers": state.tolist()}
+    return state
+
+
+def _array(state: Any) -> Any:
+    if isinstance(state, dict) and state.keys() == {"dtype", "numbers"}:
+        return np.asarray(state["numbers"], dtype=state["dtype"])
+    return {name: _array(each) for name, each in state.items()} if isinstance(state, dict) else state

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import difflib
 import time
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from azureml_strategy.checkpoint.batch_of_trainer import running_global_batch
-from azureml_strategy.checkpoint.boundary import accumulating, at_step_boundary
 from azureml_strategy.checkpoint.elastic import warn_unless_elastic
+from azureml_strategy.checkpoint.loop_state import FitLoopState
 from azureml_strategy.checkpoint.manifest import Manifest
 from azureml_strategy.checkpoint.pausing import waits_for_checkpoint
-from azureml_strategy.checkpoint.random_state import RandomState, gather, random_state, set_random_state
+from azureml_strategy.checkpoint.random_state import find_generators, gather, random_state, set_random_state
 from azureml_strategy.checkpoint.saving import Saving
 from azureml_strategy.checkpoint.storage_folder import CheckpointFolder
 from azureml_strategy.checkpoint.storage_io import AtomicCheckpointIO
@@ -88,10 +91,10 @@ class JobCheckpoint(ModelCheckpoint):
         self._every_n_epochs = every_n_epochs
         self._every_steps = every_n_train_steps
         self._timer = SharedTimer(60 * every_minutes) if every_minutes is not None else None
-        self._due = False
-        self._pending: dict[str, Any] = {}
+        self._due = ""
+        self._measured = False
+        self._steps = 0
         self._unwritten: list[Unwritten] = []
-        self._restored: RandomState | None = None
         self._passed_over: frozenset[str] = frozenset()
         self._saving = Saving()
 
@@ -103,6 +106,7 @@ class JobCheckpoint(ModelCheckpoint):
             # a restarted job finds its own checkpoints there
             warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
             super().setup(trainer, pl_module, stage)
+        FitLoopState.of(trainer)
         strategy = trainer.strategy
         if type(strategy._checkpoint_io) in (type(None), TorchCheckpointIO) and stage == "fit":
             strategy._checkpoint_io = AtomicCheckpointIO()
@@ -111,42 +115,37 @@ class JobCheckpoint(ModelCheckpoint):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        _place_loaders(trainer)
         if self.asynchronous:
             self._saving.connect(trainer)
         if self._timer is not None:
             self._timer.restart()
+        self._steps = trainer.global_step
         log_again(trainer, self._unwritten)
         self._unwritten = []
-        if self._pending:
-            for logger in trainer.loggers:
-                logger.log_metrics(**self._pending)
-            self._pending = {}
-        if self._restored is not None:
-            set_random_state(self._restored)
-            self._restored = None
-
-    @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self._saving.settle()  # a step that was skipped had no backward pass
-        stepped = not accumulating(trainer)
-        self._due |= stepped and self._every_steps is not None and trainer.global_step % self._every_steps == 0
-        self._due |= self._timer is not None and self._timer.due(trainer.strategy.broadcast)
-        if self._due and at_step_boundary(trainer) and not self._should_skip_saving_checkpoint(trainer):
-            self._save(trainer, "interval", measured=False)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        validated = self._should_save_on_train_epoch_end(trainer)
-        if validated or self._due:
-            self._save_after_epoch(trainer, validated)
+        if not (trainer.enable_validation and any(trainer.num_val_batches)):
+            self._note_measurement(trainer)
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not self._should_save_on_train_epoch_end(trainer):
-            self._save_after_epoch(trainer, validated=True)
+        if not trainer.sanity_checking:
+            self._note_measurement(trainer)
+
+    def on_step_boundary(self, trainer: Trainer) -> None:
+        """Save, if it is time: between two steps nothing of the last one is missing."""
+        self._saving.settle()  # a step that was skipped had no backward pass
+        if (
+            self._every_steps is not None
+            and trainer.global_step // self._every_steps > self._steps // self._every_steps
+        ):
+            self._due = self._due or "interval"
+        self._steps = trainer.global_step
+        if self._timer is not None and self._timer.due(trainer.strategy.broadcast):
+            self._due = self._due or "interval"
+        if self._due and not self._should_skip_saving_checkpoint(trainer):
+            self._save(trainer, self._due)
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -173,7 +172,7 @@ class JobCheckpoint(ModelCheckpoint):
         """Write a checkpoint, if this step has none; a collective.
 
         Args:
-            trainer: on all ranks at the end of the same batch, one that is `at_step_boundary`.
+            trainer: on all ranks between the same two steps, as in `on_step_boundary`.
             reason: why, for the manifest and the log.
 
         Returns:
@@ -181,15 +180,22 @@ class JobCheckpoint(ModelCheckpoint):
         """
         self._finish(trainer)
         if self._last_global_step_saved != trainer.global_step or not self._last_checkpoint_saved:
-            self._save(trainer, reason, measured=False, last=True)
+            self._save(trainer, reason, last=True)
             self._finish(trainer)
         return self._last_checkpoint_saved or None
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        loop = FitLoopState.of(trainer)
+        own = {
+            "random": random_state(_generators(trainer)),
+            "data": loop.data.state_dict(),
+        }
         checkpoint[_OURS] = {
-            "random": gather(random_state()),
-            "pending": _about_to_be_logged(trainer),
+            "between_steps": loop.between_steps,
+            "ranks": gather(own),
+            "stopped": trainer.should_stop and not any(_used_up(each) for each in _callbacks(trainer)),
+            "frozen": [name for name, each in pl_module.named_parameters() if not each.requires_grad],
             "unwritten": unwritten(trainer),
         }
 
@@ -198,17 +204,30 @@ class JobCheckpoint(ModelCheckpoint):
         self._last_global_step_saved = checkpoint["global_step"]
         self._passed_over = self._folder.newer_than(Path(str(trainer.ckpt_path)))
         ours = checkpoint.get(_OURS)
-        if ours is None:
+        if ours is None or not ours["between_steps"]:
+            rank_zero_warn(
+                f"{trainer.ckpt_path} was not written by JobCheckpoint, between two steps. Lightning goes on from it in "
+                "its own way: what came later in that step, random numbers and the place in the data may be lost."
+            )
             return
-        self._pending, self._unwritten = ours["pending"], ours.get("unwritten", [])
-        if len(ours["random"]) == trainer.world_size:
-            self._restored = ours["random"][trainer.global_rank]
-        else:
+        self._unwritten = ours["unwritten"]
+        own = ours["ranks"][trainer.global_rank] if len(ours["ranks"]) == trainer.world_size else None
+        if own is None:
             rank_zero_info(
-                f"The checkpoint has the random numbers of {len(ours['random'])} ranks, and there are "
+                f"The checkpoint has the random numbers of {len(ours['ranks'])} ranks, and there are "
                 f"{trainer.world_size} now: each draws new ones."
             )
             warn_unless_elastic(trainer)
+        if ours["stopped"]:
+            _stop_again(trainer)
+
+        def restore() -> None:
+            for name, parameter in pl_module.named_parameters():
+                parameter.requires_grad_(name not in ours["frozen"])
+            if own is not None:
+                set_random_state(own["random"], _generators(trainer))
+
+        FitLoopState.of(trainer).resume(own["data"] if own is not None else None, restore)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -218,20 +237,19 @@ class JobCheckpoint(ModelCheckpoint):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         pass
 
-    def _save_after_epoch(self, trainer: Trainer, validated: bool) -> None:
-        if self._should_skip_saving_checkpoint(trainer):
-            return
-        self._due |= self._every_n_epochs >= 1 and (trainer.current_epoch + 1) % self._every_n_epochs == 0
-        if self._due and not accumulating(trainer):  # else at the end of the step that is under way
-            self._save(trainer, "epoch", measured=validated)
+    def _note_measurement(self, trainer: Trainer) -> None:
+        """A validation has ended, or an epoch where there is none."""
+        self._measured = True
+        if self._every_n_epochs >= 1 and (trainer.current_epoch + 1) % self._every_n_epochs == 0:
+            self._due = "epoch"
 
-    def _save(self, trainer: Trainer, reason: str, measured: bool, last: bool = False) -> None:
+    def _save(self, trainer: Trainer, reason: str, last: bool = False) -> None:
         """Write, commit and clear away, or begin to; every failure ends as a warning, on all ranks alike."""
         self._finish(trainer)
         self._last_global_step_saved, self._last_checkpoint_saved = trainer.global_step, ""
         writer = CheckpointWriter(self._folder, self.keep_last, self.save_top_k, self._passed_over)
-        self._saving.save(trainer, self._draft(trainer, reason, measured), writer, last)
-        self._due = False
+        self._saving.save(trainer, self._draft(trainer, reason), writer, last)
+        self._due, self._measured = "", False
         if self._timer is not None:
             self._timer.restart()
         if not self._saving.under_way:
@@ -243,7 +261,7 @@ class JobCheckpoint(ModelCheckpoint):
             waits_for_checkpoint(trainer)
         self._adopt(trainer, self._saving.finish())
 
-    def _draft(self, trainer: Trainer, reason: str, measured: bool) -> Manifest:
+    def _draft(self, trainer: Trainer, reason: str) -> Manifest:
         return Manifest(
             name=self._wanted_name(trainer),
             step=trainer.global_step,
@@ -251,7 +269,7 @@ class JobCheckpoint(ModelCheckpoint):
             saved_at=time.time(),
             world_size=trainer.world_size,
             reason=reason,
-            score=self._score(trainer, measured),
+            score=self._score(trainer),
             mode=self.mode,
             files={},
             global_batch=running_global_batch(trainer),
@@ -264,8 +282,17 @@ class JobCheckpoint(ModelCheckpoint):
     def _wanted_name(self, trainer: Trainer) -> str:
         return Path(self.format_checkpoint_name(self._monitor_candidates(trainer))).name
 
-    def _score(self, trainer: Trainer, measured: bool) -> float | None:
-        value = trainer.callback_metrics.get(self.monitor) if self.monitor and measured else None
+    def _score(self, trainer: Trainer) -> float | None:
+        """What the last validation has measured, if it came after the checkpoint before.
+
+        Raises:
+            MisconfigurationException: nobody logs the metric; on all ranks.
+        """
+        if not self.monitor or not self._measured:
+            return None
+        value = trainer.callback_metrics.get(self.monitor)
+        if not trainer.strategy.broadcast(value is not None):
+            raise MisconfigurationException(_not_logged(self.monitor, trainer.callback_metrics))
         return None if value is None else float(value)
 
     def _clean_up(self) -> None:
@@ -290,30 +317,47 @@ class JobCheckpoint(ModelCheckpoint):
                 logger.after_save_checkpoint(self)
 
 
-def _place_loaders(trainer: Trainer) -> None:
-    """Have the loaders go on where they were, where Lightning forgot it.
-
-    A module that asks for `trainer.estimated_stepping_batches` has the loaders made before the checkpoint's loops are
-    restored, and Lightning tells only loaders that it makes afterwards.
-    """
-    loop = trainer.fit_loop
-    if loop._combined_loader_states_to_load and loop._data_fetcher is not None:
-        loop._load_combined_loader_states()
-        iter(loop._data_fetcher)
+def _callbacks(trainer: Trainer) -> list[Callback]:
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return callbacks
 
 
-def _about_to_be_logged(trainer: Trainer) -> dict[str, Any]:
-    """The metrics of the batch that just ended: Lightning logs them after its callbacks, a resumed run never."""
-    connector = trainer._logger_connector
-    of_batch = connector._first_loop_iter is not None
-    # Lightning's count of accumulated batches, by which it logs; DeepSpeed's is another one
-    logs = connector.should_update_logs and not trainer.fit_loop._should_accumulate()
-    if not trainer.training or (of_batch and not logs):
-        return {}
-    metrics = {name: float(value) for name, value in connector.metrics["log"].items()}
-    # as Lightning counts: what belongs to an epoch gets the number of its last step
-    step = trainer.fit_loop.epoch_loop._batches_that_stepped - (0 if of_batch else 1)
-    return {"metrics": {"epoch": trainer.current_epoch, **metrics}, "step": step} if metrics else {}
+def _generators(trainer: Trainer) -> dict[str, Any]:
+    """Random generators that the parts of a training keep for themselves."""
+    loaders = trainer.fit_loop._combined_loader
+    return find_generators(
+        {
+            "loaders": loaders.flattened if loaders is not None else [],
+            "module": trainer.lightning_module,
+            "data module": trainer.datamodule,  # type: ignore[attr-defined]
+            "callbacks": _callbacks(trainer),
+        }
+    )
+
+
+def _used_up(callback: Callback) -> bool:
+    """Whether it is a Timer that has stopped the training, which decides anew: its time may be extended."""
+    left = callback.time_remaining() if isinstance(callback, Timer) else None
+    return left is not None and left <= 0
+
+
+def _stop_again(trainer: Trainer) -> None:
+    """A training that was stopped early is over, when its job is started again as well."""
+    trainer.should_stop = True
+    rank_zero_info(
+        "This training was stopped early (Trainer.should_stop), and its checkpoint is of that moment: nothing is left "
+        "to train. To train on nevertheless, go on from an earlier checkpoint, `resume=PATH`, with an EarlyStopping of "
+        "more patience."
+    )
+
+
+def _not_logged(monitor: str, metrics: Mapping[str, Any]) -> str:
+    near = difflib.get_close_matches(monitor, metrics, n=3) or sorted(metrics)
+    there = f"Logged are: {', '.join(near)}." if near else "Nothing is logged."
+    return (
+        f"JobCheckpoint(monitor={monitor!r}), but nobody has logged that. {there} Give one of these (in a recipe, "
+        f"`checkpoint.monitor=NAME`), call self.log({monitor!r}, value) in the module, or leave `monitor` out."
+    )
 
 
 def _require(name: str, value: float | None, valid: bool) -> None:

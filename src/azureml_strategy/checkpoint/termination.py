@@ -7,7 +7,6 @@ import signal
 import uuid
 from datetime import timedelta
 from types import FrameType
-from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -17,8 +16,8 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from typing_extensions import override
 
 from azureml_strategy.checkpoint.agreement import StopAgreement
-from azureml_strategy.checkpoint.boundary import accumulating, at_step_boundary
 from azureml_strategy.checkpoint.farewell import record_going_on, save_and_record
+from azureml_strategy.checkpoint.loop_state import FitLoopState
 from azureml_strategy.checkpoint.pausing import paused
 from azureml_strategy.checkpoint.preemption import Standstill, State
 from azureml_strategy.checkpoint.random_state import gather
@@ -82,6 +81,7 @@ class TerminateTogether(Callback):
         # a name of this fit's own: below torchrun the store outlives the processes
         name = trainer.strategy.broadcast(uuid.uuid4().hex)
         store = _store(trainer)
+        FitLoopState.of(trainer)
         if not all(gather(store is not None)) or store is None:
             return
         self._store = PrefixStore(f"azureml_strategy/stop/{name}", store)
@@ -99,24 +99,10 @@ class TerminateTogether(Callback):
         # Lightning asks rank 0 in each step whether it got SIGTERM, for which a GPU has to come to an end.
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _ask_nobody  # type: ignore[method-assign]
 
-    @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        # Asked first, as it costs next to nothing: where ranks stop between two boundaries, they do at the second.
-        if self._agreed() and at_step_boundary(trainer):
-            self._stop(trainer, pl_module)
-
-    @override
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # The step that it followed is complete only now. Between accumulated batches none is.
-        if self._agreement is not None and not accumulating(trainer) and self._agreed():
-            self._stop(trainer, pl_module)
-
-    @override
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._agreed():  # the last one is complete only now
-            self._stop(trainer, pl_module)
+    def on_step_boundary(self, trainer: Trainer) -> None:
+        """Stop here if the ranks have agreed on this step."""
+        if self._agreement is not None and self._agreement.step_done():
+            self._stop(trainer)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -130,16 +116,12 @@ class TerminateTogether(Callback):
             self._requested = False
             signal.raise_signal(signal.SIGTERM)
 
-    def _agreed(self) -> bool:
-        """Count a batch; whether the ranks have agreed to stop by now."""
-        return self._agreement is not None and self._agreement.step_done()
-
-    def _stop(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _stop(self, trainer: Trainer) -> None:
         """Save; then end or go on, all together."""
         agreement, store = self._agreement, self._store
         assert agreement is not None
         assert store is not None
-        save_and_record(trainer, pl_module, agreement.reason)
+        save_and_record(trainer, agreement.reason)
         standstill = PrefixStore(f"standstill/{self._stops}", store)
         with paused(trainer):
             goes_on = Standstill(standstill, self._rank, self._world_size, self._state).goes_on()

@@ -9,7 +9,7 @@ from tests.faults import training
 
 from azureml_strategy.checkpoint import storage
 
-storage.set_random_state = lambda state: None
+storage.set_random_state = lambda *state: None
 
 if __name__ == "__main__":
     training.main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:] == ["tracked"])

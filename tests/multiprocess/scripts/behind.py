@@ -14,7 +14,6 @@ from lightning.pytorch import Callback, Trainer
 from noisy import Tokens, fit
 
 from azureml_strategy.checkpoint import JobCheckpoint, saving, snapshot
-from azureml_strategy.checkpoint.boundary import at_step_boundary
 from azureml_strategy.checkpoint.storage_folder import CheckpointFolder
 from strategies import OPTIONS, STRATEGIES, tiny_gpt
 
@@ -59,8 +58,8 @@ class StopHere(Callback):
     complete: list[int] | None = None
     path: str | None = None
 
-    def on_train_batch_end(self, trainer: Trainer, *rest: Any) -> None:
-        if trainer.global_step == STOP and self.complete is None and at_step_boundary(trainer):
+    def on_step_boundary(self, trainer: Trainer) -> None:
+        if trainer.global_step == STOP and self.complete is None:
             saver = trainer.checkpoint_callback
             assert isinstance(saver, JobCheckpoint)
             self.path = saver.save_now(trainer, "asked")
