@@ -27,6 +27,18 @@ def test_an_epoch_goes_on_after_what_was_given(workers: int) -> None:
     assert [batch[0].tolist() for batch in again] == whole[stopped.state_dict()["samples"] // 4 :]
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_only_the_pass_that_was_left_goes_on_in_its_middle(workers: int) -> None:
+    """A loader that is shorter than another one of the same epoch begins again."""
+    stopped, again = _loader(workers, epoch=2), _loader(workers)
+    for _, _ in zip(range(3), stopped, strict=False):
+        pass
+    again.load_state_dict(stopped.state_dict())
+    rest, once_more = list(again), list(again)
+    assert len(rest) < len(once_more) == 10
+    assert again.state_dict() == {"epoch": 2, "samples": 40}
+
+
 def test_images_go_on_with_the_draws_of_their_epoch() -> None:
     def draws(resume_at: tuple[int, int] = (0, 0)) -> list[int]:
         sampler = TrainingSampler(range(30), 2, 1, seed=7)

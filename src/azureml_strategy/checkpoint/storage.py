@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from azureml_strategy.checkpoint.batch_of_trainer import running_global_batch
 from azureml_strategy.checkpoint.elastic import warn_unless_elastic
+from azureml_strategy.checkpoint.exactness import warn_of_what_is_lost
 from azureml_strategy.checkpoint.loop_state import FitLoopState
 from azureml_strategy.checkpoint.manifest import Manifest
 from azureml_strategy.checkpoint.pausing import waits_for_checkpoint
@@ -120,6 +121,7 @@ class JobCheckpoint(ModelCheckpoint):
         if self._timer is not None:
             self._timer.restart()
         self._steps = trainer.global_step
+        warn_of_what_is_lost(trainer)
         log_again(trainer, self._unwritten)
         self._unwritten = []
 
@@ -206,8 +208,8 @@ class JobCheckpoint(ModelCheckpoint):
         ours = checkpoint.get(_OURS)
         if ours is None or not ours["between_steps"]:
             rank_zero_warn(
-                f"{trainer.ckpt_path} was not written by JobCheckpoint, between two steps. Lightning goes on from it in "
-                "its own way: what came later in that step, random numbers and the place in the data may be lost."
+                f"{trainer.ckpt_path} was not written by JobCheckpoint, between two steps. Lightning goes on from it "
+                "in its own way: what came later in that step, random numbers and the place in the data may be lost."
             )
             return
         self._unwritten = ours["unwritten"]

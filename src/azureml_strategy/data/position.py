@@ -65,7 +65,7 @@ class ResumableLoader(DataLoader[Any]):
     """
 
     sampler: ResumableSampler
-    _given = 0
+    _given = _begun_at = 0
 
     def __init__(self, dataset: Dataset[Any], *, sampler: ResumableSampler, batch_size: int, **options: Any) -> None:
         options = {"generator": torch.Generator().manual_seed(sampler.seed), "drop_last": True, **options}
@@ -73,8 +73,10 @@ class ResumableLoader(DataLoader[Any]):
 
     @override
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's says which class of iterator
-        self._given = 0
+        self._given, self._begun_at = 0, self.sampler.first_sample
         for batch in super().__iter__():
+            # Of this pass only: one that is shorter than another loader begins again within the epoch.
+            self.sampler.resume_at = (0, 0)
             # counted when it is handed out: worker processes are some batches ahead
             self._given += 1
             yield batch
@@ -82,10 +84,11 @@ class ResumableLoader(DataLoader[Any]):
     def state_dict(self) -> dict[str, int]:
         """The epoch and its samples, over all replicas, that are read; whatever the number of replicas."""
         assert self.batch_size is not None
-        samples = self.sampler.first_sample + self._given * self.batch_size * self.sampler.num_replicas
+        samples = self._begun_at + self._given * self.batch_size * self.sampler.num_replicas
         return {"epoch": self.sampler.epoch, "samples": samples}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Begin the epoch of `state` after its samples."""
+        self._given, self._begun_at = 0, state["samples"]
         self.sampler.resume_at = (state["epoch"], state["samples"])
         self.sampler.set_epoch(state["epoch"])  # Lightning tells the epoch only after the workers have started
