@@ -43,9 +43,11 @@ def test_a_rank_that_stalls_is_named(run_job: RunJob, tmp_path: Path, strategy: 
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("fate", ["killed", "killed at once"])
 @pytest.mark.parametrize("machines", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-def test_a_rank_that_is_killed_is_named(run_job: RunJob, rank: int, machines: bool) -> None:
-    job = run(run_job, rank, "killed", machines=machines)
+def test_a_rank_that_is_killed_is_named(run_job: RunJob, rank: int, fate: str, machines: bool) -> None:
+    """Also one of which nothing was heard yet."""
+    job = run(run_job, rank, fate, machines=machines)
     assert job.exit_code == 1, job.output
     assert f"rank {rank} (node {rank}, host {HOST}) is gone" in job.output
     assert job.results[1 - rank]["exception"] == "RuntimeError"

@@ -23,17 +23,17 @@ def shared() -> BoundedStore:
 
 @pytest.fixture
 def joins(shared: BoundedStore) -> Joins:
-    def join(rank: int, member: Member | None = None, neighbours: tuple[int, ...] = ()) -> Hearing:
-        hearing = Hearing(shared, member or this_process(rank, 0), 4, neighbours)
-        hearing.introduce()
-        return hearing
+    def join(rank: int, *others: Member, start_limit_s: float = 600) -> Hearing:
+        members = {each: this_process(each, 0) for each in range(4)} | {each.rank: each for each in others}
+        return Hearing(shared, rank, members, start_limit_s)
 
     return join
 
 
 def test_those_that_have_left_do_not_hang(joins: Joins, shared: BoundedStore) -> None:
     hearing = joins(0)
-    shared.set("beat/1", beat(idle_s=9, over=True).to_json())
+    for rank in (1, 2, 3):
+        shared.set(f"beat/{rank}", beat(idle_s=9, over=True).to_json())
     hearing.listen()
     assert hearing.all_over()
     assert not hearing.all_idle(), "nobody is left to wait for"
@@ -58,20 +58,48 @@ def test_one_that_starts_may_be_silent_for_longer(joins: Joins, shared: BoundedS
     assert hearing.silent(time.monotonic()) == (1, 2)
 
 
-def test_only_rank_0_meets_all(joins: Joins) -> None:
-    first, second, third = joins(0), joins(2, neighbours=(2, 3)), joins(3, neighbours=(2, 3))
-    joins(1)
-    for each in (first, second, third):
-        each.meet()
-    assert sorted(first.members) == [0, 1, 2, 3]
-    assert sorted(second.members) == sorted(third.members) == [0, 2, 3]
+def test_one_that_has_met_the_others_and_never_speaks_is_as_late_as_one_that_starts(joins: Joins) -> None:
+    hearing = joins(0)
+    hearing.listen()
+    assert hearing.dead(0) == ()
+    hearing = joins(0, start_limit_s=0.01)
+    hearing.listen()
+    time.sleep(0.02)
+    assert hearing.dead(0.01) == (1, 2, 3)
+
+
+def test_only_those_are_silent_whom_one_listens_to(joins: Joins, shared: BoundedStore) -> None:
+    """A rank other than the first listens to rank 0 alone, and to all when nothing moves."""
+    hearing = joins(3)
+    for rank in (0, 1, 2):
+        shared.set(f"beat/{rank}", beat().to_json())
+    hearing.listen()
+    time.sleep(0.02)
+    hearing.listen([0])
+    assert hearing.dead(0.01) == (0,)
+    hearing.listen()
+    assert hearing.dead(0.01) == (0,), "the others have just been asked again"
+    time.sleep(0.02)
+    hearing.listen()
+    assert hearing.dead(0.01) == (0, 1, 2)
+
+
+def test_a_process_that_ends_before_its_first_word_is_gone_for_those_that_see_it(joins: Joins) -> None:
+    ended = replace(this_process(2, 0), pid=2**22 + 1)
+    assert [joins(rank, ended).gone() for rank in (0, 1, 3)] == [(2,)] * 3
+    elsewhere = replace(ended, processes="another machine")
+    assert [joins(rank, elsewhere).gone() for rank in (0, 1, 3)] == [()] * 3
 
 
 def test_a_process_that_has_ended_in_order_is_not_gone(joins: Joins, shared: BoundedStore) -> None:
-    hearing = joins(0)
-    joins(1, replace(this_process(1, 0), pid=2**22 + 1))
-    hearing.meet()
+    hearing = joins(0, replace(this_process(1, 0), pid=2**22 + 1))
     assert hearing.has_ended(1)
     assert hearing.gone() == (1,)
+    assert not hearing.all_over()
     shared.set("beat/1", beat(over=True).to_json())
     assert hearing.gone() == ()
+
+
+def test_nobody_waits_for_processes_that_have_ended(joins: Joins, shared: BoundedStore) -> None:
+    hearing = joins(0, *(replace(this_process(rank, 0), pid=2**22 + rank) for rank in (1, 2, 3)))
+    assert hearing.all_over()

@@ -29,17 +29,17 @@ def test_a_stall_names_rank_node_host_place_and_collectives() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "text", "said"),
     [
-        ("gone", "is gone: its process was killed"),
-        ("silent", "has not been heard of for 120 s: its node is gone"),
-        ("lost", "is gone: a connection to it has ended"),
-        ("unserved", "is gone: the rendezvous store, which it serves, has ended"),
+        ("gone", "", "is gone: its process was killed"),
+        ("silent", "for 120 s", "has not been heard of for 120 s: its node is gone"),
+        ("lost", "", "is gone: a connection to it has ended"),
+        ("unserved", "it", "is gone: the rendezvous store, which it serves, has ended"),
     ],
 )
-def test_a_rank_that_gives_no_report_is_told_by_its_last_sign(kind: Kind, said: str) -> None:
+def test_a_rank_that_gives_no_report_is_told_by_its_last_sign(kind: Kind, text: str, said: str) -> None:
     waiting = report(collective(41))
-    verdict = reach_verdict(evidence(kind, (3,), "for 120 s", {0: waiting, 1: waiting, 2: waiting}))
+    verdict = reach_verdict(evidence(kind, (3,), text, {0: waiting, 1: waiting, 2: waiting}))
     assert verdict.headline.startswith(f"rank 3 (node 1, host gpu-1) {said}")
     assert "It was last heard of at 22:13:20 UTC in step 7 (training), 40 operations entered in group 0." in (
         verdict.headline

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.distributed import HashStore, Store
 
 from azureml_strategy.watching import watch as watching
 from azureml_strategy.watching.bounded import BoundedStore
-from azureml_strategy.watching.machine import this_process
+from azureml_strategy.watching.machine import Member, this_process
 from azureml_strategy.watching.progress import CHECKPOINT, END, Progress
 from azureml_strategy.watching.report import Beat
 from azureml_strategy.watching.watch import Failure, Watch
@@ -42,15 +43,15 @@ class Rank:
         connect: Callable[[], Store | None] = lambda: None,
         limit_s: float = 60.0,
         step: Callable[[], int] = lambda: 0,
+        others: Sequence[Member] = (),
     ) -> None:
         self.ends: list[float] = []
         self.progress = Progress(limit_s, limit_s)
         self.watch = Watch(
             BoundedStore(store, 10),
             connect,
-            this_process(rank, 0),
-            2,
-            (0, 1),
+            rank,
+            {each: this_process(each, 0) for each in (0, 1)} | {each.rank: each for each in others},
             self.progress,
             step,
             threading.get_ident(),
@@ -167,12 +168,9 @@ def test_a_connection_that_has_ended_is_opened_again(store: HashStore) -> None:
     assert is_over(store, 1)
 
 
-@pytest.mark.parametrize("left", [True, False])
-def test_a_store_that_goes_in_order_is_no_alarm(left: bool, capfd: pytest.CaptureFixture[str], quick: None) -> None:
-    """Its rank may have left, or never have been heard of."""
+def test_a_store_that_goes_in_order_is_no_alarm(capfd: pytest.CaptureFixture[str], quick: None) -> None:
     store = Ending()
-    if left:
-        store.set("beat/0", beat(over=True).to_json())
+    store.set("beat/0", beat(over=True).to_json())
 
     def waits() -> None:
         rank = Rank(1, store)
@@ -185,6 +183,45 @@ def test_a_store_that_goes_in_order_is_no_alarm(left: bool, capfd: pytest.Captur
 
     inside_trainer(waits)
     assert capfd.readouterr().err == ""
+
+
+def fails_when_the_store_ends(first: Member) -> str:
+    """A rank whose main thread hears that the connection to rank 0 has ended, of which nothing was heard before."""
+    store = Ending()
+    store.ended = True
+    told: list[str | None] = []
+    failure = Failure("RuntimeError: Connection closed by peer", of_others=True)
+    inside_trainer(lambda: told.append(Rank(1, store, others=[first]).watch.fail(failure)))
+    assert told[0] is not None
+    return told[0]
+
+
+def test_rank_0_that_is_killed_before_its_first_word_is_named() -> None:
+    ended = replace(this_process(0, 0), pid=2**22 + 1, host="here")
+    assert fails_when_the_store_ends(ended).startswith("rank 0 (node 0, host here) is gone: its process was killed")
+
+
+@pytest.mark.parametrize("server", ["it", "torchrun's agent on its node"])
+def test_rank_0_of_another_machine_is_named_by_what_it_serves(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(server != "it"))
+    elsewhere = replace(this_process(0, 0), processes="another machine", host="there")
+    said = f"rank 0 (node 0, host there) is gone: the rendezvous store, which {server} serves, has ended"
+    assert fails_when_the_store_ends(elsewhere).startswith(said)
+
+
+def test_rank_0_waits_for_one_that_it_has_not_heard_yet(store: HashStore) -> None:
+    """It may be slow to start, and would take the end of the store for that of rank 0."""
+    rank = Rank(0, store)
+    closing = threading.Thread(target=rank.watch.close)
+    closing.start()
+    until(lambda: is_over(store, 0))
+    other = Rank(1, store)
+    until(lambda: last_beat(store, 1))
+    assert closing.is_alive()
+    other.watch.close()
+    closing.join(5)
+    assert not closing.is_alive()
+    assert not store.check(["alarm"])
 
 
 def test_a_store_that_is_lost_takes_no_less_than_a_stall(capfd: pytest.CaptureFixture[str], quick: None) -> None:
@@ -201,10 +238,10 @@ def test_a_store_that_is_lost_takes_no_less_than_a_stall(capfd: pytest.CaptureFi
         until(lambda: rank.ends)
 
     inside_trainer(waits)
-    assert "rank 0 is gone: the rendezvous store, which it serves, has ended" in capfd.readouterr().err
+    assert "is gone: the rendezvous store, which it serves, has ended" in capfd.readouterr().err
 
 
-def test_steps_are_progress(store: HashStore) -> None:
+def test_steps_are_progress(store: HashStore, alone: None) -> None:
     steps = iter(range(100_000))
     rank = Rank(0, store, step=lambda: next(steps))
     rank.progress._noted_at -= 1000

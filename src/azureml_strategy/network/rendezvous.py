@@ -36,8 +36,7 @@ def open_store(launch: Launch, timeout: timedelta, purpose: str | None = None) -
     """
     from torch.distributed import DistNetworkError, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-    # Below torchrun its agent serves the store.
-    serves = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    serves = launch.rank == 0 and not agent_serves_store()
     if not serves:
         _await_server(launch, timeout)
     try:
@@ -81,6 +80,11 @@ def another_connection(world_size: int, timeout: timedelta) -> Store | None:
         return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
     except (KeyError, ValueError, RuntimeError):
         return None
+
+
+def agent_serves_store() -> bool:
+    """Whether torchrun's agent on node 0 serves the store of the process group; else rank 0 does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _await_server(launch: Launch, timeout: timedelta) -> None:

@@ -9,7 +9,8 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.constants import default_pg_timeout
@@ -26,7 +28,7 @@ from azureml_strategy.cluster.launchers import local
 from azureml_strategy.cluster.redaction import redact_text
 from azureml_strategy.network.rendezvous import another_connection
 from azureml_strategy.watching.bounded import BoundedStore
-from azureml_strategy.watching.machine import this_process
+from azureml_strategy.watching.machine import Member, this_process
 from azureml_strategy.watching.progress import CHECKPOINT, END, STANDSTILL, TRAINING, Progress
 from azureml_strategy.watching.records import Records, say
 from azureml_strategy.watching.watch import Failure, Watch
@@ -42,6 +44,21 @@ _CHILDREN_SECONDS = 10.0
 _CONNECT_SECONDS = 10.0
 # No run counts as hanging sooner, unless it is asked for.
 _LEAST_TRAINING_SECONDS, _LEAST_SECONDS = 600.0, 1800.0
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """What a rank tells all others when the watch begins: one that dies right after that is known already.
+
+    Attributes:
+        member: its process.
+        run: a name that no other run has; rank 0's is taken.
+        outside: whether it has no connection to the store.
+    """
+
+    member: Member
+    run: str
+    outside: bool
 
 
 class HangWatch(Callback):
@@ -92,16 +109,18 @@ class HangWatch(Callback):
             return
         if trainer.world_size == 1 or not dist.is_initialized():
             return
+        connection = another_connection(trainer.world_size, timedelta(seconds=self._dead_after_s))
+        met = _meet(
+            _Arrival(this_process(trainer.global_rank, trainer.node_rank), uuid.uuid4().hex, connection is None)
+        )
+        outside = [each.member.rank for each in met if each.outside]
+        if connection is None or outside:
+            if len(outside) < len(met):
+                rank_zero_warn(f"Nobody watches for hangs: no connection to the rendezvous store on rank(s) {outside}.")
+            return
         # Names of this run's own: the store may outlive it, as torchrun's does, and hold what a dead attempt has said.
-        run = trainer.strategy.broadcast(uuid.uuid4().hex)
-
-        def connect(timeout_s: float = _CONNECT_SECONDS) -> Store | None:
-            connection = another_connection(trainer.world_size, timedelta(seconds=timeout_s))
-            return None if connection is None else PrefixStore(f"azureml_strategy/watch/{run}", connection)
-
-        store = connect(self._dead_after_s)
-        if store is not None:
-            self._start(trainer, store, connect)
+        names = f"azureml_strategy/watch/{met[0].run}"
+        self._start(trainer, PrefixStore(names, connection), names, {each.member.rank: each.member for each in met})
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -196,15 +215,17 @@ class HangWatch(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._note(END)
 
-    def _start(self, trainer: Trainer, store: Store, connect: Callable[[], Store | None]) -> None:
-        first = trainer.global_rank - trainer.local_rank
+    def _start(self, trainer: Trainer, store: Store, names: str, members: Mapping[int, Member]) -> None:
+        def connect() -> Store | None:
+            connection = another_connection(trainer.world_size, timedelta(seconds=_CONNECT_SECONDS))
+            return None if connection is None else PrefixStore(names, connection)
+
         self._progress = Progress(*self._limits(trainer))
         self._watch = Watch(
             BoundedStore(store, self._dead_after_s),
             connect,
-            this_process(trainer.global_rank, trainer.node_rank),
-            trainer.world_size,
-            range(first, min(first + trainer.num_devices, trainer.world_size)),
+            trainer.global_rank,
+            members,
             self._progress,
             lambda: trainer.global_step,
             threading.get_ident(),
@@ -235,6 +256,13 @@ class HangWatch(Callback):
         if self._watch is not None:
             self._watch.close()
         self._watch = self._progress = None
+
+
+def _meet(own: _Arrival) -> list[_Arrival]:
+    """All ranks' arrivals; a collective."""
+    arrivals: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(arrivals, own)
+    return arrivals
 
 
 def _is_failure(exception: BaseException) -> bool:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping
 
 from azureml_strategy.watching.bounded import BoundedStore
 from azureml_strategy.watching.machine import Member, is_gone
@@ -16,25 +14,22 @@ from azureml_strategy.watching.report import Beat
 class Hearing:
     """The other ranks' signs of life, as one rank sees them.
 
+    All have just met: that counts as the first sign of life of each.
+
     Args:
-        store: where they are.
-        member: this process.
-        world_size: number of ranks.
-        neighbours: the ranks of this node, whose processes this one may see.
+        store: where the others are.
+        rank: this process's.
+        members: all ranks' processes.
+        start_limit_s: how long a rank may take to start, in seconds.
     """
 
-    def __init__(self, store: BoundedStore, member: Member, world_size: int, neighbours: Sequence[int]) -> None:
+    def __init__(self, store: BoundedStore, rank: int, members: Mapping[int, Member], start_limit_s: float) -> None:
         self._store = store
-        self._own = member
-        self._world_size = world_size
-        # Rank 0 knows all; if all did, a start of a thousand ranks would be a million questions.
-        self._met = range(world_size) if member.rank == 0 else sorted({0, *neighbours})
-        self._heard: dict[int, tuple[str, float]] = {}
-        self.members: dict[int, Member] = {member.rank: member}
-
-    def introduce(self) -> None:
-        """Say who this process is."""
-        self._store.set(f"member/{self._own.rank}", json.dumps(asdict(self._own)))
+        self._others = [other for other in members if other != rank]
+        met = Beat(0, time.time(), False, START, 0, 0.0, start_limit_s, {}).to_json()
+        self._heard = dict.fromkeys(self._others, (met, time.monotonic()))
+        self._listened: set[int] = set()
+        self.members = members
 
     def listen(self, ranks: Iterable[int] | None = None) -> None:
         """Look for signs of life.
@@ -42,37 +37,35 @@ class Hearing:
         Args:
             ranks: whose; by default everybody's.
         """
-        others = [rank for rank in (range(self._world_size) if ranks is None else ranks) if rank != self._own.rank]
-        self._meet([rank for rank in others if rank not in self.members])
-        now = time.monotonic()
-        for rank, said in zip(others, self._store.get_all([f"beat/{rank}" for rank in others]).values(), strict=True):
-            if said is not None and said != self._heard.get(rank, ("", 0.0))[0]:
-                self._heard[rank] = (said, now)
-
-    def meet(self) -> None:
-        """Learn who the others are that this rank may see, of those that have come."""
-        self._meet([rank for rank in self._met if rank not in self.members])
+        asked = self._others if ranks is None else [rank for rank in ranks if rank in self._heard]
+        # One that nobody has listened to was not silent.
+        for rank in asked:
+            if rank not in self._listened:
+                self._heard[rank] = (self._heard[rank][0], time.monotonic())
+        self._listened = set(asked)
+        self._hear(asked)
 
     def beats(self) -> dict[int, Beat]:
-        """The last sign of life of each rank that was heard of."""
+        """The last sign of life of each other rank."""
         return {rank: Beat.from_json(said) for rank, (said, _) in self._heard.items()}
 
-    def last(self, rank: int) -> Beat | None:
-        """The last sign of life of one rank; None if it was not heard of.
+    def last(self, rank: int) -> Beat:
+        """The last sign of life of another rank.
 
         Args:
             rank: whose.
         """
-        return Beat.from_json(self._heard[rank][0]) if rank in self._heard else None
+        return Beat.from_json(self._heard[rank][0])
 
     def silent(self, since: float) -> tuple[int, ...]:
-        """The ranks that were heard of once, but not since then, and have not left in order.
+        """The ranks that were listened to, but not heard since then, and have not left in order.
 
         Args:
             since: on `time.monotonic`'s clock.
         """
-        late = [rank for rank, (_, at) in self._heard.items() if at < since]
-        return tuple(rank for rank in late if not self._is_over(rank))
+        return tuple(
+            rank for rank in sorted(self._listened) if self._heard[rank][1] < since and not self._is_over(rank)
+        )
 
     def dead(self, after_s: float) -> tuple[int, ...]:
         """As `silent`, but with patience for those that start: code that loads a model may hold Python's lock for long.
@@ -87,9 +80,9 @@ class Hearing:
 
     def gone(self) -> tuple[int, ...]:
         """The ranks of this machine whose processes have ended, but not in order."""
-        ended = [rank for rank, member in self.members.items() if is_gone(member) and not self._is_over(rank)]
+        ended = [rank for rank in self._others if self.has_ended(rank) and not self._is_over(rank)]
         if ended:
-            self.listen(ended)  # its last word may be new
+            self._hear(ended)  # its last word may be new
         return tuple(rank for rank in ended if not self._is_over(rank))
 
     def has_ended(self, rank: int) -> bool:
@@ -98,7 +91,7 @@ class Hearing:
         Args:
             rank: whose.
         """
-        return rank in self.members and is_gone(self.members[rank])
+        return is_gone(self.members[rank])
 
     def all_idle(self) -> bool:
         """Whether others are still there, and none of them has done anything for as long as it may."""
@@ -106,19 +99,18 @@ class Hearing:
         return bool(there) and all(beat.idle_s > beat.limit_s for beat in there)
 
     def all_over(self) -> bool:
-        """Whether all ranks that were heard of have left in order."""
-        return all(beat.over for beat in self.beats().values())
+        """Whether nobody is left: all others have left in order, or their processes have ended."""
+        return all(beat.over or self.has_ended(rank) for rank, beat in self.beats().items())
 
     def _is_over(self, rank: int) -> bool:
-        beat = self.last(rank)
-        return beat is not None and beat.over
+        return self.last(rank).over
 
     def _allowed_s(self, rank: int, after_s: float) -> float:
         beat = self.last(rank)
-        return max(after_s, beat.limit_s) if beat is not None and beat.phase == START else after_s
+        return max(after_s, beat.limit_s) if beat.phase == START else after_s
 
-    def _meet(self, ranks: list[int]) -> None:
-        found = self._store.get_all([f"member/{rank}" for rank in ranks])
-        self.members |= {
-            rank: Member(**json.loads(said)) for rank, said in zip(ranks, found.values(), strict=True) if said
-        }
+    def _hear(self, ranks: list[int]) -> None:
+        now = time.monotonic()
+        for rank, said in zip(ranks, self._store.get_all([f"beat/{rank}" for rank in ranks]).values(), strict=True):
+            if said is not None and said != self._heard[rank][0]:
+                self._heard[rank] = (said, now)

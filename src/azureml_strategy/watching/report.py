@@ -55,7 +55,7 @@ class Alarm:
     Attributes:
         kind: what has happened.
         ranks: to which ranks; none where the reports must show it.
-        text: the exception, or for how long.
+        text: the exception, or for how long, or who serves the store.
     """
 
     kind: Kind

@@ -82,7 +82,7 @@ def _headline(evidence: Evidence, found: list[int]) -> str:
         "gone": "is gone: its process was killed (by SIGKILL, or for want of memory) or has crashed",
         "silent": f"has not been heard of {alarm.text}: its node is gone, or its process stands still",
         "stalled": f"holds up the others, which have done nothing {alarm.text}",
-        "unserved": "is gone: the rendezvous store, which it serves, has ended",
+        "unserved": f"is gone: the rendezvous store, which {alarm.text} serves, has ended",
         "lost": "is gone: a connection to it has ended, and nothing was heard of it since",
     }[alarm.kind]
     return f"{names} {what}. {' '.join(_circumstances(evidence, found))}".rstrip()

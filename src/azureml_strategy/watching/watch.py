@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import FrameType
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from azureml_strategy.network.rendezvous import agent_serves_store
 from azureml_strategy.watching import recorder
 from azureml_strategy.watching.bounded import BoundedStore, StoreLostError, within
 from azureml_strategy.watching.hearing import Hearing
@@ -51,15 +52,14 @@ class Failure:
 class Watch:
     """Says every other second that this rank lives, and raises an alarm when another does not, or no one does anything.
 
-    Rank 0 hears all ranks; the others hear rank 0, and each the processes of its own machine. Whoever finds something
-    writes an alarm into the store; everybody answers it with a report (`Inquiry`), and ends.
+    Rank 0 hears all ranks; the others hear rank 0, and each sees the processes of its own machine. Whoever finds
+    something writes an alarm into the store; everybody answers it with a report (`Inquiry`), and ends.
 
     Args:
         store: shared by the ranks, with nothing else under its names; for this thread only.
-        member: this process.
         connect: opens another connection to the same names, where the store's has ended; None if it cannot.
-        world_size: number of ranks.
-        neighbours: the ranks of this node.
+        rank: this process's.
+        members: all ranks' processes, this one included.
         progress: the main thread's notes.
         step: tells its optimizer steps.
         main_thread: its `threading.get_ident`, inside of the Trainer's call.
@@ -73,9 +73,8 @@ class Watch:
         self,
         store: BoundedStore,
         connect: Callable[[], Store | None],
-        member: Member,
-        world_size: int,
-        neighbours: Sequence[int],
+        rank: int,
+        members: Mapping[int, Member],
         progress: Progress,
         step: Callable[[], int],
         main_thread: int,
@@ -86,7 +85,7 @@ class Watch:
     ) -> None:
         self._store = store
         self._connect = connect
-        self._member = member
+        self._rank = rank
         self._progress = progress
         self._step = step
         self._main_thread = main_thread
@@ -95,8 +94,8 @@ class Watch:
         self._dead_after_s = dead_after_s
         self._beat_s = beat_s
         self._end = end
-        self._hearing = Hearing(store, member, world_size, neighbours)
-        self._inquiry = Inquiry(store, self._hearing, member.rank, world_size, main_thread, records)
+        self._hearing = Hearing(store, rank, members, progress.limit_s)
+        self._inquiry = Inquiry(store, self._hearing, rank, len(members), main_thread, records)
         self._beats = 0
         self._done: tuple[int, dict[str, int]] | None = None
         self._failure: Failure | None = None
@@ -150,11 +149,11 @@ class Watch:
             self._store.close()
 
     def _give_up(self, error: Exception) -> None:
-        say(f"Rank {self._member.rank}: nobody watches for hangs any more: {type(error).__name__}: {error}")
+        say(f"Rank {self._rank}: nobody watches for hangs any more: {type(error).__name__}: {error}")
         # Its silence must not pass for that of a rank that has died.
         with contextlib.suppress(Exception):
             last_word = Beat(self._beats, time.time(), True, self._progress.phase, 0, 0.0, 0.0, {})
-            self._store.set(f"beat/{self._member.rank}", last_word.to_json())
+            self._store.set(f"beat/{self._rank}", last_word.to_json())
 
     def _follow(self) -> str | None:
         while True:
@@ -166,26 +165,25 @@ class Watch:
 
     def _learn(self) -> str | None:
         """The headline of a verdict; None when this rank has left in order."""
-        self._hearing.introduce()
         alarm = self._alarm = self._look_out()
         if alarm is None:
             return None
-        self._own_fault = alarm.ranks == (self._member.rank,)
+        self._own_fault = alarm.ranks == (self._rank,)
         self._patience_s = 0.0 if alarm.kind == "stalled" else min(_LINGER_SECONDS, self._dead_after_s)
         return self._inquiry.hold(alarm, self._beat(), self._failure is not None)
 
     def _look_out(self) -> Alarm | None:
         """Until there is an alarm, or this rank leaves."""
         while not self._closing and not self._has_left():
-            self._store.set(f"beat/{self._member.rank}", self._beat().to_json())
+            self._store.set(f"beat/{self._rank}", self._beat().to_json())
             said = self._store.get("alarm")
             alarm = Alarm.from_json(said) if said else self._find()
             if alarm is not None:
                 return Alarm.from_json(self._store.set_first("alarm", alarm.to_json()))
             self._wake.wait(self._beat_s)
             self._wake.clear()
-        self._store.set(f"beat/{self._member.rank}", self._beat(over=True).to_json())
-        if self._member.rank == 0:
+        self._store.set(f"beat/{self._rank}", self._beat(over=True).to_json())
+        if self._rank == 0:
             self._see_off()
         return None
 
@@ -221,11 +219,10 @@ class Watch:
             return self._cause(self._failure)
         if self._progress.phase in (STANDSTILL, END):
             return None
-        self._hearing.meet()
         if gone := self._hearing.gone():
             return Alarm("gone", gone, "")
         idle_s = self._progress.idle_s
-        hears_all = self._member.rank == 0 or idle_s > self._progress.limit_s + self._dead_after_s
+        hears_all = self._rank == 0 or idle_s > self._progress.limit_s + self._dead_after_s
         self._hearing.listen(None if hears_all else [0])
         silent = self._hearing.dead(self._dead_after_s)
         if silent and idle_s > self._dead_after_s:
@@ -237,18 +234,17 @@ class Watch:
     def _cause(self, failure: Failure) -> Alarm:
         """Of an exception that only says that a connection has ended, the rank at its other end."""
         if not failure.of_others:
-            return Alarm("ended", (self._member.rank,), failure.text)
+            return Alarm("ended", (self._rank,), failure.text)
         self._hearing.listen()
         began = time.monotonic()
         while time.monotonic() < began + _BEATS_MISSING * self._beat_s:
             said = self._store.get("alarm")
             if said:
                 return Alarm.from_json(said)
-            self._hearing.meet()
             if gone := self._hearing.gone():
                 return Alarm("gone", gone, "")
             time.sleep(self._beat_s / 10)
-            self._store.set(f"beat/{self._member.rank}", self._beat().to_json())
+            self._store.set(f"beat/{self._rank}", self._beat().to_json())
             self._hearing.listen()
         return Alarm("lost", self._hearing.silent(began), failure.text)
 
@@ -264,16 +260,18 @@ class Watch:
 
     def _first_has_left(self) -> bool:
         """Whether rank 0 was about to leave in order when it was heard of last."""
+        if self._rank == 0:
+            return False
         beat = self._hearing.last(0)
-        return beat is not None and (beat.over or beat.phase == END)
+        return beat.over or beat.phase == END
 
     def _without_store(self, lost: StoreLostError) -> str | None:
-        """Rank 0 serves the store: it has ended, and the run with it."""
+        """Rank 0 or its node serves the store: it has ended, and the run with it."""
         if self._closing or self._progress.phase in (STANDSTILL, END) or self._first_has_left():
             return None
         if self._alarm is not None and self._alarm.kind == "stalled":
             return f"The ranks hang {self._alarm.text}; rank 0 has ended before it said why."
-        if self._alarm is None and (self._member.rank == 0 or self._hearing.last(0) is None):
+        if self._alarm is None and self._rank == 0:
             return None  # too little is known
         alarm = self._alarm or self._alarm_of_first(lost)
         return self._inquiry.speak_alone(alarm, self._beat(), self._failure is not None)
@@ -282,7 +280,9 @@ class Watch:
         if self._hearing.has_ended(0):
             self._patience_s = min(_LINGER_SECONDS, self._dead_after_s)
             return Alarm("gone", (0,), "")
-        return Alarm("silent" if lost.silent else "unserved", (0,), f"for {self._dead_after_s:.0f} s")
+        if lost.silent:
+            return Alarm("silent", (0,), f"for {self._dead_after_s:.0f} s")
+        return Alarm("unserved", (0,), "torchrun's agent on its node" if agent_serves_store() else "it")
 
     def _linger(self) -> None:
         """End the process if its main thread cannot: it may wait for a rank that never comes."""

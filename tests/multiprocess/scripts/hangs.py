@@ -1,4 +1,4 @@
-"""A `fit` in which something happens to one rank during the fourth batch."""
+"""A `fit` in which something happens to one rank during the fourth batch, or before the first."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +19,11 @@ from torch.utils.data import DataLoader
 
 import azureml_strategy  # noqa: F401 - registers the names
 from azureml_strategy.watching import HangWatch, machine
+from azureml_strategy.watching.hearing import Hearing
+from azureml_strategy.watching.progress import START
 
 RANK = int(os.environ["RANK"])
+HEARD = Path(os.environ["RESULTS"]).with_name("heard")
 
 
 class Fate(Callback):
@@ -28,15 +32,36 @@ class Fate(Callback):
     def __init__(self, fate: str) -> None:
         self.fate = fate
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self.fate == "killed at once":
+            os.kill(os.getpid(), signal.SIGKILL)
+
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx != 3:
             return
         if self.fate == "stopped":
-            time.sleep(1)  # until the others have heard that its start is over, in which it might be silent for long
+            while not HEARD.exists():
+                time.sleep(0.05)
         if self.fate in ("killed", "stopped"):
             os.kill(os.getpid(), signal.SIGKILL if self.fate == "killed" else signal.SIGSTOP)
         elif self.fate == "raises":
             raise ValueError("the labels of shard 7 are missing")
+
+
+class Listener(Callback):
+    """Says when this rank has heard that another's start is over, in which that may be silent for long."""
+
+    def __init__(self, other: int) -> None:
+        self.other = other
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        watch = next(each._watch for each in trainer.callbacks if isinstance(each, HangWatch))
+        threading.Thread(target=self._say, args=(watch._hearing,), daemon=True).start()
+
+    def _say(self, hearing: Hearing) -> None:
+        while hearing.last(self.other).phase == START:
+            time.sleep(0.05)
+        HEARD.touch()
 
 
 class Recorder(Callback):
@@ -73,17 +98,17 @@ def vanish() -> None:
 
 
 def main(rank: int, fate: str, strategy: str = "azureml_ddp", machines: bool = False, **limits: float) -> None:
-    if rank == RANK and fate in ("killed", "stopped"):
+    if rank == RANK and fate in ("killed", "killed at once", "stopped"):
         vanish()
     if machines:
         machine._table = lambda: str(RANK)  # type: ignore[assignment]
     rows = StallingRows() if rank == RANK and fate == "loader" else Rows()
-    own = [Fate(fate)] if rank == RANK else []
+    own = [Fate(fate) if rank == RANK else Listener(rank)]
     trainer = quiet_trainer(
         strategy=strategy,
         max_epochs=1 if fate == "none" else 50,
         limit_val_batches=4 if fate == "none" else 0,
-        callbacks=[*own, HangWatch(**{"beat_s": 0.1, "dead_after_s": 60, **limits}), Recorder()],
+        callbacks=[HangWatch(**{"beat_s": 0.1, "dead_after_s": 60, **limits}), *own, Recorder()],
     )
     trainer.fit(LongValidation(), DataLoader(rows, batch_size=4), DataLoader(Rows(), batch_size=4))
     report(RANK, finished=True)
