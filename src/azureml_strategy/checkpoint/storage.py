@@ -13,7 +13,6 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from azureml_strategy.checkpoint.batch_of_trainer import running_global_batch
@@ -41,8 +40,8 @@ class JobCheckpoint(ModelCheckpoint):
     to be logged; it is written once, whether it is among the last or the best; a disk that is full or fails costs a
     warning, not the run. What dead attempts left half-written is removed at the start of training.
 
-    Training stands still only while its state is copied, or not even that long; see `SnapshotBuffers`. A thread of
-    each rank writes, one checkpoint at a time: the next one waits for the last, and so does the end of training.
+    Training stands still only while its state is copied; see `HostCopyBuffer`. A thread of each rank writes, one
+    checkpoint at a time: the next one waits for the last, and so does the end of training.
 
     It is written after each validation, or each epoch where there is none, and besides that by step and by time. The
     interval in time begins anew with each checkpoint. Which ones stay is decided by the manifests on disk, so that
@@ -130,7 +129,6 @@ class JobCheckpoint(ModelCheckpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._saving.settle()  # a step that was skipped had no backward pass
         stepped = not accumulating(trainer)
         self._due |= stepped and self._every_steps is not None and trainer.global_step % self._every_steps == 0
         self._due |= self._timer is not None and self._timer.due(trainer.strategy.broadcast)
@@ -147,14 +145,6 @@ class JobCheckpoint(ModelCheckpoint):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self._should_save_on_train_epoch_end(trainer):
             self._save_after_epoch(trainer, validated=True)
-
-    @override
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._saving.settle()
-
-    @override
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        self._saving.settle()
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -181,7 +171,7 @@ class JobCheckpoint(ModelCheckpoint):
         """
         self._finish(trainer)
         if self._last_global_step_saved != trainer.global_step or not self._last_checkpoint_saved:
-            self._save(trainer, reason, measured=False, last=True)
+            self._save(trainer, reason, measured=False)
             self._finish(trainer)
         return self._last_checkpoint_saved or None
 
@@ -225,12 +215,12 @@ class JobCheckpoint(ModelCheckpoint):
         if self._due and not accumulating(trainer):  # else at the end of the step that is under way
             self._save(trainer, "epoch", measured=validated)
 
-    def _save(self, trainer: Trainer, reason: str, measured: bool, last: bool = False) -> None:
+    def _save(self, trainer: Trainer, reason: str, measured: bool) -> None:
         """Write, commit and clear away, or begin to; every failure ends as a warning, on all ranks alike."""
         self._finish(trainer)
         self._last_global_step_saved, self._last_checkpoint_saved = trainer.global_step, ""
         writer = CheckpointWriter(self._folder, self.keep_last, self.save_top_k, self._passed_over)
-        self._saving.save(trainer, self._draft(trainer, reason, measured), writer, last)
+        self._saving.save(trainer, self._draft(trainer, reason, measured), writer)
         self._due = False
         if self._timer is not None:
             self._timer.restart()
