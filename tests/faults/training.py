@@ -20,7 +20,6 @@ from tests.faults.agent import Agent, enter_namespace
 from tests.multiprocess.scripts.common import report
 from tests.multiprocess.scripts.noisy import Curve, Tokens, fit
 
-from azureml_strategy.checkpoint import snapshot
 from azureml_strategy.checkpoint.termination import TerminateTogether
 from azureml_strategy.models import GPTConfig, LanguageModel
 from azureml_strategy.strategies import (
@@ -59,7 +58,6 @@ def tiny_gpt() -> LanguageModel:
 
 def main(strategy: str, output: Path, tracked: bool) -> None:
     enter_namespace()
-    snapshot._AT_ONCE_BYTES = 0  # this network is so small that all of it would be copied at once
     rank = int(os.environ["RANK"])
     output.mkdir(exist_ok=True)
     agent = Agent(rank, output / "checkpoints", output / "done.jsonl")

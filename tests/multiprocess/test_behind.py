@@ -23,14 +23,12 @@ def test_written_behind_on_all_ranks(run_job: RunJob, tmp_path: Path, strategy: 
     assert job.exit_code == 0, job.output
     assert job.each("threads") == [["checkpoint-writer"]] * 2
     # begun at step 6 and not yet written when one of step 7 was asked for: both are complete on return
-    assert job.each("complete") == [[7, 6, 2]] * 2, job.output
+    assert job.each("complete") == [[7, 6]] * 2, job.output
     assert job.each("asked") == ["epoch=0-step=7.ckpt"] * 2
     assert "No checkpoint at step 4: rank 1: this disk is full. Training goes on" in job.output
+    assert "No checkpoint at step 2: rank 1: its state cannot be copied (MemoryError: not 1 byte)" in job.output
     folder = CheckpointFolder(tmp_path / "run" / "checkpoints")
     complete = folder.complete()
     assert all(each.fault(folder.path) is None for each in complete)
     assert not list(folder.path.glob("*.incomplete"))
     assert job.each("last") == [complete[0].name] * 2
-    copied = job.each("left")[0]
-    assert copied[0] == 0, "the first is copied at once, and compared"
-    assert max(copied) > 0, "later ones only before the next step"

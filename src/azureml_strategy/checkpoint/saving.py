@@ -15,10 +15,10 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from azureml_strategy.checkpoint.behind import Behind
 from azureml_strategy.checkpoint.exchange import Exchange, GroupExchange, StoreExchange
+from azureml_strategy.checkpoint.host_copy import HostCopyBuffer
 from azureml_strategy.checkpoint.manifest import Manifest
 from azureml_strategy.checkpoint.random_state import gather
-from azureml_strategy.checkpoint.snapshot import SnapshotBuffers
-from azureml_strategy.checkpoint.staging import WriteStaged, held_by_optimizers, stage
+from azureml_strategy.checkpoint.staging import WriteStaged, stage
 from azureml_strategy.checkpoint.storage_write import CheckpointWriter, WriteParts, Written
 from azureml_strategy.network.rendezvous import another_connection
 
@@ -37,7 +37,7 @@ class Saving:
     """
 
     def __init__(self) -> None:
-        self._buffers = SnapshotBuffers()
+        self._buffer = HostCopyBuffer()
         self._behind = Behind[Written]("checkpoint-writer")
         self._threads: StoreExchange | None = None
         self._written: Written | None = None
@@ -62,14 +62,13 @@ class Saving:
                 "JobCheckpoint(asynchronous=False)."
             )
 
-    def save(self, trainer: Trainer, draft: Manifest, writer: CheckpointWriter, last: bool) -> None:
+    def save(self, trainer: Trainer, draft: Manifest, writer: CheckpointWriter) -> None:
         """Write a checkpoint, or begin to; a collective. The one before must be finished.
 
         Args:
             trainer: has trained to the end of a step.
             draft: what the manifest will say, but for the files.
             writer: writes it.
-            last: whether training stops here.
         """
         started = time.monotonic()
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
@@ -78,7 +77,7 @@ class Saving:
             self._written = writer.write(draft, _at_once(trainer, checkpoint), GroupExchange(trainer.global_rank))
             _report(writer, self._written, started, time.monotonic() - started)
             return
-        write_parts, threads = self._copied(trainer, *staged, occasion="" if last else draft.reason), self._threads
+        write_parts, threads = self._copied(*staged), self._threads
         stood_still = time.monotonic() - started
 
         def write() -> Written | None:
@@ -88,17 +87,12 @@ class Saving:
 
         self._behind.begin(write)
 
-    def settle(self) -> None:
-        """Before an optimizer step: have copied what it changes."""
-        self._buffers.settle()
-
     def finish(self) -> Written | None:
         """Wait for what was begun; on all ranks.
 
         Returns:
             The checkpoint; None where there was none to wait for, or it failed.
         """
-        self._buffers.settle(trained=False)
         started = time.monotonic()
         written, self._written = self._behind.finish() or self._written, None
         waited = time.monotonic() - started
@@ -113,20 +107,20 @@ class Saving:
             The checkpoint, if it is complete.
         """
         written = self._behind.finish(_LAST_WAIT_SECONDS)
-        self._buffers = SnapshotBuffers()  # their memory is not needed any more
+        self._buffer = HostCopyBuffer()  # the old one's memory is not needed any more
         if self._threads is not None:
             self._threads.close()
             self._threads = None
         return written
 
-    def _copied(self, trainer: Trainer, content: Any, write: WriteStaged, occasion: str) -> WriteParts:
+    def _copied(self, content: Any, write: WriteStaged) -> WriteParts:
         """Copy what is to be written, and give what writes the copy."""
         try:
-            snapshot = self._buffers.take(content, held_by_optimizers(trainer) if occasion else (), occasion)
+            copy = self._buffer.copy(content)
         except Exception as error:  # whatever it is, the other ranks must not wait for this one
             failed = OSError(f"its state cannot be copied ({type(error).__name__}: {error})")
             return lambda path, exchange: write(_content(exchange, lambda: _raise(failed)), path, exchange)
-        return lambda path, exchange: write(_content(exchange, snapshot.content), path, exchange)
+        return lambda path, exchange: write(_content(exchange, copy.content), path, exchange)
 
 
 def _at_once(trainer: Trainer, checkpoint: dict[str, Any]) -> WriteParts:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
-from torch import Tensor
 
 from azureml_strategy.checkpoint.exchange import Exchange
 from azureml_strategy.checkpoint.storage_io import AtomicCheckpointIO
@@ -68,22 +65,3 @@ def stage(strategy: Strategy, checkpoint: dict[str, Any]) -> tuple[Any, WriteSta
         exchange.on_rank_zero(lambda: checkpoint_io.save_checkpoint(content, path))
 
     return checkpoint if strategy.is_global_zero else None, write
-
-
-def held_by_optimizers(trainer: Trainer) -> Iterator[Tensor]:
-    """The tensors that only an optimizer step should change: none where the module steps by itself.
-
-    Args:
-        trainer: in training.
-    """
-    module = trainer.lightning_module
-    if not module.automatic_optimization:
-        return
-    yield from (parameter for parameter in module.parameters() if parameter.requires_grad)
-    for optimizer in trainer.optimizers:
-        while hasattr(optimizer, "optimizer"):  # DeepSpeed's hold torch's
-            optimizer = optimizer.optimizer
-        for group in optimizer.param_groups:
-            yield from group["params"]
-        for parameter, states in optimizer.state.items():
-            yield from (each for each in (parameter, *states.values()) if isinstance(each, Tensor))

@@ -16,7 +16,6 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from azureml_strategy.checkpoint.batch_of_trainer import running_global_batch
@@ -45,8 +44,8 @@ class JobCheckpoint(ModelCheckpoint):
     to be logged; it is written once, whether it is among the last or the best; a disk that is full or fails costs a
     warning, not the run. What dead attempts left half-written is removed at the start of training.
 
-    Training stands still only while its state is copied, or not even that long; see `SnapshotBuffers`. A thread of
-    each rank writes, one checkpoint at a time: the next one waits for the last, and so does the end of training.
+    Training stands still only while its state is copied; see `HostCopyBuffer`. A thread of each rank writes, one
+    checkpoint at a time: the next one waits for the last, and so does the end of training.
 
     It is written after each validation, or each epoch where there is none, and besides that by step and by time. The
     interval in time begins anew with each checkpoint. Which ones stay is decided by the manifests on disk, so that
@@ -137,25 +136,14 @@ class JobCheckpoint(ModelCheckpoint):
 
     def on_step_boundary(self, trainer: Trainer) -> None:
         """Save, if it is time: between two steps nothing of the last one is missing."""
-        self._saving.settle()  # a step that was skipped had no backward pass
-        if (
-            self._every_steps is not None
-            and trainer.global_step // self._every_steps > self._steps // self._every_steps
-        ):
-            self._due = self._due or "interval"
-        self._steps = trainer.global_step
-        if self._timer is not None and self._timer.due(trainer.strategy.broadcast):
+        before, self._steps = self._steps, trainer.global_step
+        every = self._every_steps
+        passed = every is not None and self._steps // every > before // every  # a batch may have several steps
+        timed = self._timer is not None and self._timer.due(trainer.strategy.broadcast)
+        if passed or timed:
             self._due = self._due or "interval"
         if self._due and not self._should_skip_saving_checkpoint(trainer):
             self._save(trainer, self._due)
-
-    @override
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._saving.settle()
-
-    @override
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        self._saving.settle()
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -182,7 +170,7 @@ class JobCheckpoint(ModelCheckpoint):
         """
         self._finish(trainer)
         if self._last_global_step_saved != trainer.global_step or not self._last_checkpoint_saved:
-            self._save(trainer, reason, last=True)
+            self._save(trainer, reason)
             self._finish(trainer)
         return self._last_checkpoint_saved or None
 
@@ -245,12 +233,12 @@ class JobCheckpoint(ModelCheckpoint):
         if self._every_n_epochs >= 1 and (trainer.current_epoch + 1) % self._every_n_epochs == 0:
             self._due = "epoch"
 
-    def _save(self, trainer: Trainer, reason: str, last: bool = False) -> None:
+    def _save(self, trainer: Trainer, reason: str) -> None:
         """Write, commit and clear away, or begin to; every failure ends as a warning, on all ranks alike."""
         self._finish(trainer)
         self._last_global_step_saved, self._last_checkpoint_saved = trainer.global_step, ""
         writer = CheckpointWriter(self._folder, self.keep_last, self.save_top_k, self._passed_over)
-        self._saving.save(trainer, self._draft(trainer, reason), writer, last)
+        self._saving.save(trainer, self._draft(trainer, reason), writer)
         self._due, self._measured = "", False
         if self._timer is not None:
             self._timer.restart()

@@ -1,4 +1,4 @@
-"""A training whose checkpoints are written slowly, and whose disk refuses one of them on one rank."""
+"""A training whose checkpoints are written slowly, of which one rank's disk and one rank's memory refuse one each."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from common import report
 from lightning.pytorch import Callback, Trainer
 from noisy import Tokens, fit
 
-from azureml_strategy.checkpoint import JobCheckpoint, saving, snapshot
+from azureml_strategy.checkpoint import JobCheckpoint, saving
+from azureml_strategy.checkpoint.host_copy import HostCopyBuffer
 from azureml_strategy.checkpoint.storage_folder import CheckpointFolder
 from strategies import OPTIONS, STRATEGIES, tiny_gpt
 
 strategy, output = sys.argv[1], Path(sys.argv[2])
 REFUSED, STOP = 4, 7  # steps
+TOO_LARGE = 1  # of the copies: the first, of step 2
 folder = CheckpointFolder(output / "checkpoints")
 rank = int(os.environ["RANK"])
 threads: set[str] = set()
-left: list[int] = []
-stage, copy = saving.stage, snapshot.Snapshot.copy
+copies: list[int] = []
+stage, copy = saving.stage, HostCopyBuffer.copy
 
 
 def take_time(path: Path) -> None:
@@ -47,9 +49,12 @@ def stage_slowly(*arguments: Any) -> Any:
     return content, write_slowly
 
 
-def copy_and_count(taken: Any, later: Any = ()) -> None:
-    left.append(len(later))
-    copy(taken, later)
+def copy_but_once(buffer: HostCopyBuffer, content: Any) -> Any:
+    """As it is, but rank 1 has too little memory for one of them."""
+    copies.append(len(copies) + 1)
+    if rank == 1 and copies[-1] == TOO_LARGE:
+        raise MemoryError("not 1 byte")
+    return copy(buffer, content)
 
 
 class StopHere(Callback):
@@ -67,8 +72,7 @@ class StopHere(Callback):
 
 
 saving.stage = stage_slowly
-snapshot._AT_ONCE_BYTES = 0  # this network is so small that all of it would be copied at once
-snapshot.Snapshot.copy = copy_and_count
+HostCopyBuffer.copy = copy_but_once
 stop = StopHere()
 own = {} if strategy == "ddp" else {"module": tiny_gpt(), "data": Tokens()}
 arguments = {"max_epochs": 1, "limit_val_batches": 0, **OPTIONS.get(strategy, {})}
@@ -79,6 +83,5 @@ report(
     threads=sorted(threads),
     asked=Path(stop.path or "").name,
     complete=stop.complete,
-    left=left,
     last=Path(result["last"]).name,
 )
