@@ -53,7 +53,7 @@ def test_without_reading_the_content_a_flipped_bit_goes_unseen(make_checkpoint: 
     assert manifest.fault(folder) is not None
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{", '{"version": 2}', '{"version": 1}', '{"version": 1, "files": {}}'])
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"version": 2}', '{"version": 1}', '{"version": 2, "files": {}}'])
 def test_what_is_no_manifest_is_refused(folder: Path, content: str) -> None:
     folder.mkdir()
     path = manifest_path(folder / "step=1.ckpt")

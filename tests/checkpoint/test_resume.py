@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import logging
 import os
 import threading
@@ -35,10 +36,10 @@ def test_the_newest_that_is_whole(
     assert caplog.messages[-1] == f"Going on from {_path(tmp_path, 2)}: step 2."
 
 
-def test_newest_by_time_and_not_by_step(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+def test_newest_by_attempt_and_not_by_step_or_clock(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
     """After `resume=never` a run has fewer steps than what it found."""
-    make_checkpoint(900, saved_at=10.0)
-    make_checkpoint(5, saved_at=20.0)
+    make_checkpoint(900, saved_at=20.0, attempt=1)
+    make_checkpoint(5, saved_at=10.0, attempt=2)
     assert newest_valid(tmp_path) == _path(tmp_path, 5)
 
 
@@ -64,6 +65,21 @@ def test_never_and_a_path(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> No
     foreign = tmp_path / "of_stock_lightning.ckpt"
     foreign.touch()
     assert checkpoint_to_resume(str(foreign), tmp_path) == foreign
+
+
+def test_one_of_version_1_is_taken_when_it_is_named(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_checkpoint(1)
+    path = manifest_path(_path(tmp_path, make_checkpoint(2).step))
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({key: content[key] for key in ("name", "step", "files")} | {"version": 1}, indent=1))
+    assert checkpoint_to_resume("auto", tmp_path) == _path(tmp_path, 1)
+    assert "is of version 1, and this is version 2; `resume=PATH` takes what it lists unchecked" in caplog.text
+    assert checkpoint_to_resume(str(_path(tmp_path, 2)), tmp_path) == _path(tmp_path, 2)
+    path.write_text(path.read_text().replace('"version": 1', '"version": 3'))
+    with pytest.raises(ResumeError, match=r"its manifest cannot be read: step=2.ckpt.manifest.json is damaged"):
+        checkpoint_to_resume(str(_path(tmp_path, 2)), tmp_path)
 
 
 def test_a_path_that_cannot_be(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from tests.multiprocess.scripts.noisy import Killed, Noisy, Numbers, StopAt, curve, fit
 
 from azureml_strategy.checkpoint import JobCheckpoint
+from azureml_strategy.checkpoint.resume import newest_valid
 from azureml_strategy.checkpoint.saving import Saving
 from azureml_strategy.checkpoint.storage_folder import CheckpointFolder
 from azureml_strategy.checkpoint.storage_io import AtomicCheckpointIO
@@ -102,6 +104,31 @@ def test_a_damaged_one_takes_no_sound_ones_place(tmp_path: Path) -> None:
     assert sorted(each.step for each in folder.complete()) == [3, 6, 6], "the sound one is not pushed out"
     fit(tmp_path, StopAt(1000), **_copy(only_by_step))
     assert not damaged.exists(), "it is older than what was gone on from then"
+
+
+def test_a_clock_that_is_a_day_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job comes back on another node."""
+    only_by_step: dict[str, Any] = {"limit_val_batches": 0, "checkpoint": {"monitor": None, "every_n_train_steps": 3}}
+    folder, now = CheckpointFolder(tmp_path / "checkpoints"), time.time
+    with pytest.raises(Killed):
+        fit(tmp_path, StopAt(13), **_copy(only_by_step))
+    assert [each.step for each in folder.complete()] == [6, 3]
+    monkeypatch.setattr(time, "time", lambda: now() - 86400)
+    with pytest.raises(Killed):
+        fit(tmp_path, StopAt(13), **_copy(only_by_step))
+    assert [each.step for each in folder.complete()] == [12, 9]
+    assert newest_valid(tmp_path) == folder.path / "epoch=0-step=12.ckpt"
+    assert [each.attempt for each in folder.complete()] == [2, 2]
+
+
+def test_a_run_that_begins_anew_is_newer_than_what_it_found(tmp_path: Path) -> None:
+    by_step: dict[str, Any] = {"monitor": None, "every_n_train_steps": 3, "every_n_epochs": 0}
+    for attempt in (1, 2):
+        saver = JobCheckpoint(tmp_path, **by_step)
+        steps = 9 if attempt == 1 else 3
+        trainer = Trainer(accelerator="cpu", devices=1, max_steps=steps, logger=False, callbacks=[saver], **QUIET)
+        trainer.fit(Noisy(), datamodule=Numbers())
+    assert [(each.attempt, each.step) for each in CheckpointFolder(tmp_path).complete()] == [(2, 3), (1, 9)]
 
 
 class _Refuse(Callback):

@@ -73,7 +73,7 @@ def test_files_of_the_users_stay(make_checkpoint: MakeCheckpoint, folder: Checkp
 
 
 def _manifest(number: int, score: float | None) -> Manifest:
-    return Manifest(f"{number}.ckpt", number, 0, float(number), 1, "test", score, "max", {})
+    return Manifest(f"{number}.ckpt", number, 0, float(-number), 1, "test", score, "max", {})
 
 
 def _ranked(manifests: list[Manifest], mode: str) -> list[float]:

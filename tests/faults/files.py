@@ -89,16 +89,21 @@ def _cut_manifest(moments: random.Random, manifest: Path, files: list[Path]) -> 
     return manifest.name
 
 
+def _flipped_manifest(moments: random.Random, manifest: Path, files: list[Path]) -> str:
+    return _flipped(moments, manifest, [manifest])
+
+
 def _stale(moments: random.Random, manifest: Path, files: list[Path]) -> str:
     """An attempt that died while it wrote the next one has left half of it."""
     name = f"epoch=9-step={moments.randrange(1000, 2000)}.ckpt"
+    run_id = json.loads(manifest.read_text())["run_id"]
     half = manifest.with_name(name)
     if len(files) > 1:
         half.mkdir()
         shutil.copy(files[0], half / files[0].name)
     else:
         half.with_name(name + ".part").write_bytes(files[0].read_bytes()[:1000])
-    manifest.with_name(name + ".incomplete").touch()
+    manifest.with_name(name + ".incomplete").write_text(run_id or "")
     return name
 
 
@@ -109,6 +114,7 @@ _DAMAGES: dict[str, Damage] = {
     "missing": _missing,
     "no manifest": _without_manifest,
     "cut manifest": _cut_manifest,
+    "flipped manifest": _flipped_manifest,
     "stale temporary": _stale,
 }
 

@@ -16,13 +16,10 @@ def newest_whole(checkpoints: Path) -> str | None:
     """The name of the checkpoint that the next attempt has to go on from; None if there is none."""
     whole = []
     for path in checkpoints.glob("*.manifest.json"):
-        try:
-            manifest = json.loads(path.read_text())
-        except ValueError:
-            continue
-        files = manifest["files"].items()
-        if all(_is_as_written(checkpoints / name, each["size"], each["crc32"]) for name, each in files):
-            whole.append((manifest["saved_at"], manifest["step"], manifest["name"]))
+        manifest = _sound_manifest(path)
+        files = manifest.get("files", {}).items()
+        if files and all(_is_as_written(checkpoints / name, each["size"], each["crc32"]) for name, each in files):
+            whole.append((manifest["attempt"], manifest["step"], manifest["name"]))
     return max(whole)[2] if whole else None
 
 
@@ -59,6 +56,20 @@ def result_differences(found: Mapping[int, Any], expected: Mapping[int, Any]) ->
         return [f"ranks {sorted(found)} have finished, not {sorted(expected)}"]
     keys = ("step", "weights")
     return [f"{key} of rank {rank}" for rank in expected for key in keys if found[rank][key] != expected[rank][key]]
+
+
+def _sound_manifest(path: Path) -> dict[str, Any]:
+    """What a manifest says; nothing if it is not as it was written, or is that of another checkpoint."""
+    try:
+        content = json.loads(path.read_text())
+    except ValueError:
+        return {}
+    if not isinstance(content, dict):
+        return {}
+    stored = content.pop("crc32", None)
+    text = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+    sound = stored == zlib.crc32(text) and path.name == f"{content['name']}.manifest.json"
+    return content if sound else {}
 
 
 def _is_as_written(path: Path, size: int, crc32: int) -> bool:

@@ -11,16 +11,28 @@ from tests.faults import oracle
 
 def test_the_newest_whole_one(tmp_path: Path) -> None:
     """Whatever wrote it: the oracle reads the manifests by itself."""
-    for step in (1, 2):
-        (tmp_path / f"{step}.ckpt").write_bytes(b"content")
-        files = {f"{step}.ckpt": {"size": 7, "crc32": zlib.crc32(b"content")}}
-        manifest = {"name": f"{step}.ckpt", "step": step, "saved_at": float(step), "files": files}
-        (tmp_path / f"{step}.ckpt.manifest.json").write_text(json.dumps(manifest))
+    for attempt, step in ((1, 1), (2, 2), (1, 9)):
+        _put(tmp_path, attempt, step)
     assert oracle.newest_whole(tmp_path) == "2.ckpt"
     (tmp_path / "2.ckpt").write_bytes(b"kontent")
+    assert oracle.newest_whole(tmp_path) == "9.ckpt"
+    damaged = tmp_path / "9.ckpt.manifest.json"
+    damaged.write_text(damaged.read_text().replace('"step": 9', '"step": 8'))
+    (tmp_path / "5.ckpt.manifest.json").write_bytes((tmp_path / "1.ckpt.manifest.json").read_bytes())
+    (tmp_path / "6.ckpt.manifest.json").write_text("[]")
+    (tmp_path / "7.ckpt.manifest.json").write_bytes(b"\xff{")
     assert oracle.newest_whole(tmp_path) == "1.ckpt"
     (tmp_path / "1.ckpt").unlink()
     assert oracle.newest_whole(tmp_path) is None
+
+
+def _put(folder: Path, attempt: int, step: int) -> None:
+    (folder / f"{step}.ckpt").write_bytes(b"content")
+    files = {f"{step}.ckpt": {"size": 7, "crc32": zlib.crc32(b"content")}}
+    manifest = {"name": f"{step}.ckpt", "step": step, "attempt": attempt, "saved_at": float(-step), "files": files}
+    text = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
+    content = {**manifest, "crc32": zlib.crc32(text.encode())}
+    (folder / f"{step}.ckpt.manifest.json").write_text(json.dumps(content))
 
 
 EXPECTED = {("loss", 1): {0.5}, ("loss", 2): {0.25}}

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import json
 import zlib
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -69,9 +67,8 @@ def _store(service: AzureService, step: int, score: float | None, content: bytes
     name = f"step={step}.ckpt"
     files = {name: StoredFile(len(content) if size is None else size, zlib.crc32(content))}
     manifest = Manifest(name, step, 0, float(step), 1, "epoch", score, "max", files)
-    text = json.dumps({"version": 1, **asdict(manifest)}).encode()
     service.write_output("job", "run", f"checkpoints/{name}", content)
-    service.write_output("job", "run", f"checkpoints/{name}.manifest.json", text)
+    service.write_output("job", "run", f"checkpoints/{name}.manifest.json", manifest.to_text().encode())
 
 
 @pytest.mark.parametrize(

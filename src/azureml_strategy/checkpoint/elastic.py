@@ -214,11 +214,11 @@ def _cut_otherwise(trainer: Trainer, strategy: CutsBatches, plan: ElasticPlan) -
 
 def _recorded(checkpoint: Path) -> tuple[GlobalBatch | None, str]:
     """What the manifest says, if there is one, and why it cannot be read."""
-    manifest = manifest_path(checkpoint)
     try:
-        return Manifest.read(manifest).global_batch if manifest.is_file() else None, ""
+        manifest = Manifest.of(checkpoint)
+        return manifest.global_batch if manifest is not None else None, ""
     except (ValueError, OSError) as error:
-        return None, f"{manifest} cannot be read: {error}. Go on from another checkpoint."
+        return None, f"{manifest_path(checkpoint)} cannot be read: {error}. Go on from another checkpoint."
 
 
 def _say(trainer: Trainer, words: str) -> None:

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import reprlib
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from azureml_strategy.checkpoint.global_batch import GlobalBatch
 
 AnyPath = TypeVar("AnyPath", Path, PurePosixPath)
-_SUFFIX = ".manifest.json"
-_VERSION = 1
+# What lies beside a checkpoint, by how its name goes on: no checkpoint's own name ends so.
+MANIFEST, MARK, PART = ".manifest.json", ".incomplete", ".part"
+_VERSION = 2
 _CHUNK_BYTES = 8 << 20
+# Bytes of a name, with all that is put behind it; NAME_MAX of Linux.
+_LONGEST_NAME = 255 - len(MANIFEST + PART)
+
+
+class EarlierVersionError(ValueError):
+    """A manifest of version 1, which has no checksum of its own and does not say which run wrote it, and when."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +48,15 @@ class Manifest:
         name: of the checkpoint, a file or a folder beside the manifest.
         step: optimizer steps that were done.
         epoch: the one it was written in.
-        saved_at: seconds since 1970 on rank 0.
+        saved_at: seconds since 1970 on rank 0, for people: no clock decides anything.
         world_size: ranks that wrote it.
         reason: why it was written.
         score: of the monitored metric; None where it was not measured at this step.
         mode: `min` or `max`: which score is better.
         files: by their path from the manifest's folder.
-        global_batch: what its steps learned from; None in a manifest of a time when it was not written down.
+        global_batch: what its steps learned from; None where it is not known.
+        attempt: which start of a training in this folder wrote it, counted from 1.
+        run_id: of the Azure ML run that wrote it; None outside a job.
     """
 
     name: str
@@ -58,32 +69,60 @@ class Manifest:
     mode: str
     files: Mapping[str, StoredFile]
     global_batch: GlobalBatch | None = None
+    attempt: int = 1
+    run_id: str | None = None
 
     def write(self, folder: Path) -> None:
         """Write it beside the checkpoint; complete, or not there at all.
 
         Raises:
+            ValueError: it is not one that `read` would take.
             OSError: it cannot be written.
         """
-        write_durably(manifest_path(folder / self.name), json.dumps({"version": _VERSION, **asdict(self)}, indent=1))
+        text = self.to_text()
+        _require_valid(json.loads(text), self.name + MANIFEST)
+        write_durably(manifest_path(folder / self.name), text)
+
+    def to_text(self) -> str:
+        """What is written."""
+        return _signed({"version": _VERSION, **asdict(self)})
 
     @staticmethod
     def read(path: Path) -> Manifest:
-        """Read a manifest.
+        """Read a manifest, as what a stranger may have written.
 
         Raises:
-            ValueError: it is none, or of a later version.
+            EarlierVersionError: it is of version 1.
+            ValueError: it is none, or not as it was written.
             OSError: it cannot be read.
         """
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict) or content.pop("version", None) != _VERSION:
-            raise ValueError(f"{path.name} is no manifest of version {_VERSION}")
+        if not path.is_file():
+            raise ValueError(f"{path.name} is no file")
+        text = path.read_bytes().decode("utf-8")
         try:
-            files = {name: StoredFile(**each) for name, each in content.pop("files").items()}
-            batch = content.pop("global_batch", None)
-            return Manifest(files=files, global_batch=GlobalBatch(**batch) if batch else None, **content)
-        except (TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{path.name} is no manifest: {error}") from error
+            content = json.loads(text)
+            _require_signed(content, text, path.name)
+        except RecursionError as error:
+            raise ValueError(f"{path.name} is no manifest: it is nested too deep") from error
+        _require_valid(content, path.name)
+        files = {name: StoredFile(**each) for name, each in content["files"].items()}
+        batch = None if content["global_batch"] is None else GlobalBatch(**content["global_batch"])
+        fields = {key: value for key, value in content.items() if key not in ("version", "crc32")}
+        return Manifest(**(fields | {"files": files, "global_batch": batch}))
+
+    @staticmethod
+    def of(checkpoint: Path) -> Manifest | None:
+        """The manifest of a checkpoint; None where it has none, or one of version 1, with which nothing can be checked.
+
+        Raises:
+            ValueError: there is one, but not as it was written.
+            OSError: it cannot be read.
+        """
+        path = manifest_path(checkpoint)
+        try:
+            return Manifest.read(path) if os.path.lexists(path) else None
+        except EarlierVersionError:
+            return None
 
     def fault(self, folder: Path, content: bool = True) -> str | None:
         """Why the files are not those that were written; None if they are.
@@ -93,28 +132,140 @@ class Manifest:
             content: compare checksums too, which reads every byte.
         """
         for name, stored in self.files.items():
-            path = folder / name
-            if not path.is_file():
-                return f"{name} is missing"
-            if path.stat().st_size != stored.size:
-                return f"{name} has {path.stat().st_size:,} of {stored.size:,} bytes"
+            fault = _look(folder, name, stored)
+            if fault is not None:
+                return fault
         for name, stored in self.files.items() if content else ():
-            try:
-                if stored_file(folder / name) != stored:
-                    return f"{name} has other bytes than were written"
-            except OSError as error:
-                return f"{name} cannot be read ({error.strerror})"
+            fault = file_fault(folder, name, stored)
+            if fault is not None:
+                return fault
         return None
+
+
+def _look(folder: Path, name: str, stored: StoredFile) -> str | None:
+    path = folder / name
+    try:
+        if not path.is_file():
+            return f"{name} is missing"
+        size = path.stat().st_size
+    except OSError as error:
+        return f"{name} cannot be read ({error.strerror})"
+    return None if size == stored.size else f"{name} has {size:,} of {stored.size:,} bytes"
+
+
+def file_fault(folder: Path, name: str, stored: StoredFile) -> str | None:
+    """Why the content of a file is not what was written; None if it is. Reads every byte."""
+    try:
+        same = stored_file(folder / name) == stored
+    except OSError as error:
+        return f"{name} cannot be read ({error.strerror})"
+    return None if same else f"{name} has other bytes than were written"
 
 
 def manifest_path(checkpoint: AnyPath) -> AnyPath:
     """Where a checkpoint's manifest lies."""
-    return checkpoint.with_name(checkpoint.name + _SUFFIX)
+    return checkpoint.with_name(checkpoint.name + MANIFEST)
 
 
 def manifests(folder: Path) -> list[Path]:
     """The manifests in a folder, in the order of their names; none where there is no folder."""
-    return sorted(folder.glob("*" + _SUFFIX))
+    return sorted(folder.glob("*" + MANIFEST))
+
+
+def is_checkpoint_name(name: str) -> bool:
+    """Whether a checkpoint can have this name: one plain name in its folder, and of nothing that lies beside one."""
+    plain = _is_component(name) and not name.startswith(".") and not name.endswith((MANIFEST, MARK, PART))
+    return plain and len(os.fsencode(name)) <= _LONGEST_NAME
+
+
+def _is_component(name: str) -> bool:
+    """A name in a path that leads no other way; what is printable holds no NUL, newline or surrogate."""
+    return name not in ("", ".", "..") and "/" not in name and name.isprintable()
+
+
+def _signed(content: Mapping[str, Any]) -> str:
+    """The text of a manifest: its content, and a checksum over it in a form that no order or white space changes."""
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return json.dumps({**content, "crc32": zlib.crc32(canonical.encode())}, indent=1)
+
+
+def _require_signed(content: Any, text: str, name: str) -> None:
+    if not isinstance(content, dict):
+        raise ValueError(f"{name} is no manifest")
+    if type(content.get("version")) is int and content["version"] == 1:
+        raise EarlierVersionError(f"{name} is of version 1, and this is version {_VERSION}")
+    # the text itself, too: 1e-07 and 1E-07 are one number, and one flipped bit
+    if _signed({key: value for key, value in content.items() if key != "crc32"}) != text:
+        raise ValueError(f"{name} is damaged: its checksum is not that of its content")
+
+
+_Check = Callable[[Any], bool]
+
+
+def _whole(least: int, below: int = 1 << 63) -> _Check:
+    return lambda value: type(value) is int and least <= value < below  # a bool is an int to Python
+
+
+def _or_none(check: _Check) -> _Check:
+    return lambda value: value is None or check(value)
+
+
+def _exactly(fields: Mapping[str, _Check]) -> _Check:
+    def check(value: Any) -> bool:
+        return isinstance(value, dict) and value.keys() == fields.keys() and all(map(_fits(fields), value.items()))
+
+    return check
+
+
+def _fits(fields: Mapping[str, _Check]) -> Callable[[tuple[str, Any]], bool]:
+    return lambda item: fields[item[0]](item[1])
+
+
+_is_stored_file = _exactly({"size": _whole(0), "crc32": _whole(0, 1 << 32)})
+
+
+def _are_files(value: Any) -> bool:
+    return isinstance(value, dict) and bool(value) and all(map(_is_stored_file, value.values()))
+
+
+_BATCH: dict[str, _Check] = {
+    "batch_size": _or_none(_whole(0)),
+    "replicas": _whole(1),
+    "accumulation": _whole(1),
+    "epoch_batches": _or_none(_whole(0)),
+}
+# The keys of a manifest, and what their values are.
+_FIELDS: dict[str, _Check] = {
+    "version": _whole(_VERSION, _VERSION + 1),
+    "name": lambda value: isinstance(value, str) and is_checkpoint_name(value),
+    "step": _whole(0),
+    "epoch": _whole(0),
+    "saved_at": lambda value: isinstance(value, float) and math.isfinite(value),
+    "world_size": _whole(1),
+    "reason": lambda value: isinstance(value, str),
+    "score": _or_none(lambda value: isinstance(value, float)),  # of a run that diverged, NaN
+    "mode": lambda value: value in ("min", "max"),
+    "files": _are_files,
+    "global_batch": _or_none(_exactly(_BATCH)),
+    "attempt": _whole(1),
+    "run_id": _or_none(lambda value: isinstance(value, str) and value.isprintable() and value != ""),
+    "crc32": _whole(0, 1 << 32),
+}
+
+
+def _require_valid(content: dict[str, Any], name: str) -> None:
+    """The keys that we write and no others, and what they say fits together."""
+    if content.keys() != _FIELDS.keys():
+        raise ValueError(f"{name} is no manifest: it has {reprlib.repr(sorted(content.keys() ^ _FIELDS.keys()))} wrong")
+    for key, value in content.items():
+        if not _FIELDS[key](value):
+            raise ValueError(f"{name} is no manifest: its {key} is {reprlib.repr(value)}")
+    if name != content["name"] + MANIFEST:
+        raise ValueError(f"{name} is the manifest of {content['name']}")
+    for file in content["files"]:
+        first, *below = file.split("/")
+        if first != content["name"] or not all(map(_is_component, below)):
+            raise ValueError(f"{name} lists {reprlib.repr(file)}, which is no part of {content['name']}")
 
 
 def stored_file(path: Path) -> StoredFile:
@@ -137,8 +288,9 @@ def write_durably(path: Path, text: str) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    part = path.with_name(path.name + ".part")
-    with open(part, "w", encoding="utf-8") as file:
+    part = path.with_name(path.name + PART)
+    part.unlink(missing_ok=True)
+    with open(part, "x", encoding="utf-8") as file:  # a new one: a link that lies there would be written through
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

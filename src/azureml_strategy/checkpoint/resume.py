@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
-from azureml_strategy.checkpoint.manifest import Manifest, manifest_path, manifests
+from azureml_strategy.checkpoint.manifest import EarlierVersionError, Manifest, manifest_path, manifests
 from azureml_strategy.checkpoint.storage_folder import newest_first
 from azureml_strategy.cluster import Launch, detect_launch
 from azureml_strategy.network.rendezvous import open_store
@@ -97,9 +97,11 @@ def _below(folder: Path) -> list[Path]:
 def _readable(path: Path) -> Manifest | None:
     try:
         return Manifest.read(path)
+    except EarlierVersionError as error:
+        log.warning("Checkpoint manifest %s is left out: %s; `resume=PATH` takes what it lists unchecked.", path, error)
     except (ValueError, OSError) as error:
         log.warning("Checkpoint manifest %s is left out: %s.", path, error)
-        return None
+    return None
 
 
 def _given(path: Path) -> Path:
@@ -109,7 +111,7 @@ def _given(path: Path) -> Path:
             f"looks for the newest below output_dir, and `resume={NEVER}` starts anew."
         )
     try:
-        manifest = Manifest.read(manifest_path(path)) if manifest_path(path).is_file() else None
+        manifest = Manifest.of(path)
     except (ValueError, OSError) as error:
         raise ResumeError(f"resume={path}, but its manifest cannot be read: {error}. Give another one.") from error
     fault = manifest.fault(path.parent) if manifest is not None else None

@@ -26,7 +26,7 @@ from azureml_strategy.checkpoint.manifest import Manifest
 from azureml_strategy.checkpoint.pausing import waits_for_checkpoint
 from azureml_strategy.checkpoint.random_state import find_generators, gather, random_state, set_random_state
 from azureml_strategy.checkpoint.saving import Saving
-from azureml_strategy.checkpoint.storage_folder import CheckpointFolder
+from azureml_strategy.checkpoint.storage_folder import CheckpointFolder, this_run
 from azureml_strategy.checkpoint.storage_io import AtomicCheckpointIO
 from azureml_strategy.checkpoint.storage_write import CheckpointWriter, Written
 from azureml_strategy.checkpoint.timer import SharedTimer
@@ -49,8 +49,9 @@ class JobCheckpoint(ModelCheckpoint):
 
     It is written after each validation, or each epoch where there is none, and besides that by step and by time. The
     interval in time begins anew with each checkpoint. Which ones stay is decided by the manifests on disk, so that
-    it survives restarts; the newest is never deleted. Those that were passed over when the run was resumed, damaged or
-    not wanted, count for nothing: they take no sound one's place, and are not deleted.
+    it survives restarts; the newest is never deleted. Newest is by the start that wrote it and by step, not by a clock.
+    Those that were passed over when the run was resumed, damaged or not wanted, count for nothing: they take no sound
+    one's place, and are not deleted. Neither are those of another Azure ML run in the same folder.
 
     Args:
         dirpath: the folder; else `checkpoints` below the Trainer's `default_root_dir`.
@@ -96,6 +97,7 @@ class JobCheckpoint(ModelCheckpoint):
         self._steps = 0
         self._unwritten: list[Unwritten] = []
         self._passed_over: frozenset[str] = frozenset()
+        self._attempt = 1
         self._saving = Saving()
 
     @override
@@ -263,11 +265,13 @@ class JobCheckpoint(ModelCheckpoint):
             mode=self.mode,
             files={},
             global_batch=running_global_batch(trainer),
+            attempt=self._attempt,
+            run_id=self._folder.run_id,
         )
 
     @property
     def _folder(self) -> CheckpointFolder:
-        return CheckpointFolder(Path(str(self.dirpath)))
+        return CheckpointFolder(Path(str(self.dirpath)), this_run())
 
     def _wanted_name(self, trainer: Trainer) -> str:
         return Path(self.format_checkpoint_name(self._monitor_candidates(trainer))).name
@@ -287,6 +291,7 @@ class JobCheckpoint(ModelCheckpoint):
 
     def _clean_up(self) -> None:
         try:
+            self._attempt = self._folder.next_attempt()
             left = self._folder.remove_leftovers()
         except OSError as error:
             rank_zero_warn(f"What an earlier attempt left half-written in {self.dirpath} cannot be removed: {error}")

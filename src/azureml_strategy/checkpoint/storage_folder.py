@@ -5,38 +5,58 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from azureml_strategy.checkpoint.manifest import (
+    MARK,
+    PART,
     Manifest,
     StoredFile,
+    is_checkpoint_name,
     manifest_path,
     manifests,
     stored_file,
     write_durably,
 )
+from azureml_strategy.cluster.job import read_job
 
-# Lies beside a checkpoint from before its first byte until its manifest is there, and again while it is deleted. Only
-# what it names is ever cleaned up: a file of the user's in this folder is none of our business.
-_MARK = ".incomplete"
+# A mark lies beside a checkpoint from before its first byte until its manifest is there, and again while it is deleted.
+# It holds the run's id. Only what a mark of this run names is ever cleaned up: other files are none of our business.
+_LONGEST_MARK_BYTES = 1024
 
 
 class CheckpointFolder:
     """Checkpoints with manifests in one folder, on a local disk or a mount.
 
     Nothing is renamed but single files, and nothing is written under a name that exists: so an interrupted write or
-    deletion leaves something that has no manifest, and never damages what has one.
+    deletion leaves something that has no manifest, and never damages what has one. What manifests and marks say is
+    what a stranger may have written: no name in them leads out of the folder, and no link is followed to delete.
 
     Args:
         path: the folder; made when something is written.
+        run_id: of the Azure ML run that uses it, whose checkpoints alone it may remove; None outside a job.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, run_id: str | None = None) -> None:
         self.path = path
+        self.run_id = run_id
 
     def complete(self) -> list[Manifest]:
-        """The manifests that can be read, the newest first."""
+        """The manifests that can be read, the newest first, whichever run wrote them."""
         return newest_first(self._readable())
+
+    def own(self) -> list[Manifest]:
+        """Those of this run, the newest first. Outside a job: those that were written outside a job."""
+        return [each for each in self.complete() if each.run_id == self.run_id]
+
+    def next_attempt(self) -> int:
+        """The number of a start that is newer than whatever lies here.
+
+        Raises:
+            OSError: the folder cannot be read.
+        """
+        return 1 + max((each.attempt for each in self._readable()), default=0)
 
     def newer_than(self, checkpoint: Path) -> frozenset[str]:
         """The names of the complete ones that are newer than another one; none if that lies elsewhere."""
@@ -54,15 +74,18 @@ class CheckpointFolder:
             The name, with a number if it is taken.
 
         Raises:
+            ValueError: no checkpoint can have this name.
             OSError: the folder cannot be written to.
         """
+        if not is_checkpoint_name(name):
+            raise ValueError(f"{name!r} is no name for a checkpoint: give a `filename` of fewer, printable characters")
         self.path.mkdir(parents=True, exist_ok=True)
         stem, suffix = os.path.splitext(name)
         number = 0
-        while (self.path / name).exists() or manifest_path(self.path / name).exists():
+        while any(map(os.path.lexists, (self.path / name, manifest_path(self.path / name), self._mark(name)))):
             number += 1
             name = f"{stem}-v{number}{suffix}"
-        write_durably(self._mark(name), "")
+        self._put_mark(name)
         return name
 
     def listing(self, name: str) -> list[str]:
@@ -79,14 +102,20 @@ class CheckpointFolder:
         """
         return {file: self._settle(self.path / file) for file in files}
 
-    def commit(self, manifest: Manifest) -> None:
+    def commit(self, manifest: Manifest) -> Manifest:
         """Write the manifest: from here on the checkpoint counts.
 
+        Returns:
+            The manifest.
+
         Raises:
+            ValueError: the manifest would not be taken when it is read.
             OSError: it cannot be written.
         """
         manifest.write(self.path)
-        self._mark(manifest.name).unlink(missing_ok=True)
+        with suppress(OSError):  # a mark beside a manifest does no harm
+            self._mark(manifest.name).unlink(missing_ok=True)
+        return manifest
 
     def remove(self, name: str) -> None:
         """Delete a checkpoint; interrupted, it is one that does not count.
@@ -94,12 +123,12 @@ class CheckpointFolder:
         Raises:
             OSError: it cannot be deleted.
         """
-        write_durably(self._mark(name), "")
+        self._put_mark(name)
         manifest_path(self.path / name).unlink(missing_ok=True)
         self._remove_content(name)
 
     def remove_leftovers(self) -> list[str]:
-        """Delete what interrupted writes and deletions have left.
+        """Delete what interrupted writes and deletions of this run have left.
 
         Returns:
             The names of what was deleted.
@@ -107,8 +136,8 @@ class CheckpointFolder:
         Raises:
             OSError: it cannot be deleted.
         """
-        names = sorted(mark.name.removesuffix(_MARK) for mark in self.path.glob("*" + _MARK))
-        left = [name for name in names if not manifest_path(self.path / name).is_file()]
+        names = sorted(mark.name.removesuffix(MARK) for mark in self.path.glob("*" + MARK) if self._is_own(mark))
+        left = [name for name in names if not os.path.lexists(manifest_path(self.path / name))]
         for name in left:
             self._remove_content(name)
         for name in names:
@@ -125,9 +154,9 @@ class CheckpointFolder:
 
     def _remove_content(self, name: str) -> None:
         path = self.path / name
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
-        for file in (path, path.with_name(name + ".part"), manifest_path(path).with_suffix(".json.part")):
+        for file in (path, path.with_name(name + PART), manifest_path(path).with_name(manifest_path(path).name + PART)):
             file.unlink(missing_ok=True)
         self._mark(name).unlink(missing_ok=True)
 
@@ -139,7 +168,16 @@ class CheckpointFolder:
                 continue  # resuming says so; here it only cannot be counted
 
     def _mark(self, name: str) -> Path:
-        return self.path / (name + _MARK)
+        return self.path / (name + MARK)
+
+    def _put_mark(self, name: str) -> None:
+        write_durably(self._mark(name), self.run_id or "")
+
+    def _is_own(self, mark: Path) -> bool:
+        if not is_checkpoint_name(mark.name.removesuffix(MARK)) or mark.is_symlink() or not mark.is_file():
+            return False
+        with open(mark, "rb") as file:
+            return file.read(_LONGEST_MARK_BYTES) == (self.run_id or "").encode()
 
     @staticmethod
     def _settle(path: Path) -> StoredFile:
@@ -148,9 +186,15 @@ class CheckpointFolder:
         return stored_file(path)
 
 
+def this_run() -> str | None:
+    """The id of the Azure ML run that this process belongs to; None outside a job."""
+    job = read_job()
+    return None if job is None else job.run_id
+
+
 def newest_first(found: Iterable[Manifest]) -> list[Manifest]:
-    """By time, not by step: a run that was told to start anew is newer than what it found."""
-    return sorted(found, key=lambda each: (each.saved_at, each.step), reverse=True)
+    """By attempt, then by step: a run that was told to start anew is newer than what it found. Clocks may be wrong."""
+    return sorted(found, key=lambda each: (each.attempt, each.step, each.name), reverse=True)
 
 
 def superfluous(complete: list[Manifest], keep_last: int, keep_best: int, mode: str) -> list[Manifest]:

@@ -56,7 +56,8 @@ class CheckpointWriter:
         """Write a checkpoint and its manifest; by all ranks.
 
         Args:
-            draft: its manifest but for its files; a number is added to the name if there is such a checkpoint.
+            draft: its manifest but for its files; a number is added to the name if there is such a checkpoint. That of
+                rank 0 is written.
             write_parts: writes this rank's files.
             exchange: between the ranks.
 
@@ -66,16 +67,20 @@ class CheckpointWriter:
         name = None
         try:
             name = exchange.on_rank_zero(lambda: self._begin(draft.name))
-            write_parts(self.folder.path / name, exchange)
-            manifest = replace(draft, name=name, files=self._settle(name, exchange))
-            exchange.on_rank_zero(lambda: self.folder.commit(manifest))
+            manifest = self._write(replace(draft, name=name), write_parts, exchange)
         except StepError as error:
             self._give_up(draft.step, name, str(error), exchange.rank)
             exchange.leave()
             return None
-        scores = exchange.on_rank_zero(lambda: self._clear_away(draft.mode))
+        scores = self._cleared_away(manifest, exchange)
         exchange.leave()
         return Written(manifest, scores)
+
+    def _write(self, draft: Manifest, write_parts: WriteParts, exchange: Exchange) -> Manifest:
+        write_parts(self.folder.path / draft.name, exchange)
+        files = self._settle(draft.name, exchange)
+        manifest: Manifest = exchange.on_rank_zero(lambda: self.folder.commit(replace(draft, files=files)))
+        return manifest
 
     def _begin(self, name: str) -> str:
         """The name to write under. Known beforehand, a full disk does not stop one rank in the middle."""
@@ -96,18 +101,26 @@ class CheckpointWriter:
         settled = exchange.together(lambda: self.folder.settle(_share(files, exchange.rank)))
         return dict(sorted(item for each in settled for item in each.items()))
 
-    def _clear_away(self, mode: str) -> dict[str, float]:
-        """Remove what may go; the scores of what is left."""
+    def _cleared_away(self, written: Manifest, exchange: Exchange) -> dict[str, float]:
+        """The scores of what is left; none where that cannot be said. What was written counts whatever happens here."""
         try:
-            for each in superfluous(self._sound(), self.keep_last, self.keep_best, mode):
+            return exchange.on_rank_zero(lambda: self._clear_away(written))
+        except StepError as error:
+            _warn(f"Older checkpoints in {self.folder.path} cannot be looked through: {error}", exchange.rank)
+            return {}
+
+    def _clear_away(self, written: Manifest) -> dict[str, float]:
+        """Remove what may go; the scores of what is left. What was just written stays, wherever it is in the order."""
+        counted = [each for each in self.folder.own() if each.name not in self.passed_over]
+        rest = superfluous(counted, self.keep_last, self.keep_best, written.mode)
+        gone = [each for each in rest if each.name != written.name]
+        try:
+            for each in gone:
                 self.folder.remove(each.name)
         except OSError as error:
             _warn(f"Older checkpoints in {self.folder.path} cannot be deleted: {error}", rank=0)
-        best = by_score(self._sound(), mode)
+        best = by_score([each for each in counted if each not in gone], written.mode)
         return {str(self.folder.path / each.name): each.score for each in best if each.score is not None}
-
-    def _sound(self) -> list[Manifest]:
-        return [each for each in self.folder.complete() if each.name not in self.passed_over]
 
     def _give_up(self, step: int, name: str | None, error: str, rank: int) -> None:
         _warn(
