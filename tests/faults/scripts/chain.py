@@ -40,6 +40,10 @@ class EndAfter(Callback):
     def __init__(self, place: str, times: int) -> None:
         self.place = place
         self._left = times
+        self._from = "the beginning"
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._from = Path(trainer.ckpt_path).stem if trainer.ckpt_path else self._from
 
     def on_train_batch_start(self, *arguments: Any) -> None:
         if self.place == "batches":
@@ -58,7 +62,7 @@ class EndAfter(Callback):
             raise Killed
 
     def __str__(self) -> str:
-        return self.place
+        return f"{self.place} from {self._from}"
 
 
 def places(script: Script) -> Iterator[EndAfter]:
@@ -111,7 +115,7 @@ def _until_the_end(name: str, output: Path) -> tuple[dict[str, Any] | None, list
     attempts: list[str] = []
     for end in itertools.islice(places(SCRIPTS[name]), _MOST_ATTEMPTS):
         try:
-            return fit(name, output, end), [*attempts, "the end"]
+            return fit(name, output, end), [*attempts, f"the end, not {end}"]
         except Killed:
             attempts.append(str(end))
     return None, attempts
