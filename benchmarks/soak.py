@@ -1,8 +1,8 @@
 """How many random faults does a training survive? Target: all of them.
 
-Trainings of two and four processes are killed, told to end, robbed of their disk, their network, their MLflow server
-and of what they have saved, start again, and must end with the weights and the curve of the undisturbed training, bit
-for bit.
+Our trainings of two and four processes, and scripts as others write them (`tests/faults/scripts`), are killed, told to
+end, robbed of their disk, their network, their MLflow server and of what they have saved, start again, and must end
+with the weights and the curve of the undisturbed training, bit for bit.
 """
 
 from __future__ import annotations
@@ -31,13 +31,18 @@ ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))
 
 from tests.faults import disks, network  # noqa: E402
+from tests.faults.scripts.catalogue import SCRIPTS  # noqa: E402
 from tests.faults.trial import FAMILIES, Trial  # noqa: E402
 from tests.preloaded import Forked  # noqa: E402
 from tests.tracking.server import Server  # noqa: E402
 
 # How often each comes: strategy and ranks, and family. Isolated nodes start interpreters, which takes seconds.
 JOBS = {("ddp", 2): 6, ("ddp", 4): 1, ("zero", 2): 1, ("pipeline", 2): 1, ("model_parallel", 2): 1}
+_STRATEGIES = sorted({name for name, _ in JOBS} | {name for script in SCRIPTS.values() for name, _ in script.jobs()})
 SHARES = {"signals": 6, "events": 3, "disks": 3, "files": 4, "tracking": 3, "network": 1}
+# The families that meet scripts of the catalogue as well, and how often: the others are about the job, not the script.
+SCRIPTS_SHARE = {"signals": 0.6, "files": 0.6}
+SHIPPED = "shipped"
 # No trial takes so long; if one does, it is lost.
 LONGEST_SECONDS = 1800.0
 
@@ -76,11 +81,12 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--faults", type=int, default=200, help="how many, in all")
+    parser.add_argument("--faults", type=int, default=300, help="how many, in all")
     parser.add_argument("--seed", type=int, default=0, help="of all moments and places")
     parser.add_argument("--faults-per-trial", type=int, default=5)
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
-    parser.add_argument("--strategies", nargs="+", default=sorted({strategy for strategy, _ in JOBS}))
+    parser.add_argument("--strategies", nargs="+", default=_STRATEGIES)
+    parser.add_argument("--scripts", nargs="*", choices=SCRIPTS, default=list(SCRIPTS), metavar="NAME", help="or none")
     parser.add_argument("--at-once", type=int, default=max(len(os.sched_getaffinity(0)), 1), help="trials at a time")
     parser.add_argument("--folder", type=Path, help="where trials are kept; a temporary one by default")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write soak.json into")
@@ -114,12 +120,24 @@ def _trials(options: argparse.Namespace, families: list[str], server: str) -> It
     moments = random.Random(options.seed)
     jobs = {job: share for job, share in JOBS.items() if job[0] in options.strategies}
     shares = {name: SHARES[name] for name in families}
+    scripts = _script_jobs(options)
     for number in itertools.count():
         (family,) = moments.choices(list(shares), list(shares.values()))
         ((strategy, ranks),) = moments.choices(list(jobs), list(jobs.values()))
+        name = SHIPPED
+        if scripts and moments.random() < SCRIPTS_SHARE.get(family, 0.0):
+            name = moments.choice(list(scripts))
+            strategy, ranks = moments.choice(scripts[name])
         seed = 10_000 * options.seed + number
         address = server if family == "tracking" else ""
-        yield Trial(family, seed, options.faults_per_trial, strategy, ranks, address)
+        job = "" if name == SHIPPED else name
+        yield Trial(family, seed, options.faults_per_trial, strategy, ranks, address, job=job)
+
+
+def _script_jobs(options: argparse.Namespace) -> dict[str, list[tuple[str, int]]]:
+    """Strategies and ranks of each script that was asked for."""
+    jobs = {name: [job for job in SCRIPTS[name].jobs() if job[0] in options.strategies] for name in options.scripts}
+    return {name: possible for name, possible in jobs.items() if possible}
 
 
 def _soak(options: argparse.Namespace, families: list[str], folder: Path, server: str) -> list[Done]:
@@ -142,7 +160,7 @@ def _soak(options: argparse.Namespace, families: list[str], folder: Path, server
 
 
 def _run(trial: Trial, folder: Path) -> Done:
-    place = folder / f"{trial.family}-{trial.strategy}-{trial.ranks}-{trial.seed}"
+    place = folder / f"{trial.family}-{trial.job or SHIPPED}-{trial.strategy}-{trial.ranks}-{trial.seed}"
     started = time.monotonic()
     command = trial.arguments(place)
     trial_process = Forked([str(ROOT / "tests" / "faults" / "trial.py"), *command], os.environ, text=True)
@@ -165,7 +183,7 @@ def _read(trial: Trial, place: Path, output: str, seconds: float) -> Done:
 
 def _report(done: Done, met: int) -> None:
     how = "LOST" if done.lost else "survived"
-    print(f"{met:4} faults  {done.folder.name:32} {len(done.met)} faults, {done.seconds:5.1f} s: {how}", flush=True)
+    print(f"{met:4} faults  {done.folder.name:48} {len(done.met)} faults, {done.seconds:5.1f} s: {how}", flush=True)
 
 
 def _figures(done: list[Done]) -> dict[str, Any]:
@@ -181,8 +199,17 @@ def _figures(done: list[Done]) -> dict[str, Any]:
     return {
         "trainings": {"all": len(done), "lost": sum(bool(each.lost) for each in done)},
         "faults": {**families, "all": total},
+        "scripts": _by_script(done),
         "places": dict(places.most_common()),
     }
+
+
+def _by_script(done: list[Done]) -> dict[str, dict[str, int]]:
+    found: dict[str, Counter[str]] = {}
+    for each in done:
+        count = found.setdefault(each.trial.job or SHIPPED, Counter(trainings=0, injected=0, lost=0))
+        count.update(trainings=1, injected=len(each.met), lost=bool(each.lost))
+    return {name: dict(found[name]) for name in sorted(found)}
 
 
 def _show(figures: dict[str, Any]) -> None:
@@ -191,6 +218,8 @@ def _show(figures: dict[str, Any]) -> None:
         for name, each in figures["faults"].items()
     ]
     show("Random faults", ["family", "injected", "survived", "lost"], rows)
+    by_script = [[name, *map(str, each.values())] for name, each in figures["scripts"].items()]
+    show("By script", ["script", "trainings", "faults", "trainings lost"], by_script)
     print("At: " + ", ".join(f"{place} {count}" for place, count in figures["places"].items()))
     print(f"{figures['trainings']['lost']} of {figures['trainings']['all']} trainings lost")
 

@@ -142,10 +142,12 @@ def test_network_start(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_soak(tmp_path: Path) -> None:
     """A few faults of one family, and what is written of them; `tests/faults` has the others."""
-    figures = run("soak", tmp_path, "--faults=3", "--families=signals", "--strategies=ddp", f"--folder={tmp_path}/soak")
+    options = ["--families=signals", "--strategies=ddp", "--scripts", "resumable", f"--folder={tmp_path}/soak"]
+    figures = run("soak", tmp_path, "--faults=3", *options)
     assert figures["faults"]["all"]["injected"] >= 3
     assert figures["faults"]["all"]["lost"] == figures["trainings"]["lost"] == 0
     assert sum(figures["places"].values()) == figures["faults"]["all"]["injected"]
+    assert sum(each["injected"] for each in figures["scripts"].values()) == figures["faults"]["all"]["injected"]
 
 
 def test_nccl_gpu_says_that_it_needs_a_gpu(tmp_path: Path) -> None:

@@ -65,3 +65,49 @@ def test_results() -> None:
     other = {**expected, 1: {"step": 3, "weights": [0.1000001]}}
     assert oracle.result_differences(other, expected) == ["weights of rank 1"]
     assert oracle.result_differences({0: expected[0]}, expected) == ["ranks [0] have finished, not [0, 1]"]
+
+
+@pytest.mark.parametrize("key", ["weights", "kept", "optimizers", "schedulers", "callbacks"])
+def test_results_by_name(key: str) -> None:
+    expected = {0: {key: {"first": "1", "second": "2"}}}
+    assert oracle.result_differences(expected, expected) == []
+    for other, what in (({"first": "1", "second": "3"}, "3, not 2"), ({"first": "1"}, "none, not 2")):
+        differences = oracle.result_differences({0: {key: other}}, expected)
+        assert differences == [f"{key} of rank 0: 1 of 2 differ, such as second ({what})"]
+    assert oracle.result_differences({0: {key: {**expected[0][key], "third": "3"}}}, expected)
+
+
+def _leave(folder: Path, batches: list[tuple[int, int, str]]) -> Path:
+    folder.mkdir()
+    (folder / "batches-0.jsonl").write_text("".join(json.dumps(batch) + "\n" for batch in batches))
+    (folder / "curve.jsonl").write_text(json.dumps(["loss", 1, 0.5]) + "\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("batches", "difference"),
+    [
+        ([(0, 0, "a"), (0, 1, "b"), (0, 1, "b")], None),
+        ([(0, 0, "a"), (0, 1, "b"), (0, 1, "c")], "1 points other values, such as ('epoch 000', 1)"),
+        ([(0, 0, "a")], "1 points missing, such as ('epoch 000', 1)"),
+        (
+            [(0, 0, "a"), (0, 1, "b"), (1, 0, "c")],
+            "1 points not in the undisturbed run, such as ('epoch 001', 0)",
+        ),
+    ],
+)
+def test_batches(tmp_path: Path, batches: list[tuple[int, int, str]], difference: str | None) -> None:
+    """A batch may be read again, and must be the same."""
+    reference = _leave(tmp_path / "reference", [(0, 0, "a"), (0, 1, "b")])
+    output = _leave(tmp_path / "output", batches)
+    expected = [] if difference is None else [f"batches of rank 0: {difference}"]
+    assert oracle.training_differences(output, reference, {0: {"step": 2}}, {0: {"step": 2}}) == expected
+
+
+def test_warnings() -> None:
+    said = "This loader cannot be resumed exactly: ..."
+    assert oracle.warning_differences(["something else"], impossible=False) == []
+    assert oracle.warning_differences([said, "something else"], impossible=True) == []
+    assert oracle.warning_differences([said, said], impossible=True)
+    assert oracle.warning_differences([said], impossible=False)
+    assert oracle.warning_differences([], impossible=True)

@@ -24,6 +24,7 @@ from tests.emulated import loopback_addresses
 from tests.faults import disks, events, files, network, oracle, signals, tracking
 from tests.faults.fault import WELL, Attempt, Fault
 from tests.faults.job import ROOT, Ended, forked_ranks, run_attempt
+from tests.faults.scripts.catalogue import SCRIPTS
 from tests.multiprocess.scripts.noisy import DURATIONS, curve
 
 from azureml_strategy.cluster.emulated import EmulatedRun
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 TRAINING = ROOT / "tests" / "faults" / "training.py"
+SCRIPT = ROOT / "tests" / "faults" / "scripts" / "fit.py"
 # The run of a job that logs to no MLflow.
 NO_RUN = EmulatedRun("none", "faults", "1", "sqlite:///none.db")
 FAMILIES = ("signals", "events", "disks", "files", "tracking", "network")
@@ -52,10 +54,11 @@ class Trial:
         family: of the faults.
         seed: which ones, where and when.
         faults: how many, at most: a run that has come to its end meets no more.
-        strategy: a name of `training.STRATEGIES`.
+        strategy: a name of `training.STRATEGIES`; with a job, one of `scripts.fit.STRATEGIES`.
         ranks: how many.
         server: the address of a real MLflow server, for faults of tracking.
         script: the training.
+        job: a name of `scripts.catalogue.SCRIPTS`, to be trained instead; empty for none.
     """
 
     family: str
@@ -65,6 +68,7 @@ class Trial:
     ranks: int = 2
     server: str = ""
     script: Path = TRAINING
+    job: str = ""
 
     def arguments(self, folder: Path, references: Path | None = None) -> list[str]:
         """What the trial's own process gets: see `main`."""
@@ -76,10 +80,17 @@ class Trial:
             "ranks": self.ranks,
             "server": self.server,
             "script": self.script,
+            "job": self.job,
             "folder": folder,
             "references": references or folder.parent,
         }
         return [part for name, value in given.items() if value != "" for part in (f"--{name}", str(value))]
+
+    def command(self, output: Path, disturbed: bool = True) -> list[str]:
+        """The training's; undisturbed, it is never one of those that are broken."""
+        if self.job:
+            return [sys.executable, str(SCRIPT), self.strategy, str(output), self.job]
+        return [sys.executable, str(self.script if disturbed else TRAINING), self.strategy, str(output)]
 
 
 @dataclass
@@ -164,8 +175,7 @@ class _Stage:
     def next_attempt(self, number: int, faults: Sequence[Fault]) -> Ended:
         attempt = replace(self.attempt, environ=dict(self.attempt.environ), rank_environ={}, met=[])
         tracked = ["tracked"] if self.client else []
-        command = [sys.executable, str(self._trial.script), self._trial.strategy, str(attempt.output), *tracked]
-        return run_attempt(attempt, number, self.run, command, faults)
+        return run_attempt(attempt, number, self.run, [*self._trial.command(attempt.output), *tracked], faults)
 
     def histories(self) -> dict[str, list[tuple[int, float]]]:
         """What is in MLflow: steps and values by name; no times, as in the curve."""
@@ -186,14 +196,13 @@ class _Stage:
 
 def undisturbed(trial: Trial, folder: Path) -> Path:
     """The folder of the same training without a fault; made where it is not there yet, once for all trials."""
-    reference = folder / f"undisturbed-{trial.strategy}-{trial.ranks}"
+    reference = folder / f"undisturbed-{trial.job or 'shipped'}-{trial.strategy}-{trial.ranks}"
     reference.mkdir(parents=True, exist_ok=True)
     with open(reference / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (reference / "complete").exists():
             attempt = Attempt(trial.ranks, reference, loopback_addresses(trial.ranks))
-            command = [sys.executable, str(TRAINING), trial.strategy, str(reference)]
-            ended = run_attempt(attempt, 0, NO_RUN, command, [])
+            ended = run_attempt(attempt, 0, NO_RUN, trial.command(reference, disturbed=False), [])
             if not ended.complete:
                 raise RuntimeError(f"The undisturbed training failed: {ended.outcome}")
             (reference / "complete").touch()
@@ -215,15 +224,15 @@ def run_trial(trial: Trial, folder: Path, references: Path) -> Verdict:
         around.enter_context(forked_ranks())
         reference = undisturbed(trial, references)
         stage = _Stage(trial, folder / "output", around)
-        _disturb(trial, stage, verdict)
-        _judge(stage, verdict, reference)
+        _disturb(trial, stage, verdict, reference)
+        _judge_mlflow(stage, verdict, reference)
     (folder / "verdict.json").write_text(json.dumps(asdict(verdict), indent=1))
     return verdict
 
 
-def _disturb(trial: Trial, stage: _Stage, verdict: Verdict) -> None:
-    """Attempt after attempt until the training is complete, the last one without a fault."""
-    moments = random.Random(f"{trial.family}/{trial.strategy}/{trial.ranks}/{trial.seed}")
+def _disturb(trial: Trial, stage: _Stage, verdict: Verdict, reference: Path) -> None:
+    """Attempt after attempt until the training is complete, and one more, without a fault, which changes nothing."""
+    moments = random.Random(f"{trial.family}/{trial.job}{trial.strategy}/{trial.ranks}/{trial.seed}")
     complete = False
     while not complete:
         enough = len(verdict.met) >= trial.faults or len(verdict.attempts) >= _MOST_ATTEMPTS * trial.faults
@@ -231,8 +240,13 @@ def _disturb(trial: Trial, stage: _Stage, verdict: Verdict) -> None:
         complete = _attempt(stage, verdict, faults)
         if enough:
             break
+    differences = _differences(trial, stage.attempt.output, reference) if complete else []
+    verdict.lost += differences
     if not _attempt(stage, verdict, []):
         verdict.lost.append("the last attempt, which nothing disturbed, is not complete")
+    when = "started again after its end: " if complete else ""
+    later = _differences(trial, stage.attempt.output, reference)
+    verdict.lost += [f"{when}{each}" for each in later if each not in differences]
 
 
 def _attempt(stage: _Stage, verdict: Verdict, faults: Sequence[Fault]) -> bool:
@@ -254,19 +268,22 @@ def _drawn(moments: random.Random, trial: Trial, stage: _Stage) -> list[Fault]:
     return faults
 
 
-def _judge(stage: _Stage, verdict: Verdict, reference: Path) -> None:
-    output = stage.attempt.output
-    expected = curve(reference / "curve.jsonl")
-    verdict.lost += oracle.result_differences(_results(output), _results(reference))
-    verdict.lost += oracle.curve_differences(curve(output / "curve.jsonl"), expected)
+def _differences(trial: Trial, output: Path, reference: Path) -> list[str]:
+    found, expected = _results(output), _results(reference)
+    impossible = bool(trial.job and SCRIPTS[trial.job].impossible)
+    said = oracle.warning_differences(expected[0].get("warned", []), impossible)
+    return said if impossible else [*said, *oracle.training_differences(output, reference, found, expected)]
+
+
+def _judge_mlflow(stage: _Stage, verdict: Verdict, reference: Path) -> None:
     if stage.client:
-        often = oracle.points_logged(reference / "curve.jsonl")
+        expected, often = curve(reference / "curve.jsonl"), oracle.points_logged(reference / "curve.jsonl")
         differences = oracle.mlflow_differences(stage.histories(), expected, often)
         verdict.lost += [f"in MLflow: {each}" for each in differences]
 
 
 def _results(output: Path) -> dict[int, Any]:
-    return {int(file.stem): json.loads(file.read_text()) for file in (output / "results").glob("*.json")}
+    return {int(file.stem): json.loads(file.read_text()) for file in sorted((output / "results").glob("*.json"))}
 
 
 def _may_end_with(code: int, faults: Sequence[Fault]) -> bool:
@@ -285,6 +302,9 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--server", default="", help="of MLflow; for --family tracking")
     parser.add_argument("--script", type=Path, default=TRAINING)
+    parser.add_argument(
+        "--job", default="", choices=["", *SCRIPTS], metavar="NAME", help="a script of scripts/catalogue.py, instead"
+    )
     parser.add_argument("--folder", type=Path, required=True, help="of the trial; emptied before")
     parser.add_argument("--references", type=Path, help="of the undisturbed trainings; else beside the trial")
     options = vars(parser.parse_args())
