@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import time
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.combined_loader import CombinedLoader, _shutdown_workers_and_reset_iterator
 
 from azureml_strategy.checkpoint.random_state import RandomState, find_generators, random_state, set_random_state
 
@@ -67,19 +68,19 @@ class DataPosition:
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank needs to come back to the batch that is next, between two steps."""
-        if self._trainer.fit_loop._combined_loader is None:
-            return {"marks": [], "loaders": None}
+        fit = self._trainer.fit_loop
+        if fit._combined_loader is None:
+            return {"marks": [], "loaders": None, "reloaded": None}
         loaders = self._loaders._state_dicts() if self._all_stateful() else None
-        epoch: Any = self._trainer.fit_loop.epoch_progress.current
-        if epoch.processed == epoch.started:
-            return {"marks": [], "loaders": loaders}
-        self._keep_mark_of_new_iterators()
-        fetcher = self._trainer.fit_loop._data_fetcher
-        marks = dict(self._marks)
-        if fetcher is not None and self._reads_ahead(fetcher) and self._last is not None:
-            marks[self._last[0]] = self._last[1]
-            loaders = self._states if loaders is not None else None
-        return {"marks": list(marks.items()), "loaders": loaders}
+        epoch: Any = fit.epoch_progress.current
+        marks = {}
+        if epoch.processed < epoch.started:
+            self._keep_mark_of_new_iterators()
+            marks = dict(self._marks)
+            if self._last is not None and fit._data_fetcher is not None and self._reads_ahead(fit._data_fetcher):
+                marks[self._last[0]] = self._last[1]
+                loaders = self._states if loaders is not None else None
+        return {"marks": list(marks.items()), "loaders": loaders, "reloaded": fit._last_train_dl_reload_epoch}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Where `go_to` is to go.
@@ -113,30 +114,34 @@ class DataPosition:
             self._read_again(fetcher, batches)
         self._replayed = None
 
-    def load_streams(self, fetcher: _DataFetcher) -> bool:
-        """Before iterators are made for a resumed run's first epoch: put streams back, which go on over epochs.
+    def begin_epoch(self) -> None:
+        """Before the first epoch of a resumed run, at whose beginning the checkpoint was taken.
 
-        Loaders that have a length begin anew in each epoch, as Lightning has it.
-
-        Returns:
-            Whether there are any; then call `leave_end` once the iterators are made.
+        Loaders get their states: a stream may go on over the ends of epochs.
         """
-        saved, self._saved = self._saved, None
-        if saved is None or not saved["loaders"] or not self._reads_ahead(fetcher) or not self._all_stateful():
-            return False
-        self._loaders.reset()
-        self._loaders._load_state_dicts(saved["loaders"])
-        return True
+        saved = self._saved
+        if saved is None or saved["reloaded"] is None:
+            return
+        self._trainer.fit_loop._last_train_dl_reload_epoch = saved["reloaded"]
+        if saved["loaders"] and self._all_stateful():
+            for loader in self._loaders.flattened:
+                _shutdown_workers_and_reset_iterator(loader)
+            self._loaders._load_state_dicts(saved["loaders"])
 
     def leave_end(self, fetcher: _DataFetcher) -> None:
-        """A stream that stood at its end has nothing to give, and begins anew the next time."""
-        if isinstance(fetcher, _PrefetchDataFetcher) and not fetcher.batches:
-            iter(fetcher)
-
-    @property
-    def all_stateful(self) -> bool:
-        """Whether every loader knows its place by itself."""
-        return self._trainer.fit_loop._combined_loader is None or self._all_stateful()
+        """Once the iterators of that epoch are made: those of loaders that stood at their end give nothing."""
+        saved, self._saved = self._saved, None
+        if saved is None or not saved["loaders"] or not self._all_stateful():
+            return
+        if isinstance(fetcher, _PrefetchDataFetcher) and fetcher.length is None:
+            if not fetcher.batches:
+                iter(fetcher)
+            return
+        assert self._loaders._iterator is not None
+        iterators = self._loaders._iterator.iterators
+        for index, iterator in enumerate(iterators):
+            first = list(itertools.islice(iterator, 1))
+            iterators[index] = itertools.chain(first, iterator) if first else iter(self._loaders.flattened[index])
 
     @property
     def _loaders(self) -> CombinedLoader:

@@ -12,8 +12,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
-from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+from lightning.pytorch import Trainer
 from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.loop import _Loop
@@ -56,7 +55,7 @@ class FitLoopState:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = weakref.proxy(trainer)
         self.data = DataPosition(self._trainer)
-        self._restore: Callable[[], None] | None = None
+        self._restore: Callable[[bool], None] | None = None
         self._within_epoch = False
         self._started = False
         self._steps = 0
@@ -77,12 +76,13 @@ class FitLoopState:
             cls._of_trainers[trainer] = cls(trainer)
         return cls._of_trainers[trainer]
 
-    def resume(self, data: dict[str, Any] | None, restore: Callable[[], None]) -> None:
+    def resume(self, data: dict[str, Any] | None, restore: Callable[[bool], None]) -> None:
         """Have the next `fit_loop.run` begin between the two steps where the checkpoint was taken.
 
         Args:
             data: this rank's `DataPosition.state_dict`; None where it is of another number of ranks.
-            restore: called last before the next step, to put back what Lightning's hooks have changed meanwhile.
+            restore: called last before the next step, to put back what hooks have changed meanwhile; with whether that
+                step is not the first of an epoch.
         """
         self.data.load_state_dict(data)
         self._restore = restore
@@ -127,10 +127,9 @@ class FitLoopState:
     def _on_run_start(self, on_run_start: Callable[[], None]) -> None:
         self._started = True
         on_run_start()
-        if self._restore is not None:
-            _redo_epoch_start(self._trainer, self._within_epoch)
-            if not self._within_epoch:
-                self._restore()
+        if self._restore is not None and not self._within_epoch:
+            self.data.begin_epoch()
+            self._restore(False)
 
     def _on_epoch_run_start(self, on_run_start: Callable[[_DataFetcher], None], fetcher: _DataFetcher) -> None:
         """`_TrainingEpochLoop.on_run_start`, which makes new iterators in all epochs but the first."""
@@ -139,9 +138,8 @@ class FitLoopState:
         if resumes is None or not self._within_epoch:
             if self._trainer.current_epoch > 0 and not fit.is_resuming and not fit.epoch_loop.restarting:
                 self.data.begin_pass()
-            streams = resumes is not None and self.data.load_streams(fetcher)
             on_run_start(fetcher)
-            if streams:
+            if resumes is not None:
                 self.data.leave_end(fetcher)
             return
         on_run_start(fetcher)
@@ -150,7 +148,7 @@ class FitLoopState:
         # out schedulers that follow a metric at the end of this epoch.
         _set_restarting(fit, False)
         self._within_epoch = False
-        resumes()
+        resumes(True)
 
     def _on_before_fetch(self, on_before_fetch: Callable[[], None]) -> None:
         on_before_fetch()
@@ -200,29 +198,6 @@ def accumulating(trainer: Trainer, stepped: bool) -> bool:
     if engine is not None:  # counts on over the ends of epochs, where Lightning begins anew
         return bool(engine.micro_steps % engine.gradient_accumulation_steps())
     return trainer.fit_loop._should_accumulate() or not (trainer.lightning_module.automatic_optimization or stepped)
-
-
-def _redo_epoch_start(trainer: Trainer, within_epoch: bool) -> None:
-    """Have callbacks of Lightning's do what they keep in no state, and did in `on_train_epoch_start`."""
-    module = trainer.lightning_module
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    for callback in callbacks:
-        if isinstance(callback, GradientAccumulationScheduler) and within_epoch:
-            callback.on_train_epoch_start(trainer, module)
-        if isinstance(callback, StochasticWeightAveraging):
-            # To be there when its on_train_end is asked for it, although the epoch before was in another process.
-            callback._accumulate_grad_batches = trainer.accumulate_grad_batches
-            averaging = callback.swa_start <= trainer.current_epoch <= callback.swa_end
-            if callback._scheduler_state is not None and averaging:
-                _restart_averaging(trainer, callback)
-
-
-def _restart_averaging(trainer: Trainer, callback: StochasticWeightAveraging) -> None:
-    """Its scheduler sets learning rates when it is made; those of the checkpoint are the right ones."""
-    groups = [dict(group) for optimizer in trainer.optimizers for group in optimizer.param_groups]
-    callback.on_train_epoch_start(trainer, trainer.lightning_module)
-    for group, saved in zip((g for each in trainer.optimizers for g in each.param_groups), groups, strict=True):
-        group.update(saved)
 
 
 def _set_restarting(fit_loop: _FitLoop, restarting: bool) -> None:

@@ -13,11 +13,12 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, Timer
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
+from azureml_strategy.checkpoint import lightning_callbacks
 from azureml_strategy.checkpoint.batch_of_trainer import running_global_batch
 from azureml_strategy.checkpoint.elastic import warn_unless_elastic
 from azureml_strategy.checkpoint.exactness import warn_of_what_is_lost
@@ -186,8 +187,7 @@ class JobCheckpoint(ModelCheckpoint):
         checkpoint[_OURS] = {
             "between_steps": loop.between_steps,
             "ranks": gather(own),
-            "stopped": trainer.should_stop and not any(_used_up(each) for each in _callbacks(trainer)),
-            "frozen": [name for name, each in pl_module.named_parameters() if not each.requires_grad],
+            "callbacks": lightning_callbacks.save(trainer, checkpoint),
             "unwritten": unwritten(trainer),
         }
 
@@ -210,12 +210,10 @@ class JobCheckpoint(ModelCheckpoint):
                 f"{trainer.world_size} now: each draws new ones."
             )
             warn_unless_elastic(trainer)
-        if ours["stopped"]:
-            _stop_again(trainer)
+        lightning_callbacks.stop_again(trainer, ours["callbacks"])
 
-        def restore() -> None:
-            for name, parameter in pl_module.named_parameters():
-                parameter.requires_grad_(name not in ours["frozen"])
+        def restore(within_epoch: bool) -> None:
+            lightning_callbacks.restore(trainer, ours["callbacks"], within_epoch)
             if own is not None:
                 set_random_state(own["random"], _generators(trainer))
 
@@ -312,11 +310,6 @@ class JobCheckpoint(ModelCheckpoint):
                 logger.after_save_checkpoint(self)
 
 
-def _callbacks(trainer: Trainer) -> list[Callback]:
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return callbacks
-
-
 def _generators(trainer: Trainer) -> dict[str, Any]:
     """Random generators that the parts of a training keep for themselves."""
     loaders = trainer.fit_loop._combined_loader
@@ -325,24 +318,8 @@ def _generators(trainer: Trainer) -> dict[str, Any]:
             "loaders": loaders.flattened if loaders is not None else [],
             "module": trainer.lightning_module,
             "data module": trainer.datamodule,  # type: ignore[attr-defined]
-            "callbacks": _callbacks(trainer),
+            "callbacks": trainer.callbacks,  # type: ignore[attr-defined]
         }
-    )
-
-
-def _used_up(callback: Callback) -> bool:
-    """Whether it is a Timer that has stopped the training, which decides anew: its time may be extended."""
-    left = callback.time_remaining() if isinstance(callback, Timer) else None
-    return left is not None and left <= 0
-
-
-def _stop_again(trainer: Trainer) -> None:
-    """A training that was stopped early is over, when its job is started again as well."""
-    trainer.should_stop = True
-    rank_zero_info(
-        "This training was stopped early (Trainer.should_stop), and its checkpoint is of that moment: nothing is left "
-        "to train. To train on nevertheless, go on from an earlier checkpoint, `resume=PATH`, with an EarlyStopping of "
-        "more patience."
     )
 
 
