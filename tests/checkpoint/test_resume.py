@@ -124,7 +124,7 @@ class _Ranks:
     def _choose(self, rank: int) -> None:
         launch = Launch("pytorch", rank, 2, 0, 1, rank, 2, "127.0.0.1", self.port)
         try:
-            self.found[rank] = resume._agreed(launch, self.folders[rank])
+            self.found[rank] = resume._agreed(launch, "auto", self.folders[rank])
         except ResumeError as error:
             self.found[rank] = error
 

@@ -18,7 +18,7 @@ from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
 
 from azureml_strategy.checkpoint.elastic import ElasticRestart
-from azureml_strategy.checkpoint.resume import AUTO, checkpoint_to_resume, told_to_children
+from azureml_strategy.checkpoint.resume import ANY, AUTO, checkpoint_to_resume, told_to_children
 from azureml_strategy.cluster import detect_launch, read_job
 from azureml_strategy.tracking import JobMLFlowLogger
 from azureml_strategy.training.checking import check_config
@@ -67,7 +67,7 @@ def train(config: DictConfig) -> dict[str, float]:
 def _repeats(chosen: Path | None, resume: str) -> bool:
     """Whether an earlier attempt has logged steps that come again: it may have ended before its first checkpoint."""
     job = read_job()
-    return chosen is not None or (resume == AUTO and job is not None and job.attempt > 0)
+    return chosen is not None or (resume in (AUTO, ANY) and job is not None and job.attempt > 0)
 
 
 def _trainer(config: DictConfig, chosen: Path | None) -> Trainer:
