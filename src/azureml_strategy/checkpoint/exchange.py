@@ -6,8 +6,8 @@ import pickle
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -18,11 +18,20 @@ from azureml_strategy.checkpoint.random_state import gather
 Value = TypeVar("Value")
 _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.002, 0.05
 # How long rank 0, which serves the store, stays for the others' last question.
-_FAREWELL_SECONDS = 5.0
+_FAREWELL_SECONDS, _FAREWELL_PAUSE = 5.0, 0.02
+# A sign of life of each rank, and how often one that waits asks for it: in vain for two minutes means that it is gone,
+# as other code may hold Python's lock for a while.
+_BEAT_SECONDS, _ASK_SECONDS, _MOST_IN_VAIN = 5.0, 1.0, 120
+# For the last word, where the store may not answer.
+_CLOSE_SECONDS = 2.0
 
 
 class StepError(RuntimeError):
     """A step that failed on some rank; raised on all of them."""
+
+
+class ExchangeError(StepError):
+    """The ranks cannot go on, as one of them can no longer be heard; raised on all that wait."""
 
 
 class ExchangeClosedError(RuntimeError):
@@ -89,61 +98,177 @@ class GroupExchange(Exchange):
 class StoreExchange(Exchange):
     """Through the rendezvous store, for threads: collectives of theirs would mix with those of the training.
 
+    A rank waits for another as long as that lives, as a slow disk may take its time. What ends a rank's part, such as
+    a connection that is lost, ends the waits of all; then nobody uses this exchange any more.
+
     Args:
         store: a connection of its own, with names that nobody else uses.
         rank: this process's global rank.
         world_size: number of ranks.
+        connect: opens another connection to the same names, to tell the others that the first is lost; None if it
+            cannot.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+    def __init__(
+        self, store: Store, rank: int, world_size: int, connect: Callable[[], Store | None] = lambda: None
+    ) -> None:
         super().__init__(rank)
         self._store = store
+        self._connect = connect
         self._others = range(1, world_size)
         self._round = 0
-        self._closed = threading.Event()
+        self._over = threading.Event()
+        self._error: str | None = None
+        self._living = threading.Thread(target=self._live, name="checkpoint-exchange", daemon=True)
+        if world_size > 1:
+            self._living.start()
+
+    @property
+    def broken(self) -> bool:
+        """Whether an error of some rank has ended it."""
+        return self._error is not None
 
     @override
     def gather(self, value: Any) -> list[Any]:
         self._round += 1
         everything = f"{self._round}/all"
-        if self.rank > 0:
-            self._put(f"{self._round}/{self.rank}", value)
-            gathered: list[Any] = self._take(everything)
+        with self.telling():
+            if self.rank > 0:
+                self._put(f"{self._round}/{self.rank}", value)
+                gathered: list[Any] = self._take(everything, of=0)
+                return gathered
+            gathered = [value, *(self._take(f"{self._round}/{rank}", of=rank) for rank in self._others)]
+            if self._others:
+                self._put(everything, gathered)
+                self._store.delete_key(f"{self._round - 1}/all")  # read by all, or they would not have come this far
             return gathered
-        gathered = [value, *(self._take(f"{self._round}/{rank}", last=True) for rank in self._others)]
-        if self._others:
-            self._put(everything, gathered)
-            self._store.delete_key(f"{self._round - 1}/all")  # read by all, or they would not have come this far
-        return gathered
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Have any end of this thread's part that the others cannot know of end theirs as well.
+
+        Raises:
+            ExchangeError: in place of an error of this rank alone, with its text.
+        """
+        try:
+            yield
+        except (StepError, ExchangeClosedError):
+            raise
+        except Exception as error:  # whatever it is, the others must not wait for this rank
+            raise ExchangeError(self._end(f"rank {self.rank}: {type(error).__name__}: {error}")) from error
 
     @override
     def leave(self) -> None:
-        if self.rank > 0:
-            self._put(f"left/{self._round}/{self.rank}", None)
+        if self._over.is_set():
             return
-        deadline = time.monotonic() + _FAREWELL_SECONDS
-        with suppress(ExchangeClosedError):
-            for rank in self._others:
-                self._take(f"left/{self._round}/{rank}", last=True, deadline=deadline)
+        with suppress(RuntimeError):  # of the store: there is nobody left to talk to
+            if self.rank > 0:
+                self._store.set(f"left/{self._round}/{self.rank}", "")
+            else:
+                self._see_off([f"left/{self._round}/{rank}" for rank in self._others])
 
     def close(self) -> None:
-        """Have whatever waits for another rank fail."""
-        self._closed.set()
+        """Have whatever waits for another rank fail, and what other ranks wait for from this one."""
+        self._over.set()
+        if self._living.ident is not None:
+            self._living.join(_CLOSE_SECONDS)
+
+    def _live(self) -> None:
+        """Give a sign of life every few seconds, and at the end a last word."""
+        count = 0
+        with suppress(ExchangeError), self.telling():
+            while not self._over.is_set():
+                count += 1
+                self._store.set(f"beat/{self.rank}", str(count))
+                self._over.wait(_BEAT_SECONDS)
+        self._say_last_word()
+
+    def _see_off(self, keys: list[str]) -> None:
+        """Rank 0 serves the store: stay for the others' last question."""
+        deadline = time.monotonic() + _FAREWELL_SECONDS
+        while not self._store.check(keys) and time.monotonic() < deadline and not self._over.wait(_FAREWELL_PAUSE):
+            continue
+        for key in keys:
+            self._store.delete_key(key)
 
     def _put(self, key: str, value: Any) -> None:
+        self._require_open()
         self._store.set(key, pickle.dumps(value))  # type: ignore[arg-type] # torch's annotation forgets bytes
 
-    def _take(self, key: str, last: bool = False, deadline: float = float("inf")) -> Any:
-        """Wait for a value; not inside the store, which cannot be interrupted."""
-        pause = _SHORTEST_PAUSE_SECONDS
+    def _take(self, key: str, of: int) -> Any:
+        """Wait for a value; not inside the store, which cannot be interrupted.
+
+        Args:
+            key: its name.
+            of: the rank that gives it; rank 0's is for all, and stays.
+        """
+        pause, patience = _SHORTEST_PAUSE_SECONDS, _Patience(self._store, of)
         while not self._store.check([key]):
-            if self._closed.wait(pause) or time.monotonic() > deadline:
-                raise ExchangeClosedError("this process ended before all ranks had written")
+            if reason := patience.end():
+                self._end(reason)
+            self._over.wait(pause)
+            self._require_open()
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
         value = pickle.loads(self._store.get(key))
-        if last:
+        if of > 0:
             self._store.delete_key(key)
         return value
+
+    def _require_open(self) -> None:
+        if self._error is not None:
+            raise ExchangeError(self._error)
+        if self._over.is_set():
+            raise ExchangeClosedError("this process ended before all ranks had written")
+
+    def _end(self, error: str) -> str:
+        """Stop, and have the others stop as well; the error that counts."""
+        self._error = self._error or error
+        self._over.set()
+        return self._error
+
+    def _say_last_word(self) -> None:
+        """By this connection, or, for an error, by another where that is lost; the first one's of all counts."""
+        word = self._error or f"rank {self.rank} has left"
+        try:
+            self._store.compare_set("error", "", word)
+        except RuntimeError:
+            other = self._connect() if self._error is not None else None
+            if other is not None:
+                with suppress(RuntimeError):
+                    other.compare_set("error", "", word)
+
+
+class _Patience:
+    """With a rank that others wait for.
+
+    Args:
+        store: where its signs of life are.
+        rank: which.
+    """
+
+    def __init__(self, store: Store, rank: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._asked_at = time.monotonic()
+        self._heard = b""
+        self._in_vain = 0
+
+    def end(self) -> str | None:
+        """Why there is nothing to wait for any more; asks the store once a second at the most."""
+        if time.monotonic() < self._asked_at + _ASK_SECONDS:
+            return None
+        self._asked_at = time.monotonic()
+        if self._store.check(["error"]):
+            return self._store.get("error").decode()
+        beat = f"beat/{self._rank}"
+        heard = self._store.get(beat) if self._store.check([beat]) else b""
+        # counted, as a machine that stands still for a while does not hear anything either
+        self._in_vain = self._in_vain + 1 if heard == self._heard else 0
+        self._heard = heard
+        silent = self._in_vain >= _MOST_IN_VAIN
+        return (
+            f"nothing has been heard of rank {self._rank} for {_ASK_SECONDS * _MOST_IN_VAIN:.0f} s" if silent else None
+        )
 
 
 def _outcome(step: Callable[[], Value], who: str) -> tuple[Value | None, str | None]:

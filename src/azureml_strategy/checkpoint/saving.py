@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from azureml_strategy.checkpoint.behind import Behind
 from azureml_strategy.checkpoint.exchange import Exchange, GroupExchange, StoreExchange
@@ -40,6 +40,7 @@ class Saving:
         self._buffer = HostCopyBuffer()
         self._behind = Behind[Written]("checkpoint-writer")
         self._threads: StoreExchange | None = None
+        self._broken = False
         self._written: Written | None = None
 
     @property
@@ -48,18 +49,24 @@ class Saving:
         return self._behind.busy
 
     def connect(self, trainer: Trainer) -> None:
-        """Let the ranks' threads find one another; a collective."""
-        # a name of this fit's own: below torchrun the store outlives the processes
+        """Let the ranks' threads find one another, or find one another again; a collective."""
+        # a name of their own: below torchrun the store outlives the processes
         name = trainer.strategy.broadcast(uuid.uuid4().hex)
-        store = another_connection(trainer.world_size, _STORE_TIMEOUT)
-        if all(gather(store is not None)) and store is not None:
-            names = PrefixStore(f"azureml_strategy/checkpoint/{name}", store)
-            self._threads = StoreExchange(names, trainer.global_rank, trainer.world_size)
+
+        def connection() -> Store | None:
+            store = another_connection(trainer.world_size, _STORE_TIMEOUT)
+            return None if store is None else PrefixStore(f"azureml_strategy/checkpoint/{name}", store)
+
+        store = connection()
+        missing = [rank for rank, found in enumerate(gather(store is not None)) if not found]
+        self._disconnect()
+        if store is not None and not missing:
+            self._threads = StoreExchange(store, trainer.global_rank, trainer.world_size, connection)
         else:
             rank_zero_warn(
-                "Training waits while a checkpoint is written: the process group was not made with MASTER_ADDR and "
-                "MASTER_PORT, so that threads of the ranks do not find one another. Use an azureml_* strategy, or say "
-                "JobCheckpoint(asynchronous=False)."
+                "Training waits while a checkpoint is written, as threads of the ranks do not find one another: the "
+                f"process group was not made with MASTER_ADDR and MASTER_PORT, or rank(s) {missing} cannot connect "
+                "there. Use an azureml_* strategy, or say JobCheckpoint(asynchronous=False)."
             )
 
     def save(self, trainer: Trainer, draft: Manifest, writer: CheckpointWriter) -> None:
@@ -71,6 +78,8 @@ class Saving:
             writer: writes it.
         """
         started = time.monotonic()
+        if self._broken:
+            self.connect(trainer)
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         staged = stage(trainer.strategy, checkpoint) if self._threads is not None else None
         if staged is None or self._threads is None:
@@ -81,20 +90,21 @@ class Saving:
         stood_still = time.monotonic() - started
 
         def write() -> Written | None:
-            written = writer.write(draft, write_parts, threads)
+            with threads.telling():
+                written = writer.write(draft, write_parts, threads)
             _report(writer, written, started, stood_still)
             return written
 
         self._behind.begin(write)
 
     def finish(self) -> Written | None:
-        """Wait for what was begun; on all ranks.
+        """Wait for what was begun; a collective.
 
         Returns:
             The checkpoint; None where there was none to wait for, or it failed.
         """
         started = time.monotonic()
-        written, self._written = self._behind.finish() or self._written, None
+        written, self._written = self._agreed() if self._behind.busy else self._written, None
         waited = time.monotonic() - started
         if waited > _LONG_WAIT_SECONDS:
             rank_zero_info(f"Training has waited {waited:.1f} s for a checkpoint to be written.")
@@ -108,10 +118,22 @@ class Saving:
         """
         written = self._behind.finish(_LAST_WAIT_SECONDS)
         self._buffer = HostCopyBuffer()  # the old one's memory is not needed any more
+        self._disconnect()
+        return written
+
+    def _agreed(self) -> Written | None:
+        """What rank 0 has written, on all ranks: if their threads lost one another, the last word is known to few."""
+        written = self._behind.finish()
+        outcomes = gather((written is not None, self._threads is not None and self._threads.broken))
+        self._broken = any(broken for _, broken in outcomes)
+        if not outcomes[0][0]:
+            return None
+        return written if all(known for known, _ in outcomes) else gather(written)[0]
+
+    def _disconnect(self) -> None:
         if self._threads is not None:
             self._threads.close()
-            self._threads = None
-        return written
+        self._threads, self._broken = None, False
 
     def _copied(self, content: Any, write: WriteStaged) -> WriteParts:
         """Copy what is to be written, and give what writes the copy."""

@@ -1,0 +1,65 @@
+"""A training in which one rank loses its connection to the store while a checkpoint is written."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+from common import report
+from noisy import fit
+
+from azureml_strategy.checkpoint import saving
+from azureml_strategy.checkpoint.storage_folder import CheckpointFolder
+from azureml_strategy.strategies import AzureMLDDPStrategy
+
+loser, output = int(sys.argv[1]), Path(sys.argv[2])
+LOST = 4  # step
+rank = int(os.environ["RANK"])
+opened: list[set[int]] = []
+stage, connect = saving.stage, saving.another_connection
+
+
+def connections() -> set[int]:
+    """To the server of the store."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as each:
+            if each.getpeername()[1:2] == (int(os.environ["MASTER_PORT"]),):
+                found.add(int(name))
+    return found
+
+
+def connect_and_remember(*arguments: Any) -> Any:
+    before = connections()
+    store = connect(*arguments)
+    opened.append(connections() - before)
+    return store
+
+
+def lose_connection(path: Path) -> None:
+    if rank == loser and f"step={LOST}" in path.name:
+        for each in opened[0]:
+            with socket.socket(fileno=os.dup(each)) as lost:
+                lost.shutdown(socket.SHUT_RDWR)
+
+
+def stage_and_lose(*arguments: Any) -> Any:
+    content, write = stage(*arguments)
+
+    def write_and_lose(content: Any, path: Path, exchange: Any) -> None:
+        exchange.together(lambda: lose_connection(path))
+        write(content, path, exchange)
+
+    return content, write_and_lose
+
+
+saving.stage = stage_and_lose
+saving.another_connection = connect_and_remember
+checkpoint = {"monitor": None, "every_n_train_steps": 2, "keep_last": 20}
+result = fit(output, strategy=AzureMLDDPStrategy(), checkpoint=checkpoint, max_epochs=1, limit_val_batches=0)
+complete = [each.step for each in CheckpointFolder(output / "checkpoints").complete()]
+report(rank, complete=complete, last=Path(result["last"]).name, connected=len(opened))
