@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -15,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.faults.job import ROOT
+from tests.emulated import loopback_addresses
+from tests.faults.fault import Attempt
+from tests.faults.job import ROOT, forked_ranks, run_attempt
 from tests.faults.scripts.catalogue import SCRIPTS
 from tests.faults.test_trials import run
-from tests.faults.trial import Trial
+from tests.faults.trial import NO_RUN, Trial
 from tests.preloaded import Forked
 
 # What cannot be resumed exactly yet, by the script's name without its loader, and why.
@@ -64,6 +67,7 @@ VARIANTS = {
     *("clamp_zero_grad", "accumulation", "epoch_schedule", "early_stopping_inside", "fixed_limits", "epoch_means"),
     *(name for name in SCRIPTS if name.endswith("+resumable")),
 }
+_JOBS = [(name, *job) for name, script in SCRIPTS.items() for job in script.jobs()]
 _CHAIN = ROOT / "tests" / "faults" / "scripts" / "chain.py"
 _ENVIRON = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}", "PYTHONWARNINGS": "ignore"}
 
@@ -76,10 +80,9 @@ def _marked(name: str, exhaustive: bool, *values: Any) -> Any:
 
 
 def _trials() -> list[Any]:
-    """Every script under every strategy; the first of `KILLED` alternately under one rank and two."""
+    """Every script under every strategy; those of `KILLED` alternately under one rank and two."""
     short = {(name, *SCRIPTS[name].jobs()[number % 2]) for number, name in enumerate(KILLED)}
-    jobs = [(name, *job) for name, script in SCRIPTS.items() for job in script.jobs()]
-    return [_marked(name, (name, *job) not in short, *job) for name, *job in jobs]
+    return [_marked(name, (name, *job) not in short, *job) for name, *job in _JOBS]
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +117,19 @@ def test_is_taken_up_again(chain: Callable[[str], Any], name: str) -> None:
     verdict = chain(name)
     assert not verdict["lost"], verdict
     assert len(verdict["attempts"]) > 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "strategy", "ranks"), [_marked(job[0], True, *job[1:]) for job in _JOBS if job[2] > 1]
+)
+def test_ranks_are_taken_up_again(tmp_path: Path, name: str, strategy: str, ranks: int) -> None:
+    command = [sys.executable, str(_CHAIN), "--folder", str(tmp_path / "chains"), "--strategy", strategy, name]
+    with forked_ranks():
+        ended = run_attempt(Attempt(ranks, tmp_path, loopback_addresses(ranks)), 0, NO_RUN, command, [])
+    assert ended.outcome.exit_code == 0
+    verdict = json.loads((tmp_path / "chains" / name / "verdict.json").read_text())
+    assert not verdict["lost"], verdict
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ from tests.multiprocess.scripts.noisy import Killed
 
 # More than any needs: an attempt that always comes to less than the one before would go on for ever.
 _MOST_ATTEMPTS = 40
+_FIRST = os.environ.get("RANK", "0") == "0"
 
 
 class EndAfter(Callback):
@@ -157,19 +158,30 @@ def _run(chain: Chain) -> None:
     except Exception as error:
         traceback.print_exc()
         verdict = {"lost": [f"{type(error).__name__}: {error}"], "attempts": []}
-    if os.environ.get("RANK", "0") == "0":
+    if _FIRST:
         part = chain.folder / "verdict.part"
         part.write_text(json.dumps(verdict, indent=1))
         part.rename(chain.folder / "verdict.json")
-        how = "LOST" if verdict["lost"] else "survived"
-        print("\n  ".join([f"VERDICT {chain.name}: {how}", *verdict["lost"]]), flush=True)
+
+
+def _run_logged(chain: Chain) -> None:
+    log = os.open(chain.folder.with_name(f"{chain.name}.log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    _run(chain)
 
 
 def _run_alone(chain: Chain) -> None:
     """In a process of its own: trainings leave behind what the next one would meet."""
-    process = multiprocessing.get_context("fork").Process(target=_run, args=(chain,))
+    process = multiprocessing.get_context("fork").Process(target=_run_logged, args=(chain,))
     process.start()
     process.join()
+
+
+def _say(chain: Chain) -> None:
+    verdict = json.loads((chain.folder / "verdict.json").read_text())
+    how = "LOST" if verdict["lost"] else "survived"
+    print("\n  ".join([f"VERDICT {chain.name} {chain.strategy}: {how}", *verdict["lost"]]), flush=True)
 
 
 def main() -> None:
@@ -179,10 +191,13 @@ def main() -> None:
     parser.add_argument("--strategy", choices=STRATEGIES, default=ONE_PROCESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    options.folder.mkdir(parents=True, exist_ok=True)
     for name in options.names:
         chain = Chain(name, options.folder.absolute() / name, options.strategy)
         # ranks have met in their process, and meet in it again
         _run(chain) if options.strategy != ONE_PROCESS else _run_alone(chain)
+        if _FIRST:
+            _say(chain)
 
 
 if __name__ == "__main__":
