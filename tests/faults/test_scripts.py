@@ -9,9 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 import zlib
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,30 +89,24 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def chain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Any]]:
-    """Waits for the verdict of one of those that are asked for: one process after another runs them all."""
+def chains(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Has run all that are asked for, one after another: they share what it takes to start a process."""
     items = [item for item in request.session.items if isinstance(item, pytest.Function)]
     asked = [item.callspec.params["name"] for item in items if item.originalname == test_is_taken_up_again.__name__]
     folder = tmp_path_factory.mktemp("chains")
     names = [name for name in asked if name not in FAILS_TODAY]
     process = Forked([str(_CHAIN), "--folder", str(folder), *names], {**os.environ, **_ENVIRON}, text=True)
-
-    def verdict(name: str) -> Any:
-        file = folder / name / "verdict.json"
-        while not file.exists() and process.poll() is None:
-            time.sleep(0.05)
-        assert file.exists(), (folder / f"{name}.log").read_text()
-        return json.loads(file.read_text())
-
-    yield verdict
-    process.terminate()
-    process.wait()
+    process.communicate(60 + 60 * len(names))
+    return folder
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # the first one waits for all
 @pytest.mark.parametrize("name", [_marked(name, name in VARIANTS) for name in SCRIPTS])
-def test_is_taken_up_again(chain: Callable[[str], Any], name: str) -> None:
-    verdict = chain(name)
+def test_is_taken_up_again(chains: Path, name: str) -> None:
+    file = chains / name / "verdict.json"
+    assert file.exists(), (chains / f"{name}.log").read_text()
+    verdict = json.loads(file.read_text())
     assert not verdict["lost"], verdict
     assert len(verdict["attempts"]) > 3
 
