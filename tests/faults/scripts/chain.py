@@ -1,4 +1,4 @@
-"""One script, ended and taken up again from place to place in one process, and judged against the undisturbed run.
+"""Scripts, ended and taken up again from place to place in one process, and judged against the undisturbed run.
 
     python -m tests.faults.scripts.chain --folder /tmp/chains ema_module gan
 
@@ -12,21 +12,23 @@ import itertools
 import json
 import multiprocessing
 import os
-import shutil
-import sys
+import traceback
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from tests.faults import oracle
 from tests.faults.scripts.catalogue import SCRIPTS, Script
-from tests.faults.scripts.fit import fit
+from tests.faults.scripts.fit import ONE_PROCESS, STRATEGIES, fit
 from tests.multiprocess.scripts.noisy import Killed
 
 # More than any needs: an attempt that always comes to less than the one before would go on for ever.
 _MOST_ATTEMPTS = 40
+_FIRST = os.environ.get("RANK", "0") == "0"
 
 
 class EndAfter(Callback):
@@ -81,99 +83,122 @@ def places(script: Script) -> Iterator[EndAfter]:
         yield EndAfter(place, times)
 
 
-def run_chain(name: str, folder: Path) -> dict[str, Any]:
-    """Run it.
+@dataclass(frozen=True)
+class Chain:
+    """One script's trainings; on all ranks where there are several.
 
-    Returns:
-        `lost`: how it is not the undisturbed run, by what is judged; `attempts`: how each ended; `warned`: what the
-        undisturbed run was warned of before its first batch.
+    Attributes:
+        name: of the script.
+        folder: empty, for all its trainings.
+        strategy: a name of `fit.STRATEGIES`.
     """
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    reference, output = folder / "undisturbed", folder / "disturbed"
-    expected = fit(name, reference)
-    found, attempts = _until_the_end(name, output)
-    if SCRIPTS[name].impossible:
-        lost = []
-    elif found is None:
-        lost = [f"no end after {_MOST_ATTEMPTS} attempts"]
-    else:
-        lost = _judge(name, folder, found, expected)
-    lost += oracle.warning_differences(expected["warned"], bool(SCRIPTS[name].impossible))
-    return {"lost": lost, "attempts": attempts, "warned": expected["warned"]}
+
+    name: str
+    folder: Path
+    strategy: str = ONE_PROCESS
+
+    def run(self) -> dict[str, Any]:
+        """Run them.
+
+        Returns:
+            `lost`: how it is not the undisturbed run, by what is judged; `attempts`: how each ended; `warned`: what the
+            undisturbed run was warned of before its first batch.
+        """
+        script, expected = SCRIPTS[self.name], self._fit("undisturbed")
+        found, attempts = self._until_the_end()
+        lost = oracle.warning_differences(expected[0]["warned"], bool(script.impossible))
+        if found is None:
+            lost.append(f"no end after {_MOST_ATTEMPTS} attempts")
+        elif not script.impossible:
+            lost += self._judge(found, expected)
+            lost += self._with_another_epoch() if script.may_go_on else []
+        return {"lost": lost, "attempts": attempts, "warned": expected[0]["warned"]}
+
+    def _until_the_end(self) -> tuple[dict[int, Any] | None, list[str]]:
+        attempts: list[str] = []
+        for end in itertools.islice(places(SCRIPTS[self.name]), _MOST_ATTEMPTS):
+            try:
+                return self._fit("disturbed", end), [*attempts, f"the end, not {end}"]
+            except Killed:
+                attempts.append(str(end))
+        return None, attempts
+
+    def _judge(self, found: dict[int, Any], expected: dict[int, Any]) -> list[str]:
+        """At the end, and when it has been started once more."""
+        lost = self._differences("disturbed", "undisturbed", found, expected)
+        later = self._differences("disturbed", "undisturbed", self._fit("disturbed"), expected)
+        return lost + [f"started again after its end: {each}" for each in later if each not in lost]
+
+    def _with_another_epoch(self) -> list[str]:
+        """Given one after its end, it must be as if it had had it from the beginning."""
+        epochs = SCRIPTS[self.name].make().arguments["max_epochs"] + 1
+        expected = self._fit("longer", max_epochs=epochs)
+        self._fit("lengthened")
+        found = self._fit("lengthened", max_epochs=epochs)
+        differences = self._differences("lengthened", "longer", found, expected)
+        return [f"with another epoch: {each}" for each in differences]
+
+    def _differences(self, output: str, reference: str, found: dict[int, Any], expected: dict[int, Any]) -> list[str]:
+        return oracle.training_differences(self.folder / output, self.folder / reference, found, expected)
+
+    def _fit(self, output: str, *callbacks: Callback, **arguments: Any) -> dict[int, Any]:
+        """Of all ranks, by rank."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        result = fit(self.name, self.folder / output, *callbacks, strategy=self.strategy, **arguments)
+        if not dist.is_initialized():
+            return {0: result}
+        results: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(results, result)
+        return dict(enumerate(results))
 
 
-def _judge(name: str, folder: Path, found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
-    """At the end, and when it has been started once more."""
-    output, reference = folder / "disturbed", folder / "undisturbed"
-    lost = oracle.training_differences(output, reference, {0: found}, {0: expected})
-    later = oracle.training_differences(output, reference, {0: fit(name, output)}, {0: expected})
-    return lost + [f"started again after its end: {each}" for each in later if each not in lost]
+def _run(chain: Chain) -> None:
+    try:
+        verdict = chain.run()
+    except Exception as error:
+        traceback.print_exc()
+        verdict = {"lost": [f"{type(error).__name__}: {error}"], "attempts": []}
+    if _FIRST:
+        part = chain.folder / "verdict.part"
+        part.write_text(json.dumps(verdict, indent=1))
+        part.rename(chain.folder / "verdict.json")
 
 
-def _until_the_end(name: str, output: Path) -> tuple[dict[str, Any] | None, list[str]]:
-    attempts: list[str] = []
-    for end in itertools.islice(places(SCRIPTS[name]), _MOST_ATTEMPTS):
-        try:
-            return fit(name, output, end), [*attempts, f"the end, not {end}"]
-        except Killed:
-            attempts.append(str(end))
-    return None, attempts
-
-
-def run_further(name: str, folder: Path) -> list[str]:
-    """How a training that has ended, and is then given another epoch, is not the one that had it from the beginning."""
-    epochs = SCRIPTS[name].make().arguments["max_epochs"]
-    reference, output = folder / "longer", folder / "lengthened"
-    expected = fit(name, reference, max_epochs=epochs + 1)
-    fit(name, output)
-    return oracle.training_differences(output, reference, {0: fit(name, output, max_epochs=epochs + 1)}, {0: expected})
-
-
-def _run(name: str, folder: Path) -> None:
-    """In a process of its own: trainings leave behind what the next one would meet."""
-    log = os.open(folder.with_name(f"{name}.log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+def _run_logged(chain: Chain) -> None:
+    log = os.open(chain.folder.with_name(f"{chain.name}.log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(log, stream)
-    verdict = run_chain(name, folder)
-    if SCRIPTS[name].may_go_on:
-        verdict["lost"] += [f"with another epoch: {each}" for each in run_further(name, folder)]
-    part = folder / "verdict.part"
-    part.write_text(json.dumps(verdict, indent=1))
-    part.rename(folder / "verdict.json")
+    _run(chain)
 
 
-def _report(name: str, folder: Path) -> bool:
-    """Whether it survived."""
-    file = folder / name / "verdict.json"
-    verdict = (
-        json.loads(file.read_text()) if file.exists() else {"lost": [f"no verdict, see {name}.log"], "attempts": []}
-    )
-    print(
-        f"{name}: {'LOST' if verdict['lost'] else 'survived'}, ended after {', '.join(verdict['attempts'])}", flush=True
-    )
-    for each in verdict["lost"]:
-        print(f"  {each}", flush=True)
-    return not verdict["lost"]
+def _run_alone(chain: Chain) -> None:
+    """In a process of its own: trainings leave behind what the next one would meet."""
+    process = multiprocessing.get_context("fork").Process(target=_run_logged, args=(chain,))
+    process.start()
+    process.join()
 
 
-def main() -> int:
+def _say(chain: Chain) -> None:
+    verdict = json.loads((chain.folder / "verdict.json").read_text())
+    how = "LOST" if verdict["lost"] else "survived"
+    print("\n  ".join([f"VERDICT {chain.name} {chain.strategy}: {how}", *verdict["lost"]]), flush=True)
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="+", choices=SCRIPTS, metavar="NAME")
-    parser.add_argument("--folder", type=Path, required=True, help="a folder in it for each is emptied before")
+    parser.add_argument("--folder", type=Path, required=True, help="has a folder for each, to begin with none")
+    parser.add_argument("--strategy", choices=STRATEGIES, default=ONE_PROCESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     options.folder.mkdir(parents=True, exist_ok=True)
-    survived = []
     for name in options.names:
-        process = multiprocessing.get_context("fork").Process(
-            target=_run, args=(name, options.folder.absolute() / name)
-        )
-        process.start()
-        process.join()
-        survived.append(_report(name, options.folder))
-    return 0 if all(survived) else 1
+        chain = Chain(name, options.folder.absolute() / name, options.strategy)
+        # ranks have met in their process, and meet in it again
+        _run(chain) if options.strategy != ONE_PROCESS else _run_alone(chain)
+        if _FIRST:
+            _say(chain)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
