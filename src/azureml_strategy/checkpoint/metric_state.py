@@ -1,0 +1,286 @@
+"""What metrics and logged means have gathered, kept from one attempt to the next.
+
+Lightning's checkpoint has the states of a torchmetrics metric only if they are persistent, and then those of rank 0; it
+has no mean over an epoch of `self.log(..., on_epoch=True)`, and not the values that callbacks monitor.
+
+Every private name of Lightning and torchmetrics that this needs is in this file:
+
+- `Metric._defaults` names the states, `_update_count`, `_computed` and `_forward_cache` change with them; `_is_synced`
+  and `_cache` tell whether, and from what, they were joined over the ranks.
+- `MetricCollection._groups_checked`, `_state_is_copy` and `_compute_groups_create_state_ref`: its metrics share states.
+- `epoch_loop._results` with its `_ResultMetric`, `_Metadata` and `_Sync` is where `self.log` adds up.
+- `_logger_connector`: `_first_loop_iter` and `_current_fx` decide whether `self.log` begins anew, and its three
+  dictionaries are what `trainer.callback_metrics` and its like return.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.wrappers import MetricTracker
+
+# Plain data and CPU tensors only: Lightning loads a checkpoint of one file with torch's `weights_only=True`.
+MetricState = dict[str, Any]
+# What each metric's attributes were before the first batch, by the metric's path.
+Settings = dict[str, dict[str, Any]]
+
+_CPU = torch.device("cpu")
+_HOLDERS = (Metric, MetricCollection, MetricTracker)
+_SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
+_ALWAYS = frozenset({"_update_count", "_computed", "_forward_cache"})
+_NOT_OURS = frozenset(vars(nn.Module())) | {"_is_synced", "_cache", "_device"}
+_OF_RESULT = ("value", "cumulated_batch_size", "has_reset", *_ALWAYS)
+_LOGGED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+# All that Lightning takes as `reduce_fx`; it refuses a function of the user's own.
+_REDUCTIONS: dict[str, Any] = {
+    **{f"torch.{name}": getattr(torch, name) for name in ("mean", "sum", "min", "max")},
+    **{function.__name__: function for function in (sum, min, max)},
+}
+
+
+def metric_settings(trainer: Trainer) -> Settings:
+    """What the script has given each metric, so that `metric_state` can tell it from what updates have changed.
+
+    Args:
+        trainer: in `on_fit_start`: the metrics are there and have seen nothing.
+    """
+    return {
+        path: {
+            name: _moved(value, _CPU) if _is_plain(value) else value
+            for name, value in _attributes(holder).items()
+            if name not in _ALWAYS | _states(holder)
+        }
+        for path, holder in _find(trainer.lightning_module)
+    }
+
+
+def metric_state(trainer: Trainer, settings: Settings) -> MetricState:
+    """What this rank's metrics, its means over the epoch and its monitored values have come to.
+
+    A metric counts if it is a submodule of the LightningModule, an attribute of one, or in an attribute's list, tuple
+    or dict of metrics. Kept are its states, persistent or not, as this rank has them before any joining over the ranks,
+    and every other attribute that changed since `settings` and is made of tensors, numbers and strings.
+
+    Args:
+        trainer: after all hooks of a step, or of an epoch.
+        settings: of the same fit.
+    """
+    holders = dict(_find(trainer.lightning_module))
+    memo: dict[int, Tensor] = {}  # the metrics of a collection share their states: one copy of each
+    return {
+        "metrics": {path: _save_metric(path, each, settings.get(path, {}), memo) for path, each in holders.items()},
+        "trackers": {path: len(each) for path, each in holders.items() if isinstance(each, MetricTracker)},
+        "logged": _save_logged(trainer, {id(each): path for path, each in holders.items()}),
+    }
+
+
+def restore_metric_state(trainer: Trainer, state: MetricState) -> None:
+    """Have metrics, means over the epoch and monitored values go on from there.
+
+    Args:
+        trainer: after `on_train_start`, before the `training_step` of the batch that follows the checkpoint.
+        state: of this rank, from `metric_state`.
+    """
+    _grow(trainer.lightning_module, state["trackers"])
+    holders = dict(_find(trainer.lightning_module))
+    for path, saved in state["metrics"].items():
+        if path in holders and _states(holders[path]) >= set(saved["states"]):
+            _fill(holders[path], saved, _device(holders[path]))
+        else:
+            rank_zero_warn(
+                f"The checkpoint has a metric {path!r} with the states {saved['states']}, and the module has none "
+                "such: it is left out. Give the module the metrics that it had, to go on with them."
+            )
+    for holder in holders.values():
+        if isinstance(holder, MetricCollection) and holder._groups_checked and not holder._state_is_copy:
+            holder._compute_groups_create_state_ref()
+    _restore_logged(trainer, state["logged"], holders)
+
+
+def _find(root: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Metrics, collections and trackers with their paths, each once."""
+    seen: set[nn.Module] = set()
+
+    def below(module: nn.Module, prefix: str) -> Iterator[tuple[str, Any]]:
+        for path, child in module.named_modules(seen, prefix):
+            if isinstance(child, _HOLDERS):
+                yield path, child
+            for name, value in _attributes(child).items():
+                for key, each in _members(value):
+                    yield from below(each, f"{path}.{name}{key}".lstrip("."))
+
+    return below(root, "")
+
+
+def _members(value: Any) -> list[tuple[str, Any]]:
+    """Metrics in an attribute that torch does not count as a submodule; a long list of numbers costs one look."""
+    if isinstance(value, _HOLDERS):
+        return [("", value)]
+    if isinstance(value, dict) and all(isinstance(each, _HOLDERS) for each in value.values()):
+        return [(f"[{key!r}]", each) for key, each in value.items()]
+    if isinstance(value, (list, tuple)) and all(isinstance(each, _HOLDERS) for each in value):
+        return [(f"[{index}]", each) for index, each in enumerate(value)]
+    return []
+
+
+def _grow(root: nn.Module, trackers: dict[str, int]) -> None:
+    """A tracker adds a metric at each of its steps, by the script's own hooks; the earlier ones are there again."""
+    for path, holder in list(_find(root)):
+        while isinstance(holder, MetricTracker) and len(holder) < trackers.get(path, 0):
+            holder.increment()
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name not in _NOT_OURS}
+
+
+def _states(holder: Any) -> set[str]:
+    """What `add_state` made; a ClasswiseWrapper names those of its metric, which has them itself."""
+    return {name for name in vars(holder).get("_defaults", ()) if name in vars(holder)}
+
+
+def _save_metric(path: str, holder: Any, settings: dict[str, Any], memo: dict[int, Tensor]) -> dict[str, Any]:
+    values = _attributes(holder) | (holder._cache if getattr(holder, "_is_synced", False) else {})
+    changed = {
+        name: value
+        for name, value in values.items()
+        if name not in settings or not _equal(value, settings[name])  # never the states
+    }
+    known = _states(holder) | settings.keys()
+    lost = [name for name, value in changed.items() if name in known and not _is_plain(value)]
+    if lost:
+        rank_zero_warn(
+            f"The checkpoint lacks {', '.join(lost)} of the metric {path!r}, and a restart begins it anew: it is not "
+            "made of tensors, numbers, strings, lists and dicts. Use such; `add_state` for what is reset."
+        )
+    return {"states": sorted(_states(holder)), **_save(changed, _device(holder), memo)}
+
+
+def _device(holder: Any) -> torch.device:
+    return holder.device if isinstance(holder, Metric) else _CPU
+
+
+def _save(values: dict[str, Any], device: torch.device, memo: dict[int, Tensor] | None = None) -> dict[str, Any]:
+    """Copies of what is plain, and which of it does not live on the device."""
+    plain = {name: value for name, value in values.items() if _is_plain(value)}
+    return {
+        "values": {name: _moved(value, _CPU, {} if memo is None else memo) for name, value in plain.items()},
+        "elsewhere": [name for name, value in plain.items() if any(each.device != device for each in _tensors(value))],
+    }
+
+
+def _fill(holder: Any, saved: dict[str, Any], device: torch.device) -> None:
+    for name, value in saved["values"].items():
+        copy = _moved(value, _CPU if name in saved["elsewhere"] else device)
+        current = vars(holder).get(name)
+        if isinstance(current, dict) and isinstance(copy, dict):  # of its own kind, and maybe another's as well
+            current.clear()
+            current.update(copy)
+        else:
+            setattr(holder, name, copy)
+
+
+def _save_logged(trainer: Trainer, paths: dict[int, str]) -> dict[str, Any]:
+    connector, device = trainer._logger_connector, trainer.lightning_module.device
+    results = trainer.fit_loop.epoch_loop._results
+    lost = [key for key, result in results.items() if not _can_be_kept(result, paths)]
+    if lost:
+        rank_zero_warn(
+            f"The checkpoint lacks the values over the epoch of {', '.join(lost)}: after a restart they are over what "
+            "is read from then on. Give `self.log` no `sync_dist_group`, and metrics that the module has as attributes."
+        )
+    return {
+        "results": {key: _save_result(each, paths, device) for key, each in results.items() if key not in lost},
+        "shown": _save({name: dict(getattr(connector, name)) for name in _LOGGED}, device),
+        # validation within the epoch sets it aside, in a variable that nobody else sees
+        "within_epoch": connector._first_loop_iter is not None or trainer.validating,
+        "hook": connector._current_fx,
+    }
+
+
+def _can_be_kept(result: _ResultMetric, paths: dict[int, str]) -> bool:
+    return result.meta.sync.group is None and (result.is_tensor or id(result.value) in paths)
+
+
+def _save_result(result: _ResultMetric, paths: dict[int, str], device: torch.device) -> dict[str, Any]:
+    meta = result.meta
+    named = {each.name: getattr(meta, each.name) for each in fields(meta) if each.name not in ("reduce_fx", "_sync")}
+    return {
+        "meta": named,
+        "reduce_fx": next(name for name, function in _REDUCTIONS.items() if function is meta.reduce_fx),
+        "sync": {"_should": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only},
+        "metric": None if result.is_tensor else paths[id(result.value)],
+        **_save({name: vars(result)[name] for name in _OF_RESULT if name in vars(result)}, device),
+    }
+
+
+def _restore_logged(trainer: Trainer, logged: dict[str, Any], holders: dict[str, Any]) -> None:
+    connector, device = trainer._logger_connector, trainer.lightning_module.device
+    results = trainer.fit_loop.epoch_loop._results
+    results.clear()
+    for key, saved in logged["results"].items():
+        if saved["metric"] is None or saved["metric"] in holders:
+            results[key] = _result(trainer, saved, holders, device)
+    _fill(connector, logged["shown"], device)
+    connector._current_fx = logged["hook"]
+    if logged["within_epoch"]:
+        connector._first_loop_iter = False  # else the next `self.log` takes its batch for the epoch's first
+
+
+def _result(trainer: Trainer, saved: dict[str, Any], holders: dict[str, Any], device: torch.device) -> _ResultMetric:
+    meta = _Metadata(**saved["meta"], reduce_fx=_REDUCTIONS[saved["reduce_fx"]])
+    # as `self.log` makes it, which refuses one that differs
+    meta.sync = _Sync(fn=trainer.strategy.reduce, **saved["sync"])
+    result = _ResultMetric(meta, is_tensor=saved["metric"] is None)
+    _fill(result, saved, device)
+    if saved["metric"] is not None:
+        result.value = holders[saved["metric"]]
+    return result
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(type(name) in _SCALARS and _is_plain(each) for name, each in value.items())
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, Tensor) or type(value) in _SCALARS
+
+
+def _moved(value: Any, device: torch.device, memo: dict[int, Tensor] | None = None) -> Any:
+    """A copy there of plain data; the same tensor twice becomes one copy if there is a memo."""
+    if isinstance(value, Tensor):
+        found = None if memo is None else memo.get(id(value))
+        copy = value.detach().to(device, copy=True) if found is None else found
+        if memo is not None:
+            memo[id(value)] = copy
+        return copy
+    if isinstance(value, dict):
+        return {name: _moved(each, device, memo) for name, each in value.items()}
+    return type(value)(_moved(each, device, memo) for each in value) if isinstance(value, (list, tuple)) else value
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(each)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether plain data has not changed, or anything else is the same object."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype == other.dtype and torch.equal(one.to(_CPU), other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return list(one) == list(other) and all(map(_equal, one.values(), other.values()))
+    if type(one) in (list, tuple) and type(one) is type(other):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return one is other or (type(one) in _SCALARS and type(one) is type(other) and one == other)
