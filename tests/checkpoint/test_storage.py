@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from tests.multiprocess.scripts.noisy import Killed, Noisy, Numbers, StopAt, curve, fit
+from torch.utils.data import DataLoader
 
-from azureml_strategy.checkpoint import JobCheckpoint
+from azureml_strategy.checkpoint import JobCheckpoint, ResumeError
 from azureml_strategy.checkpoint.resume import newest_valid
 from azureml_strategy.checkpoint.saving import Saving
 from azureml_strategy.checkpoint.storage_folder import CheckpointFolder
@@ -369,3 +372,38 @@ def _copy(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def _step(tmp_path: Path) -> int:
     return CheckpointFolder(tmp_path / "killed" / "checkpoints").complete()[0].step
+
+
+class _Plain(Numbers):
+    """A loader that does not know its place."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.rows, batch_size=2, shuffle=True)
+
+
+def test_a_loader_that_does_not_know_its_place_is_read_again_or_refused(tmp_path: Path) -> None:
+    whole = fit(tmp_path / "whole", data=_Plain())
+    with pytest.raises(Killed):
+        fit(tmp_path / "killed", StopAt(9), data=_Plain())
+    with pytest.raises(ResumeError, match=r"after 8 batches of an epoch, and the data loader does not know its place"):
+        fit(tmp_path / "killed", data=_Plain(), checkpoint={"read_again": False})
+    assert fit(tmp_path / "killed", data=_Plain())["weights"] == whole["weights"]
+
+
+def test_a_metric_that_nobody_logs_is_an_error_at_once(tmp_path: Path) -> None:
+    trainer = Trainer(
+        accelerator="cpu", max_epochs=2, logger=False, callbacks=[JobCheckpoint(tmp_path, monitor="val/los")], **QUIET
+    )
+    with pytest.raises(MisconfigurationException, match=r"nobody has logged that. Logged are: val/loss"):
+        trainer.fit(Noisy(), datamodule=Numbers())
+    assert trainer.global_step == 30, "after the first epoch"
+
+
+def test_one_of_lightnings_own_callback_is_resumed_as_lightning_does_it(tmp_path: Path) -> None:
+    """With a warning: it was taken in the middle of a step."""
+    with pytest.raises(Killed):
+        fit(tmp_path, ModelCheckpoint(tmp_path / "stock", every_n_train_steps=3), StopAt(13), logger=False)
+    (stock,) = (tmp_path / "stock").glob("*.ckpt")
+    trainer = Trainer(accelerator="cpu", max_epochs=1, logger=False, callbacks=[JobCheckpoint(tmp_path / "b")], **QUIET)
+    with pytest.warns(UserWarning, match="was not written by JobCheckpoint, between two steps"):
+        trainer.fit(Noisy(), datamodule=Numbers(), ckpt_path=stock)

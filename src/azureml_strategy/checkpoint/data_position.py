@@ -14,6 +14,7 @@ from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.utilities.combined_loader import CombinedLoader, _shutdown_workers_and_reset_iterator
 
 from azureml_strategy.checkpoint.random_state import RandomState, find_generators, random_state, set_random_state
+from azureml_strategy.checkpoint.resume import ResumeError
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class DataPosition:
         self._states: list[dict[str, Any]] | None = None
         self._saved: dict[str, Any] | None = None
         self._replayed: dict[int, RandomState] | None = None
+        self._may_read_again = True
 
     def begin_pass(self) -> None:
         """New iterators are about to be made."""
@@ -82,13 +84,14 @@ class DataPosition:
                 loaders = self._states if loaders is not None else None
         return {"marks": list(marks.items()), "loaders": loaders, "reloaded": fit._last_train_dl_reload_epoch}
 
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+    def load_state_dict(self, state: dict[str, Any] | None, read_again: bool) -> None:
         """Where `go_to` is to go.
 
         Args:
             state: this rank's; None where there were other ranks.
+            read_again: whether what was read before is read again where a loader does not know its place.
         """
-        self._saved = state
+        self._saved, self._may_read_again = state, read_again
 
     def go_to(self, fetcher: _DataFetcher, batches: int) -> None:
         """Have the next batch be the one that was next when the checkpoint was taken.
@@ -96,6 +99,9 @@ class DataPosition:
         Args:
             fetcher: Lightning's, of which nothing was read yet that counts.
             batches: of the epoch that were read before.
+
+        Raises:
+            ResumeError: they would have to be read again, which `load_state_dict` was told not to do.
         """
         saved, self._saved = self._saved, None
         self._marks = dict(saved["marks"]) if saved is not None else {}
@@ -150,6 +156,13 @@ class DataPosition:
         return loaders
 
     def _read_again(self, fetcher: _DataFetcher, batches: int) -> None:
+        if not self._may_read_again:
+            raise ResumeError(
+                f"The checkpoint was taken after {batches} batches of an epoch, and the data loader does not know its "
+                "place. Give it state_dict and load_state_dict, as azureml_strategy.data.ResumableLoader has them; or "
+                "let it be read again, `read_again=True` (checkpoint.read_again=true); or go on from a checkpoint of "
+                "an epoch's end, `resume=PATH`."
+            )
         started = time.monotonic()
         if batches >= _MANY_BATCHES and self._trainer.is_global_zero:
             log.warning(

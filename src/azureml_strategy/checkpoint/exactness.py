@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -42,6 +43,21 @@ def _of_loaders(trainer: Trainer) -> Iterator[str]:
                 f"the workers of {type(loader).__name__}(persistent_workers=True) go on with random numbers of the "
                 "epoch before, which a new process does not have. Where transforms draw any, leave it False."
             )
+        if _begins_within_epoch(loader) and loader.num_workers > 0 and not _is_ours(loader.dataset):
+            yield (
+                f"the workers of {type(loader).__name__} begin within an epoch with other random numbers. Where "
+                "transforms draw any, have them follow from the sample's index and the epoch, as those of "
+                "azureml_strategy.data.TrainingImages, or use a plain DataLoader, whose batches are read again."
+            )
+
+
+def _begins_within_epoch(loader: Any) -> bool:
+    """Whether it leaves out what was read: a ResumableLoader, which this room does not know."""
+    return isinstance(loader, DataLoader) and isinstance(loader, _Stateful) and _is_ours(loader)
+
+
+def _is_ours(part: Any) -> bool:
+    return type(part).__module__.startswith("azureml_strategy.")
 
 
 def _of_hooks(trainer: Trainer) -> Iterator[str]:

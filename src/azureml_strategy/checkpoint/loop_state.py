@@ -8,6 +8,7 @@ belongs to the first, and a resumed run begins exactly there, past what Lightnin
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -65,6 +66,7 @@ class FitLoopState:
         _wrap(fit, "_load_combined_loader_states", self._load_loader_states)
         _wrap(fit, "on_run_start", self._on_run_start)
         _wrap(fit, "on_advance_end", self._on_epoch_done)
+        _wrap(epoch, "reset", self._reset)
         _wrap(epoch, "on_run_start", self._on_epoch_run_start)
         _wrap(epoch, "_on_before_fetch", self._on_before_fetch)
         _wrap(epoch, "on_advance_end", self._on_batch_done)
@@ -76,15 +78,16 @@ class FitLoopState:
             cls._of_trainers[trainer] = cls(trainer)
         return cls._of_trainers[trainer]
 
-    def resume(self, data: dict[str, Any] | None, restore: Callable[[bool], None]) -> None:
+    def resume(self, data: dict[str, Any] | None, restore: Callable[[bool], None], read_again: bool) -> None:
         """Have the next `fit_loop.run` begin between the two steps where the checkpoint was taken.
 
         Args:
             data: this rank's `DataPosition.state_dict`; None where it is of another number of ranks.
             restore: called last before the next step, to put back what hooks have changed meanwhile; with whether that
                 step is not the first of an epoch.
+            read_again: whether loaders that do not know their place are read again up to it.
         """
-        self.data.load_state_dict(data)
+        self.data.load_state_dict(data, read_again)
         self._restore = restore
 
     def _run(self, run: Callable[[], None]) -> None:
@@ -130,6 +133,12 @@ class FitLoopState:
         if self._restore is not None and not self._within_epoch:
             self.data.begin_epoch()
             self._restore(False)
+
+    def _reset(self, reset: Callable[[], None]) -> None:
+        with warnings.catch_warnings():
+            if self._restore is not None:  # then what it warns of is seen to
+                warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before")
+            reset()
 
     def _on_epoch_run_start(self, on_run_start: Callable[[_DataFetcher], None], fetcher: _DataFetcher) -> None:
         """`_TrainingEpochLoop.on_run_start`, which makes new iterators in all epochs but the first."""

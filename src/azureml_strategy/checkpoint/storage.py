@@ -24,6 +24,7 @@ from azureml_strategy.checkpoint.elastic import warn_unless_elastic
 from azureml_strategy.checkpoint.exactness import warn_of_what_is_lost
 from azureml_strategy.checkpoint.loop_state import FitLoopState
 from azureml_strategy.checkpoint.manifest import Manifest
+from azureml_strategy.checkpoint.metric_state import Settings, metric_settings, metric_state, restore_metric_state
 from azureml_strategy.checkpoint.pausing import waits_for_checkpoint
 from azureml_strategy.checkpoint.random_state import find_generators, gather, random_state, set_random_state
 from azureml_strategy.checkpoint.saving import Saving
@@ -67,6 +68,9 @@ class JobCheckpoint(ModelCheckpoint):
         asynchronous: write behind the training, which takes as much of the host's memory as a rank writes. False has
             training wait; and so it does under strategies of others that write several files.
 
+        read_again: a loader that does not know its place, within an epoch, is read again up to it, which takes time.
+            False refuses to resume there.
+
     Raises:
         ValueError: `keep_last` or an interval is out of range.
     """
@@ -83,6 +87,7 @@ class JobCheckpoint(ModelCheckpoint):
         every_minutes: float | None = None,
         every_n_epochs: int = 1,
         asynchronous: bool = True,
+        read_again: bool = True,
     ) -> None:
         super().__init__(dirpath, filename, monitor=monitor, mode=mode, save_top_k=save_top_k)
         _require("keep_last", keep_last, keep_last >= 1)
@@ -90,6 +95,7 @@ class JobCheckpoint(ModelCheckpoint):
         _require("every_minutes", every_minutes, every_minutes is None or every_minutes > 0)
         self.keep_last = keep_last
         self.asynchronous = asynchronous
+        self.read_again = read_again
         self._every_n_epochs = every_n_epochs
         self._every_steps = every_n_train_steps
         self._timer = SharedTimer(60 * every_minutes) if every_minutes is not None else None
@@ -97,6 +103,7 @@ class JobCheckpoint(ModelCheckpoint):
         self._measured = False
         self._steps = 0
         self._unwritten: list[Unwritten] = []
+        self._metric_settings: Settings = {}
         self._passed_over: frozenset[str] = frozenset()
         self._attempt = 1
         self._saving = Saving()
@@ -115,6 +122,10 @@ class JobCheckpoint(ModelCheckpoint):
             strategy._checkpoint_io = AtomicCheckpointIO()
         if trainer.is_global_zero and stage == "fit":
             self._clean_up()
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._metric_settings = metric_settings(trainer)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -183,6 +194,7 @@ class JobCheckpoint(ModelCheckpoint):
         own = {
             "random": random_state(_generators(trainer)),
             "data": loop.data.state_dict(),
+            "metrics": metric_state(trainer, self._metric_settings),
         }
         checkpoint[_OURS] = {
             "between_steps": loop.between_steps,
@@ -215,9 +227,10 @@ class JobCheckpoint(ModelCheckpoint):
         def restore(within_epoch: bool) -> None:
             lightning_callbacks.restore(trainer, ours["callbacks"], within_epoch)
             if own is not None:
+                restore_metric_state(trainer, own["metrics"])
                 set_random_state(own["random"], _generators(trainer))
 
-        FitLoopState.of(trainer).resume(own["data"] if own is not None else None, restore)
+        FitLoopState.of(trainer).resume(own["data"] if own is not None else None, restore, self.read_again)
 
     @override
     def state_dict(self) -> dict[str, Any]:

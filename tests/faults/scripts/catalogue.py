@@ -49,6 +49,8 @@ _FROZEN = "DeepSpeed takes no further parameter group when training has begun"
 _REDUCED = "parameters that are frozen when DDP is set up are never reduced: ranks drift apart, resumed or not"
 _WORKERS = "what a worker draws depends on all that it drew in the epochs before, and its state cannot be asked for"
 
+_BEGINS_WITHIN = "its workers begin within an epoch, with other random numbers"
+
 SCRIPTS: dict[str, Script] = {
     "plain": Script(data.plain, may_go_on=True),
     "reloaded": Script(data.reloaded),
@@ -112,3 +114,4 @@ SCRIPTS |= {
     "resumable": _resumable(SCRIPTS["plain"]),
     **{f"{name}+resumable": _resumable(script) for name, script in SCRIPTS.items() if name not in _OWN_DATA},
 }
+SCRIPTS["worker_augmentation+resumable"] = replace(SCRIPTS["worker_augmentation+resumable"], impossible=_BEGINS_WITHIN)
