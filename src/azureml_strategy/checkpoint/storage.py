@@ -24,7 +24,7 @@ from azureml_strategy.checkpoint.pausing import waits_for_checkpoint
 from azureml_strategy.checkpoint.random_state import RandomState, gather, random_state, set_random_state
 from azureml_strategy.checkpoint.saving import Saving
 from azureml_strategy.checkpoint.storage_folder import CheckpointFolder
-from azureml_strategy.checkpoint.storage_io import AtomicCheckpointIO
+from azureml_strategy.checkpoint.storage_io import AtomicCheckpointIO, reads_through_io
 from azureml_strategy.checkpoint.storage_write import CheckpointWriter, Written
 from azureml_strategy.checkpoint.timer import SharedTimer
 from azureml_strategy.checkpoint.unwritten import Unwritten, log_again, unwritten
@@ -104,8 +104,8 @@ class JobCheckpoint(ModelCheckpoint):
             warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
             super().setup(trainer, pl_module, stage)
         strategy = trainer.strategy
-        if type(strategy._checkpoint_io) in (type(None), TorchCheckpointIO) and stage == "fit":
-            strategy._checkpoint_io = AtomicCheckpointIO()
+        if type(strategy._checkpoint_io) in (type(None), TorchCheckpointIO):
+            strategy._checkpoint_io = AtomicCheckpointIO(plain=reads_through_io(strategy))
         if trainer.is_global_zero and stage == "fit":
             self._clean_up()
 
