@@ -8,10 +8,11 @@ from azureml_strategy.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from azureml_strategy.checkpoint.elastic import ElasticRestart
+    from azureml_strategy.checkpoint.plain_data import saved_hyperparameters
     from azureml_strategy.checkpoint.resume import ResumeError, checkpoint_to_resume
     from azureml_strategy.checkpoint.storage import JobCheckpoint
 
-__all__ = ["ElasticRestart", "JobCheckpoint", "ResumeError", "checkpoint_to_resume"]
+__all__ = ["ElasticRestart", "JobCheckpoint", "ResumeError", "checkpoint_to_resume", "saved_hyperparameters"]
 
 __getattr__ = lazy_attributes(
     __name__,
@@ -20,5 +21,6 @@ __getattr__ = lazy_attributes(
         "JobCheckpoint": "azureml_strategy.checkpoint.storage",
         "ResumeError": "azureml_strategy.checkpoint.resume",
         "checkpoint_to_resume": "azureml_strategy.checkpoint.resume",
+        "saved_hyperparameters": "azureml_strategy.checkpoint.plain_data",
     },
 )

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from azureml_strategy.checkpoint.formats import FORMATS, CheckpointFormat, CheckpointFormatError
+from azureml_strategy.checkpoint.plain_data import MOVED, to_plain
+from azureml_strategy.checkpoint.plain_decoding import decode
 
 # What `LightningModule.load_from_checkpoint` reads, and where in the training the weights are from. Optimizers, loops
 # and callbacks stay behind: they belong to a layout and a number of processes.
@@ -18,28 +20,33 @@ _KEPT = (
 )
 
 
-def consolidate(checkpoint: Path, output: Path) -> dict[str, torch.Tensor]:
+def consolidate(checkpoint: Path, output: Path, *, trust_pickles: bool = False) -> dict[str, torch.Tensor]:
     """Write the weights of a checkpoint into one file, on one process and without a GPU.
 
     The file loads with `LightningModule.load_from_checkpoint`, and with `torch.load` it is a dictionary whose
     `state_dict` fits the module under any strategy. It holds no optimizer: training resumes from the checkpoint itself.
+    Hyperparameters that torch does not load by itself, such as a Path, are those of `saved_hyperparameters(output)`.
 
     Args:
         checkpoint: the path that was given to, or written by, Lightning: a file or a folder.
         output: the file to write. It appears complete or not at all.
+        trust_pickles: run the code that the checkpoint's files ask for, as older versions or other writers may; else
+            they are refused.
 
     Returns:
         The weights by name, on the CPU.
 
     Raises:
-        CheckpointFormatError: no known layout, or the output exists.
+        CheckpointFormatError: no known layout, the output exists, or reading would run code.
     """
     found = checkpoint_format(checkpoint)
     if output.exists():
         raise CheckpointFormatError(f"{output} exists. Name a file that does not, or delete it first.")
-    read = found.read(checkpoint)
+    read = found.read(checkpoint, trust_pickles)
     weights: dict[str, torch.Tensor] = dict(read["state_dict"])
-    _write({"state_dict": weights, **{name: read[name] for name in _KEPT if name in read}}, output)
+    moved = [each for each in read.get(MOVED, ()) if decode(each["at"])[0] in _KEPT]
+    kept = {name: read[name] for name in _KEPT if name in read}
+    _write(to_plain({"state_dict": weights, **kept, MOVED: moved}), output)
     return weights
 
 

@@ -18,7 +18,7 @@ from azureml_strategy.checkpoint.exchange import Exchange, GroupExchange, StoreE
 from azureml_strategy.checkpoint.host_copy import HostCopyBuffer
 from azureml_strategy.checkpoint.manifest import Manifest
 from azureml_strategy.checkpoint.random_state import gather
-from azureml_strategy.checkpoint.staging import WriteStaged, stage
+from azureml_strategy.checkpoint.staging import WriteStaged, make_plain, stage
 from azureml_strategy.checkpoint.storage_write import CheckpointWriter, WriteParts, Written
 from azureml_strategy.network.rendezvous import another_connection
 
@@ -76,11 +76,14 @@ class Saving:
             trainer: has trained to the end of a step.
             draft: what the manifest will say, but for the files.
             writer: writes it.
+
+        Raises:
+            UnsavableStateError: on all ranks, something that a restart could not be given back.
         """
         started = time.monotonic()
         if self._broken:
             self.connect(trainer)
-        checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        checkpoint = make_plain(trainer.strategy, trainer._checkpoint_connector.dump_checkpoint(weights_only=False))
         staged = stage(trainer.strategy, checkpoint) if self._threads is not None else None
         if staged is None or self._threads is None:
             self._written = writer.write(draft, _at_once(trainer, checkpoint), GroupExchange(trainer.global_rank))

@@ -8,6 +8,8 @@ from typing import Any, Protocol, runtime_checkable
 from lightning.pytorch.strategies import Strategy
 
 from azureml_strategy.checkpoint.exchange import Exchange
+from azureml_strategy.checkpoint.plain_data import PlainDataStrategy, UnsavableStateError, to_plain
+from azureml_strategy.checkpoint.random_state import gather
 from azureml_strategy.checkpoint.storage_io import AtomicCheckpointIO
 
 
@@ -42,6 +44,31 @@ class StagesCheckpoint(Protocol):
             What to copy, and what writes the copy; None where it has to be written at once.
         """
         ...
+
+
+def make_plain(strategy: Strategy, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint as a restart can read it, if it is our part to read it; a collective.
+
+    Args:
+        strategy: the Trainer's.
+        checkpoint: what this rank has, as Lightning gives it to `save_checkpoint`.
+
+    Raises:
+        UnsavableStateError: on all ranks, where one has something that a restart could not be given back.
+    """
+    apart = strategy.written_apart if isinstance(strategy, PlainDataStrategy) else ()
+    checkpoint_io = strategy.checkpoint_io
+    if not apart and not (isinstance(checkpoint_io, AtomicCheckpointIO) and checkpoint_io.plain):
+        return checkpoint
+    error = None
+    try:
+        checkpoint = to_plain(checkpoint, apart)
+    except UnsavableStateError as unsavable:
+        error = str(unsavable)
+    errors = [each for each in gather(error) if each is not None]
+    if errors:
+        raise UnsavableStateError(errors[0])
+    return checkpoint
 
 
 def stage(strategy: Strategy, checkpoint: dict[str, Any]) -> tuple[Any, WriteStaged] | None:

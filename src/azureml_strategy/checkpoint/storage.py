@@ -29,7 +29,7 @@ from azureml_strategy.checkpoint.pausing import waits_for_checkpoint
 from azureml_strategy.checkpoint.random_state import find_generators, gather, random_state, set_random_state
 from azureml_strategy.checkpoint.saving import Saving
 from azureml_strategy.checkpoint.storage_folder import CheckpointFolder, this_run
-from azureml_strategy.checkpoint.storage_io import AtomicCheckpointIO
+from azureml_strategy.checkpoint.storage_io import AtomicCheckpointIO, reads_through_io
 from azureml_strategy.checkpoint.storage_write import CheckpointWriter, Written
 from azureml_strategy.checkpoint.timer import SharedTimer
 from azureml_strategy.checkpoint.unwritten import Unwritten, log_again, unwritten
@@ -118,8 +118,8 @@ class JobCheckpoint(ModelCheckpoint):
             super().setup(trainer, pl_module, stage)
         FitLoopState.of(trainer)
         strategy = trainer.strategy
-        if type(strategy._checkpoint_io) in (type(None), TorchCheckpointIO) and stage == "fit":
-            strategy._checkpoint_io = AtomicCheckpointIO()
+        if type(strategy._checkpoint_io) in (type(None), TorchCheckpointIO):
+            strategy._checkpoint_io = AtomicCheckpointIO(plain=reads_through_io(strategy))
         if trainer.is_global_zero and stage == "fit":
             self._clean_up()
 

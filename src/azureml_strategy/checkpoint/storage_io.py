@@ -3,29 +3,41 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
 from azureml_strategy.checkpoint.manifest import sync_folder
+from azureml_strategy.checkpoint.plain_data import PlainDataStrategy, from_plain, require_loadable, to_plain
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Lightning's own, but what it writes survives the end of the process and of the machine.
+    """Lightning's own, but what it writes survives the end of the process and of the machine, and can be read again.
 
     Stock Lightning collects the file in memory, writes it into the system's temporary folder and copies it from there,
     which on a mount is no atomic step. Here it goes straight into a temporary name beside its place, is synchronized
     with the disk, and renamed.
+
+    Args:
+        plain: keep what torch's weights-only unpickler refuses in plain form, and refuse to write what a restart
+            could not load. False where the strategy reads its files past this class, and would not find it again.
     """
+
+    def __init__(self, plain: bool = True) -> None:
+        self.plain = plain
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any = None) -> None:
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__} writes to mounted folders and takes no storage_options.")
+        if self.plain:
+            checkpoint = to_plain(checkpoint)
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_name(target.name + ".part")
@@ -34,8 +46,24 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 torch.save(checkpoint, file)
                 file.flush()
                 os.fsync(file.fileno())
+            if self.plain:
+                require_loadable(part)
             os.replace(part, target)
         except BaseException:
             part.unlink(missing_ok=True)  # a full disk must not stay full
             raise
         sync_folder(target.parent)
+
+    @override
+    def load_checkpoint(
+        self,
+        path: _PATH,
+        map_location: Callable[..., Any] | None = lambda storage, loc: storage,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        return from_plain(super().load_checkpoint(path, map_location, weights_only))
+
+
+def reads_through_io(strategy: Strategy) -> bool:
+    """Whether a strategy has its CheckpointIO read single files, or puts back itself what was moved in them."""
+    return type(strategy).load_checkpoint is Strategy.load_checkpoint or isinstance(strategy, PlainDataStrategy)

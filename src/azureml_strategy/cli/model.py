@@ -36,6 +36,11 @@ def add_to(verbs: Verbs) -> None:
         "--checkpoint", metavar="PATH", help="which, in that output (default: the best, else the last)"
     )
     register.add_argument("--version", metavar="VERSION", help="default: the next number")
+    register.add_argument(
+        "--trust-pickles",
+        action="store_true",
+        help="run the code that the checkpoint's files ask for: you trust who wrote them",
+    )
     add_workspace_options(register)
 
 
@@ -57,8 +62,15 @@ def _register(options: argparse.Namespace) -> int:
             output=options.output or "run",
             checkpoint=options.checkpoint,
             version=options.version,
+            trust_pickles=options.trust_pickles,
         )
     else:
-        model = register_checkpoint(workspace, options.name, options.path, version=options.version)
+        model = register_checkpoint(
+            workspace,
+            options.name,
+            options.path,
+            version=options.version,
+            trust_pickles=options.trust_pickles,
+        )
     print_text(f"azureml:{model.name}:{model.version}  {model.description}")
     return 0

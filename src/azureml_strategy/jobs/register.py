@@ -34,6 +34,7 @@ def register_run(
     output: str = "run",
     checkpoint: str | None = None,
     version: str | None = None,
+    trust_pickles: bool = False,
 ) -> Model:
     """Register the weights of a job that is over.
 
@@ -44,6 +45,7 @@ def register_run(
         output: which of its outputs has the checkpoints.
         checkpoint: path in that output; None: the best one, else the last.
         version: None: the next number.
+        trust_pickles: run the code that the checkpoint's files ask for.
 
     Returns:
         The registered model: a folder with `weights.ckpt`, which `LightningModule.load_from_checkpoint` reads.
@@ -66,7 +68,7 @@ def register_run(
         fault = stored[chosen].fault(local.parent) if chosen in stored else None
         if fault is not None:
             raise JobError(f"{chosen} of {job} is damaged: {fault}. {_listed([*stored])} Type --checkpoint PATH.")
-        return register_checkpoint(client, name, local, version=version, tags=tags)
+        return register_checkpoint(client, name, local, version=version, tags=tags, trust_pickles=trust_pickles)
 
 
 def register_checkpoint(
@@ -76,6 +78,7 @@ def register_checkpoint(
     *,
     version: str | None = None,
     tags: dict[str, str] | None = None,
+    trust_pickles: bool = False,
 ) -> Model:
     """Register the weights of a checkpoint on this machine, of any strategy; optimizer states stay behind.
 
@@ -85,6 +88,7 @@ def register_checkpoint(
         checkpoint: file or folder that the Trainer wrote.
         version: None: the next number.
         tags: for its page.
+        trust_pickles: run the code that the checkpoint's files ask for.
 
     Raises:
         JobError: it is no checkpoint.
@@ -99,7 +103,7 @@ def register_checkpoint(
     with TemporaryDirectory() as folder:
         content = Path(folder) / name
         try:
-            weights = consolidate(checkpoint, content / WEIGHTS)
+            weights = consolidate(checkpoint, content / WEIGHTS, trust_pickles=trust_pickles)
         except CheckpointFormatError as error:
             raise JobError(str(error)) from error
         numbers = sum(weight.numel() for weight in weights.values())

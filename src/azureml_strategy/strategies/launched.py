@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
+from azureml_strategy.checkpoint.plain_data import PlainDataStrategy
 from azureml_strategy.cluster.environment import AzureMLEnvironment
 from azureml_strategy.cluster.errors import LaunchError
 from azureml_strategy.cluster.launch import Launch, detect_launch
@@ -26,7 +27,7 @@ from azureml_strategy.strategies.launcher import NodeLauncher
 _networks: dict[str, RunNetwork] = {}
 
 
-class LaunchedStrategy(ParallelStrategy):
+class LaunchedStrategy(PlainDataStrategy, ParallelStrategy):
     """Mix-in before one of Lightning's parallel strategies.
 
     In a job, `num_nodes` and `devices` follow the launch. Lightning tells a strategy the Trainer's numbers but not

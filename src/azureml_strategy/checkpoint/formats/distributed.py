@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from azureml_strategy.checkpoint.formats.format import CheckpointFormat
+from azureml_strategy.checkpoint.formats.pickles import IndexReader, read_file
 
 # What Lightning writes beside the shards.
 _REST = "meta.pt"
@@ -17,12 +18,12 @@ def _found(path: Path) -> bool:
     return (path / ".metadata").is_file()
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path, trust_pickles: bool) -> dict[str, Any]:
     import torch
-    from torch.distributed.checkpoint import FileSystemReader, load  # type: ignore[attr-defined]
+    from torch.distributed.checkpoint import load  # type: ignore[attr-defined]
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    reader = FileSystemReader(path)
+    reader = IndexReader(path, trust_pickles)
     weights: dict[str, dict[str, torch.Tensor]] = {}
     for name, entry in reader.read_metadata().state_dict_metadata.items():
         root, _, inner = name.partition(".")
@@ -30,7 +31,7 @@ def _read(path: Path) -> dict[str, Any]:
             weights.setdefault(root, {})[inner] = torch.empty(entry.size, dtype=entry.properties.dtype)
     load(weights, storage_reader=reader)  # only what is named, so the optimizer's two thirds stay on disk
     beside = path / _REST
-    rest: dict[str, Any] = torch.load(beside, map_location="cpu", weights_only=False) if beside.is_file() else {}
+    rest: dict[str, Any] = read_file(beside, trust_pickles) if beside.is_file() else {}
     return {**rest, "state_dict": {name: tensor for each in weights.values() for name, tensor in each.items()}}
 
 

@@ -19,10 +19,25 @@ class CheckpointFormat:
     Args:
         name: for messages, as in "is DeepSpeed ZeRO shards".
         found: whether a path is of this layout, by the names of files alone. At most one layout may answer yes.
-        read: the whole checkpoint as Lightning's single file has it: `state_dict` with full CPU tensors under the
-            names of the unsharded module, beside `hyper_parameters` and the rest that Lightning saved.
+        reader: reads a checkpoint; see `read`.
     """
 
     name: str
     found: Callable[[Path], bool]
-    read: Callable[[Path], dict[str, Any]]
+    reader: Callable[[Path, bool], dict[str, Any]]
+
+    def read(self, path: Path, trust_pickles: bool = False) -> dict[str, Any]:
+        """Read a whole checkpoint, as Lightning's single file has it.
+
+        Args:
+            path: of this layout.
+            trust_pickles: run whatever code the files ask for.
+
+        Returns:
+            `state_dict` with full CPU tensors under the names of the unsharded module, beside `hyper_parameters` and
+            the rest that Lightning saved.
+
+        Raises:
+            CheckpointFormatError: something is missing, or reading would run code.
+        """
+        return self.reader(path, trust_pickles)

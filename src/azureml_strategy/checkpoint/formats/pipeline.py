@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from azureml_strategy.checkpoint.formats.format import CheckpointFormat, CheckpointFormatError
+from azureml_strategy.checkpoint.formats.pickles import read_file, reading_deepspeed
 
 # Written by PipelineStrategy beside the folder with DeepSpeed's files.
 _LAYOUT, _SHARDS = "pipeline.json", "checkpoint"
@@ -42,7 +42,7 @@ def _layer(folder: Path, index: int) -> dict[str, Tensor]:
             f"{folder} lacks {file.relative_to(folder)}: was it copied from one node of several, or while it was being "
             "written? Give a folder that all nodes wrote to."
         )
-    layer: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
+    layer: dict[str, Tensor] = read_file(file, trust_pickles=False)
     return layer
 
 
@@ -50,10 +50,11 @@ def _found(path: Path) -> bool:
     return (path / _LAYOUT).is_file()
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path, trust_pickles: bool) -> dict[str, Any]:
     # Lightning's own entries, the same on all ranks; the pickled tensors of this file stay on disk.
     first = path / _SHARDS / "mp_rank_00_model_states.pt"
-    saved = torch.load(first, map_location="cpu", mmap=True, weights_only=False)
+    with reading_deepspeed([first], trust_pickles):
+        saved = read_file(first, trust_pickles)
     return {**saved, "state_dict": consolidate_pipeline(path)}
 
 

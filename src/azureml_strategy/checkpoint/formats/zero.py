@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from azureml_strategy.checkpoint.formats.format import CheckpointFormat, CheckpointFormatError
+from azureml_strategy.checkpoint.formats.pickles import read_file, reading_deepspeed
 
 
 def _found(path: Path) -> bool:
@@ -16,7 +15,7 @@ def _found(path: Path) -> bool:
     return bool(shards) and not layers
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path, trust_pickles: bool) -> dict[str, Any]:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     if _files(path, "*mp_rank_01_model_states.pt"):
@@ -27,8 +26,9 @@ def _read(path: Path) -> dict[str, Any]:
             "whose checkpoints are consolidated whatever their tensor_parallel_size."
         )
     # Lightning's own entries, the same on all ranks; the pickled tensors of this file stay on disk.
-    saved = torch.load(_files(path, "*_model_states.pt")[0], map_location="cpu", mmap=True, weights_only=False)
-    return {**saved, "state_dict": get_fp32_state_dict_from_zero_checkpoint(str(path))}
+    with reading_deepspeed(_files(path, "*.pt"), trust_pickles):
+        saved = read_file(_files(path, "*_model_states.pt")[0], trust_pickles)
+        return {**saved, "state_dict": get_fp32_state_dict_from_zero_checkpoint(str(path))}
 
 
 def _files(path: Path, pattern: str) -> list[Path]:

@@ -10,6 +10,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter  #
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
+from azureml_strategy.checkpoint.plain_data import require_loadable
 from azureml_strategy.strategies.exchange import Exchange
 
 # What Lightning writes beside the shards.
@@ -50,5 +51,6 @@ def write_distributed(content: tuple[dict[str, Any], dict[str, Any] | None], pat
     def finish() -> None:
         writer.finish(index[0], results)
         torch.save(rest, path / _REST)
+        require_loadable(path / _REST)
 
     exchange.on_rank_zero(finish)

@@ -6,16 +6,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.model_parallel import ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
+from azureml_strategy.checkpoint.plain_data import WRITTEN_APART, to_plain
 from azureml_strategy.strategies.exchange import WriteStaged
 from azureml_strategy.strategies.launched import LaunchedStrategy
 from azureml_strategy.strategies.model_parallel.checkpoint import check_checkpoint
@@ -125,6 +130,22 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, ModelParallelStrategy):
         assert self.lightning_module is not None
         if self._uncut and not self.lightning_module.trainer.fit_loop._should_accumulate():
             copy_gradients(self._uncut, self.device_mesh["tensor_parallel"].get_group())
+
+    @property
+    @override
+    def written_apart(self) -> tuple[str, ...]:
+        return WRITTEN_APART if self._save_distributed_checkpoint else ()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        state = super().optimizer_state(optimizer)
+        # a single file of them is read before anything that was moved out of it could be put back
+        numbers = not self._save_distributed_checkpoint
+        return apply_to_collection(state, np.generic, lambda number: number.item()) if numbers else state
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any = None) -> None:
+        super().save_checkpoint(to_plain(checkpoint, self.written_apart), filepath, storage_options)
 
     def stage_checkpoint(self, checkpoint: dict[str, Any]) -> tuple[Any, WriteStaged] | None:
         """Collect what this rank is to write.

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.strategies.deepspeed import DeepSpeedStrategy
+from typing_extensions import override
 
+from azureml_strategy.checkpoint.plain_data import WRITTEN_APART, PlainDataStrategy, to_plain
 from azureml_strategy.strategies.exchange import WriteStaged
 from azureml_strategy.strategies.zero.device import AnyDeviceDeepSpeedStrategy
 
 
-class StagedDeepSpeedStrategy(AnyDeviceDeepSpeedStrategy):
+class StagedDeepSpeedStrategy(PlainDataStrategy, AnyDeviceDeepSpeedStrategy):
     """Lightning's strategy, but it can hand out the files of a checkpoint instead of writing them."""
+
+    @property
+    @override
+    def written_apart(self) -> tuple[str, ...]:
+        return WRITTEN_APART
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any = None) -> None:
+        super().save_checkpoint(to_plain(checkpoint, WRITTEN_APART), filepath, storage_options)
 
     def stage_checkpoint(self, checkpoint: dict[str, Any]) -> tuple[Any, WriteStaged] | None:
         """Collect what this rank is to write; a collective.

@@ -1,0 +1,183 @@
+"""Checkpoints that torch loads with `weights_only=True`, whatever modules and callbacks put into them.
+
+A restart refuses pickles that could run code. So whatever torch's weights-only unpickler would refuse is moved out of
+its place, when a checkpoint is written, into an entry of our own in plain form, and put back when it is read. What is
+left, such as hyperparameters that are numbers and strings, any reader finds where Lightning has it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning_utilities.core.rank_zero import WarningCache
+from typing_extensions import override
+
+from azureml_strategy.checkpoint.plain_decoding import decode
+from azureml_strategy.checkpoint.plain_encoding import NotEncodableError, encode, is_plain
+
+MOVED = "azureml_strategy_moved"
+"""The entry of a checkpoint with what was moved: a list of `{"at": its keys, "value": its plain form}`."""
+WRITTEN_APART = ("state_dict", "optimizer_states")
+"""What sharded strategies write into files of their own, not beside Lightning's other entries."""
+# No restart needs them: they build the module, which is there before a checkpoint is read.
+_HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
+_left_out = WarningCache()
+
+
+class UnsavableStateError(TypeError):
+    """State that a restart could not be given back, so that there is no use in writing it."""
+
+
+class PlainDataStrategy(Strategy):
+    """Mix-in for strategies that put back what was moved, whatever reads their files."""
+
+    @property
+    def written_apart(self) -> tuple[str, ...]:
+        """Entries of a checkpoint that this strategy does not write beside the others."""
+        return ()
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        return from_plain(super().load_checkpoint(checkpoint_path, weights_only))
+
+
+def to_plain(checkpoint: dict[str, Any], apart: Collection[str] = ()) -> dict[str, Any]:
+    """A checkpoint that the weights-only unpickler takes; equal to the old one after `from_plain`.
+
+    Entries move as a whole, or, of dictionaries and lists, their values: one hyperparameter, the state of one
+    callback. So nobody who reads without `from_plain` finds half of something. In a list None stays in the place.
+
+    Args:
+        checkpoint: as Lightning gives it to `save_checkpoint`. It is not changed, and no tensor is copied.
+        apart: names of entries to leave as they are.
+
+    Raises:
+        UnsavableStateError: something has no plain form. Hyperparameters are left out instead, with a warning.
+    """
+    moved = list(checkpoint.get(MOVED, ()))
+    kept = {}
+    for name, entry in checkpoint.items():
+        if name in apart or name == MOVED or is_plain(entry):
+            kept[name] = entry
+        elif type(entry) in (dict, OrderedDict, list):
+            kept[name] = _without_moved(name, entry, moved)
+        else:
+            _move([name], entry, moved)
+    return {**kept, MOVED: moved} if moved else kept
+
+
+def _without_moved(name: str, entry: Any, moved: list[Any]) -> Any:
+    kept = copy.copy(entry)  # with what torch has written on a state dict
+    for key, value in enumerate(entry) if type(entry) is list else entry.items():
+        if is_plain(value):
+            continue
+        _move([name, key], value, moved)
+        if type(entry) is list:
+            kept[key] = None
+        else:
+            del kept[key]
+    return kept
+
+
+def _move(at: list[Any], value: Any, moved: list[Any]) -> None:
+    place = [str(key) for key in at]
+    try:
+        moved.append({"at": encode(at), "value": encode(value, place)})
+    except NotEncodableError as error:
+        if at[0] not in _HYPERPARAMETERS:
+            raise UnsavableStateError(_advice(error)) from error
+        _left_out.warn(
+            f"The hyperparameter {' → '.join(place[1:]) or at[0]} is not in the checkpoints: it holds {error.reason}. "
+            "Training goes on from them all the same; give it to load_from_checkpoint yourself, and leave it out by "
+            f"save_hyperparameters(ignore=[{place[-1]!r}])."
+        )
+
+
+def _advice(error: NotEncodableError) -> str:
+    return (
+        f"No checkpoint can be written: {' → '.join(error.place)} is {error.reason}. A restart takes values, tensors, "
+        "and functions and classes by name, and runs no code that a file brings along. In the state_dict() or "
+        "on_save_checkpoint() that gave it, return numbers, strings, lists, dictionaries, tensors or a dataclass of "
+        "these, and make the object anew from them in load_state_dict() or on_load_checkpoint()."
+    )
+
+
+def from_plain(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint as it was before `to_plain`.
+
+    Args:
+        checkpoint: as it was loaded; its dictionaries and lists are filled in place.
+
+    Raises:
+        ValueError: something names a function or class that is not there. Hyperparameters are left out instead, with
+            a warning.
+    """
+    restored = {name: entry for name, entry in checkpoint.items() if name != MOVED}
+    for each in checkpoint.get(MOVED, ()):
+        at = decode(each["at"])
+        target = restored if len(at) == 1 else restored[at[0]]
+        try:
+            target[at[-1]] = decode(each["value"])
+        except Exception as error:  # a damaged or strange entry raises anything
+            place = " → ".join(map(str, at))
+            if at[0] not in _HYPERPARAMETERS:
+                raise ValueError(f"{place} of the checkpoint cannot be restored: {error}") from error
+            rank_zero_warn(f"{place} of the checkpoint is left out, as it cannot be restored: {error}")
+    return restored
+
+
+def require_loadable(file: Path) -> None:
+    """Read what was written as a restart does, but for the tensors' memory.
+
+    Args:
+        file: written by `torch.save`.
+
+    Raises:
+        ValueError: torch refuses it.
+    """
+    try:
+        torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:  # torch, zip files and classes of the user's raise anything
+        found = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+        reason = f"it holds {', '.join(sorted(found))}" if found else str(error)
+        raise ValueError(
+            f"a restart could not load it: {reason}. It reads values and tensors only, or what was registered with "
+            "torch.serialization.add_safe_globals"
+        ) from error
+
+
+def saved_hyperparameters(checkpoint: _PATH) -> dict[str, Any]:
+    """The hyperparameters of a checkpoint, also those that `load_from_checkpoint` does not find by itself.
+
+    Those are values that torch's weights-only unpickler refuses, such as a Path or a DictConfig:
+    `Module.load_from_checkpoint(path, **saved_hyperparameters(path))`.
+
+    Args:
+        checkpoint: a single file, such as `azureml-strategy consolidate` writes.
+
+    Returns:
+        The arguments of the module, by name.
+    """
+    loaded = from_plain(_load(checkpoint))
+    found = loaded.get("hyper_parameters", {})
+    name = loaded.get("hparams_name", "kwargs")  # as Lightning calls several arguments
+    return dict(found) if name == "kwargs" else {name: found}
+
+
+def moved_hyperparameters(checkpoint: _PATH) -> list[str]:
+    """Names of the hyperparameters that `load_from_checkpoint` does not find by itself; of a single file."""
+    places = [decode(each["at"]) for each in _load(checkpoint).get(MOVED, ())]
+    return [str(at[-1]) for at in places if at[0] in _HYPERPARAMETERS]
+
+
+def _load(checkpoint: _PATH) -> dict[str, Any]:
+    loaded: dict[str, Any] = torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=True)
+    return loaded

@@ -1,0 +1,17 @@
+"""Checkpoints of values of all kinds under each strategy: a restart loads them, and so does torch without pickles."""
+
+from __future__ import annotations
+
+import pytest
+from tests.multiprocess.conftest import RunJob
+
+STRATEGIES = ["ddp", "stage_2", "stage_3", "model_parallel", "one_file", "pipeline"]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_two_processes_get_back_what_they_kept(run_job: RunJob, strategy: str) -> None:
+    job = run_job("keeps.py", strategy, nodes=2)
+    assert job.exit_code == 0, job.output
+    assert [job.results[rank] for rank in (0, 1)] == 2 * [
+        {"wrong": [], "consolidated": True, "weights": True, "rates": True}
+    ]
