@@ -1,11 +1,13 @@
-"""How long a checkpoint of 400 MB keeps the training: ours, Lightning's AsyncCheckpointIO, and torch's async_save.
+"""What a checkpoint of 400 MB costs a training: ours, Lightning's AsyncCheckpointIO, and torch's async_save.
 
     python benchmarks/checkpoint_stall.py
 
 One training on one process, in which the competitors take turns: a GPT with AdamW, 33 million parameters and two
-states of each. What counts is how long the training thread is in a competitor's hands, from the call until training
-can go on, and, where it is called again before the optimizer's step, in these calls as well. Each then has the time of
-one step to write, is waited for outside of what is timed, and an undisturbed step follows.
+states of each. Each has a window of the same number of steps. It is called at the window's start and writes while the
+steps go on; what is not written when the last one ends is waited for. One window of each round has no checkpoint. The
+cost is how much longer a window takes than that one: the time that the training thread is in the competitor's hands,
+and what its writing takes from the steps. Removing files comes after the window, but for ours, whose thread removes
+the checkpoint before; then an undisturbed step follows, which counts for nothing.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import RESULTS, differences, ratios, save, show, spread
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from harness import RESULTS, differences, save, show, spread
+from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch.distributed.checkpoint import async_save
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.utils.data import DataLoader, TensorDataset
@@ -33,10 +35,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from azureml_strategy.checkpoint import JobCheckpoint
 from azureml_strategy.models import GPTConfig, LanguageModel
 
-TARGET = 0.2
-OURS = "JobCheckpoint"
-# A competitor's turn, the step in which it writes, and a step that nobody disturbs.
-_STEPS_EACH = 2
+TARGET = 1.0
+OURS, NONE = "JobCheckpoint", "no checkpoint"
+WRITER = "checkpoint-writer"
 
 
 class Stopwatch:
@@ -52,31 +53,52 @@ class Stopwatch:
 
 
 class Ours(JobCheckpoint):
-    """Timed wherever Lightning calls it between two optimizer steps."""
+    """Timed wherever Lightning calls it from the end of a step to the start of the next."""
 
     def __init__(self, folder: Path, every: int) -> None:
         super().__init__(folder, keep_last=1, every_n_train_steps=every, every_n_epochs=0)
         self.watch = Stopwatch()
-        self.every = every
+        self.writing = False
 
-    def on_train_batch_end(self, trainer: Trainer, *rest: Any) -> None:
-        if trainer.global_step % self.every == 0:
-            self.watch.turns.append(0.0)
-            self.watch.add(super().on_train_batch_end, trainer, *rest)
-        else:
-            super().on_train_batch_end(trainer, *rest)
+    def save(self, trainer: Trainer) -> None:
+        """Nothing: it is called by itself."""
+        self.writing = True
 
-    def on_after_backward(self, *arguments: Any) -> None:
-        if self.watch.turns:
-            self.watch.add(super().on_after_backward, *arguments)
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        self._timed(super().on_train_batch_end, *arguments)
 
-    def on_before_optimizer_step(self, *arguments: Any) -> None:
-        if self.watch.turns:
-            self.watch.add(super().on_before_optimizer_step, *arguments)
+    def on_train_batch_start(self, *arguments: Any) -> None:
+        self._timed(super().on_train_batch_start, *arguments)
+
+    def done(self) -> bool:
+        return not any(thread.name == WRITER for thread in threading.enumerate())
 
     def wait(self) -> None:
-        while any(thread.name == "checkpoint-writer" for thread in threading.enumerate()):
-            time.sleep(0.01)
+        for thread in threading.enumerate():
+            if thread.name == WRITER:
+                thread.join()
+
+    def remove(self) -> None:
+        self.writing = False
+
+    def _timed(self, hook: Callable[..., Any], *arguments: Any) -> None:
+        self.watch.add(hook, *arguments) if self.writing else hook(*arguments)
+
+
+class Nobody:
+    """A window without a checkpoint."""
+
+    def __init__(self) -> None:
+        self.watch = Stopwatch()
+
+    def save(self, trainer: Trainer) -> None: ...
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None: ...
+
+    def remove(self) -> None: ...
 
 
 class Lightnings:
@@ -85,17 +107,24 @@ class Lightnings:
     def __init__(self, folder: Path) -> None:
         self.file = folder / "lightning.ckpt"
         self.watch = Stopwatch()
-        self.io = AsyncCheckpointIO()
+        self.io = AsyncCheckpointIO(TorchCheckpointIO())
+        self.last: Future[None] | None = None
 
     def save(self, trainer: Trainer) -> None:
         usual = trainer.strategy.checkpoint_io
-        self.io.checkpoint_io = self.io.checkpoint_io or usual
         trainer.strategy.checkpoint_io = self.io
         trainer.save_checkpoint(self.file)
         trainer.strategy.checkpoint_io = usual
+        assert self.io._executor is not None
+        self.last = self.io._executor.submit(lambda: None)  # its one thread comes to this when it has written
+
+    def done(self) -> bool:
+        return self.last is not None and self.last.done()
 
     def wait(self) -> None:
         self.io.teardown()
+
+    def remove(self) -> None:
         self.file.unlink()
 
 
@@ -113,53 +142,65 @@ class Torchs:
         state = {"model": trainer.lightning_module.state_dict(), "optimizers": states}
         self.future = async_save(state, checkpoint_id=self.folder, async_stager=self.stager)
 
+    def done(self) -> bool:
+        return self.future is not None and self.future.done()
+
     def wait(self) -> None:
         assert self.future is not None
         self.future.result()
+
+    def remove(self) -> None:
         shutil.rmtree(self.folder)
 
 
 class Turns(Callback):
-    """Gives each competitor its turn, and times the steps: those in which one writes, and those in which none does."""
+    """Gives each competitor its window, and times it."""
 
-    def __init__(self, ours: Ours, others: dict[str, Any]) -> None:
-        self.competitors = {OURS: ours, **others}
-        self.steps: dict[str, list[float]] = {name: [] for name in self.competitors}
-        self.undisturbed: list[float] = []
-        self.writing: str | None = None
+    def __init__(self, competitors: dict[str, Any], steps: int) -> None:
+        self.competitors = competitors
+        self.steps = steps
+        self.windows: dict[str, list[float]] = {name: [] for name in competitors}
+        self.written: dict[str, list[int | None]] = {name: [] for name in competitors}
+        self.name: str | None = None
+        self.started = 0.0
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step % _STEPS_EACH == 1 and self.writing is not None:
-            self.competitors[self.writing].wait()
-            self.writing = None
-        self.started = time.perf_counter()
+    def on_train_batch_end(self, trainer: Trainer, *rest: Any) -> None:
+        # a window, and the step that counts for nothing
+        turn, step = divmod(trainer.global_step - self.steps - 1, self.steps + 1)
+        if self.name is not None:
+            self._look(self.competitors[self.name], step)
+        if turn >= 0 and step == 0:
+            self.name = list(self.competitors)[turn % len(self.competitors)]
+            self.started = time.perf_counter()
+            self.written[self.name].append(None)
+            competitor = self.competitors[self.name]
+            competitor.watch.turns.append(0.0)
+            competitor.watch.add(competitor.save, trainer)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        taken = time.perf_counter() - self.started
-        if self.writing is not None:
-            self.steps[self.writing].append(taken)
-        elif trainer.global_step > _STEPS_EACH:
-            self.undisturbed.append(taken)
-        turn, rest = divmod(trainer.global_step, _STEPS_EACH)
-        if rest == 0:
-            self.writing = list(self.competitors)[turn % len(self.competitors)]
-            competitor = self.competitors[self.writing]
-            if competitor is not self.competitors[OURS]:  # which is a callback itself
-                competitor.watch.turns.append(0.0)
-                competitor.watch.add(competitor.save, trainer)
+    def _look(self, competitor: Any, step: int) -> None:
+        assert self.name is not None
+        if self.written[self.name][-1] is None and competitor.done():
+            self.written[self.name][-1] = step
+        if step == self.steps:
+            competitor.wait()
+            self.windows[self.name].append(time.perf_counter() - self.started)
+            competitor.remove()
+            self.name = None
 
 
 def train(options: argparse.Namespace, folder: Path) -> tuple[Turns, int]:
     """One training; the bytes of its parameters and the optimizer's states as well."""
     network = GPTConfig(options.vocabulary, options.length, options.layers, options.width, 8, 4 * options.width)
     module = LanguageModel(network, warmup_steps=4, seed=1)
-    kept, fresh = "async_save, stager kept", "async_save"
-    others = {"AsyncCheckpointIO": Lightnings(folder), fresh: Torchs(folder, False), kept: Torchs(folder, True)}
-    every = _STEPS_EACH * (1 + len(others))
-    turns = Turns(Ours(folder / "ours", every), others)
-    steps = every * (options.rounds + 2) + 1
+    others = {
+        "AsyncCheckpointIO": Lightnings(folder),
+        "async_save": Torchs(folder, False),
+        "async_save, stager kept": Torchs(folder, True),
+    }
+    every = (options.window + 1) * (2 + len(others))
+    ours = Ours(folder / "ours", every)
+    turns = Turns({NONE: Nobody(), **others, OURS: ours}, options.window)  # in the last window its step is due
+    steps = options.window + every * (1 + options.rounds)
     tokens = torch.randint(options.vocabulary, (options.batch_size * steps, options.length + 1))
     trainer = Trainer(
         accelerator="cpu",
@@ -167,7 +208,7 @@ def train(options: argparse.Namespace, folder: Path) -> tuple[Turns, int]:
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[turns, turns.competitors[OURS]],
+        callbacks=[turns, ours],
     )
     trainer.fit(module, DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:].clone()), options.batch_size))
     states = (value for state in trainer.optimizers[0].state.values() for value in state.values())
@@ -176,7 +217,9 @@ def train(options: argparse.Namespace, folder: Path) -> tuple[Turns, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--fits", type=int, default=3, help="each has a first round, which is shown apart")
+    parser.add_argument("--rounds", type=int, default=4, help="of each fit, without the first one")
+    parser.add_argument("--window", type=int, default=6, help="steps")
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--layers", type=int, default=7)
     parser.add_argument("--width", type=int, default=512)
@@ -187,39 +230,76 @@ def main() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     seed_everything(1, verbose=False)
-    with tempfile.TemporaryDirectory() as folder:
-        turns, state_bytes = train(options, Path(folder))
-    # the first turn finds cold memory; ours compares in its second what it takes for granted from then on
-    stalls = {name: each.watch.turns[1 : 1 + options.rounds] for name, each in turns.competitors.items()}
-    written = {name: turns.steps[name][1 : 1 + options.rounds] for name in turns.competitors}
-    better = min((name for name in stalls if name != OURS), key=lambda name: spread(stalls[name]).median)
-    undisturbed = spread(turns.undisturbed)
-    figures = {
-        "state_bytes": state_bytes,
-        "stall_s": {name: spread(values) for name, values in stalls.items()},
-        "first_stall_s": {name: each.watch.turns[0] for name, each in turns.competitors.items()},
-        "ratio_ours_to": {name: ratios(stalls[OURS], stalls[name]) for name in stalls if name != OURS},
-        "better_one": better,
-        "target": {"ratio_to_the_better_at_most": TARGET},
-        "undisturbed_step_s": undisturbed,
-        "added_to_the_step_that_follows_s": {
-            name: differences(values, [undisturbed.median] * len(values)) for name, values in written.items()
-        },
-    }
+    fits = []
+    for _ in range(options.fits):
+        with tempfile.TemporaryDirectory() as folder:
+            turns, state_bytes = train(options, Path(folder))
+            fits.append(turns)
+    figures = {"state_bytes": state_bytes, **evaluate(fits)}
     save("checkpoint_stall", {k: v for k, v in vars(options).items() if k != "results"}, figures, options.results)
+    tell(figures)
+
+
+def evaluate(fits: list[Turns]) -> dict[str, Any]:
+    """The figures of all fits together: the later checkpoints, and the first of each fit."""
+    names = [name for name in fits[0].competitors if name != NONE]
+    stalls = {name: [fit.competitors[name].watch.turns for fit in fits] for name in names}
+    costs = {
+        name: [
+            [window - none for window, none in zip(fit.windows[name], fit.windows[NONE], strict=True)] for fit in fits
+        ]
+        for name in names
+    }
+    later = {name: _later(costs[name]) for name in names}
+    better = min((name for name in names if name != OURS), key=lambda name: spread(later[name]).median)
+    return {
+        "cost_s": {name: spread(later[name]) for name in names},
+        "stall_s": {name: spread(_later(stalls[name])) for name in names},
+        "added_to_the_steps_that_follow_s": {name: differences(later[name], _later(stalls[name])) for name in names},
+        "first_cost_s": {name: spread([fit[0] for fit in costs[name]]) for name in names},
+        "first_stall_s": {name: spread([fit[0] for fit in stalls[name]]) for name in names},
+        "written_within_steps": {name: _within([fit.written[name] for fit in fits]) for name in names},
+        "better_one": better,
+        "ratio_of_median_costs_ours_to": {
+            name: spread(later[OURS]).median / spread(later[name]).median for name in names if name != OURS
+        },
+        "target": {"ratio_to_the_better_at_most": TARGET},
+        "window_without_a_checkpoint_s": spread(_later([fit.windows[NONE] for fit in fits])),
+    }
+
+
+def tell(figures: dict[str, Any]) -> None:
     rows = [
         [
             name,
-            spread(stalls[name]).text(1e3),
-            f"{1e3 * figures['first_stall_s'][name]:,.1f}",
-            "" if name == OURS else figures["ratio_ours_to"][name].text(digits=3),
-            figures["added_to_the_step_that_follows_s"][name].text(1e3),
+            figures["cost_s"][name].text(1e3, digits=0),
+            "" if name == OURS else f"{figures['ratio_of_median_costs_ours_to'][name]:.2f}",
+            figures["stall_s"][name].text(1e3, digits=0),
+            figures["added_to_the_steps_that_follow_s"][name].text(1e3, digits=0),
+            figures["first_cost_s"][name].text(1e3, digits=0),
+            figures["first_stall_s"][name].text(1e3, digits=0),
+            figures["written_within_steps"][name],
         ]
-        for name in stalls
+        for name in figures["cost_s"]
     ]
-    columns = ["", "stall, ms", "first, ms", "ours over it", "added to the next step, ms"]
-    show(f"A checkpoint of {state_bytes / 1e6:,.0f} MB; the better one is {better}", columns, rows)
-    print(f"An undisturbed step takes {undisturbed.text(1e3)} ms.")
+    columns = ["ms", "cost", "ours over it", "stall", "added to steps", "first cost", "first stall", "written in steps"]
+    show(
+        f"A checkpoint of {figures['state_bytes'] / 1e6:,.0f} MB; the better one is {figures['better_one']}",
+        columns,
+        rows,
+    )
+    print(f"A window without one takes {figures['window_without_a_checkpoint_s'].text()} s.")
+
+
+def _later(fits: list[list[float]]) -> list[float]:
+    return [value for fit in fits for value in fit[1:]]
+
+
+def _within(fits: list[list[int | None]]) -> str:
+    """In how many steps it was written; `waited` where the window was too short."""
+    found = [step for fit in fits for step in fit]
+    steps = [step for step in found if step is not None]
+    return f"{min(steps)} to {max(steps)}" if len(steps) == len(found) else f"waited {len(found) - len(steps)} times"
 
 
 if __name__ == "__main__":

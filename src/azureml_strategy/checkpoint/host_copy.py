@@ -119,24 +119,23 @@ class Region:
     members: list[int]
 
     def copied_into(self, buffer: Tensor, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Copy it: on the host by torch's threads, and from a GPU without waiting for it.
+        """Copy it; from a GPU without waiting for it.
 
         Returns:
             The copies of the tensors that lie in it, by their index.
         """
         copy = buffer[self.target : self.target + self.size]
-        copy.copy_(self._bytes(), non_blocking=self.tensor.is_cuda)
+        if self.tensor.device.type == "cpu":
+            # Not by torch's threads: they gain little, and on busy cores wait for one another at each region. And by
+            # the address, as tensors that overlap may belong to storages of which none has all of the region.
+            ctypes.memmove(copy.data_ptr(), self.address, self.size)
+        else:
+            source = torch.empty(0, dtype=torch.uint8, device=self.tensor.device)
+            storage = self.tensor.untyped_storage()
+            source.set_(storage, self.address - storage.data_ptr(), (self.size,), (1,))
+            copy.copy_(source, non_blocking=self.tensor.is_cuda)
         base = torch.from_numpy(copy.numpy())  # a storage of its own: torch.save writes each as a whole, and once
         return {index: self._view(tensors[index], base) for index in self.members}
-
-    def _bytes(self) -> Tensor:
-        if self.tensor.device.type == "cpu":
-            # by the address, as tensors that overlap may belong to storages of which none has all of the region
-            memory = (ctypes.c_byte * self.size).from_address(self.address)
-            return torch.frombuffer(memory, dtype=torch.uint8)
-        found = torch.empty(0, dtype=torch.uint8, device=self.tensor.device)
-        storage = self.tensor.untyped_storage()
-        return found.set_(storage, self.address - storage.data_ptr(), (self.size,), (1,))
 
     def _view(self, tensor: Tensor, base: Tensor) -> Tensor:
         start = tensor.data_ptr() - self.address
