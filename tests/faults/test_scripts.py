@@ -22,41 +22,6 @@ from tests.faults.test_trials import run
 from tests.faults.trial import NO_RUN, Trial
 from tests.preloaded import Forked
 
-# What cannot be resumed exactly yet, by the script's name without its loader, and why.
-_HOOK = "saved before the module's own hook of the step"
-_EPOCH_START = "within an epoch the callback's on_train_epoch_start does not come again"
-_MEANS = "what an epoch has measured so far is not saved"
-_OF_THEIR_OWN = {
-    "worker_augmentation": "what the workers drew is not drawn again",
-    "persistent_workers": "nothing warns of it",
-    "iterable_stateful": "the batch that Lightning has fetched ahead is lost",
-    "iterable_stateful_sized": "the next epoch after a restart is another one",
-    "two_resumable_loaders": "the shorter loader begins at its place again when it comes round",
-    "ema_callback": "the last checkpoint has the average among the weights that were trained",
-    "ema_module": _HOOK,
-    "target_network": _HOOK,
-    "clamp_batch_end": _HOOK,
-    "swa": _EPOCH_START,
-    "swa_batch_norm": _EPOCH_START,
-    "accumulation_schedule": _EPOCH_START,
-    "finetuning": _EPOCH_START,
-    "pruning": "the masks are not saved",
-    "plateau_epoch": "an update is lost",
-    "plateau_step": "an update is lost",
-    "early_stopping": "started again after its end, it trains on",
-    "early_stopping_inside": "started again after its end, it trains on",
-    "max_steps": "from an epoch's end on, other data",
-    "max_steps_at_epoch_end": "from an epoch's end on, other data",
-    "metrics": _MEANS,
-    "epoch_means": _MEANS,
-    "epoch_means_validated_within": _MEANS,
-}
-_PLAIN = "a plain loader begins its epoch anew"
-FAILS_TODAY = {
-    **{name: _PLAIN for name in SCRIPTS if not name.endswith("resumable")},
-    **_OF_THEIR_OWN,
-    **{f"{name}+resumable": why for name, why in _OF_THEIR_OWN.items() if f"{name}+resumable" in SCRIPTS},
-}
 # Those that are killed at random in `make test`, too: they differ most in what a rank holds.
 KILLED = ("plain", "ema_module", "gan", "plateau_epoch")
 # Further variants of what another one shows.
@@ -72,8 +37,6 @@ _ENVIRON = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}", "PYTHONWARNINGS":
 
 def _marked(name: str, exhaustive: bool, *values: Any) -> Any:
     marks = [pytest.mark.exhaustive] if exhaustive else []
-    if name in FAILS_TODAY:
-        marks.append(pytest.mark.skip(reason=FAILS_TODAY[name]))
     return pytest.param(name, *values, marks=marks, id="-".join(map(str, (name, *values))))
 
 
@@ -94,9 +57,8 @@ def chains(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     items = [item for item in request.session.items if isinstance(item, pytest.Function)]
     asked = [item.callspec.params["name"] for item in items if item.originalname == test_is_taken_up_again.__name__]
     folder = tmp_path_factory.mktemp("chains")
-    names = [name for name in asked if name not in FAILS_TODAY]
-    process = Forked([str(_CHAIN), "--folder", str(folder), *names], {**os.environ, **_ENVIRON}, text=True)
-    process.communicate(60 + 60 * len(names))
+    process = Forked([str(_CHAIN), "--folder", str(folder), *asked], {**os.environ, **_ENVIRON}, text=True)
+    process.communicate(60 + 60 * len(asked))
     return folder
 
 
