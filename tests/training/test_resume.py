@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from mlflow import MlflowClient
 from tests.training.conftest import COMMAND, TINY, files, run
@@ -19,6 +21,20 @@ def test_it_goes_on_and_logs_each_step_once(store: MlflowClient) -> None:
     assert [metric.step for metric in store.get_metric_history(run_id, "train/loss")] == [0, 1, 2, 3, 4]
     anew = run(*command, "trainer.max_steps=1", "resume=never").stdout
     assert "Going on from" not in anew
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("store")
+def test_each_emulated_job_is_a_run_of_its_own() -> None:
+    emulated = [COMMAND, "emulate", "--", COMMAND, "train", "resnet50_synthetic", *TINY, *SAVED]
+    run(*emulated, "trainer.max_steps=1")
+    refused = run(*emulated, "trainer.max_steps=2", check=False)
+    assert refused.returncode != 0
+    assert re.search(r"is epoch=0-step=1\.ckpt of run \w+, and this is run \w+: two runs", refused.stdout)
+    assert "Traceback" not in refused.stdout
+    taken = run(*emulated, "trainer.max_steps=2", "resume=any").stdout
+    assert "Going on from" in taken
+    assert files("fixed/checkpoints/*.ckpt") == [f"fixed/checkpoints/epoch=0-step={step}.ckpt" for step in (1, 2)]
 
 
 @pytest.mark.usefixtures("store")
