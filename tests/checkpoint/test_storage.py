@@ -407,3 +407,20 @@ def test_one_of_lightnings_own_callback_is_resumed_as_lightning_does_it(tmp_path
     trainer = Trainer(accelerator="cpu", max_epochs=1, logger=False, callbacks=[JobCheckpoint(tmp_path / "b")], **QUIET)
     with pytest.warns(UserWarning, match="was not written by JobCheckpoint, between two steps"):
         trainer.fit(Noisy(), datamodule=Numbers(), ckpt_path=stock)
+
+
+class _Tested(Noisy):
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test/rows", float(len(batch[0])))
+
+
+def test_what_is_loaded_to_be_tested_resumes_no_later_training(tmp_path: Path) -> None:
+    fit(tmp_path / "run", max_epochs=1, logger=False)
+    newest = CheckpointFolder(tmp_path / "run" / "checkpoints").complete()[0]
+    saver = JobCheckpoint(tmp_path / "other")
+    trainer = Trainer(accelerator="cpu", max_epochs=1, logger=False, callbacks=[saver], **QUIET)
+    data = Numbers()
+    trainer.test(_Tested(), data.val_dataloader(), ckpt_path=tmp_path / "run" / "checkpoints" / newest.name)
+    trainer.fit(_Tested(), datamodule=data)
+    assert trainer.global_step == 30
+    assert [each.step for each in CheckpointFolder(tmp_path / "other").complete()] == [30]

@@ -78,6 +78,10 @@ class FitLoopState:
             cls._of_trainers[trainer] = cls(trainer)
         return cls._of_trainers[trainer]
 
+    def forget(self) -> None:
+        """Nothing is resumed: what a `fit` that failed on its way was to go on from is not the next one's."""
+        self._restore = None
+
     def resume(self, data: dict[str, Any] | None, restore: Callable[[bool], None], read_again: bool) -> None:
         """Have the next `fit_loop.run` begin between the two steps where the checkpoint was taken.
 

@@ -15,6 +15,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
@@ -116,7 +117,7 @@ class JobCheckpoint(ModelCheckpoint):
             # a restarted job finds its own checkpoints there
             warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
             super().setup(trainer, pl_module, stage)
-        FitLoopState.of(trainer)
+        FitLoopState.of(trainer).forget()
         strategy = trainer.strategy
         if type(strategy._checkpoint_io) in (type(None), TorchCheckpointIO):
             strategy._checkpoint_io = AtomicCheckpointIO(plain=reads_through_io(strategy))
@@ -145,7 +146,7 @@ class JobCheckpoint(ModelCheckpoint):
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.sanity_checking:
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             self._note_measurement(trainer)
 
     def on_step_boundary(self, trainer: Trainer) -> None:
@@ -205,6 +206,8 @@ class JobCheckpoint(ModelCheckpoint):
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
         self._last_global_step_saved = checkpoint["global_step"]
         self._passed_over = self._folder.newer_than(Path(str(trainer.ckpt_path)))
         ours = checkpoint.get(_OURS)
