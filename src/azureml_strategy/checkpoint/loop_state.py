@@ -54,8 +54,8 @@ class FitLoopState:
     _of_trainers: ClassVar[weakref.WeakKeyDictionary[Trainer, FitLoopState]] = weakref.WeakKeyDictionary()
 
     def __init__(self, trainer: Trainer) -> None:
-        self._trainer = weakref.proxy(trainer)
-        self.data = DataPosition(self._trainer)
+        self._ref = weakref.ref(trainer)  # which has this, by its loops
+        self.data = DataPosition(weakref.proxy(trainer))
         self._restore: Callable[[bool], None] | None = None
         self._within_epoch = False
         self._started = False
@@ -70,6 +70,12 @@ class FitLoopState:
         _wrap(epoch, "on_run_start", self._on_epoch_run_start)
         _wrap(epoch, "_on_before_fetch", self._on_before_fetch)
         _wrap(epoch, "on_advance_end", self._on_batch_done)
+
+    @property
+    def _trainer(self) -> Trainer:
+        trainer = self._ref()
+        assert trainer is not None
+        return trainer
 
     @classmethod
     def of(cls, trainer: Trainer) -> FitLoopState:
