@@ -29,6 +29,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             could not load. False where the strategy reads its files past this class, and would not find it again.
     """
 
+    plain = True  # for classes of others that have an `__init__` of their own
+
     def __init__(self, plain: bool = True) -> None:
         self.plain = plain
 
