@@ -109,7 +109,10 @@ class FitLoopState:
         try:
             run()
             if resumes and not self._started and self._trainer.limit_train_batches:
-                rank_zero_info("The training of this checkpoint is complete: no step is left to train.")
+                rank_zero_info(
+                    "The training of this checkpoint is complete: no step is left to train. To train on, raise "
+                    "max_epochs; and max_steps, where there is one: an epoch that it has cut short counts as one."
+                )
                 self._trainer.fit_loop.on_run_start()
                 self._trainer.fit_loop.on_run_end()
         finally:

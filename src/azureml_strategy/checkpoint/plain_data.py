@@ -67,7 +67,7 @@ def to_plain(checkpoint: dict[str, Any], apart: Collection[str] = ()) -> dict[st
     for name, entry in checkpoint.items():
         if name in apart or name == MOVED or is_plain(entry):
             kept[name] = entry
-        elif type(entry) is list or (type(entry) in (dict, OrderedDict) and is_plain(list(entry))):
+        elif type(entry) in (dict, OrderedDict, list):
             kept[name] = _without_moved(name, entry, moved)
         else:
             _move([name], entry, moved)

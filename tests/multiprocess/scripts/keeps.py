@@ -143,9 +143,6 @@ class Network(LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         return (self(batch[0]) - batch[1]).pow(2).mean()
 
-    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        return self(batch[0])
-
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
         numpy = isinstance(self.values, np.generic) or self.values is VALUES
