@@ -70,7 +70,7 @@ def test_checkpoint_stall(tmp_path: Path) -> None:
         parts = figures["stall_s"][name], figures["added_to_the_steps_that_follow_s"][name]
         assert cost["median"] == pytest.approx(sum(each["median"] for each in parts)), "of two values: the mean"
     assert figures["ratio_of_median_costs_ours_to"].keys() == peers
-    assert figures["better_one"] in peers
+    assert figures["better_one"] in peers - {"AsyncCheckpointIO"}
     assert figures["target"]["ratio_to_the_better_at_most"] == 1.0
 
 
