@@ -72,7 +72,7 @@ class FitLoopState:
         _wrap(epoch, "on_advance_end", self._on_batch_done)
 
     @property
-    def _trainer(self) -> Trainer:
+    def _trainer(self) -> Any:  # Lightning's annotations lack its callbacks and the counters that loops use
         trainer = self._ref()
         assert trainer is not None
         return trainer
