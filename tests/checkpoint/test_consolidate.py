@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
+import pickle
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -94,3 +100,89 @@ def test_slices_of_tensor_parallelism_are_refused(tmp_path: Path) -> None:
         (tmp_path / "checkpoint" / name).touch()
     with pytest.raises(CheckpointFormatError, match=r"was saved with tensor_parallel_size above 1.*train with .*=1"):
         consolidate(tmp_path, tmp_path / "weights.ckpt")
+
+
+class Trap:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = str(folder)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self._folder,)
+
+
+def in_a_single_file(path: Path, trap: Trap) -> None:
+    torch.save({"state_dict": {}, "hyper_parameters": trap}, path)
+
+
+def in_meta(path: Path, trap: Trap) -> None:
+    torch.save({"hyper_parameters": trap}, distributed(path, {"weight": torch.zeros(2)}) / "meta.pt")
+
+
+def in_an_index(path: Path, trap: Trap) -> None:
+    index = dcp.FileSystemReader(distributed(path, {"weight": torch.zeros(2)})).read_metadata()
+    index.planner_data = trap
+    (path / ".metadata").write_bytes(pickle.dumps(index))
+
+
+def in_a_shard(path: Path, trap: Trap) -> None:
+    """Of torch's, which reads tensors only, trusted or not."""
+    distributed(path, {"weight": torch.zeros(2)})
+    index = dcp.FileSystemReader(path).read_metadata()
+    (shard,) = path.glob("*.distcp")
+    torch.save(trap, shard)
+    for info in index.storage_data.values():
+        info.offset, info.length = 0, shard.stat().st_size
+    (path / ".metadata").write_bytes(pickle.dumps(index))
+
+
+def of_deepspeed(path: Path, files: dict[str, Any]) -> None:
+    """A folder as DeepSpeed names its files, with what lies in them."""
+    (path / "checkpoint").mkdir(parents=True)
+    (path / "latest").write_text("checkpoint")
+    for name, content in files.items():
+        torch.save(content, path / "checkpoint" / name)
+
+
+def in_the_module_of_zero(path: Path, trap: Trap) -> None:
+    of_deepspeed(path, {ZERO_OPTIMIZER: {}, "mp_rank_00_model_states.pt": {"module": {}, "hyper_parameters": trap}})
+
+
+def in_the_optimizer_of_zero(path: Path, trap: Trap) -> None:
+    module = {"module": {}, "buffer_names": [], "param_shapes": [], "shared_params": {}}
+    of_deepspeed(path, {ZERO_OPTIMIZER: {"optimizer_state_dict": trap}, "mp_rank_00_model_states.pt": module})
+
+
+def in_the_module_of_a_pipeline(path: Path, trap: Trap) -> None:
+    of_deepspeed(path, {"mp_rank_00_model_states.pt": {"hyper_parameters": trap}})
+    (path / "pipeline.json").write_text(json.dumps({"places": []}))
+
+
+def in_a_layer_of_a_pipeline(path: Path, trap: Trap) -> None:
+    of_deepspeed(path, {"mp_rank_00_model_states.pt": {}, "layer_00-model_states.pt": {"weight": trap}})
+    (path / "pipeline.json").write_text(json.dumps({"places": ["layer"]}))
+
+
+ZERO_OPTIMIZER = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+TRAPS = (
+    *(in_a_single_file, in_meta, in_an_index, in_a_shard, in_the_module_of_zero, in_the_optimizer_of_zero),
+    *(in_the_module_of_a_pipeline, in_a_layer_of_a_pipeline),
+)
+
+
+@pytest.mark.parametrize("lay", TRAPS)
+def test_code_of_a_checkpoint_is_not_run(
+    lay: Callable[[Path, Trap], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lay(tmp_path / "theirs.ckpt", Trap(tmp_path / "sprung"))
+    command = ["consolidate", str(tmp_path / "theirs.ckpt"), str(tmp_path / "weights.ckpt")]
+    assert main(command) == 2
+    message = capsys.readouterr().err
+    assert "posix.mkdir" in message
+    assert ("--trust-pickles" in message) == (lay is not in_a_shard)
+    assert not (tmp_path / "sprung").exists()
+    assert not (tmp_path / "weights.ckpt").exists()
+    with suppress(Exception, dcp.CheckpointException):  # what lies in these folders is no model
+        consolidate(tmp_path / "theirs.ckpt", tmp_path / "weights.ckpt", trust_pickles=True)
+    assert (tmp_path / "sprung").exists() == (lay is not in_a_shard)

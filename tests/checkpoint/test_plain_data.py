@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
 from tests.multiprocess.scripts.keeps import VALUES, fit, stop_and_go_on
+from torch import nn
+
+from azureml_strategy.checkpoint.consolidate import consolidate
+from azureml_strategy.checkpoint.plain_data import (
+    UnsavableStateError,
+    from_plain,
+    moved_hyperparameters,
+    require_loadable,
+    saved_hyperparameters,
+    to_plain,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -23,3 +38,76 @@ def test_learning_rates_that_numpy_computed(tmp_path: Path) -> None:
     values = VALUES["numpy scalar"]
     whole, again = fit(tmp_path / "whole", values, "auto"), stop_and_go_on(tmp_path, values, lambda: "auto")
     assert (again["weights"], again["rates"]) == (whole["weights"], whole["rates"])
+
+
+class Configured(LightningModule):
+    """Its arguments are its hyperparameters."""
+
+    def __init__(self, width: int, root: Any, more: Any = None) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = nn.Linear(width, 1)
+
+
+def dumped(module: LightningModule) -> dict[str, Any]:
+    """What Lightning has the strategy write."""
+    trainer = Trainer(accelerator="cpu", logger=False, barebones=True)
+    trainer.strategy.connect(module)
+    return trainer._checkpoint_connector.dump_checkpoint(weights_only=True)
+
+
+def written(checkpoint: dict[str, Any], folder: Path) -> Path:
+    torch.save(to_plain(checkpoint), folder / "plain.ckpt")
+    require_loadable(folder / "plain.ckpt")
+    return folder / "plain.ckpt"
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {Path("a"): 1, "b": 2},
+        {"a": {Path("b"): 1}},
+        [1, Path("a"), {Path("b"): 1}],
+        [[1, 2], [Path("a")]],
+        (1, Path("a")),
+        Path("a"),
+        {1: {"a": Path("a")}, "1": 2},
+    ],
+)
+def test_an_entry_of_any_shape(entry: Any, tmp_path: Path) -> None:
+    checkpoint = {"state_dict": {"weight": torch.ones(2)}, "mine": entry}
+    read = torch.load(written(checkpoint, tmp_path), weights_only=True)
+    assert from_plain(read)["mine"] == entry
+
+
+def test_what_others_read_is_whole_or_not_there(tmp_path: Path) -> None:
+    file = written(dumped(Configured(3, Path("/data"), {"a": [1, {"b": Path("c")}]})), tmp_path)
+    assert torch.load(file, weights_only=True)["hyper_parameters"] == {"width": 3}
+    assert moved_hyperparameters(file) == ["root", "more"]
+    with pytest.raises(TypeError, match="root"):
+        Configured.load_from_checkpoint(file)
+    module = Configured.load_from_checkpoint(file, **saved_hyperparameters(file))
+    assert dict(module.hparams) == {"width": 3, "root": Path("/data"), "more": {"a": [1, {"b": Path("c")}]}}
+
+
+def test_hyperparameters_of_a_checkpoint_that_stock_lightning_wrote(tmp_path: Path) -> None:
+    torch.save(dumped(Configured(3, Path("/data"), Namespace(a=Path("b")))), tmp_path / "stock.ckpt")
+    consolidate(tmp_path / "stock.ckpt", tmp_path / "weights.ckpt", trust_pickles=True)
+    require_loadable(tmp_path / "weights.ckpt")
+    assert saved_hyperparameters(tmp_path / "weights.ckpt") == {
+        "width": 3,
+        "root": Path("/data"),
+        "more": Namespace(a=Path("b")),
+    }
+
+
+def test_a_hyperparameter_without_a_plain_form_costs_a_warning(tmp_path: Path) -> None:
+    checkpoint = dumped(Configured(3, Path("/data"), {"activation": nn.ReLU()}))
+    with pytest.warns(UserWarning, match=r"hyperparameter more is not in the checkpoints.*ReLU.*\['more'\]"):
+        file = written(checkpoint, tmp_path)
+    assert saved_hyperparameters(file) == {"width": 3, "root": Path("/data")}
+
+
+def test_state_without_a_plain_form_ends_the_training() -> None:
+    with pytest.raises(UnsavableStateError, match=r"callbacks → mine → activation is a .*ReLU"):
+        to_plain({"state_dict": {}, "callbacks": {"mine": {"activation": nn.ReLU()}}})

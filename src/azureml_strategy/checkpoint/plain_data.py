@@ -53,7 +53,8 @@ def to_plain(checkpoint: dict[str, Any], apart: Collection[str] = ()) -> dict[st
     """A checkpoint that the weights-only unpickler takes; equal to the old one after `from_plain`.
 
     Entries move as a whole, or, of dictionaries and lists, their values: one hyperparameter, the state of one
-    callback. So nobody who reads without `from_plain` finds half of something. In a list None stays in the place.
+    callback. So nobody who reads without `from_plain` finds half of something. In a list None stays in the place, and
+    a dictionary whose keys torch refuses moves as a whole.
 
     Args:
         checkpoint: as Lightning gives it to `save_checkpoint`. It is not changed, and no tensor is copied.
@@ -67,7 +68,7 @@ def to_plain(checkpoint: dict[str, Any], apart: Collection[str] = ()) -> dict[st
     for name, entry in checkpoint.items():
         if name in apart or name == MOVED or is_plain(entry):
             kept[name] = entry
-        elif type(entry) in (dict, OrderedDict, list):
+        elif type(entry) is list or (type(entry) in (dict, OrderedDict) and is_plain(list(entry))):
             kept[name] = _without_moved(name, entry, moved)
         else:
             _move([name], entry, moved)

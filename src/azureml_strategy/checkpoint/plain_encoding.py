@@ -131,7 +131,8 @@ class _Encoder:
             return self._numpy(value, place)
         if isinstance(value, (type, *REFERENCES)):
             return self._reference(value, place)
-        if kind is functools.partial:
+        if kind is functools.partial or (issubclass(kind, functools.partial) and kind.__module__.startswith("hydra.")):
+            # Hydra's, of `_partial_: true`, checks what a configuration may call. One that was read back does not.
             parts = (value.func, value.args, value.keywords)
             return ["partial", [self.encode(each, (*place, "partial")) for each in parts]]
         if kind.__module__.startswith("omegaconf."):

@@ -15,34 +15,35 @@ from azureml_strategy.checkpoint.formats.pickles import read_file, reading_deeps
 _LAYOUT, _SHARDS = "pipeline.json", "checkpoint"
 
 
-def consolidate_pipeline(folder: Path) -> dict[str, Tensor]:
+def consolidate_pipeline(folder: Path, trust_pickles: bool = False) -> dict[str, Tensor]:
     """The weights of all stages, under the names that they have in the module that was not cut.
 
     Args:
         folder: the checkpoint, as the Trainer wrote it.
+        trust_pickles: run whatever code its files ask for.
 
     Returns:
         What the module's `load_state_dict` takes, on the CPU, in the dtype of training; tied parameters under each of
         their names.
 
     Raises:
-        CheckpointFormatError: the file of a layer is missing.
+        CheckpointFormatError: the file of a layer is missing, or reading it would run code.
     """
     weights: dict[str, Tensor] = {}
     for index, place in enumerate(json.loads((folder / _LAYOUT).read_text())["places"]):
         if place is not None:
-            weights |= {f"{place}.{name}": value for name, value in _layer(folder, index).items()}
+            weights |= {f"{place}.{name}": value for name, value in _layer(folder, index, trust_pickles).items()}
     return weights
 
 
-def _layer(folder: Path, index: int) -> dict[str, Tensor]:
+def _layer(folder: Path, index: int, trust_pickles: bool) -> dict[str, Tensor]:
     file = folder / _SHARDS / f"layer_{index:02d}-model_states.pt"
     if not file.is_file():
         raise CheckpointFormatError(
             f"{folder} lacks {file.relative_to(folder)}: was it copied from one node of several, or while it was being "
             "written? Give a folder that all nodes wrote to."
         )
-    layer: dict[str, Tensor] = read_file(file, trust_pickles=False)
+    layer: dict[str, Tensor] = read_file(file, trust_pickles)
     return layer
 
 
@@ -55,7 +56,7 @@ def _read(path: Path, trust_pickles: bool) -> dict[str, Any]:
     first = path / _SHARDS / "mp_rank_00_model_states.pt"
     with reading_deepspeed([first], trust_pickles):
         saved = read_file(first, trust_pickles)
-    return {**saved, "state_dict": consolidate_pipeline(path)}
+    return {**saved, "state_dict": consolidate_pipeline(path, trust_pickles)}
 
 
 PIPELINE = CheckpointFormat("DeepSpeed pipeline stages", _found, _read)
