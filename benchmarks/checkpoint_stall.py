@@ -2,12 +2,12 @@
 
     python benchmarks/checkpoint_stall.py
 
-One training on one process, in which the competitors take turns: a GPT with AdamW, 33 million parameters and two
-states of each. Each has a window of the same number of steps. It is called at the window's start and writes while the
-steps go on; what is not written when the last one ends is waited for. One window of each round has no checkpoint. The
-cost is how much longer a window takes than that one: the time that the training thread is in the competitor's hands,
-and what its writing takes from the steps. Removing files comes after the window, but for ours, whose thread removes
-the checkpoint before; then an undisturbed step follows, which counts for nothing.
+One training on one process, in which the competitors take turns, in each round another one first: a GPT with AdamW, 33
+million parameters and two states of each. Each has a window of the same number of steps. It is called at the window's
+start and writes while the steps go on; what is not written when the last one ends is waited for. One window of each
+round has no checkpoint. The cost is how much longer a window takes than that one: the time that the training thread is
+in the competitor's hands, and what its writing takes from the steps. Removing files comes after the window, but for
+ours, whose thread removes the checkpoint before; then an undisturbed step follows, which counts for nothing.
 """
 
 from __future__ import annotations
@@ -55,13 +55,14 @@ class Stopwatch:
 class Ours(JobCheckpoint):
     """Timed where it saves by itself: between two steps."""
 
-    def __init__(self, folder: Path, every: int) -> None:
-        super().__init__(folder, keep_last=1, every_n_train_steps=every, every_n_epochs=0)
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, keep_last=1, every_n_epochs=0)
         self.watch = Stopwatch()
         self.begun = 0
 
     def save(self, trainer: Trainer) -> None:
-        """Nothing: its own step is due."""
+        """At the end of this step, as if an interval were over."""
+        self._due = "interval"
 
     def on_step_boundary(self, trainer: Trainer) -> None:
         if len(self.watch.turns) > self.begun:
@@ -152,11 +153,18 @@ class Torchs:
 
 
 class Turns(Callback):
-    """Gives each competitor its window, and times it."""
+    """Gives each competitor its window, and times it.
 
-    def __init__(self, competitors: dict[str, Any], steps: int) -> None:
+    Args:
+        competitors: by name.
+        steps: of a window.
+        first: the number of the one that begins; in each round the next one does.
+    """
+
+    def __init__(self, competitors: dict[str, Any], steps: int, first: int) -> None:
         self.competitors = competitors
         self.steps = steps
+        self.first = first
         self.windows: dict[str, list[float]] = {name: [] for name in competitors}
         self.written: dict[str, list[int | None]] = {name: [] for name in competitors}
         self.name: str | None = None
@@ -168,7 +176,8 @@ class Turns(Callback):
         if self.name is not None:
             self._look(self.competitors[self.name], step)
         if turn >= 0 and step == 0:
-            self.name = list(self.competitors)[turn % len(self.competitors)]
+            number, place = divmod(turn, len(self.competitors))
+            self.name = list(self.competitors)[(self.first + number + place) % len(self.competitors)]
             self.started = time.perf_counter()
             self.written[self.name].append(None)
             competitor = self.competitors[self.name]
@@ -186,8 +195,8 @@ class Turns(Callback):
             self.name = None
 
 
-def train(options: argparse.Namespace, folder: Path) -> tuple[Turns, int]:
-    """One training; the bytes of its parameters and the optimizer's states as well."""
+def train(options: argparse.Namespace, folder: Path, first: int) -> tuple[Turns, int]:
+    """One training, in which the competitor of that number begins; also the bytes of parameters and Adam's states."""
     network = GPTConfig(options.vocabulary, options.length, options.layers, options.width, 8, 4 * options.width)
     module = LanguageModel(network, warmup_steps=4, seed=1)
     others = {
@@ -195,10 +204,9 @@ def train(options: argparse.Namespace, folder: Path) -> tuple[Turns, int]:
         "async_save": Torchs(folder, False),
         "async_save, stager kept": Torchs(folder, True),
     }
-    every = (options.window + 1) * (2 + len(others))
-    ours = Ours(folder / "ours", every)
-    turns = Turns({NONE: Nobody(), **others, OURS: ours}, options.window)  # in the last window its step is due
-    steps = options.window + every * (1 + options.rounds)
+    ours = Ours(folder / "ours")
+    turns = Turns({NONE: Nobody(), OURS: ours, **others}, options.window, first)
+    steps = options.window + (options.window + 1) * len(turns.competitors) * (1 + options.rounds)
     tokens = torch.randint(options.vocabulary, (options.batch_size * steps, options.length + 1))
     trainer = Trainer(
         accelerator="cpu",
@@ -216,7 +224,7 @@ def train(options: argparse.Namespace, folder: Path) -> tuple[Turns, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--fits", type=int, default=3, help="each has a first round, which is shown apart")
-    parser.add_argument("--rounds", type=int, default=4, help="of each fit, without the first one")
+    parser.add_argument("--rounds", type=int, default=5, help="of each fit, without the first one")
     parser.add_argument("--window", type=int, default=6, help="steps")
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--layers", type=int, default=7)
@@ -229,9 +237,9 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     seed_everything(1, verbose=False)
     fits = []
-    for _ in range(options.fits):
+    for number in range(options.fits):
         with tempfile.TemporaryDirectory() as folder:
-            turns, state_bytes = train(options, Path(folder))
+            turns, state_bytes = train(options, Path(folder), number)
             fits.append(turns)
     figures = {"state_bytes": state_bytes, **evaluate(fits)}
     save("checkpoint_stall", {k: v for k, v in vars(options).items() if k != "results"}, figures, options.results)

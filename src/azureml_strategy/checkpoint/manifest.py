@@ -7,12 +7,13 @@ import math
 import os
 import reprlib
 import time
-import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
+
+from isal.isal_zlib import crc32
 
 from azureml_strategy.checkpoint.global_batch import GlobalBatch
 
@@ -20,8 +21,8 @@ AnyPath = TypeVar("AnyPath", Path, PurePosixPath)
 # What lies beside a checkpoint, by how its name goes on: no checkpoint's own name ends so.
 MANIFEST, MARK, PART = ".manifest.json", ".incomplete", ".part"
 _VERSION = 2
-_CHUNK_BYTES = 8 << 20
-# Reading and zlib let go of the interpreter; more than these a mount does not serve faster.
+_CHUNK_BYTES = 4 << 20
+# Reading and summing let go of the interpreter; more than these a mount does not serve faster.
 _THREADS = 4
 # Bytes of a name, with all that is put behind it; NAME_MAX of Linux.
 _LONGEST_NAME = 255 - len(MANIFEST + PART)
@@ -41,7 +42,7 @@ class StoredFile:
 
     Attributes:
         size: bytes.
-        crc32: of its content, as in `zlib.crc32`: finds flipped bytes at the speed of memory.
+        crc32: of its content, as in `zlib.crc32`: finds flipped bytes, by ISA-L at the speed of memory.
     """
 
     size: int
@@ -215,7 +216,7 @@ def _is_component(name: str) -> bool:
 def _signed(content: Mapping[str, Any]) -> str:
     """The text of a manifest: its content, and a checksum over it in a form that no order or white space changes."""
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return json.dumps({**content, "crc32": zlib.crc32(canonical.encode())}, indent=1)
+    return json.dumps({**content, "crc32": crc32(canonical.encode())}, indent=1)
 
 
 def _require_signed(content: Any, text: str, name: str) -> None:
@@ -314,7 +315,7 @@ def stored_file(path: Path, deadline: float = math.inf) -> StoredFile:
             if time.monotonic() > deadline:
                 raise OverdueError(f"{path} was not read in time: {size:,} bytes of it")
             size += len(chunk)
-            checksum = zlib.crc32(chunk, checksum)
+            checksum = crc32(chunk, checksum)
     return StoredFile(size, checksum)
 
 
