@@ -1,4 +1,4 @@
-"""What of a training no checkpoint can bring back: said at its start, not found out after a restart."""
+"""What of a training no checkpoint can bring back: said when it can be known, not found out after a restart."""
 
 from __future__ import annotations
 
@@ -11,10 +11,15 @@ from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import WarningCache
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
+
+from azureml_strategy.checkpoint.random_state import gather
 
 # Hooks of these are known, and their state is kept.
 _KNOWN = ("lightning.", "azureml_strategy.")
+_apart = WarningCache()
 
 
 def warn_of_what_is_lost(trainer: Trainer) -> None:
@@ -27,6 +32,26 @@ def warn_of_what_is_lost(trainer: Trainer) -> None:
     if reasons:
         listed = "".join(f"\n- {each}" for each in reasons)
         rank_zero_warn(f"After a restart this training goes on, but not exactly as without one:{listed}")
+
+
+def warn_of_ranks_apart(trainer: Trainer) -> None:
+    """A warning, on rank 0, if ranks follow values of their own with their learning rates; a collective where any do.
+
+    That is known when the values are there, not at the start.
+
+    Args:
+        trainer: in training.
+    """
+    scheduled = [(each.monitor, each.scheduler) for each in trainer.lr_scheduler_configs]
+    followed = [(name, each) for name, each in scheduled if isinstance(each, ReduceLROnPlateau)]
+    seen = gather([(each.best, each.num_bad_epochs) for _, each in followed]) if followed else []
+    apart = [name for i, (name, _) in enumerate(followed) if len({repr(of_rank[i]) for of_rank in seen}) > 1]
+    if apart and trainer.is_global_zero:
+        _apart.warn(
+            f"ReduceLROnPlateau follows another {' and '.join(map(repr, apart))} on each rank. So each has a learning "
+            "rate of its own, under DDP soon a model of its own, and a restart goes on from rank 0's: not exactly as "
+            f"without one. Log what it follows for all ranks: self.log({apart[0]!r}, value, sync_dist=True)."
+        )
 
 
 def _of_loaders(trainer: Trainer) -> Iterator[str]:

@@ -22,7 +22,7 @@ from typing_extensions import override
 from azureml_strategy.checkpoint import lightning_callbacks
 from azureml_strategy.checkpoint.batch_of_trainer import running_global_batch
 from azureml_strategy.checkpoint.elastic import warn_unless_elastic
-from azureml_strategy.checkpoint.exactness import warn_of_what_is_lost
+from azureml_strategy.checkpoint.exactness import warn_of_ranks_apart, warn_of_what_is_lost
 from azureml_strategy.checkpoint.loop_state import FitLoopState
 from azureml_strategy.checkpoint.manifest import Manifest
 from azureml_strategy.checkpoint.metric_state import Settings, metric_settings, metric_state, restore_metric_state
@@ -252,6 +252,7 @@ class JobCheckpoint(ModelCheckpoint):
     def _save(self, trainer: Trainer, reason: str) -> None:
         """Write, commit and clear away, or begin to; every failure ends as a warning, on all ranks alike."""
         self._finish(trainer)
+        warn_of_ranks_apart(trainer)
         self._last_global_step_saved, self._last_checkpoint_saved = trainer.global_step, ""
         writer = CheckpointWriter(self._folder, self.keep_last, self.save_top_k, self._passed_over)
         self._saving.save(trainer, self._draft(trainer, reason), writer)

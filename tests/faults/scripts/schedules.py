@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import EarlyStopping
 from tests.faults.scripts.common import Regressor, Training, training
+from torch import Tensor
 
 
 class OneCycle(Regressor):
@@ -27,12 +28,19 @@ class PlateauByEpoch(Regressor):
 
 
 class PlateauByStep(Regressor):
+    """Follows the loss of all ranks: with those of their own they would soon train models of their own."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("mean_loss", loss, sync_dist=True)
+        return loss
+
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.parameters(), lr=self.learning_rate)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.9, patience=2)
         return {
             "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": plateau, "monitor": "train_loss", "interval": "step"},
+            "lr_scheduler": {"scheduler": plateau, "monitor": "mean_loss", "interval": "step"},
         }
 
 

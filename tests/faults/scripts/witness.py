@@ -52,15 +52,22 @@ def witnessed(trainer: Trainer, kept: Mapping[str, Any]) -> dict[str, Any]:
         "step": trainer.global_step,
         "weights": fingerprints(module.state_dict()),
         "kept": fingerprints(kept),
-        "optimizers": fingerprints([_torch_optimizer(each).state_dict() for each in trainer.optimizers]),
+        "optimizers": fingerprints([_optimizer_state(each) for each in trainer.optimizers]),
         "schedulers": fingerprints([each.scheduler.state_dict() for each in trainer.lr_scheduler_configs]),
         "callbacks": fingerprints({type(each).__name__: each.state_dict() for each in callbacks}),
     }
 
 
-def _torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """DeepSpeed's is around one of torch's, which has this rank's part of the states."""
-    return optimizer.optimizer if type(optimizer).__module__.startswith("deepspeed") else optimizer
+def _optimizer_state(optimizer: Any) -> dict[str, Any]:
+    """Without the last loss of this rank, which LBFGS notes and never reads; a checkpoint has that of rank 0.
+
+    DeepSpeed's optimizer is around one of torch's, which has this rank's part of the states.
+    """
+    inner = optimizer.optimizer if type(optimizer).__module__.startswith("deepspeed") else optimizer
+    whole = inner.state_dict()
+    states = whole["state"].items()
+    kept = {key: {name: state[name] for name in state if name != "prev_loss"} for key, state in states}
+    return {**whole, "state": kept}
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, str]]:
