@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import json
+import os
 import random
 import shutil
 import sys
@@ -219,6 +220,7 @@ def run_trial(trial: Trial, folder: Path, references: Path) -> Verdict:
     """
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "output").mkdir(parents=True)
+    os.chdir(folder)  # where the watch of a job leaves its reports
     verdict = Verdict()
     with ExitStack() as around:
         around.enter_context(forked_ranks())
@@ -301,7 +303,7 @@ def main() -> int:
     parser.add_argument("--strategy", default="ddp")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--server", default="", help="of MLflow; for --family tracking")
-    parser.add_argument("--script", type=Path, default=TRAINING)
+    parser.add_argument("--script", type=lambda text: Path(text).absolute(), default=TRAINING)
     parser.add_argument(
         "--job", default="", choices=["", *SCRIPTS], metavar="NAME", help="a script of scripts/catalogue.py, instead"
     )

@@ -32,7 +32,9 @@ def _read(path: Path, trust_pickles: bool) -> dict[str, Any]:
     try:
         load(weights, storage_reader=reader)  # only what is named, so the optimizer's two thirds stay on disk
     except CheckpointException as error:  # which holds the errors of all ranks, with their stacks
-        reason = next(iter(error.failures.values()))[0]
+        reason = str(next(iter(error.failures.values()))[0])
+        if "Weights only load failed" in reason:  # and advice that does not apply here
+            reason = reason.partition("\n\n")[2].strip().partition("\n")[0]
         raise CheckpointFormatError(f"{path}: a part cannot be read, and no part may be left out: {reason}") from error
     beside = path / _REST
     rest: dict[str, Any] = read_file(beside, trust_pickles) if beside.is_file() else {}
