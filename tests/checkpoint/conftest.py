@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from azureml_strategy.checkpoint.exchange import Exchange
 from azureml_strategy.checkpoint.manifest import Manifest
 from azureml_strategy.checkpoint.storage_folder import CheckpointFolder
 
@@ -40,6 +41,11 @@ def put_checkpoint(
     manifest = Manifest(name, step, 0, at, 1, "test", score, "max", files, **fields)
     folder.commit(manifest)
     return manifest
+
+
+def put_new(path: Path, _: Exchange) -> None:
+    """The parts of a checkpoint, one small file."""
+    path.write_bytes(b"new")
 
 
 def forge(manifest: Path, target: Path | None = None, **fields: Any) -> Path:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 from argparse import Namespace
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from tests.multiprocess.scripts.keeps import VALUES, fit, stop_and_go_on
-from torch import nn
+from torch import Tensor, nn
 
 from azureml_strategy.checkpoint.consolidate import consolidate
 from azureml_strategy.checkpoint.plain_data import (
@@ -57,9 +59,58 @@ def dumped(module: LightningModule) -> dict[str, Any]:
 
 
 def written(checkpoint: dict[str, Any], folder: Path) -> Path:
+    require_loadable(to_plain(checkpoint))
     torch.save(to_plain(checkpoint), folder / "plain.ckpt")
-    require_loadable(folder / "plain.ckpt")
     return folder / "plain.ckpt"
+
+
+def _with_attribute(tensor: Tensor, value: Any) -> Tensor:
+    tensor.note = value  # type: ignore[attr-defined]
+    return tensor
+
+
+_TENSORS = {
+    **{
+        str(dtype): torch.zeros(3, dtype=dtype)
+        for dtype in sorted(torch.storage._dtype_to_storage_type_map(), key=str)
+        if not str(dtype).startswith("torch.q")
+    },
+    "parameter": nn.Parameter(torch.ones(2)),
+    "frozen parameter": nn.Parameter(torch.ones(2), requires_grad=False),
+    "no elements": torch.empty(0, 3),
+    "expanded": torch.ones(1).expand(4),
+    "conjugate": torch.ones(2, dtype=torch.complex64).conj(),
+    "meta": torch.empty(2, device="meta"),
+    "sparse": torch.eye(2).to_sparse(),
+    "compressed rows": torch.eye(2).to_sparse_csr(),
+    "nested": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged),
+    "quantized": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+    "buffer": nn.Buffer(torch.ones(2)),
+    "with a number": _with_attribute(torch.ones(2), 1),
+    "with a path": _with_attribute(torch.ones(2), Path("a")),
+    "parameter with a path": _with_attribute(nn.Parameter(torch.ones(2)), Path("a")),
+}
+
+
+@pytest.mark.parametrize("kind", _TENSORS)
+def test_what_is_found_loadable_is_what_torch_loads(kind: str, tmp_path: Path) -> None:
+    content = {"state_dict": OrderedDict(weight=_TENSORS[kind]), "again": [_TENSORS[kind]]}
+    torch.save(content, tmp_path / "whole.pt")
+    try:
+        torch.load(tmp_path / "whole.pt", weights_only=True)
+    except pickle.UnpicklingError:
+        with pytest.raises(ValueError, match="a restart could not load it: "):
+            require_loadable(content)
+    else:
+        require_loadable(content)
+
+
+def test_what_is_beside_dense_tensors_is_loaded_back() -> None:
+    cyclic: dict[str, Any] = {"weight": torch.ones(2)}
+    cyclic["itself"] = cyclic
+    require_loadable(cyclic)
+    with pytest.raises(ValueError, match=r"it holds .*PosixPath.*add_safe_globals"):
+        require_loadable({"state_dict": {"weight": torch.ones(2)}, "deep": [{"in it": (Path("a"),)}]})
 
 
 @pytest.mark.parametrize(
@@ -93,7 +144,6 @@ def test_what_others_read_is_whole_or_not_there(tmp_path: Path) -> None:
 def test_hyperparameters_of_a_checkpoint_that_stock_lightning_wrote(tmp_path: Path) -> None:
     torch.save(dumped(Configured(3, Path("/data"), Namespace(a=Path("b")))), tmp_path / "stock.ckpt")
     consolidate(tmp_path / "stock.ckpt", tmp_path / "weights.ckpt", trust_pickles=True)
-    require_loadable(tmp_path / "weights.ckpt")
     assert saved_hyperparameters(tmp_path / "weights.ckpt") == {
         "width": 3,
         "root": Path("/data"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import resource
 import threading
 import time
@@ -18,7 +20,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from tests.multiprocess.scripts.noisy import Killed, Noisy, Numbers, StopAt, curve, fit
 from torch.utils.data import DataLoader
 
-from azureml_strategy.checkpoint import JobCheckpoint, ResumeError
+from azureml_strategy.checkpoint import JobCheckpoint, ResumeError, storage_io
+from azureml_strategy.checkpoint.manifest import stored_file
 from azureml_strategy.checkpoint.plain_data import UnsavableStateError
 from azureml_strategy.checkpoint.resume import newest_valid
 from azureml_strategy.checkpoint.saving import Saving
@@ -264,6 +267,28 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     assert [each.step for each in folder.complete()] == [15, 12]
     assert behind["weights"] == whole["weights"]
     assert set(disk.threads) == {"checkpoint-writer"}
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_manifests_say_what_lies_there(tmp_path: Path, asynchronous: bool) -> None:
+    fit(tmp_path, **QUICK, checkpoint={**BEHIND, "asynchronous": asynchronous})
+    folder = CheckpointFolder(tmp_path / "checkpoints")
+    assert [each.step for each in folder.complete()] == [15, 12]
+    for manifest in folder.complete():
+        assert manifest.files == {manifest.name: stored_file(folder.path / manifest.name)}
+
+
+def test_a_file_that_lost_its_end_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def lose(folder: Path) -> None:
+        for file in folder.glob("*step=8*.ckpt"):
+            os.truncate(file, 100)
+
+    monkeypatch.setattr(storage_io, "sync_folder", lose)
+    fit(tmp_path, **QUICK, checkpoint=dict(BEHIND))
+    assert re.search(r"No checkpoint at step 8: .* has 100 bytes, and [\d,]+ were written\. Training", caplog.text)
+    assert [each.step for each in CheckpointFolder(tmp_path / "checkpoints").complete()] == [15, 12]
 
 
 def test_training_that_is_to_wait_writes_on_its_own_thread(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.checkpoint.conftest import MakeCheckpoint, put_checkpoint
+from tests.checkpoint.conftest import MakeCheckpoint, put_checkpoint, put_new
 from torch.distributed import HashStore
 
 from azureml_strategy.checkpoint.exchange import StoreExchange
@@ -18,7 +18,7 @@ def write(folder: CheckpointFolder, step: int) -> Written | None:
     """As a training of one rank does it."""
     draft = Manifest(f"step={step}.ckpt", step, 0, float(step), 1, "test", 0.5, "min", {})
     writer = CheckpointWriter(folder, keep_last=1, keep_best=0)
-    return writer.write(draft, lambda path, _: path.write_bytes(b"new"), StoreExchange(HashStore(), 0, 1))
+    return writer.write(draft, put_new, StoreExchange(HashStore(), 0, 1))
 
 
 def test_what_was_just_written_stays_whatever_the_order_says(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
@@ -67,5 +67,5 @@ def test_a_name_that_would_not_be_read_is_not_written(tmp_path: Path) -> None:
     draft = Manifest("step=1.part", 1, 0, 0.0, 1, "test", None, "min", {})
     writer = CheckpointWriter(CheckpointFolder(tmp_path), 1, 0)
     with pytest.warns(UserWarning, match=r"'step=1.part' is no name for a checkpoint: give a `filename`"):
-        writer.write(draft, lambda path, _: path.write_bytes(b"new"), StoreExchange(HashStore(), 0, 1))
+        writer.write(draft, put_new, StoreExchange(HashStore(), 0, 1))
     assert list(tmp_path.iterdir()) == []

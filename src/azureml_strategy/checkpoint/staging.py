@@ -10,19 +10,23 @@ from lightning.pytorch.strategies import Strategy
 from azureml_strategy.checkpoint.exchange import Exchange
 from azureml_strategy.checkpoint.plain_data import PlainDataStrategy, UnsavableStateError, to_plain
 from azureml_strategy.checkpoint.random_state import gather
+from azureml_strategy.checkpoint.storage_folder import Summed
 from azureml_strategy.checkpoint.storage_io import AtomicCheckpointIO
 
 
 class WriteStaged(Protocol):
     """Writes what was staged, or a copy of it; on any thread, by all ranks."""
 
-    def __call__(self, content: Any, path: Path, exchange: Exchange) -> object:
+    def __call__(self, content: Any, path: Path, exchange: Exchange) -> Summed | None:
         """Write this rank's files below a path: in steps that the ranks take together, so that all fail alike.
 
         Args:
             content: as staged.
             path: of the checkpoint.
             exchange: with the ranks that write as well.
+
+        Returns:
+            The files that are on disk and summed already, by name, on all ranks; None where all are to be read back.
 
         Raises:
             StepError: a step failed on some rank.
@@ -87,8 +91,12 @@ def stage(strategy: Strategy, checkpoint: dict[str, Any]) -> tuple[Any, WriteSta
     plain = type(strategy).save_checkpoint is Strategy.save_checkpoint
     if not plain or not isinstance(checkpoint_io, AtomicCheckpointIO):
         return None
+    ours = type(checkpoint_io).save_checkpoint is AtomicCheckpointIO.save_checkpoint
+    # a subclass may change what is written, or leave something else in the place
+    save = checkpoint_io.write if ours else checkpoint_io.save_checkpoint
 
-    def write(content: Any, path: Path, exchange: Exchange) -> None:
-        exchange.on_rank_zero(lambda: checkpoint_io.save_checkpoint(content, path))
+    def write(content: Any, path: Path, exchange: Exchange) -> Summed | None:
+        stored = exchange.on_rank_zero(lambda: save(content, path))
+        return None if stored is None else {path.name: stored}
 
     return checkpoint if strategy.is_global_zero else None, write

@@ -68,7 +68,6 @@ class JobCheckpoint(ModelCheckpoint):
         every_n_epochs: which epochs' ends count.
         asynchronous: write behind the training, which takes as much of the host's memory as a rank writes. False has
             training wait; and so it does under strategies of others that write several files.
-
         read_again: a loader that does not know its place, within an epoch, is read again up to it, which takes time.
             False refuses to resume there.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,6 +24,9 @@ from azureml_strategy.cluster.job import read_job
 # A mark lies beside a checkpoint from before its first byte until its manifest is there, and again while it is deleted.
 # It holds the run's id. Only what a mark of this run names is ever cleaned up: other files are none of our business.
 _LONGEST_MARK_BYTES = 1024
+
+Summed = Mapping[str, StoredFile]
+"""Files whose size and checksum are known, by their path from the folder."""
 
 
 class CheckpointFolder:
@@ -94,13 +97,18 @@ class CheckpointFolder:
         found = [path] if path.is_file() else (each for each in path.rglob("*") if each.is_file())
         return sorted(str(each.relative_to(self.path)) for each in found)
 
-    def settle(self, files: Iterable[str]) -> dict[str, StoredFile]:
-        """Have files reach the disk, and read them back.
+    def settle(self, files: Iterable[str], summed: Summed | None = None) -> dict[str, StoredFile]:
+        """Have files reach the disk, and sum them.
+
+        Args:
+            files: by their path from the folder.
+            summed: those that are on disk and summed already, of which only the size is looked at.
 
         Raises:
             OSError: the disk fails, or is full.
         """
-        return {file: self._settle(self.path / file) for file in files}
+        known = summed or {}
+        return {file: self._settle(self.path / file, known.get(file)) for file in files}
 
     def commit(self, manifest: Manifest) -> Manifest:
         """Write the manifest: from here on the checkpoint counts.
@@ -180,7 +188,12 @@ class CheckpointFolder:
             return file.read(_LONGEST_MARK_BYTES) == (self.run_id or "").encode()
 
     @staticmethod
-    def _settle(path: Path) -> StoredFile:
+    def _settle(path: Path, stored: StoredFile | None) -> StoredFile:
+        if stored is not None:
+            size = path.stat().st_size
+            if size != stored.size:
+                raise OSError(f"{path} has {size:,} bytes, and {stored.size:,} were written")
+            return stored
         with open(path, "rb") as file:
             os.fsync(file.fileno())
         return stored_file(path)

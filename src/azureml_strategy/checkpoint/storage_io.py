@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
+from isal.isal_zlib import crc32
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
-from azureml_strategy.checkpoint.manifest import sync_folder
+from azureml_strategy.checkpoint.manifest import PART, StoredFile, sync_folder
 from azureml_strategy.checkpoint.plain_data import PlainDataStrategy, from_plain, require_loadable, to_plain
 
 
@@ -40,21 +41,38 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             raise TypeError(f"{type(self).__name__} writes to mounted folders and takes no storage_options.")
         if self.plain:
             checkpoint = to_plain(checkpoint)
-        target = Path(path)
+        self.write(checkpoint, Path(path))
+
+    def write(self, checkpoint: dict[str, Any], target: Path) -> StoredFile:
+        """Write a file that is complete or not there.
+
+        Args:
+            checkpoint: already in plain form, if it is to be.
+            target: its place.
+
+        Returns:
+            Its size and checksum, of what was given to the disk.
+
+        Raises:
+            OSError: the disk fails, or is full.
+            ValueError: a restart could not load it.
+        """
+        if self.plain:
+            require_loadable(checkpoint)
         target.parent.mkdir(parents=True, exist_ok=True)
-        part = target.with_name(target.name + ".part")
+        part = target.with_name(target.name + PART)
         try:
             with open(part, "wb") as file:
-                torch.save(checkpoint, file)
+                summed = _SummedFile(file)
+                torch.save(checkpoint, summed)  # type: ignore[arg-type] # which asks for no more than this
                 file.flush()
                 os.fsync(file.fileno())
-            if self.plain:
-                require_loadable(part)
             os.replace(part, target)
         except BaseException:
             part.unlink(missing_ok=True)  # a full disk must not stay full
             raise
         sync_folder(target.parent)
+        return StoredFile(summed.size, summed.crc32)
 
     @override
     def load_checkpoint(
@@ -64,6 +82,22 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
         return from_plain(super().load_checkpoint(path, map_location, weights_only))
+
+
+class _SummedFile:
+    """A file whose checksum is known when it is written, so that nobody has to read it for that."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.size = self.crc32 = 0
+
+    def write(self, data: bytes) -> int:
+        self.size += len(data)
+        self.crc32 = crc32(data, self.crc32)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
 
 
 def reads_through_io(strategy: Strategy) -> bool:

@@ -12,15 +12,18 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from azureml_strategy.checkpoint.exchange import Exchange, StepError
 from azureml_strategy.checkpoint.manifest import Manifest, StoredFile
-from azureml_strategy.checkpoint.storage_folder import CheckpointFolder, by_score, superfluous
+from azureml_strategy.checkpoint.storage_folder import CheckpointFolder, Summed, by_score, superfluous
 
 log = logging.getLogger(__name__)
 
 # What the disk must have beside a checkpoint as large as the last one: its manifest, and what others write.
 _SPARE_BYTES = 16 << 20
 
-WriteParts = Callable[[Path, Exchange], object]
-"""Writes this rank's files of a checkpoint to a path; called by all ranks, on which it fails alike."""
+WriteParts = Callable[[Path, Exchange], Summed | None]
+"""Writes this rank's files of a checkpoint to a path; called by all ranks, on which it fails alike.
+
+It returns, on all ranks, what is on disk and summed already; None where every file is to be read back.
+"""
 
 
 @dataclass(frozen=True)
@@ -77,8 +80,8 @@ class CheckpointWriter:
         return Written(manifest, scores)
 
     def _write(self, draft: Manifest, write_parts: WriteParts, exchange: Exchange) -> Manifest:
-        write_parts(self.folder.path / draft.name, exchange)
-        files = self._settle(draft.name, exchange)
+        summed = write_parts(self.folder.path / draft.name, exchange) or {}
+        files = self._settle(draft.name, summed, exchange)
         manifest: Manifest = exchange.on_rank_zero(lambda: self.folder.commit(replace(draft, files=files)))
         return manifest
 
@@ -93,12 +96,12 @@ class CheckpointWriter:
             raise OSError(f"the disk has {free:,} bytes left, and it takes about {needed:,}")
         return name
 
-    def _settle(self, name: str, exchange: Exchange) -> dict[str, StoredFile]:
-        """Have all files reach the disk and read them back, each on one of the ranks."""
+    def _settle(self, name: str, summed: Summed, exchange: Exchange) -> dict[str, StoredFile]:
+        """Have all files reach the disk and sum them, each on one of the ranks."""
         files = exchange.together(lambda: self.folder.listing(name))
         if not any(files):
             raise StepError("nothing was written")
-        settled = exchange.together(lambda: self.folder.settle(_share(files, exchange.rank)))
+        settled = exchange.together(lambda: self.folder.settle(_share(files, exchange.rank), summed))
         return dict(sorted(item for each in settled for item in each.items()))
 
     def _cleared_away(self, written: Manifest, exchange: Exchange) -> dict[str, float]:

@@ -27,5 +27,5 @@ class Exchange(Protocol):
         ...
 
 
-WriteStaged = Callable[[Any, Path, Exchange], object]
+WriteStaged = Callable[[Any, Path, Exchange], None]
 """Writes what was staged, or a copy of it, below a path: on any thread, in steps that all ranks take together."""

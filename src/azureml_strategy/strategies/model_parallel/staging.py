@@ -50,7 +50,7 @@ def write_distributed(content: tuple[dict[str, Any], dict[str, Any] | None], pat
 
     def finish() -> None:
         writer.finish(index[0], results)
+        require_loadable(rest)
         torch.save(rest, path / _REST)
-        require_loadable(path / _REST)
 
     exchange.on_rank_zero(finish)

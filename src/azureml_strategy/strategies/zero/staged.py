@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from lightning.fabric.utilities.types import _PATH
@@ -9,7 +10,7 @@ from lightning.pytorch.strategies.deepspeed import DeepSpeedStrategy
 from typing_extensions import override
 
 from azureml_strategy.checkpoint.plain_data import WRITTEN_APART, PlainDataStrategy, to_plain
-from azureml_strategy.strategies.exchange import WriteStaged
+from azureml_strategy.strategies.exchange import Exchange, WriteStaged
 from azureml_strategy.strategies.zero.device import AnyDeviceDeepSpeedStrategy
 
 
@@ -43,5 +44,9 @@ class StagedDeepSpeedStrategy(PlainDataStrategy, AnyDeviceDeepSpeedStrategy):
         def save(folder: str) -> None:
             DeepSpeedStrategy.save_checkpoint(self, checkpoint, folder)
 
-        files, write = collect(self.deepspeed_engine, save)
-        return files, lambda content, path, exchange: exchange.together(lambda: write(content, path))
+        files, write_files = collect(self.deepspeed_engine, save)
+
+        def write(content: Any, path: Path, exchange: Exchange) -> None:
+            exchange.together(lambda: write_files(content, path))
+
+        return files, write
