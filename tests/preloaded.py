@@ -130,6 +130,8 @@ def _run_script(command: Sequence[str], environ: Mapping[str, str], folder: str,
     """What `python SCRIPT ARGUMENTS` does, in a process that is running already."""
     os.setsid()
     os.chdir(folder)
+    # Not as this process was started: workers of its data loaders are to be its children, and to end when it is killed.
+    multiprocessing.set_start_method(None, force=True)
     _set_environ(environ)
     for stream in (1, 2):
         os.dup2(output, stream)
