@@ -235,8 +235,8 @@ def train(options: argparse.Namespace, folder: Path, seed: int) -> tuple[Turns, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--fits", type=int, default=4, help="each has a first round, which is shown apart")
-    parser.add_argument("--rounds", type=int, default=6, help="of each fit, without the first one")
-    parser.add_argument("--window", type=int, default=12, help="steps")
+    parser.add_argument("--rounds", type=int, default=11, help="of each fit, without the first one")
+    parser.add_argument("--window", type=int, default=8, help="steps")
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--layers", type=int, default=7)
     parser.add_argument("--width", type=int, default=512)
@@ -281,6 +281,9 @@ def evaluate(fits: list[Turns]) -> dict[str, Any]:
         "ratio_of_median_costs_ours_to": {
             name: spread(later[OURS]).median / spread(later[name]).median for name in names if name != OURS
         },
+        "ratios_of_rounds_drawn_again": {
+            name: _drawn_again(later[OURS], later[name]) for name in names if name != OURS
+        },
         "target": {"ratio_to_the_better_at_most": TARGET},
         "window_without_a_checkpoint_s": spread(_later([fit.windows[NONE] for fit in fits])),
     }
@@ -291,7 +294,7 @@ def tell(figures: dict[str, Any]) -> None:
         [
             name,
             figures["cost_s"][name].text(1e3, digits=0),
-            "" if name == OURS else f"{figures['ratio_of_median_costs_ours_to'][name]:.2f}",
+            "" if name == OURS else _ratio(figures, name),
             figures["stall_s"][name].text(1e3, digits=0),
             figures["added_to_the_steps_that_follow_s"][name].text(1e3, digits=0),
             figures["first_cost_s"][name].text(1e3, digits=0),
@@ -307,6 +310,19 @@ def tell(figures: dict[str, Any]) -> None:
         rows,
     )
     print(f"A window without one takes {figures['window_without_a_checkpoint_s'].text()} s.")
+
+
+def _ratio(figures: dict[str, Any], name: str) -> str:
+    drawn = figures["ratios_of_rounds_drawn_again"][name]
+    return f"{figures['ratio_of_median_costs_ours_to'][name]:.2f} ({drawn['low']:.2f} to {drawn['high']:.2f})"
+
+
+def _drawn_again(ours: list[float], theirs: list[float], times: int = 10_000) -> dict[str, float]:
+    """Between what the ratio of medians lies, nine times of ten, when as many rounds are drawn from those measured."""
+    chosen = np.random.default_rng(1).integers(len(ours), size=(times, len(ours)))
+    ratios = np.median(np.asarray(ours)[chosen], axis=1) / np.median(np.asarray(theirs)[chosen], axis=1)
+    low, high = np.quantile(ratios, [0.05, 0.95])
+    return {"low": float(low), "high": float(high)}
 
 
 def _later(fits: list[list[float]]) -> list[float]:
