@@ -269,9 +269,20 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     assert set(disk.threads) == {"checkpoint-writer"}
 
 
+class _Sealed(AtomicCheckpointIO):
+    """Changes the file after it was written."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        super().save_checkpoint(checkpoint, path, storage_options)
+        content = bytearray(Path(path).read_bytes())
+        content[-1] ^= 1
+        Path(path).write_bytes(content)
+
+
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_manifests_say_what_lies_there(tmp_path: Path, asynchronous: bool) -> None:
-    fit(tmp_path, **QUICK, checkpoint={**BEHIND, "asynchronous": asynchronous})
+@pytest.mark.parametrize("disk", [AtomicCheckpointIO, _Sealed])
+def test_manifests_say_what_lies_there(tmp_path: Path, disk: type[AtomicCheckpointIO], asynchronous: bool) -> None:
+    fit(tmp_path, plugins=[disk()], **QUICK, checkpoint={**BEHIND, "asynchronous": asynchronous})
     folder = CheckpointFolder(tmp_path / "checkpoints")
     assert [each.step for each in folder.complete()] == [15, 12]
     for manifest in folder.complete():

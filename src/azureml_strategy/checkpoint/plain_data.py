@@ -149,9 +149,7 @@ def require_loadable(content: Any) -> None:
     Raises:
         ValueError: torch refuses it.
     """
-    file = io.BytesIO()
-    torch.save(content, file, pickle_module=_WithoutTensors)
-    _require_loadable(file)
+    _load_back(content, _WithoutTensors)
 
 
 class _WithoutTensors:
@@ -163,9 +161,7 @@ class _WithoutTensors:
             if not isinstance(obj, Tensor):
                 return NotImplemented
             if not _is_dense(obj):
-                file = io.BytesIO()
-                torch.save(obj, file)
-                _require_loadable(file)
+                _load_back(obj, pickle)
             return OrderedDict, ()
 
 
@@ -175,7 +171,9 @@ def _is_dense(tensor: Tensor) -> bool:
     return plain and tensor.layout is torch.strided and not tensor.is_quantized
 
 
-def _require_loadable(file: io.BytesIO) -> None:
+def _load_back(content: Any, pickle_module: Any) -> None:
+    file = io.BytesIO()
+    torch.save(content, file, pickle_module=pickle_module)
     try:
         file.seek(0)
         torch.load(file, map_location="cpu", weights_only=True)

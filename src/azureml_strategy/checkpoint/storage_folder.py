@@ -97,7 +97,7 @@ class CheckpointFolder:
         found = [path] if path.is_file() else (each for each in path.rglob("*") if each.is_file())
         return sorted(str(each.relative_to(self.path)) for each in found)
 
-    def settle(self, files: Iterable[str], summed: Summed | None = None) -> dict[str, StoredFile]:
+    def settle(self, files: Iterable[str], summed: Summed) -> dict[str, StoredFile]:
         """Have files reach the disk, and sum them.
 
         Args:
@@ -107,8 +107,7 @@ class CheckpointFolder:
         Raises:
             OSError: the disk fails, or is full.
         """
-        known = summed or {}
-        return {file: self._settle(self.path / file, known.get(file)) for file in files}
+        return {file: self._settle(self.path / file, summed.get(file)) for file in files}
 
     def commit(self, manifest: Manifest) -> Manifest:
         """Write the manifest: from here on the checkpoint counts.
