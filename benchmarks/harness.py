@@ -9,7 +9,7 @@ import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -121,7 +121,7 @@ def save(name: str, settings: Mapping[str, Any], figures: Mapping[str, Any], fol
     path = folder / f"{name}.json"
     content = {
         "benchmark": name,
-        "measured": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%MZ"),
+        "measured": datetime.now(UTC).strftime("%Y-%m-%dT%H:%MZ"),
         "machine": machine(),
         "settings": settings,
         "figures": figures,

@@ -12,7 +12,7 @@ import uuid
 from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from dataclasses import dataclass, field
-from datetime import date, datetime, time, timedelta, timezone
+from datetime import UTC, date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from enum import Enum, Flag, IntEnum
 from fractions import Fraction
@@ -101,7 +101,7 @@ VALUES: dict[str, Any] = {
     "config": OmegaConf.create({"a": {"b": [1, {"c": "${a.d}"}], "d": 3, "e": None}, "f": "???"}),
     "list config": OmegaConf.create([1, {"a": 2}]),
     "partial": partial(torch.optim.AdamW, lr=0.1, betas=(0.9, Path("x"))),
-    "datetime": datetime(2026, 1, 2, 3, 4, 5, 6, tzinfo=timezone.utc),
+    "datetime": datetime(2026, 1, 2, 3, 4, 5, 6, tzinfo=UTC),
     "datetimes": [datetime(2026, 10, 25, 2, 30, fold=1, tzinfo=ZoneInfo("Europe/Berlin")), time(1, 2, tzinfo=SHORT)],
     "date": date(2026, 1, 2),
     "timedelta": timedelta(days=1, microseconds=3),

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timezone
+from datetime import UTC
 from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.request import OpenerDirector, ProxyHandler, Request, build_opener
@@ -143,7 +143,7 @@ def _seconds(text: object) -> float | None:
         moment = parsedate_to_datetime(str(text))
     except ValueError:
         return None
-    return moment.replace(tzinfo=moment.tzinfo or timezone.utc).timestamp()
+    return moment.replace(tzinfo=moment.tzinfo or UTC).timestamp()
 
 
 def _ask(opener: OpenerDirector, url: str, timeout_s: float) -> bytes:

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import re
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypedDict
 
@@ -74,7 +74,7 @@ def price_for(
 def _known(size: str, region: str, currency: str, address: str, offline: bool) -> _Cached | None:
     file = _cache_folder() / f"{size}-{region}-{currency}.json".lower()
     cached: _Cached | None = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
-    today = datetime.now(timezone.utc).date().isoformat()
+    today = datetime.now(UTC).date().isoformat()
     if offline or (cached is not None and cached["date"] == today):
         return cached
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any
 
 from azureml_strategy.jobs.quiet import quiet_sdk
@@ -65,7 +65,7 @@ class _Meter:
         """
         if any(other in self.product for other in ("Windows", "Cloud Services", "Dedicated Host")):
             return False
-        now = datetime.now(timezone.utc).isoformat()
+        now = datetime.now(UTC).isoformat()
         return (self.unit, self.kind) == ("1 Hour", "Consumption") and self.price > 0 and self.start <= now < self.end
 
 

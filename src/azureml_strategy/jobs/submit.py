@@ -6,7 +6,7 @@ import logging
 import re
 import secrets
 from collections.abc import Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from azureml_strategy.jobs.assets import check_data
@@ -95,7 +95,7 @@ def _may_have_been_done(error: ServiceError) -> bool:
 def new_job_name(recipe: str) -> str:
     """A name that no other job has: recipe, time (UTC) and chance."""
     stem = re.sub(r"[^A-Za-z0-9_-]+", "_", recipe)
-    now = datetime.now(timezone.utc).strftime("%Y%m%d_%H%M%S")
+    now = datetime.now(UTC).strftime("%Y%m%d_%H%M%S")
     return f"{stem}_{now}_{secrets.token_hex(3)}"
 
 

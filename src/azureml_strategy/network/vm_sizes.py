@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-import sys
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -12,11 +12,6 @@ from importlib.resources import files
 from typing import Literal
 
 from azureml_strategy.network.vm_names import VMName, bare_name, parse_vm_name
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 _AMD_MODELS = ("MI", "V620", "V710")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 
 from azureml_strategy.watching.culprits import disagreement, held_up_by
 from azureml_strategy.watching.machine import Member
@@ -151,4 +151,4 @@ def _called(place: str) -> str:
 
 
 def _clock(at: float) -> str:
-    return datetime.fromtimestamp(at, timezone.utc).strftime("%H:%M:%S UTC")
+    return datetime.fromtimestamp(at, UTC).strftime("%H:%M:%S UTC")

@@ -7,7 +7,7 @@ import sys
 from argparse import Namespace
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import date, datetime, timedelta, timezone
+from datetime import UTC, date, datetime, timedelta
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -50,7 +50,7 @@ VALUES: dict[str, Any] = {
     "config": OmegaConf.create({"model": {"layers": [1, 2]}, "rate": "${model.layers}"}),
     "list config": OmegaConf.create([1, {"a": 2}]),
     "partial": partial(torch.optim.AdamW, lr=0.1),
-    "datetime": datetime(2026, 1, 2, 3, tzinfo=timezone.utc),
+    "datetime": datetime(2026, 1, 2, 3, tzinfo=UTC),
     "date": date(2026, 1, 2),
     "timedelta": timedelta(hours=1),
     "namespace": Namespace(width=3, path=Path("/data")),

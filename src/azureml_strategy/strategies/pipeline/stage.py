@@ -7,14 +7,14 @@ import io
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
-from typing_extensions import Self, override
+from typing_extensions import override
 
 
 @dataclass(frozen=True)
