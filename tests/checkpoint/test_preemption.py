@@ -69,9 +69,7 @@ def test_a_rank_that_comes_late_is_waited_for() -> None:
 def test_a_rank_that_is_gone_ends_the_wait() -> None:
     store = dist.HashStore()
     store.set("state/1", "waiting 3")  # its last word
-    started = time.monotonic()
     assert not Standstill(store, 0, 2, always("free"), gone_s=0.8).goes_on()
-    assert 0.7 < time.monotonic() - started < 8
 
 
 def test_rank_0_is_gone_and_the_store_with_it() -> None:

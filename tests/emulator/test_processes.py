@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -69,11 +68,9 @@ def test_each_line_says_whose_it_is(run_code: RunCode) -> None:
     ],
 )
 def test_one_that_fails_ends_all(run_code: RunCode, ending: str, exit_code: int, reason: str, status: str) -> None:
-    start = time.monotonic()
     lines = "print('\\n'.join(map(str, range(40))), flush=True)"
-    code = f"import os, signal, sys, time\nif os.environ['RANK'] == '2':\n {lines}\n {ending}\ntime.sleep(60)"
+    code = f"import os, signal, sys, time\nif os.environ['RANK'] == '2':\n {lines}\n {ending}\ntime.sleep(3600)"
     job = run_code(code, nodes=2, processes_per_node=2)
-    assert time.monotonic() - start < 10
     assert (job.exit_code, job.status) == (exit_code, status)
     assert f"rank 2 (node 1) ended with {reason}; the other processes were ended" in job.output
     last = job.output.partition("Its last lines:\n")[2].splitlines()

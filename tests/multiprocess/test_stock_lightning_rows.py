@@ -6,8 +6,6 @@ says what to type; never in a Trainer that trains alone, and never in a wait for
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from tests.multiprocess.conftest import Job, RunJob
 
@@ -41,10 +39,8 @@ def test_two_nodes_with_num_nodes(run_job: RunJob) -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp", "auto"])
 def test_num_nodes_forgotten_is_refused(run_job: RunJob, strategy: str) -> None:
-    started = time.monotonic()
     job = run_job("fit.py", {"strategy": strategy}, nodes=2)
     assert_refused(job, "num_nodes=1", "2 node(s) x 1", "num_nodes=2")
-    assert time.monotonic() - started < 120
 
 
 def test_no_step_begins_with_a_broadcast(run_job: RunJob) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
-import statistics
-import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,35 +16,49 @@ from azureml_strategy.network.collectives.operations import AllReduce, Broadcast
 FAST = Procedure(torch.float32, iterations=3, warmup=1)
 
 
+class Clock:
+    """The clock that `measure` reads, which goes on only when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    module = importlib.import_module(measure.__module__)
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: found.now))
+    return found
+
+
 class Counted(Broadcast):
     """Takes known times, and keeps what it is run on."""
 
-    def __init__(self, *milliseconds: float) -> None:
-        self.times = itertools.chain([0], milliseconds)  # the check comes first
+    def __init__(self, clock: Clock, *seconds: float) -> None:
+        self.clock = clock
+        self.times = itertools.chain([0], seconds)  # the check comes first
         self.sums: list[float] = []
 
     def run(self, sent: Tensor, received: Tensor, place: Place) -> None:
         self.sums.append(float(sent.abs().sum()))
-        time.sleep(next(self.times) / 1e3)
+        self.clock.now += next(self.times)
 
 
-def test_warm_up_is_left_out_and_the_middle_counts(alone: Place) -> None:
-    collective = Counted(200, 150, 40, 10, 20)
+def test_warm_up_is_left_out_and_the_middle_counts(alone: Place, clock: Clock) -> None:
+    collective = Counted(clock, 200, 150, 40, 10, 20)
     found = measure(collective, alone, 4000, Procedure(torch.float32, iterations=3, warmup=2))
-    assert 0.010 <= found.min_s < found.median_s < found.max_s < 0.1
-    assert 0.020 <= found.median_s < 0.035
-    assert found.median_s < found.p95_s <= found.max_s
+    assert (found.min_s, found.median_s, found.max_s) == (10, 20, 40)
+    assert found.p95_s == pytest.approx(38)
     assert found.algorithm_bandwidth == pytest.approx(4000 / found.median_s / 1e9)
     assert collective.sums[0] > 0, "checked with data"
     assert collective.sums[1:] == [0] * 5, "timed with zeros, which no sum can make infinite"
 
 
-def test_percentile_of_many_and_of_one(alone: Place) -> None:
-    one = measure(Counted(5), alone, 4, Procedure(torch.float32, iterations=1, warmup=0))
+def test_percentile_of_many_and_of_one(alone: Place, clock: Clock) -> None:
+    one = measure(Counted(clock, 5), alone, 4, Procedure(torch.float32, iterations=1, warmup=0))
     assert one.median_s == one.p95_s == one.min_s == one.max_s
-    many = measure(Counted(*range(1, 22)), alone, 4, Procedure(torch.float32, iterations=21, warmup=0))
-    assert 0.020 <= many.p95_s < many.max_s
-    assert 0.011 <= many.median_s < 0.016
+    many = measure(Counted(clock, *range(1, 22)), alone, 4, Procedure(torch.float32, iterations=21, warmup=0))
+    assert (many.median_s, many.p95_s, many.max_s) == (11, 20, 21)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +101,14 @@ def test_bus_factors(world_size: int) -> None:
     }
 
 
-def test_the_clock_does_not_count_waiting_for_the_start(alone: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clock_does_not_count_waiting_for_the_start(
+    alone: Place, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     meet = Place.meet
-    monkeypatch.setattr(Place, "meet", lambda place: (time.sleep(0.05), meet(place)))
-    assert statistics.median([measure(AllReduce(), alone, 64, FAST).median_s for _ in range(3)]) < 0.04
+
+    def waits(place: Place) -> None:
+        clock.now += 50
+        meet(place)
+
+    monkeypatch.setattr(Place, "meet", waits)
+    assert measure(Counted(clock, 9, 1, 2, 3), alone, 64, FAST).median_s == 2
