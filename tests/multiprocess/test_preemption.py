@@ -72,6 +72,17 @@ def test_withdrawn(run_job: RunJob, service: Service, tmp_path: Path, strategy: 
     assert "it did not come, and training went on" in job.output
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_off_the_main_thread(run_job: RunJob, service: Service, tmp_path: Path, nodes: int) -> None:
+    """Executors of notebooks, servers and Ray's workers train so: no signal can be caught there, but events can."""
+    service.answer = Play(tmp_path, "withdrawn")
+    job = run_job("preemption.py", "ddp", '{"threaded": true}', nodes=nodes, extra={VARIABLE: service.url})
+    assert job.exit_code == 0, job.output
+    assert job.each("step") == [STEPS] * nodes, job.output
+    assert min(job.each("longest")) > 0.9, "they waited"
+    assert "Traceback" not in job.output
+
+
 @pytest.mark.parametrize("told", ["0", "1"])
 def test_terminated_while_waiting(run_job: RunJob, service: Service, tmp_path: Path, told: str) -> None:
     service.answer = Play(tmp_path, told)

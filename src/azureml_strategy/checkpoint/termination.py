@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+import threading
 import uuid
 from datetime import timedelta
 from types import FrameType
@@ -25,6 +27,8 @@ from azureml_strategy.checkpoint.scheduled_events import EventPoller, events_url
 from azureml_strategy.cluster.launchers import local
 from azureml_strategy.network.rendezvous import another_connection
 
+log = logging.getLogger(__name__)
+
 # What a shell reports for a process ended by SIGTERM: Azure ML must not take the job for completed.
 EXIT_CODE = 128 + signal.SIGTERM
 _STORE_TIMEOUT = timedelta(seconds=60)
@@ -42,6 +46,9 @@ class TerminateTogether(Callback):
     one to rank 0 ends all of them with exit code 0; and each step begins with a broadcast that GPUs have to wait for.
     Here the handler only notes the signal, and there is no broadcast. At the end callbacks see an exception on every
     rank, so that loggers work as for any other.
+
+    Python catches signals on the main thread only. A `fit` on another one stops for events; SIGTERM ends its process,
+    as in stock Lightning.
 
     Every Trainer of a job has one; of several in a Trainer the first acts, so that one of your own replaces it.
 
@@ -162,7 +169,10 @@ class TerminateTogether(Callback):
 
     def _listen(self) -> None:
         """Replace Lightning's handler, which it put in place just before and removes at the end."""
-        signal.signal(signal.SIGTERM, self._note)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._note)
+        elif self._rank == 0:
+            log.info("This fit is off the main thread, where no signal can be caught: only Scheduled Events stop it.")
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         """Only leave a note: in a signal handler nothing else is safe."""

@@ -1,6 +1,7 @@
 """A `fit` whose node is about to be taken away, under any strategy; what happens then is the test's to play.
 
 Files tell the test how far it is: `training`, from the fourth batch of rank 0 on, and `pid.RANK`.
+With `"threaded": true` the `fit` runs off the main thread.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -109,4 +111,10 @@ def main(
     trainer.fit(module, batches, batches)
 
 
-main(sys.argv[1], **json.loads(sys.argv[2]))
+story = json.loads(sys.argv[2])
+if story.pop("threaded", False):
+    thread = threading.Thread(target=main, args=(sys.argv[1],), kwargs=story)
+    thread.start()
+    thread.join()
+else:
+    main(sys.argv[1], **story)
