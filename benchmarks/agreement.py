@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from azureml_strategy.checkpoint.termination import TerminateTogether
-from azureml_strategy.cluster.errors import GUARD_SWITCH
+from azureml_strategy.cluster.errors import CALLBACKS_SWITCH
 from azureml_strategy.watching import HangWatch
 
 STEP_S = 0.05
@@ -126,7 +126,7 @@ def run_rank(options: argparse.Namespace) -> Any:
     """All rounds of both cases, in one of the two processes."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
-    os.environ[GUARD_SWITCH] = "off"  # the callbacks are given here, so that they can be timed
+    os.environ[CALLBACKS_SWITCH] = "off"  # the callbacks are given here, so that they can be timed
     cases = {"without": partial(fit, False, options), "with": partial(fit, True, options)}
     measured = interleave(cases, options.rounds)
     dist.destroy_process_group()

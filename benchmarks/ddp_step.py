@@ -32,7 +32,7 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from azureml_strategy.cluster.errors import GUARD_SWITCH
+from azureml_strategy.cluster.errors import CALLBACKS_SWITCH
 from azureml_strategy.models import Bottleneck, ResNet50
 from azureml_strategy.strategies import AzureMLDDPStrategy
 
@@ -121,9 +121,9 @@ def train_with_lightning(network: nn.Module, batches: TimedBatches, **arguments:
 @contextmanager
 def without_our_callbacks() -> Iterator[None]:
     """Lightning as it is where this package is not installed: it loads our callbacks by an entry point."""
-    os.environ[GUARD_SWITCH] = "off"
+    os.environ[CALLBACKS_SWITCH] = "off"
     yield
-    del os.environ[GUARD_SWITCH]
+    del os.environ[CALLBACKS_SWITCH]
 
 
 def train(case: str, network: nn.Module, batches: TimedBatches) -> None:

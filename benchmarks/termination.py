@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from azureml_strategy.checkpoint import JobCheckpoint
-from azureml_strategy.cluster.errors import GUARD_SWITCH
+from azureml_strategy.cluster.errors import CALLBACKS_SWITCH
 from azureml_strategy.emulator import EmulatedJob, emulate
 from azureml_strategy.models import Bottleneck, ResNet50
 
@@ -104,7 +104,7 @@ def train(options: argparse.Namespace) -> None:
     ours = options.case.startswith("azureml")
     saver: Checkpoint = JobCheckpoint(folder) if ours else ModelCheckpoint(folder, save_on_exception=True)
     if not ours:
-        os.environ[GUARD_SWITCH] = "off"
+        os.environ[CALLBACKS_SWITCH] = "off"
     torch.manual_seed(0)
     trainer = Trainer(
         strategy=options.case.partition(",")[0],

@@ -9,7 +9,14 @@ import pytest
 from lightning.pytorch import Trainer
 
 from azureml_strategy.checkpoint.termination import TerminateTogether
-from azureml_strategy.cluster.errors import GUARD_SWITCH, LaunchError
+from azureml_strategy.cluster.errors import (
+    CALLBACKS_SWITCH,
+    GUARD_SWITCH,
+    HANG_WATCH_SWITCH,
+    NETWORK_RECORD_SWITCH,
+    TERMINATION_SWITCH,
+    LaunchError,
+)
 from azureml_strategy.cluster.guard import LaunchGuard
 from azureml_strategy.plugin import _STRATEGIES, job_callbacks
 from azureml_strategy.tracking.network import NetworkRecorder
@@ -69,12 +76,38 @@ def test_a_job_of_one_node_without_a_launcher_has_none(monkeypatch: pytest.Monke
     assert ours(Trainer(**QUIET)) == []
 
 
+SWITCHED = dict(zip((GUARD_SWITCH, HANG_WATCH_SWITCH, TERMINATION_SWITCH, NETWORK_RECORD_SWITCH), OURS, strict=True))
+
+
 @pytest.mark.parametrize("value", ["off", "OFF"])
-def test_the_switch(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    inside(monkeypatch, **{GUARD_SWITCH: value})
+@pytest.mark.parametrize("switch", SWITCHED)
+def test_each_has_a_switch(monkeypatch: pytest.MonkeyPatch, switch: str, value: str) -> None:
+    inside(monkeypatch, **{switch: value})
+    assert ours(Trainer(**QUIET)) == [each for each in OURS if each is not SWITCHED[switch]]
+
+
+def test_the_switch_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside(monkeypatch, **{CALLBACKS_SWITCH: "off"})
     assert job_callbacks() == []
     monkeypatch.delenv("RANK")
     assert job_callbacks() == [], "nothing is read either"
+
+
+def test_without_the_guard_a_process_needs_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside(monkeypatch, **{GUARD_SWITCH: "off"})
+    monkeypatch.delenv("RANK")
+    assert job_callbacks() == []
+
+
+def test_one_that_cannot_be_imported_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    inside(monkeypatch)
+    monkeypatch.setitem(sys.modules, "azureml_strategy.tracking.network", None)
+    assert ours(Trainer(**QUIET)) == [each for each in OURS if each is not NetworkRecorder]
+    (warning,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert f"{NETWORK_RECORD_SWITCH}=off" in warning
+    assert "Traceback" in warning
 
 
 def test_a_process_without_a_rank_gets_no_trainer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from azureml_strategy.cluster.errors import (
+    CALLBACKS_SWITCH,
+    GUARD_SWITCH,
+    HANG_WATCH_SWITCH,
+    NETWORK_RECORD_SWITCH,
+    TERMINATION_SWITCH,
+    LaunchError,
+    switched_off,
+)
 from azureml_strategy.import_hook import when_imported
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback
     from lightning.pytorch.strategies import Strategy
+
+    from azureml_strategy.cluster.launch import Launch
+
+log = logging.getLogger(__name__)
 
 
 def register_when_lightning_is_imported() -> None:
@@ -23,22 +37,76 @@ def register_when_lightning_is_imported() -> None:
 def job_callbacks() -> list[Callback]:
     """The callbacks that Lightning adds to every Trainer: some in a distributed job, none elsewhere.
 
+    Each has a switch. One that cannot be loaded is left out with a warning.
+
     Raises:
         LaunchError: this process cannot know its rank.
     """
-    from azureml_strategy.checkpoint.termination import TerminateTogether
-    from azureml_strategy.cluster.errors import GUARD_SWITCH
-    from azureml_strategy.cluster.guard import LaunchGuard
-    from azureml_strategy.cluster.launch import detect_launch
-    from azureml_strategy.tracking.network import NetworkRecorder
-    from azureml_strategy.watching import HangWatch
-
-    if os.environ.get(GUARD_SWITCH, "").lower() == "off":
-        return []
-    launch = detect_launch()
+    launch = _launch()
     if launch is None:
         return []
-    return [LaunchGuard(launch), HangWatch(), TerminateTogether(), NetworkRecorder()]
+    parts = {switch: make for switch, make in _PARTS.items() if not switched_off(os.environ, switch)}
+    made = [_made(switch, lambda make=make: make(launch)) for switch, make in parts.items()]  # type: ignore[misc]
+    return [callback for callback in made if callback is not None]
+
+
+def _launch() -> Launch | None:
+    """This process's place; None where nothing needs it."""
+    from azureml_strategy.cluster.launch import detect_launch
+
+    if switched_off(os.environ, CALLBACKS_SWITCH):
+        return None
+    try:
+        return detect_launch()
+    except LaunchError:
+        if switched_off(os.environ, GUARD_SWITCH):  # as workers of a parallel job do, which have no ranks
+            return None
+        raise
+
+
+def _made(switch: str, make: Callable[[], Callback]) -> Callback | None:
+    try:
+        return make()
+    except LaunchError:
+        raise
+    except Exception as fault:
+        from azureml_strategy.cluster.isolation import fault_text
+
+        log.warning(fault_text("A callback", switch, fault))
+        return None
+
+
+def _guard(launch: Launch) -> Callback:
+    from azureml_strategy.cluster.guard import LaunchGuard
+
+    return LaunchGuard(launch)
+
+
+def _hang_watch(launch: Launch) -> Callback:
+    from azureml_strategy.watching import HangWatch
+
+    return HangWatch()
+
+
+def _termination(launch: Launch) -> Callback:
+    from azureml_strategy.checkpoint.termination import TerminateTogether
+
+    return TerminateTogether()
+
+
+def _network_record(launch: Launch) -> Callback:
+    from azureml_strategy.tracking.network import NetworkRecorder
+
+    return NetworkRecorder()
+
+
+# switch: what makes the callback
+_PARTS: dict[str, Callable[[Launch], Callback]] = {
+    GUARD_SWITCH: _guard,
+    HANG_WATCH_SWITCH: _hang_watch,
+    TERMINATION_SWITCH: _termination,
+    NETWORK_RECORD_SWITCH: _network_record,
+}
 
 
 def _register(strategies: ModuleType) -> None:

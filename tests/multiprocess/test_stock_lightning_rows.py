@@ -49,7 +49,7 @@ def test_no_step_begins_with_a_broadcast(run_job: RunJob) -> None:
     ours = run_job("fit.py", arguments, nodes=2)
     assert_trained_together(ours, 2)
     assert max(ours.results[0]["broadcasts"], default=0) == 0, "what comes before the first step is not meant"
-    stock = run_job("fit.py", arguments, nodes=2, extra={"AZUREML_STRATEGY_GUARD": "off"})
+    stock = run_job("fit.py", arguments, nodes=2, extra={"AZUREML_STRATEGY_CALLBACKS": "off"})
     assert set(stock.results[0]["broadcasts"]) >= set(range(4))
 
 

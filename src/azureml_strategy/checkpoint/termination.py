@@ -24,6 +24,8 @@ from azureml_strategy.checkpoint.pausing import paused
 from azureml_strategy.checkpoint.preemption import Standstill, State
 from azureml_strategy.checkpoint.random_state import gather
 from azureml_strategy.checkpoint.scheduled_events import EventPoller, events_url
+from azureml_strategy.cluster.errors import TERMINATION_SWITCH
+from azureml_strategy.cluster.isolation import Attempt, IsolatedCallback
 from azureml_strategy.cluster.launchers import local
 from azureml_strategy.network.rendezvous import another_connection
 
@@ -34,7 +36,7 @@ EXIT_CODE = 128 + signal.SIGTERM
 _STORE_TIMEOUT = timedelta(seconds=60)
 
 
-class TerminateTogether(Callback):
+class TerminateTogether(IsolatedCallback):
     """Stops all ranks after the same step, saves, and ends them with exit code 143, or goes on.
 
     Two things stop them: SIGTERM on any rank, and a Scheduled Event for any node: Azure gives a low-priority node at
@@ -61,6 +63,8 @@ class TerminateTogether(Callback):
         agree_s: pause between two looks at whether a rank wants to stop, in seconds.
     """
 
+    switch = TERMINATION_SWITCH
+
     def __init__(
         self,
         events_url: str | None = None,
@@ -85,11 +89,14 @@ class TerminateTogether(Callback):
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if stage != "fit" or next(each for each in callbacks if isinstance(each, TerminateTogether)) is not self:
             return
+        # Whatever fails here on one rank, the others must not wait for it.
+        ready = Attempt(lambda: self._prepare(trainer))
         # a name of this fit's own: below torchrun the store outlives the processes
         name = trainer.strategy.broadcast(uuid.uuid4().hex)
-        store = _store(trainer)
-        FitLoopState.of(trainer)
-        if not all(gather(store is not None)) or store is None:
+        all_ready = _on_all(trainer, ready.value is not None)
+        ready.settle()
+        store = ready.value
+        if store is None or not all_ready:
             return
         self._store = PrefixStore(f"azureml_strategy/stop/{name}", store)
         self._rank, self._world_size = trainer.global_rank, trainer.world_size
@@ -100,9 +107,11 @@ class TerminateTogether(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._store is None:
             return
-        self._events = self._poller() if trainer.local_rank == 0 else None
-        self._watch(self._store)
-        self._listen()
+        begun = Attempt(lambda: self._begin(trainer))
+        if not _on_all(trainer, begun.fault is None):
+            self._give_up(trainer)
+            begun.settle()
+            return
         # Lightning asks rank 0 in each step whether it got SIGTERM, for which a GPU has to come to an end.
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _ask_nobody  # type: ignore[method-assign]
 
@@ -123,12 +132,41 @@ class TerminateTogether(Callback):
             self._requested = False
             signal.raise_signal(signal.SIGTERM)
 
+    @override
+    def _give_up(self, trainer: Trainer | None) -> None:
+        """End the threads, and leave SIGTERM to whoever had it before the `fit`.
+
+        Lightning's broadcast in each step stays as it is: the other ranks would not take part.
+        """
+        self._end_threads()
+        if trainer is None or signal.getsignal(signal.SIGTERM) != self._note:
+            return
+        original = trainer._signal_connector._original_handlers.get(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, original or signal.SIG_DFL)  # type: ignore[arg-type]
+        if self._requested:
+            self._requested = False
+            signal.raise_signal(signal.SIGTERM)
+
+    def _prepare(self, trainer: Trainer) -> Store | None:
+        self._close(trainer)  # what a run that has failed may have left
+        FitLoopState.of(trainer)
+        return _store(trainer)
+
+    def _begin(self, trainer: Trainer) -> None:
+        assert self._store is not None
+        self._events = self._poller() if trainer.local_rank == 0 else None
+        self._watch(self._store)
+        self._listen()
+
     def _stop(self, trainer: Trainer) -> None:
         """Save; then end or go on, all together."""
         agreement, store = self._agreement, self._store
         assert agreement is not None
         assert store is not None
-        save_and_record(trainer, agreement.reason)
+        # All ranks have agreed to stop here, and do so even if this one cannot save.
+        saved = Attempt(lambda: save_and_record(trainer, agreement.reason))
+        if saved.fault is not None:
+            self._report("save_and_record", saved.fault)
         standstill = PrefixStore(f"standstill/{self._stops}", store)
         with paused(trainer):
             goes_on = Standstill(standstill, self._rank, self._world_size, self._state).goes_on()
@@ -162,6 +200,9 @@ class TerminateTogether(Callback):
     def _close(self, trainer: Trainer) -> None:
         trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
         trainer._signal_connector.__dict__.pop("_sigterm_notifier_fn", None)
+        self._end_threads()
+
+    def _end_threads(self) -> None:
         for watcher in (self._agreement, self._events):
             if watcher is not None:
                 watcher.close()
@@ -186,6 +227,11 @@ def _ask_nobody() -> None:
 def _exit_code(trainer: Trainer) -> int:
     """0 in the processes that a strategy started: Lightning kills their parent at once when one ends otherwise."""
     return 0 if local.MARKER in os.environ and trainer.local_rank > 0 else EXIT_CODE
+
+
+def _on_all(trainer: Trainer, mine: bool) -> bool:
+    """Whether it is true on all ranks of this Trainer, which may be one that runs alone beside a process group."""
+    return mine if trainer.world_size == 1 else all(gather(mine))
 
 
 def _store(trainer: Trainer) -> Store | None:

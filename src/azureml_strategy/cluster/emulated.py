@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from azureml_strategy.cluster.errors import GUARD_SWITCH
+from azureml_strategy.cluster.errors import SWITCHES
 from azureml_strategy.cluster.launch import Launch
 from azureml_strategy.cluster.variables import BATCH_PORT
 
@@ -81,11 +81,11 @@ def azure_variables(
 
 
 def without_job_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a shell outside any job; the guard's switch is the user's and stays."""
+    """The environment of a shell outside any job; the switches of our callbacks are the user's and stay."""
     return {
         name: value
         for name, value in environ.items()
-        if name == GUARD_SWITCH or not (name.startswith(_PREFIXES) or name in _NAMES)
+        if name in SWITCHES or not (name.startswith(_PREFIXES) or name in _NAMES)
     }
 
 

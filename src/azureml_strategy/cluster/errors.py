@@ -1,12 +1,18 @@
-"""The one error of this package."""
+"""The one error of a launch, and the switches of what looks after one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-# Set to `off` where a Trainer is meant to run alone in each process: rank 0 evaluating after training, or the workers
-# of a parallel job.
+# Each leaves out one of the callbacks that every Trainer of a job gets, when it is `off`. The guard's is for Trainers
+# that are meant to train alone in each process, as in a parallel job.
 GUARD_SWITCH = "AZUREML_STRATEGY_GUARD"
+HANG_WATCH_SWITCH = "AZUREML_STRATEGY_HANG_WATCH"
+TERMINATION_SWITCH = "AZUREML_STRATEGY_TERMINATION"
+NETWORK_RECORD_SWITCH = "AZUREML_STRATEGY_NETWORK_RECORD"
+# Leaves out all four.
+CALLBACKS_SWITCH = "AZUREML_STRATEGY_CALLBACKS"
+SWITCHES = (GUARD_SWITCH, HANG_WATCH_SWITCH, TERMINATION_SWITCH, NETWORK_RECORD_SWITCH, CALLBACKS_SWITCH)
 
 
 class LaunchError(RuntimeError):
@@ -14,6 +20,16 @@ class LaunchError(RuntimeError):
 
     The message says what was seen (variables and their values), why it cannot be right, and what to type instead.
     """
+
+
+def switched_off(environ: Mapping[str, str], switch: str) -> bool:
+    """Whether a callback's own switch, or the one of all of them, is off.
+
+    Args:
+        environ: variables and their values.
+        switch: the name of the callback's own.
+    """
+    return any(environ.get(name, "").strip().lower() == "off" for name in (switch, CALLBACKS_SWITCH))
 
 
 def seen(environ: Mapping[str, str], names: Iterable[str]) -> str:

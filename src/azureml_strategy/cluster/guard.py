@@ -8,17 +8,18 @@ from typing import Any
 
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
 from azureml_strategy.cluster.errors import GUARD_SWITCH, LaunchError, seen
+from azureml_strategy.cluster.isolation import IsolatedCallback
 from azureml_strategy.cluster.launch import Launch
 
 # What LightningEnvironment reads on several nodes; without them it assumes node 0 of one machine.
 _LIGHTNING_READS = ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-class LaunchGuard(Callback):
+class LaunchGuard(IsolatedCallback):
     """Stops a Trainer whose processes are not the job's, whatever its strategy.
 
     Stock Lightning trains alone in each process, without a word, when `num_nodes` or `devices` is left out; it
@@ -29,6 +30,8 @@ class LaunchGuard(Callback):
     Args:
         launch: this process's place in the job.
     """
+
+    switch = GUARD_SWITCH
 
     def __init__(self, launch: Launch) -> None:
         self.launch = launch

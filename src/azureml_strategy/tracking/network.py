@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_only
 from typing_extensions import override
 
+from azureml_strategy.cluster.errors import NETWORK_RECORD_SWITCH
+from azureml_strategy.cluster.isolation import IsolatedCallback
 from azureml_strategy.network.record import RunNetwork
 from azureml_strategy.tracking.logger import JobMLFlowLogger
 
 ARTIFACT = "network.json"
 
 
-class NetworkRecorder(Callback):
+class NetworkRecorder(IsolatedCallback):
     """Writes the transport, the adapters and every setting with its reason into the job's MLflow run.
 
     Tags `network.transport`, `network.hcas`, `network.gpudirect`, ... and the artifact `network.json`. In a job every
     Trainer has this callback; it needs one of our strategies and a `JobMLFlowLogger`, and does nothing without them.
     """
+
+    switch = NETWORK_RECORD_SWITCH
 
     @override
     @rank_zero_only

@@ -24,6 +24,9 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
+from azureml_strategy.checkpoint.random_state import gather
+from azureml_strategy.cluster.errors import HANG_WATCH_SWITCH
+from azureml_strategy.cluster.isolation import Attempt, IsolatedCallback
 from azureml_strategy.cluster.launchers import local
 from azureml_strategy.cluster.redaction import redact_text
 from azureml_strategy.network.rendezvous import another_connection
@@ -61,7 +64,7 @@ class _Arrival:
     outside: bool
 
 
-class HangWatch(Callback):
+class HangWatch(IsolatedCallback):
     """Ends a job whose ranks wait for one that has died or stalls, and says which, where, and in what.
 
     Stock Lightning waits for the time-out of the process group, half an hour, and then says that a collective has
@@ -88,6 +91,8 @@ class HangWatch(Callback):
             whose Trainer has none.
     """
 
+    switch = HANG_WATCH_SWITCH
+
     def __init__(
         self,
         stall_after_s: float | None = None,
@@ -109,18 +114,24 @@ class HangWatch(Callback):
             return
         if trainer.world_size == 1 or not dist.is_initialized():
             return
-        connection = another_connection(trainer.world_size, timedelta(seconds=self._dead_after_s))
-        met = _meet(
-            _Arrival(this_process(trainer.global_rank, trainer.node_rank), uuid.uuid4().hex, connection is None)
-        )
-        outside = [each.member.rank for each in met if each.outside]
-        if connection is None or outside:
-            if len(outside) < len(met):
+        # Whatever fails here on one rank, the others must not wait for it.
+        ready = Attempt(lambda: self._arrive(trainer))
+        arrival, connection = ready.value or (None, None)
+        met: list[_Arrival | None] = gather(arrival)
+        ready.settle()
+        present = {each.member.rank: each for each in met if each is not None and not each.outside}
+        if connection is None or len(present) < len(met):
+            if present:
+                outside = [rank for rank in range(len(met)) if rank not in present]
                 rank_zero_warn(f"Nobody watches for hangs: no connection to the rendezvous store on rank(s) {outside}.")
             return
         # Names of this run's own: the store may outlive it, as torchrun's does, and hold what a dead attempt has said.
-        names = f"azureml_strategy/watch/{met[0].run}"
-        self._start(trainer, PrefixStore(names, connection), names, {each.member.rank: each.member for each in met})
+        names = f"azureml_strategy/watch/{present[0].run}"
+        members = {rank: each.member for rank, each in present.items()}
+        begun = Attempt(lambda: self._start(trainer, PrefixStore(names, connection), names, members))
+        if not all(gather(begun.fault is None)):
+            self._close()
+        begun.settle()
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -215,6 +226,15 @@ class HangWatch(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._note(END)
 
+    @override
+    def _give_up(self, trainer: Trainer | None) -> None:
+        self._close()
+
+    def _arrive(self, trainer: Trainer) -> tuple[_Arrival, Store | None]:
+        connection = another_connection(trainer.world_size, timedelta(seconds=self._dead_after_s))
+        member = this_process(trainer.global_rank, trainer.node_rank)
+        return _Arrival(member, uuid.uuid4().hex, connection is None), connection
+
     def _start(self, trainer: Trainer, store: Store, names: str, members: Mapping[int, Member]) -> None:
         def connect() -> Store | None:
             connection = another_connection(trainer.world_size, timedelta(seconds=_CONNECT_SECONDS))
@@ -256,13 +276,6 @@ class HangWatch(Callback):
         if self._watch is not None:
             self._watch.close()
         self._watch = self._progress = None
-
-
-def _meet(own: _Arrival) -> list[_Arrival]:
-    """All ranks' arrivals; a collective."""
-    arrivals: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(arrivals, own)
-    return arrivals
 
 
 def _is_failure(exception: BaseException) -> bool:
