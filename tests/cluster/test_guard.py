@@ -147,11 +147,33 @@ def test_fit_stops_before_the_first_hook_of_the_model(monkeypatch: pytest.Monkey
         Trainer(devices=1, max_steps=1, **QUIET).fit(Model())
 
 
+LIMITS: dict[str, Any] = {"limit_val_batches": 1, "limit_test_batches": 1, "limit_predict_batches": 1}
+
+
 @pytest.mark.parametrize("entry", ["validate", "test", "predict"])
-def test_evaluation_is_guarded_too(monkeypatch: pytest.MonkeyPatch, entry: str) -> None:
-    inside(monkeypatch, "pytorch", 2, 1, 0)
-    with pytest.raises(LaunchError, match=f"{GUARD_SWITCH}=off"):
-        getattr(Trainer(devices=1, **QUIET), entry)(BoringModel())
+def test_one_rank_may_evaluate_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, entry: str
+) -> None:
+    """Lightning advises `Trainer(devices=1, num_nodes=1)` after a distributed fit."""
+    warned = {}
+    for rank in (0, 1):
+        inside(monkeypatch, "pytorch", 2, 1, rank)
+        trainer = Trainer(devices=1, num_nodes=1, **LIMITS, **QUIET)
+        caplog.clear()
+        for _ in range(2):
+            getattr(trainer, entry)(BoringModel())
+        warned[rank] = [each.getMessage() for each in caplog.records if each.name == "azureml_strategy.cluster.guard"]
+    assert warned[0] == []
+    (said,) = warned[1]
+    assert f"Rank 1 runs `{entry}`" in said
+    assert "if trainer.is_global_zero:" in said
+
+
+def test_evaluation_by_ranks_that_do_not_know_one_another_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sampler for one of one ranks, asked for by rank 1; and barriers, if a process group is left."""
+    inside(monkeypatch, "pytorch", 2, 1, 1)
+    with pytest.raises(LaunchError, match=f"with DDPStrategy.*{GUARD_SWITCH}=off"):
+        Trainer(strategy="ddp", devices=1, **LIMITS, **QUIET).test(BoringModel())
 
 
 def test_the_check_is_repeated_at_setup(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,6 +187,6 @@ def test_the_check_is_repeated_at_setup(monkeypatch: pytest.MonkeyPatch) -> None
 def test_switched_off_a_trainer_may_run_alone(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     inside(monkeypatch, "pytorch", 2, 1, rank)
     monkeypatch.setenv(GUARD_SWITCH, "off")
-    trainer = Trainer(devices=1, limit_test_batches=1, **QUIET)
-    trainer.test(BoringModel(), verbose=False)
-    assert trainer.world_size == 1
+    trainer = Trainer(devices=1, max_steps=1, limit_val_batches=0, **QUIET)
+    trainer.fit(BoringModel())
+    assert (trainer.world_size, trainer.global_step) == (1, 1)

@@ -96,6 +96,35 @@ def test_two_nodes_without_distribution_block_is_refused(run_job: RunJob) -> Non
     assert not job.results
 
 
+def test_multiprocessing_starts_the_ranks_of_one_node(run_job: RunJob) -> None:
+    """Notebooks have no other way; a job of one process a node leaves the others to Lightning."""
+    strategies = ["ddp_spawn", "ddp_fork", "ddp_notebook"]
+    job = run_job("multiprocessing_launchers.py", *strategies, fresh=True)
+    assert job.exit_code == 0, job.output
+    assert sorted(job.results) == [0, 1, 10, 11, 20, 21]
+    for place in range(len(strategies)):
+        first, second = (job.results[10 * place + rank] for rank in (0, 1))
+        assert first["world_size"] == second["world_size"] == 2
+        assert sorted(first["read"] + second["read"]) == ALL_ROWS, "each row once"
+        assert first["parameters"] == second["parameters"]
+        assert {"LaunchGuard", "HangWatch", "TerminateTogether", "NetworkRecorder"} <= set(second["callbacks"])
+    assert "Nobody watches" not in job.output
+    assert "has failed" not in job.output
+
+
+def test_multiprocessing_beside_the_platforms_own_processes_is_refused(run_job: RunJob) -> None:
+    """Each of the node's two processes would start two more, which collide."""
+    job = run_job("multiprocessing_launchers.py", "ddp_fork", processes_per_node=2, fresh=True)
+    assert_refused(job, "starts 2 processes", "2 process(es) on each node")
+
+
+def test_rank_0_tests_alone_after_training(run_job: RunJob) -> None:
+    arguments = {"strategy": "ddp", "devices": 1, "num_nodes": 2, "tested": True}
+    job = run_job("fit.py", arguments, nodes=2)
+    assert_trained_together(job, 2)
+    assert job.each("tested") == [len(ALL_ROWS), 0]
+
+
 def test_guard_can_be_switched_off(run_job: RunJob) -> None:
     job = run_job("fit.py", {"strategy": "auto"}, processes_per_node=2, extra={"AZUREML_STRATEGY_GUARD": "off"})
     assert job.exit_code == 0, job.output

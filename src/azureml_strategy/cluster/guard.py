@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
 
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import LightningModule, Trainer
+from torch import nn
 from typing_extensions import override
 
 from azureml_strategy.cluster.errors import GUARD_SWITCH, LaunchError, seen
 from azureml_strategy.cluster.isolation import IsolatedCallback
 from azureml_strategy.cluster.launch import Launch
 
+log = logging.getLogger(__name__)
+
 # What LightningEnvironment reads on several nodes; without them it assumes node 0 of one machine.
 _LIGHTNING_READS = ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+# Packages whose environments read what the platform or Lightning has set.
+_KNOWN = ("lightning", "lightning_fabric", "azureml_strategy")
+# What one process may do alone, by Lightning's name for it.
+_EVALUATIONS = ("validate", "test", "predict")
 
 
 class LaunchGuard(IsolatedCallback):
-    """Stops a Trainer whose processes are not the job's, whatever its strategy.
+    """Stops a Trainer whose processes are not the job's, whatever its strategy, and whichever copy of Lightning.
 
     Stock Lightning trains alone in each process, without a word, when `num_nodes` or `devices` is left out; it
     waits half an hour for ranks that nobody starts when they are too large. Both are errors here, within seconds.
-    Lightning loads the guard into every Trainer of a job through the `lightning.pytorch.callbacks_factory` entry
-    point of this package.
+    Lightning loads the guard into every Trainer of a job through the entry points of this package:
+    `lightning.pytorch.callbacks_factory`, and `pytorch_lightning.callbacks_factory` of the separate copy, which calls
+    callbacks in the same way.
 
     Args:
         launch: this process's place in the job.
@@ -35,6 +43,7 @@ class LaunchGuard(IsolatedCallback):
 
     def __init__(self, launch: Launch) -> None:
         self.launch = launch
+        self._said = False
 
     @property
     def log(self) -> Callable[..., None]:
@@ -48,7 +57,7 @@ class LaunchGuard(IsolatedCallback):
         # later Lightning hands it out at another time.
         self._log = log
         module: Any = getattr(log, "__self__", None)
-        if isinstance(module, LightningModule):
+        if isinstance(module, nn.Module):
             self.check(module.trainer)
 
     @override
@@ -58,27 +67,60 @@ class LaunchGuard(IsolatedCallback):
     def check(self, trainer: Trainer) -> None:
         """Compare the Trainer's processes with the job's.
 
+        One process may validate, test or predict alone, as Lightning itself advises after a distributed `fit`.
+
         Raises:
             LaunchError: they differ in number, or the strategy reads other ranks than the job gave.
         """
         environment = getattr(trainer.strategy, "cluster_environment", None)
-        if not _is_known(environment):
+        if not _is_known(environment) or self._evaluates_alone(trainer):
             return
+        if self._starts_processes_twice(trainer):
+            raise LaunchError(self._twice(trainer))
         devices = trainer.num_devices
         free = self.launch.local_world_size == 1 and self._starts_others(trainer)
         if trainer.num_nodes != self.launch.num_nodes or not (free or devices == self.launch.local_world_size):
             raise LaunchError(self._wrong_size(trainer))
-        if isinstance(environment, LightningEnvironment):
+        if environment is not None and _is_lightnings(environment):
             self._check_lightning_environment(environment)
+
+    def _evaluates_alone(self, trainer: Trainer) -> bool:
+        alone = trainer.num_nodes * trainer.num_devices == 1 and trainer.strategy.launcher is None
+        if not alone or trainer.state.fn is None or trainer.state.fn.value not in _EVALUATIONS:
+            return False
+        if self.launch.rank == 1 and not self._said:  # rank 0 may be the only one on purpose
+            self._said = True
+            log.warning(
+                "Rank 1 runs `%s` with a Trainer of its own process. If each of the job's %d ranks runs this line, "
+                "they all do the same work. For one rank to do it, write `if trainer.is_global_zero:` above it, with the "
+                "Trainer that has trained; to share it, write Trainer(strategy='azureml_ddp').",
+                trainer.state.fn.value,
+                self.launch.world_size,
+            )
+        return True
+
+    def _starts_processes_twice(self, trainer: Trainer) -> bool:
+        return self.launch.local_world_size > 1 and _forks(trainer.strategy.launcher)
 
     def _starts_others(self, trainer: Trainer) -> bool:
         """Whether the strategy starts a node's other processes, or this is one that it started."""
+        if _forks(trainer.strategy.launcher):
+            return True
         environment = getattr(trainer.strategy, "cluster_environment", None)
         if environment is None or not environment.creates_processes_externally:
             return environment is not None
         # Lightning writes LOCAL_RANK when it starts them, and reads it as a sign of processes that others started.
         started = bool(getattr(trainer.strategy.launcher, "procs", None))
-        return isinstance(environment, LightningEnvironment) and (started or environment.local_rank() > 0)
+        return _is_lightnings(environment) and (started or environment.local_rank() > 0)
+
+    def _twice(self, trainer: Trainer) -> str:
+        launch, processes = self.launch, trainer.num_devices
+        return (
+            f"This Trainer starts {processes} processes by `multiprocessing`, and the job's `{launch.launcher}` "
+            f"launcher has started {launch.local_world_size} process(es) on each node already: each of these would "
+            f"start {processes} more, which collide. {_remedy(trainer)} Or keep the strategy, and set the job's "
+            "process_count_per_instance to 1."
+        )
 
     def _wrong_size(self, trainer: Trainer) -> str:
         launch, strategy = self.launch, type(trainer.strategy).__name__
@@ -92,15 +134,14 @@ class LaunchGuard(IsolatedCallback):
             f"This Trainer wants {world_size} process(es): num_nodes={trainer.num_nodes} x "
             f"devices={trainer.num_devices}, with {strategy}. The job's `{launch.launcher}` launcher started "
             f"{launch.world_size}: {launch.num_nodes} node(s) x {launch.local_world_size}; {fate}. "
-            "Write Trainer(strategy='azureml_ddp') after `import azureml_strategy`: it takes both numbers from the "
-            "job, and starts a process for each device of a node where the job started only one. For another "
-            "strategy, set the job's process_count_per_instance to the devices of a node (it is "
+            f"{_remedy(trainer)} For another strategy, "
+            "set the job's process_count_per_instance to the devices of a node (it is "
             f"{launch.local_world_size}) and write Trainer(num_nodes={launch.num_nodes}, "
             f"devices={launch.local_world_size}). If this Trainer is meant to run alone in each process, "
             f"set {GUARD_SWITCH}=off."
         )
 
-    def _check_lightning_environment(self, environment: LightningEnvironment) -> None:
+    def _check_lightning_environment(self, environment: ClusterEnvironment) -> None:
         launch = self.launch
         missing = launch.num_nodes > 1 and any(name not in os.environ for name in _LIGHTNING_READS)
         read = (environment.node_rank(), environment.local_rank())
@@ -115,6 +156,33 @@ class LaunchGuard(IsolatedCallback):
             )
 
 
+def _remedy(trainer: Trainer) -> str:
+    if type(trainer).__module__.partition(".")[0] == "pytorch_lightning":
+        return (
+            "Its class comes from `pytorch_lightning`, a separate copy of Lightning under which our strategies do not "
+            "work. Write `from lightning.pytorch import Trainer`, likewise for LightningModule and callbacks, and "
+            "Trainer(strategy='azureml_ddp') after `import azureml_strategy`."
+        )
+    return (
+        "Write Trainer(strategy='azureml_ddp') after `import azureml_strategy`: it takes both numbers from the job, "
+        "and starts a process for each device of a node where the job started only one."
+    )
+
+
 def _is_known(environment: ClusterEnvironment | None) -> bool:
     """Whether the ranks come from Lightning's environments or ours; Ray Train and others bring their own."""
-    return environment is None or type(environment).__module__.partition(".")[0] in ("lightning", "azureml_strategy")
+    return environment is None or type(environment).__module__.partition(".")[0] in _KNOWN
+
+
+def _is_lightnings(environment: ClusterEnvironment) -> bool:
+    return _is_a(environment, "LightningEnvironment")
+
+
+def _forks(launcher: object) -> bool:
+    """Whether it starts all processes of a node by `multiprocessing`, as `ddp_spawn` and `ddp_notebook` do."""
+    return _is_a(launcher, "_MultiProcessingLauncher")
+
+
+def _is_a(value: object, name: str) -> bool:
+    """By name: `pytorch_lightning` has the same classes once more."""
+    return any(each.__name__ == name for each in type(value).__mro__)
