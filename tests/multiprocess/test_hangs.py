@@ -43,10 +43,10 @@ def test_a_rank_that_stalls_is_named(run_job: RunJob, tmp_path: Path, strategy: 
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("fate", ["killed", "killed at once"])
+@pytest.mark.parametrize("fate", ["killed", "killed at once", "killed before"])
 @pytest.mark.parametrize("machines", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_a_rank_that_is_killed_is_named(run_job: RunJob, rank: int, fate: str, machines: bool) -> None:
-    """Also one of which nothing was heard yet."""
+    """Also one of which nothing was heard yet, or that dies before the watches meet."""
     job = run(run_job, rank, fate, machines=machines)
     assert job.exit_code == 1, job.output
     assert f"rank {rank} (node {rank}, host {HOST}) is gone" in job.output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -40,6 +41,12 @@ def outcomes(
 
 def test_all_there_and_well() -> None:
     assert outcomes(dict.fromkeys(range(4))) == dict.fromkeys(range(4))
+
+
+def test_all_know_the_processes_of_all() -> None:
+    outcomes(dict.fromkeys(range(4)))
+    assert {rank: member.node for rank, member in roll_call.members().items()} == {0: 0, 1: 0, 2: 1, 3: 1}
+    assert {member.pid for member in roll_call.members().values()} == {os.getpid()}
 
 
 def test_one_process_alone() -> None:

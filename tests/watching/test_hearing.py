@@ -8,9 +8,9 @@ import pytest
 from tests.watching.reports import beat
 from torch.distributed import HashStore
 
+from azureml_strategy.network.machine import Member, this_process
 from azureml_strategy.watching.bounded import BoundedStore
 from azureml_strategy.watching.hearing import Hearing
-from azureml_strategy.watching.machine import Member, this_process
 from azureml_strategy.watching.progress import START
 
 Joins = Callable[..., Hearing]

@@ -14,9 +14,9 @@ from lightning.pytorch.trainer import call
 from tests.watching.reports import beat
 from torch.distributed import HashStore, Store
 
+from azureml_strategy.network.machine import Member, this_process
 from azureml_strategy.watching import watch as watching
 from azureml_strategy.watching.bounded import BoundedStore
-from azureml_strategy.watching.machine import Member, this_process
 from azureml_strategy.watching.progress import CHECKPOINT, END, Progress
 from azureml_strategy.watching.report import Beat
 from azureml_strategy.watching.watch import Failure, Watch

@@ -164,9 +164,7 @@ def _given(path: Path, check: Check) -> Path:
 
 def _agreed(launch: Launch, resume: str, folder: Path) -> Path | None:
     """Rank 0's choice. Lightning wants to be told before there is a process group; the store is there earlier."""
-    # torchrun's store outlives the processes that it starts again
-    generation = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = open_store(launch, timedelta(seconds=MEETING_SECONDS), f"resume/{generation}/{next(_choices)}")
+    store = open_store(launch, timedelta(seconds=MEETING_SECONDS), f"resume/{next(_choices)}")
     try:
         if launch.rank > 0:
             return _told(follow(store, launch.rank), launch.rank)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.005, 0.5  # between two attempts
 _CONNECT_SECONDS = 5.0  # then the name is looked up again
+_ANSWER_SECONDS = 10.0  # for a server that has many to answer
 # A process may start several groups one after the other; the store may outlive each.
 _rounds = itertools.count()
 
@@ -54,7 +55,9 @@ def open_store(launch: Launch, timeout: timedelta, purpose: str | None = None) -
             f"{str(error).splitlines()[0]} If another process of node 0 has the port, set MASTER_PORT to a free one "
             "on all nodes."
         ) from error
-    return PrefixStore(f"azureml_strategy/{next(_rounds) if purpose is None else purpose}", store)
+    # torchrun's store may outlive the processes that it starts again
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"azureml_strategy/{attempt}/{next(_rounds) if purpose is None else purpose}", store)
 
 
 def another_connection(world_size: int, timeout: timedelta) -> Store | None:
@@ -64,7 +67,7 @@ def another_connection(world_size: int, timeout: timedelta) -> Store | None:
 
     Args:
         world_size: number of ranks; one alone needs nothing but its own memory.
-        timeout: how long a call may wait for a key, and the connection for its server.
+        timeout: how long a call may wait for a key.
 
     Returns:
         None where the group was not made with MASTER_ADDR and MASTER_PORT, or nothing answers there.
@@ -77,9 +80,14 @@ def another_connection(world_size: int, timeout: timedelta) -> Store | None:
         return None
     try:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
-    except (KeyError, ValueError, RuntimeError):
+        # The server has been there: one that refuses has ended, and torch would ask it again until the time is up.
+        socket.create_connection((address, port), timeout=_CONNECT_SECONDS).close()
+        connecting = min(timeout, timedelta(seconds=_ANSWER_SECONDS))
+        store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=connecting)
+    except (KeyError, ValueError, OSError, RuntimeError):
         return None
+    store.set_timeout(timeout)
+    return store
 
 
 def agent_serves_store() -> bool:

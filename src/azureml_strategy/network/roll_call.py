@@ -8,13 +8,15 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from azureml_strategy.cluster.errors import LaunchError
 from azureml_strategy.cluster.launch import Launch
 from azureml_strategy.cluster.nodes import node_addresses
+from azureml_strategy.network.machine import Member, this_process
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -25,24 +27,42 @@ _REMIND_SECONDS = 60.0
 _POLL_SECONDS = 0.01
 # How long others wait for rank 0's word after its own time is up, and rank 0 for the others to read it.
 _GRACE_SECONDS = 5.0
+# Who came to the last roll call of this process: one of them that dies before anything else was heard of it is known.
+_members: list[Member] = []
 
 
 @dataclass(frozen=True)
 class _Arrival:
     """What a process says of itself."""
 
-    rank: int
-    node_rank: int
-    host: str
+    member: Member
     address: str
     problem: str | None
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> _Arrival:
+        """The arrival from its text."""
+        values: dict[str, Any] = json.loads(text)
+        return cls(**values | {"member": Member(**values["member"])})
 
 
 @dataclass(frozen=True)
 class _Outcome:
-    """Rank 0's word to all: what is wrong, or nothing."""
+    """Rank 0's word to all: who is there, and what is wrong, or nothing."""
 
+    members: Sequence[Member]
     error: str | None
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> _Outcome:
+        """The outcome from its text."""
+        values: dict[str, Any] = json.loads(text)
+        return cls([Member(**each) for each in values["members"]], values["error"])
+
+
+def members() -> dict[int, Member]:
+    """The processes that were at the last roll call of this one, by rank; none where there was no roll call."""
+    return {member.rank: member for member in _members}
 
 
 def call_roll(store: Store, launch: Launch, timeout: timedelta, problem: str | None = None) -> None:
@@ -57,19 +77,21 @@ def call_roll(store: Store, launch: Launch, timeout: timedelta, problem: str | N
     Raises:
         LaunchError: processes are missing, and which; or some have a problem. The same on every process.
     """
-    arrival = _Arrival(launch.rank, launch.node_rank, socket.gethostname(), _own_address(launch), problem)
+    arrival = _Arrival(this_process(launch.rank, launch.node_rank), _own_address(launch), problem)
     store.set(f"arrived/{launch.rank}", json.dumps(asdict(arrival)))
     if store.add("count", 1) == launch.world_size:
         store.set("complete", "1")
     outcome = _lead(store, launch, timeout) if launch.rank == 0 else _follow(store, launch, timeout)
     if outcome.error:
         raise LaunchError(outcome.error)
+    _members[:] = outcome.members
 
 
 def _lead(store: Store, launch: Launch, timeout: timedelta) -> _Outcome:
     complete = _await_all(store, launch, timeout)
     arrivals = _arrivals(store, launch.world_size)
-    outcome = _Outcome(_problems(arrivals) if complete else _absence(launch, arrivals, timeout))
+    error = _problems(arrivals) if complete else _absence(launch, arrivals, timeout)
+    outcome = _Outcome([arrival.member for arrival in arrivals], error)
     store.set("outcome", json.dumps(asdict(outcome)))
     if outcome.error:
         # This process serves the store: the others must read the outcome before it ends.
@@ -84,7 +106,7 @@ def _follow(store: Store, launch: Launch, timeout: timedelta) -> _Outcome:
 
     try:
         store.wait(["outcome"], timeout + timedelta(seconds=_GRACE_SECONDS))
-        outcome = _Outcome(**json.loads(store.get("outcome")))
+        outcome = _Outcome.from_json(store.get("outcome"))
         store.add("read", 1)
     except DistError as error:
         raise LaunchError(_lost(launch, error)) from error
@@ -108,7 +130,7 @@ def _await_all(store: Store, launch: Launch, timeout: timedelta) -> bool:
 
 def _arrivals(store: Store, world_size: int) -> list[_Arrival]:
     keys = (f"arrived/{rank}" for rank in range(world_size))
-    return [_Arrival(**json.loads(store.get(key))) for key in keys if store.check([key])]
+    return [_Arrival.from_json(store.get(key)) for key in keys if store.check([key])]
 
 
 def _problems(arrivals: list[_Arrival]) -> str | None:
@@ -117,8 +139,8 @@ def _problems(arrivals: list[_Arrival]) -> str | None:
     described = []
     for text in texts:
         found = [arrival for arrival in arrivals if arrival.problem == text]
-        hosts = ", ".join(dict.fromkeys(arrival.host for arrival in found))
-        described.append(f"{_ranks([arrival.rank for arrival in found])} on {hosts}: {text}")
+        hosts = ", ".join(dict.fromkeys(arrival.member.host for arrival in found))
+        described.append(f"{_ranks([arrival.member.rank for arrival in found])} on {hosts}: {text}")
     return "\n".join(described) or None
 
 
@@ -133,8 +155,8 @@ def _absence(launch: Launch, arrivals: list[_Arrival], timeout: timedelta) -> st
 
 def _missing(launch: Launch, arrivals: list[_Arrival]) -> str:
     """The missing ranks by node, with hosts where they are known."""
-    absent = sorted(set(range(launch.world_size)) - {arrival.rank for arrival in arrivals})
-    hosts = {arrival.node_rank: arrival.host for arrival in arrivals}
+    absent = sorted(set(range(launch.world_size)) - {arrival.member.rank for arrival in arrivals})
+    hosts = {arrival.member.node: arrival.member.host for arrival in arrivals}
     parts = []
     for node_rank, ranks in itertools.groupby(absent, key=lambda rank: rank // launch.local_world_size):
         host = f", host {hosts[node_rank]}" if node_rank in hosts else ""

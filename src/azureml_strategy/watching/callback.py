@@ -29,9 +29,11 @@ from azureml_strategy.cluster.errors import HANG_WATCH_SWITCH
 from azureml_strategy.cluster.isolation import Attempt, IsolatedCallback
 from azureml_strategy.cluster.launchers import local
 from azureml_strategy.cluster.redaction import redact_text
+from azureml_strategy.network import roll_call
+from azureml_strategy.network.machine import Member, this_process
 from azureml_strategy.network.rendezvous import another_connection
 from azureml_strategy.watching.bounded import BoundedStore
-from azureml_strategy.watching.machine import Member, this_process
+from azureml_strategy.watching.inquiry import name_the_gone
 from azureml_strategy.watching.progress import CHECKPOINT, END, STANDSTILL, TRAINING, Progress
 from azureml_strategy.watching.records import Records, say
 from azureml_strategy.watching.watch import Failure, Watch
@@ -109,16 +111,17 @@ class HangWatch(IsolatedCallback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        if next(each for each in callbacks if isinstance(each, HangWatch)) is not self:
+        if not self._acts(trainer):
             return
         if trainer.world_size == 1 or not dist.is_initialized():
             return
         # Whatever fails here on one rank, the others must not wait for it.
         ready = Attempt(lambda: self._arrive(trainer))
         arrival, connection = ready.value or (None, None)
-        met: list[_Arrival | None] = gather(arrival)
+        met: list[_Arrival | None] | None = _gathered(arrival)
         ready.settle()
+        if met is None:
+            return
         present = {each.member.rank: each for each in met if each is not None and not each.outside}
         if connection is None or len(present) < len(met):
             if present:
@@ -129,7 +132,8 @@ class HangWatch(IsolatedCallback):
         names = f"azureml_strategy/watch/{present[0].run}"
         members = {rank: each.member for rank, each in present.items()}
         begun = Attempt(lambda: self._start(trainer, PrefixStore(names, connection), names, members))
-        if not all(gather(begun.fault is None)):
+        began = _gathered(begun.fault is None)
+        if began is not None and not all(began):  # where a rank has ended, those that have begun name it
             self._close()
         begun.settle()
 
@@ -139,13 +143,14 @@ class HangWatch(IsolatedCallback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        watch = self._watch
-        if watch is None or not _is_failure(exception):
+        if not _is_failure(exception):
             self._close()  # SIGTERM and Ctrl-C reach all ranks
             return
         text = redact_text(f"{type(exception).__name__}: {exception}")
         of_others = isinstance(exception, RuntimeError) and bool(_OF_OTHERS.search(text))
-        cause = watch.fail(Failure(_shortened(text), of_others))
+        cause = self._watch.fail(Failure(_shortened(text), of_others)) if self._watch is not None else None
+        if cause is None and of_others and (known := roll_call.members()) and self._acts(trainer):
+            cause = _without_watch(trainer, known)  # it came before the watch
         if cause is not None and sys.version_info >= (3, 11):
             exception.add_note(cause)
         self._watch = None  # which goes on: a checkpoint that is written on the way out is still noted
@@ -235,6 +240,10 @@ class HangWatch(IsolatedCallback):
         member = this_process(trainer.global_rank, trainer.node_rank)
         return _Arrival(member, uuid.uuid4().hex, connection is None), connection
 
+    def _acts(self, trainer: Trainer) -> bool:
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        return next(each for each in callbacks if isinstance(each, HangWatch)) is self
+
     def _start(self, trainer: Trainer, store: Store, names: str, members: Mapping[int, Member]) -> None:
         def connect() -> Store | None:
             connection = another_connection(trainer.world_size, timedelta(seconds=_CONNECT_SECONDS))
@@ -276,6 +285,25 @@ class HangWatch(IsolatedCallback):
         if self._watch is not None:
             self._watch.close()
         self._watch = self._progress = None
+
+
+def _gathered(value: Any) -> list[Any] | None:
+    """What each rank gave; None where one has ended meanwhile, which the run's next collective says as well."""
+    try:
+        return gather(value)
+    except RuntimeError as error:
+        if not _OF_OTHERS.search(str(error)):
+            raise
+        return None
+
+
+def _without_watch(trainer: Trainer, known: Mapping[int, Member]) -> str | None:
+    def store_answers() -> bool:
+        if not dist.is_initialized():
+            return True  # who knows
+        return another_connection(trainer.world_size, timedelta(seconds=_CONNECT_SECONDS)) is not None
+
+    return name_the_gone(trainer.global_rank, known, store_answers)
 
 
 def _is_failure(exception: BaseException) -> bool:

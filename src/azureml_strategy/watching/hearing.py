@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 
+from azureml_strategy.network.machine import Member, is_gone
 from azureml_strategy.watching.bounded import BoundedStore
-from azureml_strategy.watching.machine import Member, is_gone
 from azureml_strategy.watching.progress import START
 from azureml_strategy.watching.report import Beat
 

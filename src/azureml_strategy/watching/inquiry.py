@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+from azureml_strategy.network.machine import Member, is_gone
+from azureml_strategy.network.rendezvous import agent_serves_store
 from azureml_strategy.watching import recorder
 from azureml_strategy.watching.bounded import BoundedStore, within
 from azureml_strategy.watching.hearing import Hearing
@@ -18,6 +20,40 @@ _REPORT_SECONDS, _STACKS_SECONDS = 20.0, 15.0
 # For all to read the verdict, before rank 0 ends and the store with it.
 _READ_SECONDS = 5.0
 _PAUSE_SECONDS = 0.05
+# For the kernel to take down a process whose connections have ended already.
+_DYING_SECONDS = 5.0
+
+
+def name_the_gone(rank: int, members: Mapping[int, Member], store_answers: Callable[[], bool]) -> str | None:
+    """Which process has ended, where no watch can say so; asks the kernel, then whether rank 0's store is there.
+
+    Args:
+        rank: this process's, which has met the end of a connection.
+        members: who was at the roll call.
+        store_answers: whether another connection to the rendezvous store can be opened.
+
+    Returns:
+        The headline, which is printed; None if nobody is known to be gone.
+    """
+    gone: tuple[int, ...] = ()
+    deadline = time.monotonic() + _DYING_SECONDS
+    while not gone and time.monotonic() < deadline:
+        time.sleep(_PAUSE_SECONDS)
+        gone = tuple(other for other, member in sorted(members.items()) if other != rank and is_gone(member))
+    if gone:
+        alarm = Alarm("gone", gone, "")
+    elif rank > 0 and not store_answers():
+        alarm = Alarm("unserved", (0,), store_server())
+    else:
+        return None
+    headline = reach_verdict(Evidence(alarm, members, {}, {}, len(members))).headline
+    say(f"Rank {rank}: {headline}")
+    return headline
+
+
+def store_server() -> str:
+    """Who serves the rendezvous store, in words that follow rank 0's name."""
+    return "torchrun's agent on its node" if agent_serves_store() else "it"
 
 
 class Inquiry:

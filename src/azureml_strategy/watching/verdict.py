@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from azureml_strategy.network.machine import Member
 from azureml_strategy.watching.culprits import disagreement, held_up_by
-from azureml_strategy.watching.machine import Member
 from azureml_strategy.watching.report import Alarm, Beat, Kind, Report
 from azureml_strategy.watching.stack import lines
 

@@ -11,12 +11,11 @@ from types import FrameType
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from azureml_strategy.network.rendezvous import agent_serves_store
+from azureml_strategy.network.machine import Member
 from azureml_strategy.watching import recorder
 from azureml_strategy.watching.bounded import BoundedStore, StoreLostError, within
 from azureml_strategy.watching.hearing import Hearing
-from azureml_strategy.watching.inquiry import Inquiry
-from azureml_strategy.watching.machine import Member
+from azureml_strategy.watching.inquiry import Inquiry, store_server
 from azureml_strategy.watching.progress import CHECKPOINT, END, STANDSTILL, Progress
 from azureml_strategy.watching.records import Records, say
 from azureml_strategy.watching.report import Alarm, Beat
@@ -282,7 +281,7 @@ class Watch:
             return Alarm("gone", (0,), "")
         if lost.silent:
             return Alarm("silent", (0,), f"for {self._dead_after_s:.0f} s")
-        return Alarm("unserved", (0,), "torchrun's agent on its node" if agent_serves_store() else "it")
+        return Alarm("unserved", (0,), store_server())
 
     def _linger(self) -> None:
         """End the process if its main thread cannot: it may wait for a rank that never comes."""

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import azureml_strategy  # noqa: F401 - registers the names
-from azureml_strategy.watching import HangWatch, machine
+from azureml_strategy.network import machine
+from azureml_strategy.watching import HangWatch
 from azureml_strategy.watching.hearing import Hearing
 from azureml_strategy.watching.progress import START
 
@@ -46,6 +47,13 @@ class Fate(Callback):
             os.kill(os.getpid(), signal.SIGKILL if self.fate == "killed" else signal.SIGSTOP)
         elif self.fate == "raises":
             raise ValueError("the labels of shard 7 are missing")
+
+
+class EarlyFate(Callback):
+    """Befalls a rank before it meets the others' watches."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Listener(Callback):
@@ -98,17 +106,18 @@ def vanish() -> None:
 
 
 def main(rank: int, fate: str, strategy: str = "azureml_ddp", machines: bool = False, **limits: float) -> None:
-    if rank == RANK and fate in ("killed", "killed at once", "stopped"):
+    if rank == RANK and fate in ("killed", "killed at once", "killed before", "stopped"):
         vanish()
     if machines:
         machine._table = lambda: str(RANK)  # type: ignore[assignment]
     rows = StallingRows() if rank == RANK and fate == "loader" else Rows()
+    early = [EarlyFate()] if rank == RANK and fate == "killed before" else []
     own = [Fate(fate) if rank == RANK else Listener(rank)]
     trainer = quiet_trainer(
         strategy=strategy,
         max_epochs=1 if fate == "none" else 50,
         limit_val_batches=4 if fate == "none" else 0,
-        callbacks=[HangWatch(**{"beat_s": 0.1, "dead_after_s": 60, **limits}), *own, Recorder()],
+        callbacks=[*early, HangWatch(**{"beat_s": 0.1, "dead_after_s": 60, **limits}), *own, Recorder()],
     )
     trainer.fit(LongValidation(), DataLoader(rows, batch_size=4), DataLoader(Rows(), batch_size=4))
     report(RANK, finished=True)

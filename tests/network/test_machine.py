@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from azureml_strategy.watching import machine
-from azureml_strategy.watching.machine import _status, is_gone, this_process
+from azureml_strategy.network import machine
+from azureml_strategy.network.machine import _status, is_gone, this_process
 
 
 def test_this_process_is_there() -> None:
