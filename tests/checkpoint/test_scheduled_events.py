@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from email.utils import parsedate_to_datetime
 
 import pytest
 from tests.checkpoint.scheduled_events_service import Service, event, events, serving
@@ -58,10 +59,14 @@ def asked_again(service: Service, times: int = 3) -> bool:
     return comes(lambda: service.asked >= before + times)
 
 
-def test_the_documented_answer() -> None:
+def test_the_documented_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     (found,) = read_events(DOCUMENTED.replace(b"\n", b" "))
     assert (found.event_id, found.kind) == ("C7061BAC-AFDC-4513-B24B-AA5F13A16123", "Freeze")
-    assert found.not_before == 1649716018
+    assert found.not_before is None, "it is years late"
+    at = parsedate_to_datetime("Mon, 11 Apr 2022 22:26:58 GMT").timestamp()
+    assert at == 1649716018
+    monkeypatch.setattr(time, "time", lambda: at - 60)
+    assert read_events(DOCUMENTED.replace(b"\n", b" "))[0].not_before == at
 
 
 @pytest.mark.parametrize("answer", NONSENSE)
@@ -137,7 +142,9 @@ def test_beginning_is_no_new_event(service: Service) -> None:
 
 
 @pytest.mark.parametrize("answer", NONSENSE)
-def test_nonsense_changes_nothing(service: Service, poller: EventPoller, answer: bytes) -> None:
+def test_nonsense_changes_nothing(
+    service: Service, poller: EventPoller, answer: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     service.answer = lambda: events(event())
     assert comes(lambda: poller.imminent is not None)
     service.answer = lambda: answer
@@ -145,6 +152,39 @@ def test_nonsense_changes_nothing(service: Service, poller: EventPoller, answer:
     assert poller.imminent is not None
     service.answer = events
     assert comes(lambda: poller.imminent is None)
+
+
+# Strange, unreadable, and out of any range of C or of Python.
+NO_TIMES = [
+    "Mon, 11 Apr 0000 22:26:58 GMT",
+    "Mon, 11 Apr 0001 22:26:58 GMT",
+    "Mon, 11 Apr 9999 22:26:58 GMT",
+    "Mon, 11 Apr 99999 22:26:58 GMT",
+    f"Mon, 11 Apr {10**30} 22:26:58 GMT",
+    "Mon, 11 Apr 2022 22:26:58 +99999999999999999999",
+    "Mon, 99 Xxx 2022 99:99:99 GMT",
+    "soon",
+    True,
+    [1],
+    {"": 0},
+    -1e308,
+]
+
+
+@pytest.mark.parametrize("kind", ["Preempt", "Freeze"])
+def test_a_time_that_is_none_ends_nothing_and_hides_no_event(
+    service: Service, poller: EventPoller, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number, not_before in enumerate(NO_TIMES):
+        strange = event(kind, event_id=str(number)) | {"NotBefore": not_before}
+        service.answer = lambda strange=strange: events(strange)  # type: ignore[misc]
+        assert asked_again(service), not_before
+        found = poller.imminent
+        assert (found is not None and found.event_id == str(number)) if kind == "Preempt" else found is None
+    service.answer = lambda: events(event("Preempt", event_id="next"))
+    assert comes(lambda: poller.imminent is not None and poller.imminent.event_id == "next")
+    (record,) = caplog.records
+    assert "NotBefore='Mon, 11 Apr 0000 22:26:58 GMT'" in record.message
 
 
 @pytest.mark.parametrize("status", [400, 404, 410, 429, 500, 503])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import logging
 import threading
 import time
 from collections.abc import Mapping
@@ -20,13 +21,18 @@ from urllib.request import OpenerDirector, ProxyHandler, Request, build_opener
 from azureml_strategy.cluster.variables import EVENTS_VARIABLE
 from azureml_strategy.network.metadata import is_azure_vm
 
+log = logging.getLogger(__name__)
+
 URL = "http://169.254.169.254/metadata/scheduledevents?api-version=2020-07-01"
 # All that end a machine or its processes; a Freeze passes within seconds.
 ENDING = ("Preempt", "Redeploy", "Reboot", "Terminate")
 # The first question of a machine switches the service on, which may take two minutes.
 _FIRST_TIMEOUT_SECONDS, _TIMEOUT_SECONDS = 150.0, 5.0
 _AFTER_ERROR_SECONDS = 5.0
-_MOST_BYTES = 1 << 20
+_MOST_BYTES, _MOST_TEXT = 1 << 20, 100
+# Azure announces an event minutes ahead, a failing machine's days, and lists none long after it was due: what lies
+# further off is no time of an event.
+_MOST_AHEAD_SECONDS, _MOST_LATE_SECONDS = 30 * 86400.0, 86400.0
 
 
 @dataclass(frozen=True)
@@ -36,18 +42,22 @@ class ScheduledEvent:
     Attributes:
         event_id: Azure's name of it.
         kind: `Preempt`, `Redeploy`, `Reboot`, `Terminate` or `Freeze`.
-        not_before: earliest beginning in seconds since 1970; None once it has begun.
+        not_before: earliest beginning in seconds since 1970; None once it has begun, or where the time that is given
+            cannot be one: such an event counts as beginning when it is first seen.
+        unread: the time that is given, where it cannot be one.
     """
 
     event_id: str
     kind: str
     not_before: float | None
+    unread: str | None = None
 
 
 class EventPoller:
     """Asks once in a while, on a thread, and remembers the event that should stop training.
 
-    A service that is missing, slow, failing or talking nonsense changes nothing: what it said last holds.
+    A service that is missing, slow, failing or talking nonsense changes nothing: what it said last holds, and it is
+    asked again. The first nonsense is logged as a warning.
 
     Args:
         url: the service's address.
@@ -64,6 +74,7 @@ class EventPoller:
         self._interval_s = interval_s
         self._opener = build_opener(ProxyHandler({}))  # a proxy would answer for a machine of its own
         self._timeout_s = _FIRST_TIMEOUT_SECONDS
+        self._warned = False
         self._due: dict[ScheduledEvent, float] = {}  # replaced as a whole: two threads use it
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="scheduled-events", daemon=True)
@@ -87,18 +98,28 @@ class EventPoller:
         pause = 0.0
         while not self._closing.wait(pause):
             try:
-                listed = read_events(_ask(self._opener, self._url, self._timeout_s))
-            except (OSError, http.client.HTTPException, ValueError, RecursionError):
+                self._remember(read_events(_ask(self._opener, self._url, self._timeout_s)))
+            except (OSError, http.client.HTTPException):
                 pause = max(self._interval_s, _AFTER_ERROR_SECONDS)
-                continue
-            self._remember(listed)
-            self._timeout_s = _TIMEOUT_SECONDS
-            pause = self._interval_s
+            except Exception as error:  # whatever it says, the next answer may be a Preempt
+                self._warn(f"its answer cannot be read ({type(error).__name__}: {error})")
+                pause = max(self._interval_s, _AFTER_ERROR_SECONDS)
+            else:
+                self._timeout_s = _TIMEOUT_SECONDS
+                pause = self._interval_s
+
+    def _warn(self, what: str) -> None:
+        if not self._warned:
+            self._warned = True
+            log.warning("Scheduled Events at %s: %s. The service is asked again; this is said once.", self._url, what)
 
     def _remember(self, listed: tuple[ScheduledEvent, ...]) -> None:
         # One that begins is no new one: its time was announced. One first seen when it had begun is due now.
         now = time.time()
         announced = {event.event_id: due for event, due in self._due.items()}
+        for event in listed:
+            if event.unread is not None:
+                self._warn(f"NotBefore={event.unread!r} of {event.kind} is no time; it counts as beginning now")
         self._due = {
             event: announced.get(event.event_id, now) if event.not_before is None else event.not_before
             for event in listed
@@ -133,17 +154,21 @@ def read_events(answer: bytes) -> tuple[ScheduledEvent, ...]:
 
 
 def _event(entry: Mapping[str, Any]) -> ScheduledEvent:
-    kind = entry["EventType"]
-    return ScheduledEvent(str(entry.get("EventId", kind)), kind, _seconds(entry.get("NotBefore")))
+    kind, text = entry["EventType"], entry.get("NotBefore")
+    not_before = _seconds(text)
+    unread = str(text)[:_MOST_TEXT] if text and not_before is None else None  # empty: it has begun
+    return ScheduledEvent(str(entry.get("EventId", kind)), kind, not_before, unread)
 
 
 def _seconds(text: object) -> float | None:
-    """Seconds since 1970 of `Mon, 19 Sep 2016 18:29:47 GMT`; None for anything else: it may have begun."""
+    """Seconds since 1970 of `Mon, 19 Sep 2016 18:29:47 GMT`; None for anything that is no time of an event."""
     try:
         moment = parsedate_to_datetime(str(text))
-    except ValueError:
+        seconds = moment.replace(tzinfo=moment.tzinfo or UTC).timestamp()
+    except (ValueError, OverflowError, TypeError):
         return None
-    return moment.replace(tzinfo=moment.tzinfo or UTC).timestamp()
+    ahead = seconds - time.time()
+    return seconds if -_MOST_LATE_SECONDS < ahead < _MOST_AHEAD_SECONDS else None
 
 
 def _ask(opener: OpenerDirector, url: str, timeout_s: float) -> bytes:
