@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from azureml_strategy.tracking.batch import Metrics, Params, Tags, TextFile, clean_name, make_batches
 
@@ -18,9 +17,13 @@ def test_batches_keep_azures_limits_and_the_order() -> None:
     assert [(item.key, item.step) for item in metrics[28:32]] == [("m28", 0), ("m29", 0), ("m0", 1), ("m1", 1)]
 
 
-def test_values_become_numbers_and_text_is_left_out() -> None:
-    with pytest.warns(UserWarning, match="note='text' is left out"):
-        (batch,) = make_batches([Metrics({"loss": torch.tensor(0.5), "note": "text", "n": 3}, 7, 123)])
+def test_a_value_that_cannot_be_read_any_more_is_left_out_alone() -> None:
+    class Lost:
+        def __float__(self) -> float:
+            raise RuntimeError("the GPU has failed")
+
+    with pytest.warns(UserWarning, match="lost of step 7 .* the GPU has failed"):
+        (batch,) = make_batches([Metrics({"loss": 0.5, "lost": Lost(), "n": 3}, 7, 123)])
     assert [(m.key, m.value, m.step, m.timestamp) for m in batch.items] == [("loss", 0.5, 7, 123), ("n", 3.0, 7, 123)]
 
 

@@ -1,16 +1,131 @@
 from __future__ import annotations
 
+import math
+import warnings
+from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
+from mlflow.tracking import MlflowClient
 
-from azureml_strategy.tracking.values import readable_later
+from azureml_strategy.tracking import JobMLFlowLogger
+from azureml_strategy.tracking.values import as_number, as_step
+
+NUMBERS: list[Any] = [
+    *(2, 2.0, np.float16(2), np.float64(2), np.int8(2), np.array(2.0), np.array([2]), np.array([[2.0]])),
+    *(torch.tensor(2), torch.tensor([2.0], requires_grad=True), torch.tensor([[2.0]]).bfloat16(), Decimal(2)),
+    *(torch.nn.Parameter(torch.tensor(2.0)), Fraction(2)),
+]
 
 
-def test_a_number_stays_and_a_tensor_is_read() -> None:
+class Breaks:
+    def __float__(self) -> float:
+        raise RuntimeError("not now")
+
+
+# By what the warning tells to log instead.
+REFUSED: list[tuple[Any, str]] = [
+    ("0.5", "use log_tags or log_hyperparams"),
+    (b"0.5", "use log_tags"),
+    (None, r"leave it out, or log float\('nan'\)"),
+    ([1.0], "under a name of its own"),
+    ({"a": 1.0}, "under a name of its own"),
+    (1j, "its real and imag"),
+    (np.complex64(1j), "its real and imag"),
+    (torch.tensor(1j), "its real and imag"),
+    (torch.ones(2, 3), r"a Tensor of shape \(2, 3\): it has 6 elements; .* its mean"),
+    (torch.ones(0), "it has 0 elements"),
+    (np.ones(3), r"ndarray of shape \(3,\): it has 3 elements"),
+    (np.array("text"), "use log_tags"),
+    (np.array([None]), "leave it out"),
+    (torch.ones(1, device="meta"), "cannot be read"),
+    (10**400, "OverflowError"),
+    (Decimal("1e400"), "too large"),
+    (object(), "TypeError"),
+    (Breaks(), "not now"),
+]
+
+
+@pytest.mark.parametrize("value", NUMBERS, ids=lambda value: type(value).__name__)
+def test_whatever_holds_one_number_is_one(value: Any) -> None:
+    assert type(as_number(value)) is float
+    assert as_number(value) == 2.0
+
+
+def test_a_tensor_may_change_afterwards_and_no_number_is_a_number() -> None:
     tensor = torch.tensor([1.5])
-    value = readable_later(tensor)
+    number = as_number(tensor)
     tensor.zero_()
-    assert (readable_later(2), float(value)) == (2, 1.5)
+    assert number == 1.5
+    assert [as_number(each) for each in (True, np.bool_(False), math.inf, Decimal("-inf"))] == [
+        1,
+        0,
+        math.inf,
+        -math.inf,
+    ]
+    assert math.isnan(float(as_number(torch.tensor(math.nan))))
+
+
+def test_a_step_is_an_integer() -> None:
+    steps = (3, np.int64(3), torch.tensor(3), 3.0, 3.9, np.float32(3), True, -2, torch.tensor([4.0]))
+    assert [as_step(step) for step in steps] == [3, 3, 3, 3, 3, 3, 1, -2, 4]
+    for step in ("3", None, math.nan, math.inf, 2**63, [3]):
+        with pytest.raises(ValueError, match="it |text |log "):
+            as_step(step)
+
+
+def test_one_bad_value_costs_that_value_alone(
+    client: MlflowClient, job_run: str, make_logger: Callable[..., JobMLFlowLogger]
+) -> None:
+    """All in one interval, so in one batch: each bad value, several times, with a good one beside it."""
+    logger = make_logger(flush_interval_s=3600)
+    for step in range(3):
+        for number, (value, _) in enumerate(REFUSED):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                logger.log_metrics({f"bad{number}": value, "good": float(number)}, step=10 * step)
+            texts = [str(each.message) for each in caught]
+            assert len(texts) == (step == 0), "once a metric"
+            if caught:
+                assert caught[0].filename == __file__, "where the user called"
+                with pytest.warns(UserWarning, match=f"bad{number} .*{REFUSED[number][1]}"):
+                    warnings.warn(texts[0], stacklevel=1)
+    assert logger.unwritten()  # what a checkpoint asks for, while all of it is queued
+    assert logger.flush()
+    run = client.get_run(job_run)
+    assert set(run.data.metrics) == {"good"}
+    assert len(client.get_metric_history(job_run, "good")) == 3 * len(REFUSED)
+
+
+def test_a_bad_step_is_mended_or_costs_its_values(
+    client: MlflowClient, job_run: str, make_logger: Callable[..., JobMLFlowLogger]
+) -> None:
+    logger = make_logger()
+    with pytest.warns(UserWarning, match=r"step 2\.5 are logged at step 2"):
+        logger.log_metrics({"loss": 1.0}, step=2.5)
+    logger.log_metrics({"loss": 1.0}, step=torch.tensor(-4))
+    logger = make_logger()
+    with pytest.warns(UserWarning, match="loss of step 'last' are left out"):
+        logger.log_metrics({"loss": 1.0}, step="last")
+    for value, step in enumerate((0, None, 3.0)):
+        logger.log_metrics({"other": value}, step=step)
+    assert logger.flush()
+    assert sorted(metric.step for metric in client.get_metric_history(job_run, "other")) == [0, 0, 3]
+
+
+def test_numbers_that_are_not_finite_are_kept(
+    client: MlflowClient, job_run: str, make_logger: Callable[..., JobMLFlowLogger]
+) -> None:
+    logger = make_logger()
+    logger.log_metrics({"nan": math.nan, "inf": math.inf})
+    assert logger.flush()
+    metrics = client.get_run(job_run).data.metrics
+    assert math.isnan(metrics["nan"])
+    assert metrics["inf"] >= 1.7e308  # MLflow's SQL store has no infinity and keeps its largest float
 
 
 @pytest.mark.cuda
@@ -20,7 +135,7 @@ def test_a_gpu_value_is_read_later_and_does_not_change_until_then() -> None:
     torch.cuda.synchronize()
     torch.cuda._sleep(500_000_000)
     behind = torch.cuda.Event()
-    value = readable_later(tensor)
+    value = as_number(tensor)
     behind.record()
     assert not behind.query()  # nobody waited for the GPU
     tensor.zero_()

@@ -7,7 +7,7 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from azureml_strategy.tracking.limits import METRICS_PER_BATCH, PARAMS_PER_BATCH, TAG_VALUE_LENGTH, TAGS_PER_BATCH
 
@@ -20,9 +20,9 @@ _NOT_IN_A_NAME = re.compile(r"[^a-zA-Z0-9_/. -]+")
 
 @dataclass(frozen=True)
 class Metrics:
-    """Values of one step: whatever `float()` takes."""
+    """Values of one step, see `values.as_number`."""
 
-    values: Mapping[str, Any]
+    values: Mapping[str, SupportsFloat]
     step: int
     timestamp_ms: int
 
@@ -123,10 +123,12 @@ def _metric_entities(record: Metrics) -> Iterator[Metric]:
     from mlflow.entities import Metric
 
     for name, value in record.values.items():
-        if isinstance(value, str):
-            warnings.warn(f"MLflow metrics are numbers: {name}={value!r} is left out.", stacklevel=2)
+        try:
+            number = float(value)
+        except Exception as error:  # a GPU's value is read only now, and the GPU may have failed meanwhile
+            warnings.warn(f"Metric {name} of step {record.step} cannot be read and is left out: {error}", stacklevel=2)
             continue
-        yield Metric(clean_name(name), float(value), record.timestamp_ms, record.step)
+        yield Metric(clean_name(name), number, record.timestamp_ms, record.step)
 
 
 def is_finite(item: Any) -> bool:

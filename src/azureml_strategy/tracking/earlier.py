@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,10 +23,10 @@ class EarlierMetrics:
     def __init__(self, client: MlflowClient, run_id: str) -> None:
         self._client = client
         self._run_id = run_id
-        self._last: dict[str, int] = {}
+        self._last: dict[str, float] = {}
 
     def __contains__(self, metric: Metric) -> bool:
         if metric.key not in self._last:
             history = self._client.get_metric_history(self._run_id, metric.key)
-            self._last[metric.key] = max((each.step for each in history), default=-1)
+            self._last[metric.key] = max((each.step for each in history), default=-math.inf)
         return bool(metric.step <= self._last[metric.key])

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import time
+import warnings
 from argparse import Namespace
 from collections.abc import Mapping
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, SupportsFloat
 
 from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch.loggers import Logger, MLFlowLogger
@@ -22,7 +23,7 @@ from azureml_strategy.tracking.hyperparams import as_texts, fit_azure, new_param
 from azureml_strategy.tracking.location import RunLocation, locate
 from azureml_strategy.tracking.run import OpenRun, end_run, join_run, resolve_tracking_uri, start_run
 from azureml_strategy.tracking.termination import TerminationFlush
-from azureml_strategy.tracking.values import readable_later
+from azureml_strategy.tracking.values import as_number, as_step, type_name
 from azureml_strategy.tracking.writer import BatchWriter
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ class JobMLFlowLogger(MLFlowLogger):
         self._tracking = _Tracking(tracking_uri, experiment_name, run_name, artifact_location)
         self._flush_interval_s = flush_interval_s
         self._session: _Session | None = None
+        self._warned: set[str] = set()
 
     @property
     @rank_zero_experiment
@@ -137,11 +139,17 @@ class JobMLFlowLogger(MLFlowLogger):
     @override
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Queue one point of each metric; what is not one real number costs that value alone, and a warning.
+
+        Args:
+            metrics: by name, whatever holds one number: of Python, NumPy or torch, on any device.
+            step: an integer; None is 0.
+        """
         session = self._open()
         session.termination.install()
         prefix = f"{self._prefix}{self.LOGGER_JOIN_CHAR}" if self._prefix else ""
-        values = {prefix + name: readable_later(value) for name, value in metrics.items()}
-        session.writer.put(Metrics(values, step or 0, int(time.time() * 1000)))
+        values = self._accept({f"{prefix}{name}": value for name, value in metrics.items()})
+        session.writer.put(Metrics(values, self._step(step, values), int(time.time() * 1000)))
 
     @override
     @rank_zero_only
@@ -209,6 +217,33 @@ class JobMLFlowLogger(MLFlowLogger):
             self._scan_and_log_checkpoints(self._checkpoint_callback)
         if self._session.run.owned and complete:
             end_run(self._session.run, _final_status(status))
+
+    def _accept(self, metrics: Mapping[str, Any]) -> dict[str, SupportsFloat]:
+        """The values that are numbers; the first other one of each metric is warned of."""
+        accepted = {}
+        for name, value in metrics.items():
+            try:
+                accepted[name] = as_number(value)
+            except ValueError as reason:
+                self._warn_once(name, f"Metric {name} is left out here, its value is a {type_name(value)}: {reason}.")
+        return accepted
+
+    def _step(self, step: Any, values: dict[str, SupportsFloat]) -> int:
+        try:
+            number = as_step(0 if step is None else step)
+        except ValueError as reason:
+            self._warn_once("", f"{', '.join(values)} of step {step!r} are left out, the step is unusable: {reason}.")
+            values.clear()
+            return 0
+        if step is not None and number != step:
+            self._warn_once("", f"Metrics of step {step!r} are logged at step {number}: MLflow's steps are integers.")
+        return number
+
+    def _warn_once(self, name: str, text: str) -> None:
+        """Warn where the user called `log_metrics`, once a metric; training goes on."""
+        if name not in self._warned:
+            self._warned.add(name)
+            warnings.warn(f"{text} Training goes on; this is said once.", stacklevel=5)
 
     def _open(self) -> _Session:
         if self._session is None:

@@ -1,10 +1,15 @@
-"""Metric values that can be read later, on another thread."""
+"""What may be logged as a metric: one number, at a step."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+import operator
+from typing import Any, SupportsFloat
 
 import torch
+
+# MLflow keeps steps as signed integers of 64 bits.
+_STEPS = range(-(2**63), 2**63)
 
 
 class DeviceValue:
@@ -26,8 +31,76 @@ class DeviceValue:
         return float(self._copy)
 
 
-def readable_later(value: Any) -> Any:
-    """The value itself, or for a tensor something whose `float()` neither waits here nor changes until then."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return DeviceValue(value) if value.is_cuda else value.item()
+def as_number(value: Any) -> SupportsFloat:
+    """The value as a float; of a GPU's tensor something whose `float()` neither waits here nor changes until then.
+
+    NaN and infinity are numbers, and so are True and False: 1.0 and 0.0.
+
+    Raises:
+        ValueError: it is not one real number of 64 bits; the message says what to log instead.
+    """
+    if isinstance(value, torch.Tensor) and value.is_cuda and value.numel() == 1 and not value.is_complex():
+        return DeviceValue(value)
+    if hasattr(value, "item") and hasattr(value, "shape"):  # torch's and NumPy's
+        value = _only_element(value)
+    advice = _advice(value)
+    if advice is not None:
+        raise ValueError(advice)
+    try:
+        number = float(value)
+    except Exception as error:  # whatever a type's own __float__ raises
+        raise ValueError(f"float() says {type(error).__name__}: {error}; log a number that is made of it") from None
+    if math.isinf(number) and not _is_infinite(value):
+        raise ValueError("it is too large for a float of 64 bits; log its logarithm")
+    return number
+
+
+def as_step(step: Any) -> int:
+    """The step as an integer; a fraction is cut off.
+
+    Raises:
+        ValueError: it is no number, or one of more than 64 bits.
+    """
+    try:
+        step = operator.index(step)
+    except TypeError:
+        number = as_number(step)
+        if not math.isfinite(float(number)):
+            raise ValueError("it is not finite; give the step as an integer") from None
+        step = int(float(number))
+    if step not in _STEPS:
+        raise ValueError("it does not fit into 64 bits; give the step as a smaller integer")
+    return int(step)
+
+
+def type_name(value: Any) -> str:
+    """The type as a warning shows it, with the shape of an array."""
+    shape = getattr(value, "shape", None)
+    return type(value).__name__ + (f" of shape {tuple(shape)}" if shape else "")
+
+
+def _only_element(array: Any) -> Any:
+    size = math.prod(array.shape)
+    if size != 1:
+        raise ValueError(f"it has {size} elements; log one number of it, such as its mean()")
+    try:
+        return array.item()
+    except Exception as error:  # a tensor of the meta device, for one, has a shape but no value
+        raise ValueError(f"its value cannot be read ({type(error).__name__}: {error}); log a plain number") from None
+
+
+def _advice(value: Any) -> str | None:
+    """What to log instead of a value of a well-known type that is no number."""
+    if value is None:
+        return "leave it out, or log float('nan')"
+    if isinstance(value, str | bytes):
+        return "text is no metric; use log_tags or log_hyperparams"
+    if isinstance(value, complex):
+        return "log its real and imag parts, or abs() of it"
+    if isinstance(value, list | tuple | set | dict):
+        return "log each of its numbers under a name of its own, or their mean"
+    return None
+
+
+def _is_infinite(value: Any) -> bool:
+    return bool(abs(value) == math.inf)
