@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from azureml_strategy.tracking.batch import Metrics, Params, Tags, TextFile, clean_name, make_batches
+from azureml_strategy.tracking.batch import Metrics, Params, Tags, TextFile, make_batches
 
 
 def test_batches_keep_azures_limits_and_the_order() -> None:
@@ -44,7 +44,3 @@ def test_halves_hold_everything() -> None:
     first, second = batch.halves()
     assert [item.key for item in first.items + second.items] == ["a", "b", "c"]
     assert first.items
-
-
-def test_names_lose_what_mlflow_refuses() -> None:
-    assert clean_name("val/acc@1 (top-1)%") == "val/acc1 top-1"

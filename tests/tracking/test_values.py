@@ -74,7 +74,7 @@ def test_a_step_is_an_integer() -> None:
     steps = (3, np.int64(3), torch.tensor(3), 3.0, 3.9, np.float32(3), True, -2, torch.tensor([4.0]))
     assert [as_step(step) for step in steps] == [3, 3, 3, 3, 3, 3, 1, -2, 4]
     for step in ("3", None, math.nan, math.inf, 2**63, [3]):
-        with pytest.raises(ValueError, match="it |text |log "):
+        with pytest.raises(ValueError, match=r"it |text |log "):
             as_step(step)
 
 

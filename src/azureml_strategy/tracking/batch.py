@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,13 +13,10 @@ from azureml_strategy.tracking.limits import METRICS_PER_BATCH, PARAMS_PER_BATCH
 if TYPE_CHECKING:
     from mlflow.entities import Metric, Param, RunTag
 
-# MLflow's own rule for names, as Lightning's MLFlowLogger applies it.
-_NOT_IN_A_NAME = re.compile(r"[^a-zA-Z0-9_/. -]+")
-
 
 @dataclass(frozen=True)
 class Metrics:
-    """Values of one step, see `values.as_number`."""
+    """Values of one step, see `values.as_number`; names are those of `names.clean_name`."""
 
     values: Mapping[str, SupportsFloat]
     step: int
@@ -29,14 +25,14 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Params:
-    """Hyperparameters, already text."""
+    """Hyperparameters, already text, under clean names."""
 
     values: Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class Tags:
-    """Tags of the run."""
+    """Tags of the run, under clean names."""
 
     values: Mapping[str, str]
 
@@ -74,11 +70,6 @@ class Batch:
         return f"metrics {shown} of steps {min(steps)} to {max(steps)}"
 
 
-def clean_name(name: str) -> str:
-    """The name without the characters that MLflow refuses."""
-    return _NOT_IN_A_NAME.sub("", name)
-
-
 def make_batches(records: Iterable[Record]) -> list[Batch]:
     """As few batches as the limits allow, each kind in the order it was logged."""
     metrics: list[Metric] = []
@@ -111,7 +102,7 @@ def _param(name: str, value: str) -> Param:
 def _tag(name: str, value: str) -> RunTag:
     from mlflow.entities import RunTag
 
-    return RunTag(clean_name(name), value[:TAG_VALUE_LENGTH])  # type: ignore[no-untyped-call]
+    return RunTag(name, value[:TAG_VALUE_LENGTH])  # type: ignore[no-untyped-call]
 
 
 def _chunks(kind: str, items: list[Any], size: int) -> Iterator[Batch]:
@@ -128,7 +119,7 @@ def _metric_entities(record: Metrics) -> Iterator[Metric]:
         except Exception as error:  # a GPU's value is read only now, and the GPU may have failed meanwhile
             warnings.warn(f"Metric {name} of step {record.step} cannot be read and is left out: {error}", stacklevel=2)
             continue
-        yield Metric(clean_name(name), number, record.timestamp_ms, record.step)
+        yield Metric(name, number, record.timestamp_ms, record.step)
 
 
 def is_finite(item: Any) -> bool:

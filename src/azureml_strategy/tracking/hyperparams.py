@@ -9,8 +9,8 @@ from typing import Any
 
 from lightning.fabric.utilities.logger import _convert_params, _flatten_dict
 
-from azureml_strategy.tracking.batch import clean_name
 from azureml_strategy.tracking.limits import AZURE_PARAMS_PER_RUN, PARAM_VALUE_LENGTH
+from azureml_strategy.tracking.names import clean_name
 
 
 def as_texts(params: dict[str, Any] | Namespace) -> dict[str, str]:

@@ -21,6 +21,7 @@ from azureml_strategy.tracking.batch import Metrics, Params, Tags, TextFile
 from azureml_strategy.tracking.earlier import EarlierMetrics
 from azureml_strategy.tracking.hyperparams import as_texts, fit_azure, new_params
 from azureml_strategy.tracking.location import RunLocation, locate
+from azureml_strategy.tracking.names import clean_name
 from azureml_strategy.tracking.run import OpenRun, end_run, join_run, resolve_tracking_uri, start_run
 from azureml_strategy.tracking.termination import TerminationFlush
 from azureml_strategy.tracking.values import as_number, as_step, type_name
@@ -164,7 +165,7 @@ class JobMLFlowLogger(MLFlowLogger):
     @rank_zero_only
     def log_tags(self, tags: Mapping[str, str]) -> None:
         """Tag the run; like everything here, off the training thread."""
-        self._open().writer.put(Tags(tags))
+        self._open().writer.put(Tags({clean_name(name): value for name, value in tags.items()}))
 
     @rank_zero_only
     def log_text(self, text: str, path: str) -> None:
@@ -178,7 +179,7 @@ class JobMLFlowLogger(MLFlowLogger):
 
     def metric_at_start(self, name: str) -> float | None:
         """A metric's last value when the run was opened, from an earlier attempt of the job. Only rank 0 may ask."""
-        value = self._open().run.run.data.metrics.get(name)
+        value = self._open().run.run.data.metrics.get(clean_name(name))
         return None if value is None else float(value)
 
     @rank_zero_only
@@ -223,7 +224,7 @@ class JobMLFlowLogger(MLFlowLogger):
         accepted = {}
         for name, value in metrics.items():
             try:
-                accepted[name] = as_number(value)
+                accepted[clean_name(name)] = as_number(value)
             except ValueError as reason:
                 self._warn_once(name, f"Metric {name} is left out here, its value is a {type_name(value)}: {reason}.")
         return accepted

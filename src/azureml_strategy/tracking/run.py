@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from azureml_strategy.cluster.redaction import redact_text
 from azureml_strategy.tracking.limits import TAG_VALUE_LENGTH
+from azureml_strategy.tracking.names import clean_name
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -136,4 +137,4 @@ def end_run(run: OpenRun, status: str) -> None:
 
 
 def _texts(tags: Mapping[str, Any] | None) -> dict[str, str]:
-    return {name: str(value)[:TAG_VALUE_LENGTH] for name, value in (tags or {}).items()}
+    return {clean_name(name): str(value)[:TAG_VALUE_LENGTH] for name, value in (tags or {}).items()}
