@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from azureml_strategy.jobs.errors import JobError
-from azureml_strategy.jobs.recipe import JobRecipe
+from azureml_strategy.jobs.recipe import JobRecipe, read_recipe
 from azureml_strategy.jobs.render_command import code_folder, command_line, recipe_in_code
 from azureml_strategy.jobs.settings import ClusterSettings, JobSettings
 from azureml_strategy.training.catalogue import Recipe
@@ -62,6 +62,13 @@ def test_a_recipe_of_the_users_by_its_path_in_the_code(tmp_path: Path) -> None:
 def test_a_shipped_recipe_needs_no_code() -> None:
     assert code_folder(of(SHIPPED)) is None
     assert code_folder(of(SHIPPED, code=".")) == "."
+
+
+def test_a_shipped_recipe_with_a_module_of_the_users_needs_it(tmp_path: Path) -> None:
+    (tmp_path / "own_net.py").touch()
+    (tmp_path / "einops.py").touch()  # which the installed one hides
+    for target, folder in (("own_net.Net", "."), ("einops.Net", None), ("torch.nn.Linear", None)):
+        assert code_folder(read_recipe("resnet50_ddp", [f"model._target_={target}"])) == folder
 
 
 def test_a_recipe_that_the_job_would_not_find(tmp_path: Path) -> None:

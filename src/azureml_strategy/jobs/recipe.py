@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,9 +18,10 @@ from azureml_strategy.jobs.secrets import override_texts, refuse_secrets
 from azureml_strategy.jobs.settings import ClusterSettings, JobSettings, read_section
 from azureml_strategy.jobs.sizes import refuse_retired
 from azureml_strategy.training.catalogue import Recipe, find_recipe
-from azureml_strategy.training.checking import compose_recipe
+from azureml_strategy.training.checking import compose_recipe, target_nodes
 from azureml_strategy.training.errors import RecipeError, near_matches
 from azureml_strategy.training.resolvers import register_resolvers
+from azureml_strategy.training.targets import lies_in
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class JobRecipe:
         paths: further overrides, which give the run the paths of the job's inputs and outputs.
         cluster: where the job runs.
         job: what Azure ML is told of it.
+        own_modules: whether it names a module of the current folder, which the job then needs.
     """
 
     recipe: Recipe
@@ -39,6 +42,7 @@ class JobRecipe:
     paths: tuple[str, ...]
     cluster: ClusterSettings
     job: JobSettings
+    own_modules: bool = False
 
 
 def read_recipe(recipe: str, overrides: Sequence[str]) -> JobRecipe:
@@ -72,7 +76,8 @@ def read_recipe(recipe: str, overrides: Sequence[str]) -> JobRecipe:
     paths = path_overrides(job, overrides)
     for path in paths:
         _check_key(config, path.partition("=")[0])
-    return JobRecipe(found, tuple(overrides), tuple(paths), cluster, job)
+    own_modules = any(lies_in(os.curdir, str(node["_target_"])) for _, node in target_nodes(config))
+    return JobRecipe(found, tuple(overrides), tuple(paths), cluster, job, own_modules)
 
 
 def _refuse_sweep(text: str) -> None:

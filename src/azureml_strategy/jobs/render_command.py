@@ -17,7 +17,7 @@ def code_folder(recipe: JobRecipe) -> str | None:
     """
     folder = recipe.job.code
     if folder is None:
-        return None if recipe.recipe.folder is None else "."
+        return "." if recipe.recipe.folder is not None or recipe.own_modules else None
     if not os.path.isdir(folder):
         raise JobError(f"job.code is {folder}, but there is no such folder.")
     return folder

@@ -19,6 +19,7 @@ from azureml_strategy.training.checking import check_overrides
 from azureml_strategy.training.console import tidy_console
 from azureml_strategy.training.errors import RecipeError
 from azureml_strategy.training.resolvers import register_resolvers
+from azureml_strategy.training.targets import own_modules
 
 # Hydra's flags for folders with further groups, which only Hydra itself sees.
 _SEARCH_PATH_FLAGS = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
@@ -68,7 +69,8 @@ def run_recipe(recipe: str, arguments: Sequence[str]) -> None:
 
     sys.argv = [command_line[0], *folder, *arguments]
     try:
-        application()
+        with own_modules(found.folder):
+            application()
     except _Refusal as refusal:
         raise RecipeError(str(refusal)) from refusal
     finally:

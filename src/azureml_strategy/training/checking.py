@@ -11,7 +11,6 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
-from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
@@ -19,6 +18,7 @@ from yaml import YAMLError
 from azureml_strategy.cluster.redaction import redact_text
 from azureml_strategy.training.catalogue import Recipe
 from azureml_strategy.training.errors import RecipeError, near_matches
+from azureml_strategy.training.targets import locate, taken_by
 
 # The keys of a recipe; `vars` is the user's.
 SECTIONS = (
@@ -93,7 +93,7 @@ def check_config(config: DictConfig) -> None:
                 "Values of your own that others refer to belong under `vars`."
             )
     _check_trainer(config.trainer)
-    for path, node in _targets(config, ""):
+    for path, node in target_nodes(config):
         _check_arguments(path, node)
 
 
@@ -110,16 +110,18 @@ def _check_trainer(trainer: DictConfig) -> None:
 
 
 def _check_arguments(path: str, node: dict[str, Any]) -> None:
-    signature = inspect.signature(get_object(node["_target_"]))
-    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in signature.parameters.values()):
+    if "${" in str(node["_target_"]):
+        return  # known only while it runs; Hydra refuses it there
+    taken = taken_by(locate(path, node["_target_"]))
+    if taken is None:
         return
     for name in node:
-        if name not in signature.parameters and name not in _HYDRA_OWN:
-            near = near_matches(f"{path}.{name}", [f"{path}.{each}" for each in signature.parameters])
+        if name not in taken and name not in _HYDRA_OWN:
+            near = near_matches(f"{path}.{name}", [f"{path}.{each}" for each in taken])
             raise RecipeError(f"{path}.{name} is set, but {node['_target_']} takes no {name!r}. {near}")
 
 
-def _targets(node: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def target_nodes(node: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     """Every node that names a `_target_`, with its place; values stay unresolved."""
     if isinstance(node, DictConfig):
         node = OmegaConf.to_container(node, resolve=False)
@@ -128,7 +130,7 @@ def _targets(node: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     if "_target_" in node:
         yield path, node
     for name, child in node.items():
-        yield from _targets(child, f"{path}.{name}" if path else str(name))
+        yield from target_nodes(child, f"{path}.{name}" if path else str(name))
 
 
 def _explain(recipe: Recipe, overrides: Sequence[str], error: Exception) -> str:
