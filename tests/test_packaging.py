@@ -6,12 +6,14 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from importlib.metadata import distribution
 from importlib.resources import files
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 # What a build reads.
@@ -103,3 +105,13 @@ def test_this_installation_exposes_the_same() -> None:
         installed = files(f"azureml_strategy.{folder}")
         assert here
         assert all(installed.joinpath(name).is_file() for name in here)
+
+
+def test_the_oldest_versions_that_are_tested_are_those_that_are_allowed() -> None:
+    asked = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    lowest = {each.name: str(each.specifier) for each in map(Requirement, asked)}
+    lines = (ROOT / "tests" / "oldest.txt").read_text().splitlines()
+    tested = {each.name: str(each.specifier) for each in map(Requirement, (line for line in lines if line[0] != "#"))}
+    for name in ("lightning", "hydra-core", "mlflow"):
+        version = tested[name].removeprefix("==")
+        assert lowest[name].split(",")[-1].removeprefix(">=") == version.removesuffix(".0"), name
