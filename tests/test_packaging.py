@@ -98,6 +98,7 @@ def test_this_installation_exposes_the_same() -> None:
     assert entry_points() == [
         "console_scripts azureml-strategy azureml_strategy.cli:main",
         "lightning.pytorch.callbacks_factory azureml_strategy azureml_strategy.plugin:job_callbacks",
+        "pytorch_lightning.callbacks_factory azureml_strategy azureml_strategy.plugin:pytorch_lightning_callbacks",
     ]
     assert files("azureml_strategy").joinpath("py.typed").is_file()
     for folder in ("conf", "recipes"):

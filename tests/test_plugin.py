@@ -18,7 +18,7 @@ from azureml_strategy.cluster.errors import (
     LaunchError,
 )
 from azureml_strategy.cluster.guard import LaunchGuard
-from azureml_strategy.plugin import _STRATEGIES, job_callbacks
+from azureml_strategy.plugin import _STRATEGIES, job_callbacks, pytorch_lightning_callbacks
 from azureml_strategy.tracking.network import NetworkRecorder
 from azureml_strategy.watching import HangWatch
 
@@ -97,6 +97,16 @@ def test_without_the_guard_a_process_needs_no_rank(monkeypatch: pytest.MonkeyPat
     inside(monkeypatch, **{GUARD_SWITCH: "off"})
     monkeypatch.delenv("RANK")
     assert job_callbacks() == []
+
+
+def test_pytorch_lightning_gets_the_guard_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pytorch_lightning_callbacks() == []
+    inside(monkeypatch)
+    assert [type(each) for each in pytorch_lightning_callbacks()] == [LaunchGuard]
+    for switch in (GUARD_SWITCH, CALLBACKS_SWITCH):
+        inside(monkeypatch, **{switch: "off"})
+        assert pytorch_lightning_callbacks() == []
+        monkeypatch.delenv(switch)
 
 
 def test_one_that_cannot_be_imported_is_left_out(

@@ -50,6 +50,19 @@ def job_callbacks() -> list[Callback]:
     return [callback for callback in made if callback is not None]
 
 
+def pytorch_lightning_callbacks() -> list[Callback]:
+    """What `pytorch_lightning`, the separate copy of Lightning, adds to every Trainer: in a distributed job the guard.
+
+    Its Trainer calls callbacks as Lightning's does. The other callbacks need Lightning's own loops.
+
+    Raises:
+        LaunchError: this process cannot know its rank.
+    """
+    launch = None if switched_off(os.environ, GUARD_SWITCH) else _launch()
+    guard = _made(GUARD_SWITCH, lambda: _guard(launch)) if launch is not None else None
+    return [guard] if guard is not None else []
+
+
 def _launch() -> Launch | None:
     """This process's place; None where nothing needs it."""
     from azureml_strategy.cluster.launch import detect_launch

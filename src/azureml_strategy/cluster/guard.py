@@ -58,7 +58,8 @@ class LaunchGuard(IsolatedCallback):
         self._log = log
         module: Any = getattr(log, "__self__", None)
         if isinstance(module, nn.Module):
-            self.check(module.trainer)
+            trainer: Any = module.trainer
+            self.check(trainer)
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -92,8 +93,8 @@ class LaunchGuard(IsolatedCallback):
             self._said = True
             log.warning(
                 "Rank 1 runs `%s` with a Trainer of its own process. If each of the job's %d ranks runs this line, "
-                "they all do the same work. For one rank to do it, write `if trainer.is_global_zero:` above it, with the "
-                "Trainer that has trained; to share it, write Trainer(strategy='azureml_ddp').",
+                "they all do the same work. For one rank to do it, write `if trainer.is_global_zero:` above it, with "
+                "the Trainer that has trained; to share it, write Trainer(strategy='azureml_ddp').",
                 trainer.state.fn.value,
                 self.launch.world_size,
             )
