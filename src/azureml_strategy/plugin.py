@@ -53,13 +53,13 @@ def job_callbacks() -> list[Callback]:
 def pytorch_lightning_callbacks() -> list[Callback]:
     """What `pytorch_lightning`, the separate copy of Lightning, adds to every Trainer: in a distributed job the guard.
 
-    Its Trainer calls callbacks as Lightning's does. The other callbacks need Lightning's own loops.
+    The other callbacks need Lightning's own loops.
 
     Raises:
         LaunchError: this process cannot know its rank.
     """
     launch = None if switched_off(os.environ, GUARD_SWITCH) else _launch()
-    guard = _made(GUARD_SWITCH, lambda: _guard(launch)) if launch is not None else None
+    guard = _made(GUARD_SWITCH, lambda: _pytorch_lightning_guard(launch)) if launch is not None else None
     return [guard] if guard is not None else []
 
 
@@ -93,6 +93,12 @@ def _guard(launch: Launch) -> Callback:
     from azureml_strategy.cluster.guard import LaunchGuard
 
     return LaunchGuard(launch)
+
+
+def _pytorch_lightning_guard(launch: Launch) -> Callback:
+    from azureml_strategy.cluster.pytorch_lightning_guard import PytorchLightningGuard
+
+    return PytorchLightningGuard(launch)
 
 
 def _hang_watch(launch: Launch) -> Callback:

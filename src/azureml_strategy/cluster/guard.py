@@ -32,8 +32,7 @@ class LaunchGuard(IsolatedCallback):
     Stock Lightning trains alone in each process, without a word, when `num_nodes` or `devices` is left out; it
     waits half an hour for ranks that nobody starts when they are too large. Both are errors here, within seconds.
     Lightning loads the guard into every Trainer of a job through the entry points of this package:
-    `lightning.pytorch.callbacks_factory`, and `pytorch_lightning.callbacks_factory` of the separate copy, which calls
-    callbacks in the same way.
+    `lightning.pytorch.callbacks_factory`, and `pytorch_lightning.callbacks_factory` of the separate copy.
 
     Args:
         launch: this process's place in the job.
