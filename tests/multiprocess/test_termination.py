@@ -45,3 +45,21 @@ def test_processes_that_the_strategy_started(run_job: RunJob, signalled: str) ->
     assert job.each("code") == [143, 0]
     first, second = job.each("step")
     assert first == second
+
+
+def test_handlers_of_the_script_are_called_when_the_ranks_have_stopped(run_job: RunJob) -> None:
+    job = run_job("sigterm.py", "1", 1, "handlers", nodes=2)
+    assert job.exit_code == 143, job.output
+    assert job.each("received") == [True, True], "all of them are ended by it"
+    handlers = [f"{name}, saved" for name in ("module", "callback", "script")]
+    assert job.each("called") == [[], handlers], "of the rank that got it"
+    first, second = job.each("step")
+    assert first == second
+
+
+def test_what_a_handler_raises_ends_the_fit(run_job: RunJob) -> None:
+    job = run_job("sigterm.py", "0", 1, "raises")
+    assert job.exit_code == 1, job.output
+    assert job.each("exception") == ["StoppedError"]
+    assert job.each("called") == [["script, saved"]]
+    assert "has failed" not in job.output

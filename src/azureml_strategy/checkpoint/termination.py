@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import signal
@@ -9,6 +10,7 @@ import threading
 import uuid
 from datetime import timedelta
 from types import FrameType
+from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -25,7 +27,7 @@ from azureml_strategy.checkpoint.preemption import Standstill, State
 from azureml_strategy.checkpoint.random_state import gather
 from azureml_strategy.checkpoint.scheduled_events import EventPoller, events_url
 from azureml_strategy.cluster.errors import TERMINATION_SWITCH
-from azureml_strategy.cluster.isolation import Attempt, IsolatedCallback
+from azureml_strategy.cluster.isolation import Attempt, IsolatedCallback, passed_through
 from azureml_strategy.cluster.launchers import local
 from azureml_strategy.network.rendezvous import another_connection
 
@@ -33,6 +35,8 @@ log = logging.getLogger(__name__)
 
 # What a shell reports for a process ended by SIGTERM: Azure ML must not take the job for completed.
 EXIT_CODE = 128 + signal.SIGTERM
+# How a reason to stop begins that is this signal.
+_SIGTERM = "SIGTERM"
 _STORE_TIMEOUT = timedelta(seconds=60)
 
 
@@ -48,6 +52,10 @@ class TerminateTogether(IsolatedCallback):
     one to rank 0 ends all of them with exit code 0; and each step begins with a broadcast that GPUs have to wait for.
     Here the handler only notes the signal, and there is no broadcast. At the end callbacks see an exception on every
     rank, so that loggers work as for any other.
+
+    Handlers of the script's own, set before the `fit` or during it, are called when the ranks have stopped and saved,
+    on the rank that got the signal. One that is set during the `fit` acts alone until the end of that step. From the
+    stop on, `trainer.received_sigterm` is true on all ranks.
 
     Python catches signals on the main thread only. A `fit` on another one stops for events; SIGTERM ends its process,
     as in stock Lightning.
@@ -80,6 +88,8 @@ class TerminateTogether(IsolatedCallback):
         self._rank = 0
         self._world_size = 1
         self._stops = 0
+        self._replaced: list[Any] = []
+        self._calling: list[Any] = []
         self._store: Store | None = None
         self._agreement: StopAgreement | None = None
         self._events: EventPoller | None = None
@@ -100,8 +110,7 @@ class TerminateTogether(IsolatedCallback):
             return
         self._store = PrefixStore(f"azureml_strategy/stop/{name}", store)
         self._rank, self._world_size = trainer.global_rank, trainer.world_size
-        # Lightning is about to listen, some time before training starts. What comes then is noted, too.
-        trainer._signal_connector._sigterm_notifier_fn = self._note  # type: ignore[method-assign, assignment]
+        self._listen_with_lightning(trainer)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -117,7 +126,10 @@ class TerminateTogether(IsolatedCallback):
 
     def on_step_boundary(self, trainer: Trainer) -> None:
         """Stop here if the ranks have agreed on this step."""
-        if self._agreement is not None and self._agreement.step_done():
+        if self._agreement is None:
+            return
+        self._listen()
+        if self._agreement.step_done():
             self._stop(trainer)
 
     @override
@@ -130,7 +142,8 @@ class TerminateTogether(IsolatedCallback):
         if self._requested and stage == "fit":
             # It came too late to agree on. Lightning has put the original handler back: that one ends the process.
             self._requested = False
-            signal.raise_signal(signal.SIGTERM)
+            trainer._signal_connector.received_sigterm = True
+            passed_through(lambda: signal.raise_signal(signal.SIGTERM))
 
     @override
     def _give_up(self, trainer: Trainer | None) -> None:
@@ -145,7 +158,7 @@ class TerminateTogether(IsolatedCallback):
         signal.signal(signal.SIGTERM, original or signal.SIG_DFL)  # type: ignore[arg-type]
         if self._requested:
             self._requested = False
-            signal.raise_signal(signal.SIGTERM)
+            passed_through(lambda: signal.raise_signal(signal.SIGTERM))
 
     def _prepare(self, trainer: Trainer) -> Store | None:
         self._close(trainer)  # what a run that has failed may have left
@@ -163,6 +176,7 @@ class TerminateTogether(IsolatedCallback):
         agreement, store = self._agreement, self._store
         assert agreement is not None
         assert store is not None
+        trainer._signal_connector.received_sigterm = agreement.reason.startswith(_SIGTERM)
         # All ranks have agreed to stop here, and do so even if this one cannot save.
         saved = Attempt(lambda: save_and_record(trainer, agreement.reason))
         if saved.fault is not None:
@@ -171,7 +185,8 @@ class TerminateTogether(IsolatedCallback):
         with paused(trainer):
             goes_on = Standstill(standstill, self._rank, self._world_size, self._state).goes_on()
         if not goes_on:
-            self._requested = False
+            trainer._signal_connector.received_sigterm = True
+            self._call_replaced_handlers()
             raise SIGTERMException(_exit_code(trainer))
         record_going_on(trainer, agreement.reason)
         self._watch(store)
@@ -188,7 +203,7 @@ class TerminateTogether(IsolatedCallback):
 
     def _reason(self) -> str | None:
         if self._requested:
-            return f"SIGTERM on rank {self._rank}"
+            return f"{_SIGTERM} on rank {self._rank}"
         event = self._events.imminent if self._events is not None else None
         return f"{event.kind} of the node of rank {self._rank}" if event is not None else None
 
@@ -199,7 +214,9 @@ class TerminateTogether(IsolatedCallback):
 
     def _close(self, trainer: Trainer) -> None:
         trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
-        trainer._signal_connector.__dict__.pop("_sigterm_notifier_fn", None)
+        for name in ("_sigterm_notifier_fn", "register_signal_handlers"):
+            trainer._signal_connector.__dict__.pop(name, None)
+        self._replaced = []
         self._end_threads()
 
     def _end_threads(self) -> None:
@@ -208,16 +225,58 @@ class TerminateTogether(IsolatedCallback):
                 watcher.close()
         self._agreement = self._events = self._store = None
 
+    def _listen_with_lightning(self, trainer: Trainer) -> None:
+        """Listen as soon as Lightning does, which is some time before training starts."""
+        connector = trainer._signal_connector
+        register = connector.register_signal_handlers
+
+        def register_and_listen() -> None:
+            register()
+            self._listen()
+            if self._rank == 0 and not _on_main_thread():
+                log.info("This fit is off the main thread, where no signal is caught: only Scheduled Events stop it.")
+
+        # Among the handlers that Lightning composes; its own would broadcast.
+        connector._sigterm_notifier_fn = self._note  # type: ignore[method-assign, assignment]
+        connector.register_signal_handlers = register_and_listen  # type: ignore[method-assign]
+
     def _listen(self) -> None:
-        """Replace Lightning's handler, which it put in place just before and removes at the end."""
-        if threading.current_thread() is threading.main_thread():
+        """Take the place of the handler that is there, be it Lightning's or one that was set during the fit."""
+        if not _on_main_thread():
+            return
+        there = signal.getsignal(signal.SIGTERM)
+        if there != self._note:
+            self._replaced.append(there)
             signal.signal(signal.SIGTERM, self._note)
-        elif self._rank == 0:
-            log.info("This fit is off the main thread, where no signal can be caught: only Scheduled Events stop it.")
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         """Only leave a note: in a signal handler nothing else is safe."""
         self._requested = True
+        if self._calling:  # by a handler that calls the one before, as it found it
+            self._call_next(frame)
+
+    def _call_replaced_handlers(self) -> None:
+        """What would have been called at once without us, on the rank that got the signal: the newest, which may go on
+        to those before.
+        """
+        if not self._requested:
+            return
+        self._calling = list(self._replaced)
+        try:
+            passed_through(lambda: self._call_next(inspect.currentframe()))
+        finally:
+            self._calling = []
+            self._requested = False
+
+    def _call_next(self, frame: FrameType | None) -> None:
+        handler = self._calling.pop() if self._calling else None
+        if callable(handler):
+            handler(signal.SIGTERM, frame)
+
+
+def _on_main_thread() -> bool:
+    """Python catches signals nowhere else."""
+    return threading.current_thread() is threading.main_thread()
 
 
 def _ask_nobody() -> None:

@@ -130,6 +130,8 @@ def _isolated(method: Callable[..., None]) -> Callable[..., None]:
             self._report(method.__name__, fault)
             trainer = next((each for each in (*arguments, *named.values()) if isinstance(each, Trainer)), None)
             undone = Attempt(lambda: self._give_up(trainer))
+            if hasattr(undone.fault, _INTENDED):
+                undone.settle()
             if undone.fault is not None:
                 log.debug("It could not be undone either.", exc_info=undone.fault)
 
