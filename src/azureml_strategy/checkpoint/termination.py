@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
@@ -28,15 +29,17 @@ from azureml_strategy.checkpoint.random_state import gather
 from azureml_strategy.checkpoint.scheduled_events import EventPoller, events_url
 from azureml_strategy.cluster.errors import TERMINATION_SWITCH
 from azureml_strategy.cluster.isolation import Attempt, IsolatedCallback, passed_through
+from azureml_strategy.cluster.launch import detect_launch
 from azureml_strategy.cluster.launchers import local
 from azureml_strategy.network.rendezvous import another_connection
 
 log = logging.getLogger(__name__)
 
-# What a shell reports for a process ended by SIGTERM: Azure ML must not take the job for completed.
-EXIT_CODE = 128 + signal.SIGTERM
-# How a reason to stop begins that is this signal.
-_SIGTERM = "SIGTERM"
+# A shell reports this plus the number of the signal that ended a process: Azure ML must not take the job for completed.
+_OF_SIGNAL = 128
+# How a reason to stop begins that is a signal.
+_NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
+_ON_CTRL_C = b"\nCtrl-C: stopping after one of the next steps, to save. Press it again to end at once.\n"
 _STORE_TIMEOUT = timedelta(seconds=60)
 
 
@@ -69,6 +72,7 @@ class TerminateTogether(IsolatedCallback):
         patience_s: how long they wait for an event after its time has come, before they go on, in seconds.
         poll_s: pause between two questions for events, in seconds; one process of each node asks.
         agree_s: pause between two looks at whether a rank wants to stop, in seconds.
+        ctrl_c: whether Ctrl-C stops as SIGTERM does, with exit code 130; a second one ends the processes at once.
     """
 
     switch = TERMINATION_SWITCH
@@ -80,11 +84,13 @@ class TerminateTogether(IsolatedCallback):
         patience_s: float = 120.0,
         poll_s: float = 1.0,
         agree_s: float = 0.5,
+        ctrl_c: bool = False,
     ) -> None:
         self._events_url = events_url
         self._times = (notice_s, patience_s, poll_s)
         self._agree_s = agree_s
-        self._requested = False
+        self._ctrl_c = ctrl_c
+        self._requested: signal.Signals | None = None
         self._rank = 0
         self._world_size = 1
         self._stops = 0
@@ -139,11 +145,15 @@ class TerminateTogether(IsolatedCallback):
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._close(trainer)
-        if self._requested and stage == "fit":
-            # It came too late to agree on. Lightning has put the original handler back: that one ends the process.
-            self._requested = False
-            trainer._signal_connector.received_sigterm = True
-            passed_through(lambda: signal.raise_signal(signal.SIGTERM))
+        requested, self._requested = self._requested, None
+        if requested is None or stage != "fit":
+            return
+        # It came too late to agree on.
+        if requested == signal.SIGINT:
+            raise SIGTERMException(_exit_code(trainer, requested))
+        trainer._signal_connector.received_sigterm = True
+        # Lightning has put the original handler back: that one ends the process.
+        passed_through(lambda: signal.raise_signal(signal.SIGTERM))
 
     @override
     def _give_up(self, trainer: Trainer | None) -> None:
@@ -156,9 +166,11 @@ class TerminateTogether(IsolatedCallback):
             return
         original = trainer._signal_connector._original_handlers.get(signal.SIGTERM)
         signal.signal(signal.SIGTERM, original or signal.SIG_DFL)  # type: ignore[arg-type]
-        if self._requested:
-            self._requested = False
-            passed_through(lambda: signal.raise_signal(signal.SIGTERM))
+        requested, self._requested = self._requested, None
+        if self._ctrl_c:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if requested is not None:
+            passed_through(lambda: signal.raise_signal(requested))
 
     def _prepare(self, trainer: Trainer) -> Store | None:
         self._close(trainer)  # what a run that has failed may have left
@@ -176,7 +188,8 @@ class TerminateTogether(IsolatedCallback):
         agreement, store = self._agreement, self._store
         assert agreement is not None
         assert store is not None
-        trainer._signal_connector.received_sigterm = agreement.reason.startswith(_SIGTERM)
+        interrupted = agreement.reason.startswith(_NAMES[signal.SIGINT])
+        trainer._signal_connector.received_sigterm = agreement.reason.startswith(_NAMES[signal.SIGTERM])
         # All ranks have agreed to stop here, and do so even if this one cannot save.
         saved = Attempt(lambda: save_and_record(trainer, agreement.reason))
         if saved.fault is not None:
@@ -185,9 +198,9 @@ class TerminateTogether(IsolatedCallback):
         with paused(trainer):
             goes_on = Standstill(standstill, self._rank, self._world_size, self._state).goes_on()
         if not goes_on:
-            trainer._signal_connector.received_sigterm = True
+            trainer._signal_connector.received_sigterm = not interrupted
             self._call_replaced_handlers()
-            raise SIGTERMException(_exit_code(trainer))
+            raise SIGTERMException(_exit_code(trainer, signal.SIGINT if interrupted else signal.SIGTERM))
         record_going_on(trainer, agreement.reason)
         self._watch(store)
 
@@ -202,13 +215,13 @@ class TerminateTogether(IsolatedCallback):
         return EventPoller(url, *self._times) if url is not None else None
 
     def _reason(self) -> str | None:
-        if self._requested:
-            return f"{_SIGTERM} on rank {self._rank}"
+        if self._requested is not None:
+            return f"{_NAMES[self._requested]} on rank {self._rank}"
         event = self._events.imminent if self._events is not None else None
         return f"{event.kind} of the node of rank {self._rank}" if event is not None else None
 
     def _state(self) -> State:
-        if self._requested:
+        if self._requested is not None:
             return "leaving"
         return "free" if self._reason() is None else "waiting"
 
@@ -233,6 +246,8 @@ class TerminateTogether(IsolatedCallback):
         def register_and_listen() -> None:
             register()
             self._listen()
+            if self._ctrl_c and _on_main_thread():
+                self._listen_to_ctrl_c(trainer)
             if self._rank == 0 and not _on_main_thread():
                 log.info("This fit is off the main thread, where no signal is caught: only Scheduled Events stop it.")
 
@@ -249,9 +264,30 @@ class TerminateTogether(IsolatedCallback):
             self._replaced.append(there)
             signal.signal(signal.SIGTERM, self._note)
 
+    def _listen_to_ctrl_c(self, trainer: Trainer) -> None:
+        """Lightning puts back the handler that was there, as it does for all signals."""
+        own_process = os.getpid()
+
+        def end(signum: int, frame: FrameType | None) -> None:
+            launcher = trainer.strategy.launcher
+            if isinstance(launcher, _SubprocessScriptLauncher):
+                launcher.kill(signal.SIGKILL)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGINT)
+
+        def note(signum: int, frame: FrameType | None) -> None:
+            if os.getpid() != own_process:
+                return  # a data loader's worker, which this process still needs
+            self._requested = self._requested or signal.SIGINT
+            signal.signal(signal.SIGINT, end)
+            if self._rank == 0:
+                os.write(2, _ON_CTRL_C)  # a buffered stream may be in use below this handler
+
+        signal.signal(signal.SIGINT, note)
+
     def _note(self, signum: int, frame: FrameType | None) -> None:
         """Only leave a note: in a signal handler nothing else is safe."""
-        self._requested = True
+        self._requested = signal.SIGTERM
         if self._calling:  # by a handler that calls the one before, as it found it
             self._call_next(frame)
 
@@ -259,14 +295,15 @@ class TerminateTogether(IsolatedCallback):
         """What would have been called at once without us, on the rank that got the signal: the newest, which may go on
         to those before.
         """
-        if not self._requested:
+        requested, self._requested = self._requested, None
+        if requested != signal.SIGTERM:
             return
         self._calling = list(self._replaced)
         try:
             passed_through(lambda: self._call_next(inspect.currentframe()))
         finally:
             self._calling = []
-            self._requested = False
+            self._requested = None
 
     def _call_next(self, frame: FrameType | None) -> None:
         handler = self._calling.pop() if self._calling else None
@@ -283,9 +320,10 @@ def _ask_nobody() -> None:
     """In place of a broadcast: what it would tell, the ranks agree on by themselves."""
 
 
-def _exit_code(trainer: Trainer) -> int:
+def _exit_code(trainer: Trainer, ended_by: signal.Signals) -> int:
     """0 in the processes that a strategy started: Lightning kills their parent at once when one ends otherwise."""
-    return 0 if local.MARKER in os.environ and trainer.local_rank > 0 else EXIT_CODE
+    started = trainer.local_rank > 0 and (local.MARKER in os.environ or detect_launch() is None)
+    return 0 if started else _OF_SIGNAL + ended_by
 
 
 def _on_all(trainer: Trainer, mine: bool) -> bool:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import re
+import shlex
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -21,12 +25,26 @@ from azureml_strategy.training.errors import RecipeError
 from azureml_strategy.training.resolvers import register_resolvers
 from azureml_strategy.training.targets import own_modules
 
+log = logging.getLogger(__name__)
+
+# What needs no quotes in Hydra's notation.
+_PLAIN = re.compile(r"[\w/.-]+")
 # Hydra's flags for folders with further groups, which only Hydra itself sees.
 _SEARCH_PATH_FLAGS = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
 
 
 class _Refusal(BaseException):
     """Passes through Hydra, which would print a traceback and go on with the next job of a sweep."""
+
+
+def _command_to_go_on(recipe: str, arguments: Sequence[str], config: DictConfig) -> str:
+    """The command line of this run, or of this job of a sweep, in the same folder."""
+    options = [each for each in arguments if not is_override(each) and each not in ("-m", "--multirun")]
+    kept = [each for each in HydraConfig.get().overrides.task if not each.startswith(("output_dir=", "resume="))]
+    folder = str(Path(config.output_dir).absolute())
+    if not _PLAIN.fullmatch(folder):
+        folder = f"'{folder}'"  # for Hydra, within what the shell quotes
+    return shlex.join(["azureml-strategy", "train", recipe, *options, *kept, f"output_dir={folder}"])
 
 
 def run_recipe(recipe: str, arguments: Sequence[str]) -> None:
@@ -53,11 +71,17 @@ def run_recipe(recipe: str, arguments: Sequence[str]) -> None:
     @hydra.main(version_base="1.3", config_path=None, config_name=found.name)
     def application(config: DictConfig) -> None:
         sys.argv = command_line  # what a strategy repeats to start further processes
-        from azureml_strategy.training.run import train
+        from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+        from azureml_strategy.training.run import speaks_for_all, train
 
         tidy_console()
         try:
             train(config)
+        except SIGTERMException:
+            if launch is None and speaks_for_all():
+                log.info("To go on from there: %s", _command_to_go_on(recipe, arguments, config))
+            raise
         except (RecipeError, LaunchError, ResumeError) as error:
             raise _Refusal(error) from error
         except Exception:

@@ -14,12 +14,15 @@ import torch
 import torch.distributed as dist
 from hydra.utils import instantiate
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
 
 from azureml_strategy.checkpoint.elastic import ElasticRestart
 from azureml_strategy.checkpoint.resume import ANY, AUTO, checkpoint_to_resume, told_to_children
+from azureml_strategy.checkpoint.termination import TerminateTogether
 from azureml_strategy.cluster import detect_launch, read_job
+from azureml_strategy.cluster.errors import TERMINATION_SWITCH, switched_off
 from azureml_strategy.tracking import JobMLFlowLogger
 from azureml_strategy.training.checking import check_config
 from azureml_strategy.training.errors import RecipeError
@@ -48,7 +51,7 @@ def train(config: DictConfig) -> dict[str, float]:
         ResumeError: the checkpoint that `resume` names cannot be resumed from, or its global batch not be kept.
     """
     check_config(config)
-    _announce()
+    _announce(config.output_dir)
     seed_everything(config.seed, workers=True, verbose=False)
     torch.set_float32_matmul_precision(config.matmul_precision)
     model: LightningModule = instantiate(config.model)
@@ -60,7 +63,10 @@ def train(config: DictConfig) -> dict[str, float]:
         if isinstance(logger, JobMLFlowLogger) and _repeats(chosen, config.resume):
             logger.continue_run()
     with _own_processes(trainer), told_to_children(chosen):
-        trainer.fit(model, datamodule=data, ckpt_path=chosen)
+        try:
+            trainer.fit(model, datamodule=data, ckpt_path=chosen)
+        finally:
+            _say_where_checkpoints_are(trainer)
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
@@ -77,7 +83,7 @@ def _trainer(config: DictConfig, chosen: Path | None) -> Trainer:
         **arguments,
         strategy=instantiate(config.strategy),
         logger=logger or False,
-        callbacks=[*_callbacks(config), ElasticRestart(chosen, config.global_batch)],
+        callbacks=[*_callbacks(config), *_termination(), ElasticRestart(chosen, config.global_batch)],
         enable_checkpointing=config.checkpoint is not None,
         enable_progress_bar=config.tracking.progress_bar is not None,
         default_root_dir=config.output_dir,
@@ -90,6 +96,13 @@ def _callbacks(config: DictConfig) -> list[Callback]:
     nodes |= {f"callbacks.{name}": node for name, node in config.callbacks.items()}
     nodes["checkpoint"] = config.checkpoint
     return [_callback(place, node) for place, node in nodes.items() if node is not None]
+
+
+def _termination() -> list[Callback]:
+    """What every Trainer of a distributed job has by itself; anywhere else Ctrl-C stops a run in the same way."""
+    if detect_launch() is not None or switched_off(os.environ, TERMINATION_SWITCH):
+        return []
+    return [TerminateTogether(None if read_job() else "off", ctrl_c=True)]
 
 
 def _callback(place: str, node: DictConfig) -> Callback:
@@ -108,7 +121,7 @@ def _flat(config: DictConfig) -> dict[str, Any]:
     return {name: value for name, value in resolved.items() if name not in _NO_HYPERPARAMETERS}
 
 
-def _announce() -> None:
+def _announce(folder: str) -> None:
     launch = detect_launch()
     if launch is not None and launch.rank == 0:
         log.info(
@@ -119,6 +132,20 @@ def _announce() -> None:
             launch.main_address,
             launch.main_port,
         )
+    if speaks_for_all():
+        log.info("Output folder: %s", Path(folder).absolute())
+
+
+def speaks_for_all() -> bool:
+    """Whether this process is rank 0, before there is a Trainer that knows."""
+    launch = detect_launch()
+    return launch.rank == 0 if launch is not None else os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def _say_where_checkpoints_are(trainer: Trainer) -> None:
+    saver = trainer.checkpoint_callback
+    if isinstance(saver, ModelCheckpoint) and saver.last_model_path and trainer.is_global_zero:
+        log.info("Checkpoints: %s", Path(str(saver.dirpath)).absolute())
 
 
 @contextmanager
