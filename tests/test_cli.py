@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -78,3 +79,14 @@ def test_what_follows_two_dashes_is_the_command(capsys: pytest.CaptureFixture[st
     command = ["python", "-c", "import sys; print(sys.argv[1:])", "--nodes", "--", "-x"]
     assert main(["emulate", "--processes-per-node", "2", "--", *command]) == 0
     assert capsys.readouterr().out.count("] ['--nodes', '--', '-x']") == 2
+
+
+def test_an_error_that_nobody_expected_tells_no_secret() -> None:
+    code = (
+        "import os\nfrom azureml_strategy.cli import main\nmain(['recipes'])\nraise ValueError(os.environ['HF_TOKEN'])"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env={**os.environ, "HF_TOKEN": "opaque-4711"}, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("Traceback")
+    assert done.stderr.endswith("ValueError: <redacted>\n")

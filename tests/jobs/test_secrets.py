@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from azureml_strategy.cluster.redaction import is_secret
 from azureml_strategy.jobs.errors import JobError
-from azureml_strategy.jobs.secrets import is_secret, override_texts, refuse_secrets
+from azureml_strategy.jobs.secrets import override_texts, refuse_secrets
 
 
 @pytest.mark.parametrize(
@@ -30,6 +31,13 @@ from azureml_strategy.jobs.secrets import is_secret, override_texts, refuse_secr
         ("anything", "eyJhbGciOi.eyJzdWIi.c2ln"),
         ("callbacks.x", "{_target_: a.B, token: abcdef}"),
         ("anything", "Authorization: Bearer abcdef"),
+        ("vars.text", "hf_" + "aB3" * 11),
+        ("vars.text", "ghp_" + "x1Y" * 12),
+        ("vars.text", "sk-proj-" + "a1_B" * 10),
+        ("vars.text", "AKIAIOSFODNN7EXAMPLE"),
+        ("callbacks.tell.to", "https://hooks.slack.com/services/T00000000/B00000000/" + "X" * 24),
+        ("callbacks.tell.to", "https://contoso.webhook.office.com/webhookb2/0-0/IncomingWebhook/0/0"),
+        ("callbacks.tell.to", "https://discord.com/api/webhooks/123456789/abcdefg"),
     ],
 )
 def test_secrets_are_refused_and_not_repeated(name: str, value: str) -> None:
@@ -68,6 +76,16 @@ def test_what_only_looks_a_little_like_one_is_let_through(name: str, value: str)
 def test_a_name_that_says_so_is_enough(word: str, value: str) -> None:
     text = value.strip().strip("'\"")
     assert is_secret(f"{word}_token", f"s3cret-{text}")
+
+
+def test_what_a_secret_variable_here_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a shell puts it there: vars.text=$WANDB_API_KEY has the form of any commit's hash."""
+    refuse_secrets({"vars.text": "0123456789abcdef" * 2})
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef" * 2)
+    with pytest.raises(JobError, match=r"vars\.text looks like a secret"):
+        refuse_secrets({"vars.text": "0123456789abcdef" * 2})
+    monkeypatch.setenv("AZUREML_ARM_SUBSCRIPTION", "5f08e1b6-7c1e-4b5a-8a54-0d9b6a1c2d3e")
+    refuse_secrets({"job.workspace.subscription": "5f08e1b6-7c1e-4b5a-8a54-0d9b6a1c2d3e"})
 
 
 def test_the_keys_of_overrides() -> None:

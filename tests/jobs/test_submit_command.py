@@ -83,6 +83,15 @@ def test_a_job_and_its_page_are_told(azure_service: AzureService, capsys: pytest
             assert value not in sent
 
 
+def test_a_secret_in_the_file_of_a_recipe_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    secret = "hf_" + "aB3" * 11
+    recipe = own_recipe("mine.yaml", f"vars: {{note: {secret}, other: '${{oc.env:HF_TOKEN}}'}}")
+    assert main(["submit", recipe, SIZE, "--dry-run"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("azureml-strategy: vars.note looks like a secret")
+    assert secret not in captured.err + captured.out
+
+
 @pytest.mark.parametrize(("end", "code"), [("Completed", 0), ("Failed", 1)])
 def test_following_ends_as_the_job_does(
     azure_service: AzureService, capsys: pytest.CaptureFixture[str], end: str, code: int

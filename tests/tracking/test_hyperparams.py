@@ -12,6 +12,17 @@ def test_nested_long_and_other_types_become_text() -> None:
     assert as_texts(params) == {"model/width": "4", "model/act": "None", "shape": "(1, 2)", "note": "x" * 250}
 
 
+def test_no_secret_is_among_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_TOKEN", "opaque-4711")
+    params = {"hub": {"hf_token": "abc", "url": "https://me:pw@host/"}, "list": ["opaque-4711", {"password": 1}]}
+    assert as_texts(params) == {
+        "hub/hf_token": "<redacted>",
+        "hub/url": "https://<redacted>@host/",
+        "list": "['<redacted>', {'password': '<redacted>'}]",
+    }
+    assert as_texts({"max_tokens": 4096, "pad_token": "<pad>"}) == {"max_tokens": "4096", "pad_token": "<pad>"}
+
+
 def test_only_new_ones_are_left_and_a_changed_one_warns() -> None:
     with pytest.warns(UserWarning, match=r"lr=0\.1 \(now 0\.2\)"):
         assert new_params({"lr": "0.1", "seed": "0"}, {"lr": "0.2", "seed": "0", "depth": "3"}) == {"depth": "3"}

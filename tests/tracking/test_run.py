@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import traceback
+from pathlib import Path
+
 import pytest
 from mlflow.tracking import MlflowClient
 
@@ -56,3 +59,25 @@ def test_a_run_that_cannot_be_ended_is_a_warning(store: str, client: MlflowClien
     client.delete_run(run.run_id)
     with pytest.warns(UserWarning, match=f"Run {run.run_id} could not be marked FINISHED"):
         end_run(run, "FINISHED")
+
+
+@pytest.mark.parametrize("run_id", [None, "0123"])
+def test_a_password_in_the_store_s_address_is_not_told(monkeypatch: pytest.MonkeyPatch, run_id: str | None) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    uri = "http://me:url-password-9@127.0.0.1:9"
+    with pytest.raises(TrackingError, match=r"http://<redacted>@127\.0\.0\.1:9 cannot be used: ") as caught:
+        join_run(uri, run_id) if run_id else start_run(uri, "mine")
+    assert "url-password-9" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_no_secret_in_the_tags_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_TOKEN", "opaque-4711")
+    uri = f"sqlite:///{tmp_path / 'tags.db'}"
+    tags = {"mlflow.source.git.repoURL": "https://abcdef@github.com/o/r", "note": "opaque-4711", "api_key": "x1"}
+    run = start_run(uri, "mine", tags=tags)
+    shown = {name: run.run.data.tags[name] for name in tags}
+    assert shown == {
+        "mlflow.source.git.repoURL": "https://<redacted>@github.com/o/r",
+        "note": "<redacted>",
+        "api_key": "<redacted>",
+    }

@@ -26,6 +26,7 @@ from azureml_strategy.cli import (
     train,
     workspace,
 )
+from azureml_strategy.cli.verbs import print_uncaught
 
 __all__ = ["main"]
 
@@ -46,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0, 2 for a wrong command line, else the verb's own.
     """
+    sys.excepthook = print_uncaught
     arguments = sys.argv[1:] if arguments is None else arguments
     options = _parser().parse_args(arguments)
     verb: Callable[[argparse.Namespace], int] = options.verb

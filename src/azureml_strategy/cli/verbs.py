@@ -5,8 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import traceback
 from collections.abc import Callable
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
+
+from azureml_strategy.cluster.redaction import redact_text
 
 if TYPE_CHECKING:
     Verbs = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -42,7 +46,12 @@ def print_text(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def print_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Python's own traceback, without the secrets that may stand in the error: for `sys.excepthook`."""
+    sys.stderr.write(redact_text("".join(traceback.format_exception(kind, error, trace))))
+
+
 def fail(error: Exception) -> int:
     """Say on standard error what was wrong with the command; 2, the exit code for that."""
-    print(f"azureml-strategy: {error}", file=sys.stderr)
+    print(f"azureml-strategy: {redact_text(str(error))}", file=sys.stderr)
     return 2

@@ -1,37 +1,280 @@
-"""Taking secrets out of anything that is printed or recorded."""
+"""Taking secrets out of anything that is printed, recorded or sent: the one place that says what a secret is.
+
+A secret shows by the name of what it is the value of (`HF_TOKEN`, `accountKey`), by its form (tokens of known services,
+signatures, passwords in addresses, private keys), or because a variable of this process with such a name holds it. The
+forms are those that the services document, and that `detect-secrets` and GitHub's secret scanning look for. Nothing
+is struck out for looking random: hashes of commits, identifiers of runs and encoded images do so too.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+from urllib.parse import quote, unquote
 
 REDACTED = "<redacted>"
-# Azure ML puts a run token, an MSI secret, keys and subscription ids into every process's environment.
-_SECRET_NAME = re.compile(
-    r"TOKEN|KEY|SECRET|PASS|PWD|CREDENTIAL|SAS|SIGNATURE|CONN\w*STR|AUTH(?!ORITY)|BEARER|JWT|COOKIE|_PAT$|MSI_"
-    r"|IDENTITY_HEADER|SUBSCRIPTION",
-    re.I,
+
+# Words of a name, each of which is enough.
+_SECRET_WORD = re.compile(
+    "secret|password|passwd|passphrase|passcode|pwd|pgpass|cred|credential|sas|sig|signature|authorization|bearer|jwt"
+    # Words that were written together, as in PGPASSWORD.
+    r"|cookie|apikey|connstr|webhook|\w+(?:password|passwd|apikey|secret|authtoken|accesstoken)"
 )
-_SECRET_PARTS = (
-    (re.compile(r"(?<=://)[^/\s]+(?=@)"), REDACTED),  # user:password@ of a URL
-    # SAS and query strings, connection strings (AccountKey=) and JSON ("access_token": "...").
+_TOKEN_WORD = re.compile("token|pat")
+# With these, a token is one of a language model, or one of many.
+_OF_LANGUAGE = re.compile(
+    "pad|eos|bos|unk|sep|cls|mask|stop|start|end|special|extra|image|vision|audio|text|prompt|next|last|first|new|max"
+    "|min|num|n|per|seen|total|count|global|context|vocab|batch|level|mixing|embedding|embed|weight|loss"
+)
+# Two words that are a secret together; a key alone is one of a dictionary.
+_SECRET_PAIR = re.compile(
+    "(?:api|account|access|shared|private|storage|master|instrumentation|subscription|client|secret|encryption|signing"
+    "|ssh|license|host|function|admin|wandb|hf|openai|anthropic|azure|aws|comet|neptune) key"
+    "|(?:db|smtp|mail|user|ftp|proxy|admin|root|run|login) pass|connection string|conn str|identity header"
+    "|(?:basic|http) auth|auth header"
+)
+# In capitals, as variables are written, the last word is enough: `WANDB_KEY` is secret, `data.sort_key` is not.
+_LAST_OF_CAPITALS = ("key", "pass", "auth")
+# Last words of a name that is about a secret, and not the secret.
+_ABOUT = re.compile("path|file|dir|folder|home|cache|sock|name|type|expiry|expires|length|size|count|limit|ids")
+# What is no secret but nobody else's business: the subscription, and where a job's identity is asked for.
+_PRIVATE_WORDS = ("subscription", "msi", "instrumentation")
+
+# Values that no secret has: words of YAML, what is looked up elsewhere, and the special tokens of a tokenizer.
+_HARMLESS = re.compile(r"|true|false|null|none|\$\{.*\}|\$\w+|<.*>|\[[A-Z]+\]|\*+", re.I | re.S)
+_NUMBER = re.compile(r"[-+.\de_]+", re.I)
+_ADDRESS = re.compile(r"~?/[a-z]{2,16}(?:/.*)?|\./.*|[A-Za-z]:\\.*")  # of a file; base64 may begin with a slash too
+# Python, in the lines of a traceback.
+_CODE = re.compile(
+    r"(?:os|self|cls|cfg|config|args|options|settings)\.\w.*|[A-Za-z_][\w.]*[(\[].*|str|int|bytes|bool|float|Any"
+)
+
+# Shorter values are flags or words, which would be struck out of texts that have nothing to do with them.
+_SHORTEST_VALUE, _SHORTEST_MIXED = 8, 6
+_PLAIN_WORD = re.compile(r"[a-z]+|[A-Z]?[a-z]+|[A-Z]+")
+
+_IN_URL = r"(?<!abfs://)(?<!abfss://)(?<!wasb://)(?<!wasbs://)(?<=://)(?!git@)"  # those have a container there
+_FORMS = (
+    # A private key, as far as it goes.
+    (re.compile(r"(-----BEGIN [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----)(?:.*?(?=-----END )|.*)", re.S), rf"\1{REDACTED}"),
+    # The user and password of an address; a database's may have slashes.
+    (re.compile(_IN_URL + r"[^/\s]+(?=@)"), REDACTED),
     (
-        re.compile(r"""(?i)((?:sig|signature|token|key|secret|password|pwd)["']?\s*[=:]\s*["']?)[^&\s;,"'}]+"""),
+        re.compile(
+            r"(?i)(\b(?:my|mariadb|postgres|ms|oracle|redis|mongodb|amqp)\w{0,9}(?:\+\w+)?://)[^\s/@:]*:[^\s@]{1,200}(?=@)"
+        ),
         rf"\1{REDACTED}",
     ),
-    (re.compile(r"(?i)(?<=bearer )\S+"), REDACTED),
-    (re.compile(r"eyJ[\w-]+\.[\w-]+\.[\w-]*"), REDACTED),  # a JSON web token, wherever it stands
-    (re.compile(r"(?i)(?<=/subscriptions/)[^/\s]+"), REDACTED),
+    # Addresses that whoever knows them may write to: Slack, Teams and Discord.
+    (
+        re.compile(
+            r"(?i)(hooks\.slack(?:-gov)?\.com/(?:services|workflows|triggers)/|\b[\w-]{1,63}\.webhook\.office\.com/"
+            r"|outlook\.office(?:365)?\.com/webhook/|(?:discord|discordapp)\.com/api/(?:v\d+/)?webhooks/"
+            r"|\.logic\.azure\.com(?::443)?/workflows/|\.api\.powerplatform\.com(?::443)?/)[^\s\"'<>]+"
+        ),
+        rf"\1{REDACTED}",
+    ),
+    (re.compile(r"(?i)((?<!\w)authorization[\"'\\]*\s*[:=]\s*[\"'\\]*)(?:\w+ +)?[^\s\"'\\,;}]+"), rf"\1{REDACTED}"),
+    (re.compile(r"(?i)(?<=\bbearer )[\w.~+/=-]{6,}"), REDACTED),
+    # Of a query, where short names are in use.
+    (re.compile(r"(?i)([?&](?:key|code|sig|token|auth|pwd|pass)=)[^&\s\"'<>]+"), rf"\1{REDACTED}"),
+    (re.compile(r"(?<![A-Za-z0-9])eyJ[\w-]{2,4000}\.[\w-]+\.[\w-]*"), REDACTED),  # a JSON web token
+    (
+        re.compile(
+            r"(?<![A-Za-z0-9])(?:"
+            r"hf_[A-Za-z0-9]{16,}|api_org_[A-Za-z0-9]{20,}"  # Hugging Face
+            r"|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{20,}"
+            r"|gl(?:pat|dt|ft|soat|rt|cbt|ptt|imt|agent|oas)-[\w-]{20,}"  # GitLab
+            r"|sk-(?:proj|ant|svcacct|admin|or|live|test|lf)-[\w-]{12,}|sk-[A-Za-z0-9]{16,}"  # OpenAI, Anthropic, ...
+            r"|(?:A3T[A-Z0-9]|AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{16}(?![A-Z0-9])"  # AWS
+            r"|xox[abposre](?:\.xox[bp])?-[\w-]{10,}|xapp-\d-[\w-]{10,}"  # Slack
+            r"|AIza[\w-]{35}|ya29\.[\w-]{20,}|GOCSPX-[\w-]{20,}"  # Google
+            r"|npm_[A-Za-z0-9]{36}|pypi-[\w-]{50,}|dckr_pat_[\w-]{20,}|dapi[0-9a-f]{32}|nvapi-[\w-]{20,}|wandb_v1_\w{20,}"
+            r"|[sr]k_(?:live|test)_[A-Za-z0-9]{16,}|whsec_[A-Za-z0-9]{20,}|SG\.[\w-]{16,}\.[\w-]{16,}"
+            r"|\d{8,10}:[A-Za-z0-9_-]{35}(?![\w-])"  # Telegram
+            r"|[\w~.-]{3}\dQ~[\w~.-]{31,34}"  # Entra ID, of an application
+            r"|[A-Za-z0-9]{76}AZDO[A-Za-z0-9]{4}"  # Azure DevOps
+            r")"
+        ),
+        REDACTED,
+    ),
+    # A key of a storage account, of Batch or Cosmos DB: 64 bytes. A checksum says so before it, as `sha512-`.
+    (re.compile(r"(?<![A-Za-z0-9+/-])[A-Za-z0-9+/]{86}==(?![A-Za-z0-9+/=])"), REDACTED),
+    # Other keys of Azure, which carry the service's mark (Microsoft, "Identifiable secrets").
+    (
+        re.compile(r"(?<![\w+/])[A-Za-z0-9+/]{32,80}(?:\+ASt|\+AMC|\+ABa|\+ARm|AIoT|AzFu|AzSe|AzCa|ACDb)\w{4,8}={0,2}"),
+        REDACTED,
+    ),
 )
+# A name, and what stands before its value: `=` or `:`; for an option of a command line, a space.
+_NAMED = re.compile(
+    r"""(?<![\w.])(?P<name>[A-Za-z_][\w.-]{0,100})(?P<between>["'\\\]]*[ \t]*[=:]+[ \t]*)"""
+    r"""|(?<!\S)(?P<option>--?[A-Za-z][\w-]{0,60})[ \t]+(?!-)"""
+)
+_VALUE = re.compile(r"""\\?"[^"\n]*"|\\?'[^'\n]*'|[^\s&;,"'}]+""")
+_remembered: dict[str, None] = {}
+_SUBSCRIPTION = re.compile(r"(?i)(?<=/subscriptions/)[^/\s]+")
 
 
-def redact_text(text: str) -> str:
-    """The text without passwords in URLs, signatures, tokens in query strings, and subscription ids."""
-    for pattern, replacement in _SECRET_PARTS:
+def redact_text(text: str, environ: Mapping[str, str] | None = None) -> str:
+    """The text without secrets, and without subscription ids.
+
+    Args:
+        text: anything: a line, a traceback, an address, an answer of a service.
+        environ: what the variables with secret names hold is struck out wherever it stands; by default this
+            process's environment.
+    """
+    text = _SUBSCRIPTION.sub(REDACTED, without_secrets(text, environ))
+    values = _values_of(os.environ if environ is None else environ, private=True)
+    return values.sub(REDACTED, text) if values else text
+
+
+def without_secrets(text: str, environ: Mapping[str, str] | None = None) -> str:
+    """The same, but what is only private stays, such as the subscription in the address of a data asset."""
+    values = _values_of(os.environ if environ is None else environ, private=False)
+    text = values.sub(REDACTED, text) if values else text
+    for pattern, replacement in _FORMS:
         text = pattern.sub(replacement, text)
-    return text
+    return "".join(_without_named(text))
 
 
-def redact(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment, safe to print: values of secret names are gone, secret parts of other values too."""
-    return {name: REDACTED if _SECRET_NAME.search(name) else redact_text(value) for name, value in environ.items()}
+def redact(name: str, value: Any, environ: Mapping[str, str] | None = None) -> Any:
+    """The value of a name, of a configuration say, as it may be shown: also lists and dictionaries, all through.
+
+    Args:
+        name: where it stands; of a secret name the whole value goes.
+        value: text, a list or a dictionary of such; whatever else is returned as it is.
+        environ: as in `redact_text`.
+    """
+    if isinstance(value, Mapping):
+        return {key: redact(str(key), each, environ) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        shown = [redact(name, each, environ) for each in value]
+        return shown if isinstance(value, list) else tuple(shown)
+    if value is None or isinstance(value, bool):
+        return value
+    if is_private_name(name) and not _is_harmless(name, str(value)):
+        return REDACTED
+    return redact_text(value, environ) if isinstance(value, str) else value
+
+
+def remember_secrets(name: str, value: Any) -> None:
+    """Strike out from now on, wherever it stands, what has a secret's name in a configuration.
+
+    Args:
+        name: where the value stands.
+        value: text, a list or a dictionary of such, through and through.
+    """
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            remember_secrets(str(key), each)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            remember_secrets(name, each)
+    elif isinstance(value, str) and is_secret_name(name) and not _is_harmless(name, value):
+        _remembered[value] = None
+
+
+def is_secret(name: str, value: str) -> bool:
+    """Whether a value is secret by its name, or holds a secret by its form or by this process's variables."""
+    text = value.strip().strip("'\"")
+    return (is_secret_name(name) and not _is_harmless(name, text)) or without_secrets(text) != text
+
+
+@lru_cache(4096)
+def is_secret_name(name: str) -> bool:
+    """Whether the value of a variable, a key or an option of this name is a secret.
+
+    Whole words count: `HF_TOKEN` and `storage.account_key` are secret, `data.tokenizer` and `MONKEY` are not.
+    """
+    words = _words(name)
+    if not words or (_ABOUT.fullmatch(words[-1]) and "webhook" not in words) or name.endswith("Credential"):
+        return False  # a class of azure-identity is called `AzureCliCredential`
+    singular = [word if word.endswith("ss") or word == "sas" else word.removesuffix("s") for word in words]
+    if any(map(_SECRET_WORD.fullmatch, singular)):
+        return True
+    if any(map(_TOKEN_WORD.fullmatch, singular)) and not any(map(_OF_LANGUAGE.fullmatch, words)):
+        return True
+    if any(_SECRET_PAIR.fullmatch(f"{first} {second}") for first, second in pairwise(singular)):
+        return True
+    last = re.split(r"[.\s/-]", name)[-1]
+    return last.isupper() and words[-1] in _LAST_OF_CAPITALS
+
+
+def is_private_name(name: str) -> bool:
+    """Whether the value is secret or, as that of AZUREML_ARM_SUBSCRIPTION, nobody else's business."""
+    return is_secret_name(name) or any(word in _PRIVATE_WORDS for word in _words(name))
+
+
+def _words(name: str) -> list[str]:
+    """The words of a name in lower case: of `accountKey`, `account` and `key`."""
+    parted = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
+    return [word for word in re.split(r"[^a-z0-9]+", parted.lower()) if word]
+
+
+def _is_harmless(name: str, value: str) -> bool:
+    """Whether the value is none that a secret of this name could have; a password may be a number, a token none."""
+    if _HARMLESS.fullmatch(value):
+        return True
+    words = "".join(_words(name))
+    return _NUMBER.fullmatch(value) is not None and not re.search("pass(?!es)|pwd|secret|cred", words)
+
+
+def _without_named(text: str) -> Iterator[str]:
+    """The text in parts, without the values that stand behind a secret's name."""
+    done = 0
+    for found in _NAMED.finditer(text):
+        name = found["name"] or found["option"]
+        if found.end() < done or not is_secret_name(name):
+            continue
+        value = _VALUE.match(text, found.end())
+        plain = value[0].strip("\\'\"") if value else ""
+        if not value or _is_harmless(name, plain) or _CODE.fullmatch(plain) or plain.startswith(REDACTED):
+            continue
+        yield text[done : found.end()] + value[0].replace(plain, REDACTED)
+        done = value.end()
+    yield text[done:]
+
+
+def _values_of(environ: Mapping[str, str], *, private: bool) -> re.Pattern[str] | None:
+    """A pattern of what the environment's secret variables hold, and of the passwords in its addresses."""
+    known = is_private_name if private else is_secret_name
+    values = tuple(value for name, value in environ.items() if known(name) and not _is_harmless(name, value))
+    addresses = tuple(value for value in environ.values() if "://" in value and "@" in value)
+    return _pattern((*values, *_remembered), addresses)
+
+
+@lru_cache(8)
+def _pattern(values: tuple[str, ...], addresses: tuple[str, ...]) -> re.Pattern[str] | None:
+    found = {part for value in values if not _ADDRESS.fullmatch(value) for part in (value, *value.splitlines())}
+    found |= {part for address in addresses for part in _passwords(address)}
+    spelt = {spelling for value in found if _is_long(value) for spelling in _spellings(value.strip())}
+    return re.compile("|".join(map(_as_pattern, sorted(spelt, key=len, reverse=True)))) if spelt else None
+
+
+def _passwords(address: str) -> Iterator[str]:
+    for password in re.findall(r"://[^/\s@:]*:([^\s]+)@", address):
+        yield password
+        yield unquote(password)
+
+
+def _is_long(value: str) -> bool:
+    value = value.strip()
+    mixed = re.search(r"\d", value) and re.search(r"[A-Za-z]", value)
+    return len(value) >= (_SHORTEST_MIXED if mixed else _SHORTEST_VALUE)
+
+
+def _spellings(value: str) -> set[str]:
+    """As it is, in an address, in Python's and in JSON's quotation marks."""
+    return {value, quote(value, safe=""), repr(value)[1:-1], json.dumps(value)[1:-1]}
+
+
+def _as_pattern(value: str) -> str:
+    """A word is struck out where it stands alone: the password `postgres` is no part of `postgresql`."""
+    exact = re.escape(value)
+    return rf"(?<![A-Za-z0-9]){exact}(?![A-Za-z0-9])" if _PLAIN_WORD.fullmatch(value) else exact

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
@@ -71,6 +72,7 @@ def read_recipe(recipe: str, overrides: Sequence[str]) -> JobRecipe:
         config = compose_recipe(found, overrides)
     except RecipeError as error:
         raise JobError(str(error)) from error
+    refuse_secrets(dict(_leaves(config)))
     cluster, job = read_section(config, "cluster", ClusterSettings), read_section(config, "job", JobSettings)
     refuse_secrets(_texts(job))
     paths = path_overrides(job, overrides)
@@ -100,6 +102,21 @@ def _texts(job: JobSettings) -> dict[str, str]:
     texts |= {f"job.outputs.{name}.path": each.path or "" for name, each in job.outputs.items()}
     alone = ("experiment", "display_name", "description", "docker_args")
     return texts | {f"job.{name}": getattr(job, name) or "" for name in alone}
+
+
+def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Every text of the recipe with its key; its file goes along with the code. Interpolations stay as they are."""
+    if isinstance(node, DictConfig):
+        node = OmegaConf.to_container(node, resolve=False)
+    if isinstance(node, str):
+        yield path, node
+    elif isinstance(node, list):
+        for each in node:
+            yield from _leaves(each, path)
+    elif isinstance(node, dict):
+        for name, child in node.items():
+            if path or name != "hydra":  # Hydra's own has every override a second time
+                yield from _leaves(child, f"{path}.{name}" if path else str(name))
 
 
 def _check_key(config: DictConfig, key: str) -> None:

@@ -60,7 +60,7 @@ def translate(error: AzureError) -> ServiceError:
     """
     failure = _failure(error)
     status = f", HTTP {failure.status}" if failure.status else ""
-    text = f"{redact_text(failure.message)} ({failure.code}{status}). {advice_for(failure)}"
+    text = f"{failure.message} ({failure.code}{status}). {advice_for(failure)}"
     return ServiceError(text, code=failure.code, status=failure.status)
 
 
@@ -120,7 +120,7 @@ def _deepest(inner: Any) -> str | None:
 
 def _sentence(text: str) -> str:
     """The first paragraph on one line, without a full stop, azure-core's appendix and azure-ai-ml's colours."""
-    text = _DECORATION.sub("", text)
+    text = redact_text(_DECORATION.sub("", text))  # before it is cut: half a secret has no form
     paragraph = re.split(r"\n\s*\n|\n(?:Code|Message|RequestId|Exception Details|Content|Time):", text.strip())[0]
     line = " ".join(re.sub(r"^\(\w+\) ", "", paragraph).split())
     return line[:_LONGEST].rstrip(" .") if len(line) <= _LONGEST else line[:_LONGEST].rstrip() + " ..."

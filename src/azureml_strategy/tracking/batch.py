@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
+from azureml_strategy.cluster.redaction import redact, redact_text
 from azureml_strategy.tracking.limits import METRICS_PER_BATCH, PARAMS_PER_BATCH, TAG_VALUE_LENGTH, TAGS_PER_BATCH
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def make_batches(records: Iterable[Record]) -> list[Batch]:
         elif isinstance(record, Tags):
             tags.extend(_tag(name, value) for name, value in record.values.items())
         else:
-            files.append(record)
+            files.append(TextFile(record.key, redact_text(record.value)))
     return [
         *_chunks("tags", tags, TAGS_PER_BATCH),
         *_chunks("params", params, PARAMS_PER_BATCH),
@@ -102,7 +103,7 @@ def _param(name: str, value: str) -> Param:
 def _tag(name: str, value: str) -> RunTag:
     from mlflow.entities import RunTag
 
-    return RunTag(name, value[:TAG_VALUE_LENGTH])  # type: ignore[no-untyped-call]
+    return RunTag(name, str(redact(name, value))[:TAG_VALUE_LENGTH])  # type: ignore[no-untyped-call]
 
 
 def _chunks(kind: str, items: list[Any], size: int) -> Iterator[Batch]:
@@ -117,7 +118,10 @@ def _metric_entities(record: Metrics) -> Iterator[Metric]:
         try:
             number = float(value)
         except Exception as error:  # a GPU's value is read only now, and the GPU may have failed meanwhile
-            warnings.warn(f"Metric {name} of step {record.step} cannot be read and is left out: {error}", stacklevel=2)
+            warnings.warn(
+                f"Metric {name} of step {record.step} cannot be read and is left out: {redact_text(str(error))}",
+                stacklevel=2,
+            )
             continue
         yield Metric(name, number, record.timestamp_ms, record.step)
 

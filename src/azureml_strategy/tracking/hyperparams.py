@@ -9,14 +9,15 @@ from typing import Any
 
 from lightning.fabric.utilities.logger import _convert_params, _flatten_dict
 
+from azureml_strategy.cluster.redaction import redact, redact_text
 from azureml_strategy.tracking.limits import AZURE_PARAMS_PER_RUN, PARAM_VALUE_LENGTH
 from azureml_strategy.tracking.names import clean_name
 
 
 def as_texts(params: dict[str, Any] | Namespace) -> dict[str, str]:
-    """Nested hyperparameters as flat `a/b` names with text values, cut to the length that stores accept."""
-    flat = _flatten_dict(_convert_params(params))
-    return {clean_name(name): str(value)[:PARAM_VALUE_LENGTH] for name, value in flat.items()}
+    """Nested hyperparameters as flat `a/b` names with text values, without secrets, cut to what stores accept."""
+    flat = _flatten_dict(redact("", _convert_params(params)))
+    return {clean_name(name): redact_text(str(value))[:PARAM_VALUE_LENGTH] for name, value in flat.items()}
 
 
 def new_params(recorded: Mapping[str, str], params: Mapping[str, str]) -> dict[str, str]:

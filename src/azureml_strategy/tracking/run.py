@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from azureml_strategy.cluster.redaction import redact_text
+from azureml_strategy.cluster.redaction import redact, redact_text
 from azureml_strategy.tracking.limits import TAG_VALUE_LENGTH
 from azureml_strategy.tracking.names import clean_name
 
@@ -75,17 +76,32 @@ def join_run(tracking_uri: str, run_id: str, tags: Mapping[str, Any] | None = No
     from mlflow.tracking import MlflowClient
     from mlflow.utils.mlflow_tags import MLFLOW_RUN_NAME
 
-    client = MlflowClient(tracking_uri)
+    with _opening(tracking_uri):
+        client = MlflowClient(tracking_uri)
+        try:
+            run = client.get_run(run_id)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            raise TrackingError(_unknown_run(tracking_uri, run_id)) from error
+        for name, value in _texts(tags).items():
+            if name != MLFLOW_RUN_NAME:
+                client.set_tag(run_id, name, value)
+        return OpenRun(client, tracking_uri, run, client.get_experiment(run.info.experiment_id).name, owned=False)
+
+
+@contextmanager
+def _opening(tracking_uri: str) -> Iterator[None]:
+    """Errors of the store, which MLflow words with its whole address, come without the password in it."""
+    from mlflow.exceptions import MlflowException
+
     try:
-        run = client.get_run(run_id)
+        yield
     except MlflowException as error:
-        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+        said = redact_text(str(error))
+        if said == str(error):
             raise
-        raise TrackingError(_unknown_run(tracking_uri, run_id)) from error
-    for name, value in _texts(tags).items():
-        if name != MLFLOW_RUN_NAME:
-            client.set_tag(run_id, name, value)
-    return OpenRun(client, tracking_uri, run, client.get_experiment(run.info.experiment_id).name, owned=False)
+        raise TrackingError(f"The tracking store {redact_text(tracking_uri)} cannot be used: {said}") from None
 
 
 def _unknown_run(tracking_uri: str, run_id: str) -> str:
@@ -114,16 +130,18 @@ def start_run(
     from mlflow.tracking import MlflowClient
     from mlflow.tracking.context.registry import resolve_tags
 
-    client = MlflowClient(tracking_uri)
-    experiment_id = os.environ.get("MLFLOW_EXPERIMENT_ID") if experiment_name is None else None
-    if experiment_id is None:
-        name = experiment_name or os.environ.get("MLFLOW_EXPERIMENT_NAME") or DEFAULT_EXPERIMENT
-        experiment = client.get_experiment_by_name(name)
-        experiment_id = (
-            client.create_experiment(name, artifact_location) if experiment is None else experiment.experiment_id
-        )
-    run = client.create_run(experiment_id, tags=resolve_tags(_texts(tags)), run_name=run_name)
-    return OpenRun(client, tracking_uri, run, client.get_experiment(experiment_id).name, owned=True)
+    with _opening(tracking_uri):
+        client = MlflowClient(tracking_uri)
+        experiment_id = os.environ.get("MLFLOW_EXPERIMENT_ID") if experiment_name is None else None
+        if experiment_id is None:
+            name = experiment_name or os.environ.get("MLFLOW_EXPERIMENT_NAME") or DEFAULT_EXPERIMENT
+            experiment = client.get_experiment_by_name(name)
+            experiment_id = (
+                client.create_experiment(name, artifact_location) if experiment is None else experiment.experiment_id
+            )
+        # MLflow's own tags are among them, such as the address of the git repository, which may hold a token.
+        run = client.create_run(experiment_id, tags=_texts(resolve_tags(_texts(tags))), run_name=run_name)
+        return OpenRun(client, tracking_uri, run, client.get_experiment(experiment_id).name, owned=True)
 
 
 def end_run(run: OpenRun, status: str) -> None:
@@ -137,4 +155,4 @@ def end_run(run: OpenRun, status: str) -> None:
 
 
 def _texts(tags: Mapping[str, Any] | None) -> dict[str, str]:
-    return {clean_name(name): str(value)[:TAG_VALUE_LENGTH] for name, value in (tags or {}).items()}
+    return {clean_name(name): str(redact(name, str(value)))[:TAG_VALUE_LENGTH] for name, value in (tags or {}).items()}

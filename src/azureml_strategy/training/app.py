@@ -20,8 +20,9 @@ from azureml_strategy.cluster import LaunchError, detect_launch
 from azureml_strategy.command_line import is_override
 from azureml_strategy.training.catalogue import find_recipe
 from azureml_strategy.training.checking import check_overrides
-from azureml_strategy.training.console import tidy_console
+from azureml_strategy.training.console import discreet_console, tidy_console
 from azureml_strategy.training.errors import RecipeError
+from azureml_strategy.training.recorded import keep_secrets
 from azureml_strategy.training.resolvers import register_resolvers
 from azureml_strategy.training.targets import own_modules
 
@@ -76,6 +77,7 @@ def run_recipe(recipe: str, arguments: Sequence[str]) -> None:
         from azureml_strategy.training.run import speaks_for_all, train
 
         tidy_console()
+        keep_secrets(config)
         try:
             train(config)
         except SIGTERMException:
@@ -93,7 +95,7 @@ def run_recipe(recipe: str, arguments: Sequence[str]) -> None:
 
     sys.argv = [command_line[0], *folder, *arguments]
     try:
-        with own_modules(found.folder):
+        with own_modules(found.folder), discreet_console():
             application()
     except _Refusal as refusal:
         raise RecipeError(str(refusal)) from refusal

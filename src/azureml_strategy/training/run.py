@@ -26,13 +26,12 @@ from azureml_strategy.cluster.errors import TERMINATION_SWITCH, switched_off
 from azureml_strategy.tracking import JobMLFlowLogger
 from azureml_strategy.training.checking import check_config
 from azureml_strategy.training.errors import RecipeError
+from azureml_strategy.training.recorded import hyperparameters
 
 log = logging.getLogger(__name__)
 
 # How long a process that we started may take to fail as well, once this one has; it may wait for it in a collective.
 _GRACE_SECONDS = 5.0
-# Sections that say where things are, or what may differ between the attempts of a job.
-_NO_HYPERPARAMETERS = ("output_dir", "resume", "global_batch", "tracking", "checkpoint", "job")
 
 
 def train(config: DictConfig) -> dict[str, float]:
@@ -59,7 +58,7 @@ def train(config: DictConfig) -> dict[str, float]:
     chosen = checkpoint_to_resume(config.resume, Path(config.output_dir))
     trainer = _trainer(config, chosen)
     for logger in trainer.loggers:
-        logger.log_hyperparams(_flat(config))
+        logger.log_hyperparams(hyperparameters(config))
         if isinstance(logger, JobMLFlowLogger) and _repeats(chosen, config.resume):
             logger.continue_run()
     with _own_processes(trainer), told_to_children(chosen):
@@ -113,12 +112,6 @@ def _callback(place: str, node: DictConfig) -> Callback:
             f"{place}: {{_target_: lightning.pytorch.callbacks.EarlyStopping, ...}}, or write null to leave it out."
         )
     return callback
-
-
-def _flat(config: DictConfig) -> dict[str, Any]:
-    """The configuration as hyperparameters: resolved, without what says only where things are."""
-    resolved: Any = OmegaConf.to_container(config, resolve=True)
-    return {name: value for name, value in resolved.items() if name not in _NO_HYPERPARAMETERS}
 
 
 def _announce(folder: str) -> None:

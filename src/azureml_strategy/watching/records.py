@@ -11,6 +11,7 @@ from typing import Protocol, runtime_checkable
 from lightning.pytorch import Trainer
 
 from azureml_strategy.cluster.job import read_job
+from azureml_strategy.cluster.redaction import redact_text
 from azureml_strategy.watching.bounded import within
 from azureml_strategy.watching.recorder import Trace
 from azureml_strategy.watching.verdict import Verdict
@@ -56,7 +57,7 @@ class Records:
             say(verdict.headline)
         else:
             say(f"{verdict.text}\nKept in {self._folder}.")
-            self._write("report.txt", verdict.text.encode())
+            self._write("report.txt", redact_text(verdict.text).encode())
         self._tag(verdict.headline)
 
     def keep_trace(self, trace: Trace) -> None:
@@ -96,4 +97,4 @@ def _default_folder(trainer: Trainer) -> Path:
 
 def say(text: str) -> None:
     """Print at once, and whole: the process may end right after."""
-    print(text, file=sys.stderr, flush=True)
+    print(redact_text(text), file=sys.stderr, flush=True)

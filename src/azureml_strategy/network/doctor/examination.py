@@ -13,7 +13,7 @@ from azureml_strategy.network.doctor.installed import installed_versions
 from azureml_strategy.network.doctor.launch import check_launch
 from azureml_strategy.network.doctor.limits import check_limits
 from azureml_strategy.network.doctor.report import Report, Section
-from azureml_strategy.network.doctor.secrets import Secrets
+from azureml_strategy.network.doctor.secrets import without_secrets
 from azureml_strategy.network.doctor.settings import check_settings
 from azureml_strategy.network.doctor.size import check_size
 from azureml_strategy.network.doctor.storage import check_storage
@@ -49,4 +49,4 @@ def examine(
         Section(title, tuple(finding for check in checks for finding in check(facts))) for title, checks in _SECTIONS
     )
     report = Report(tuple(section for section in sections if section.findings), facts.to_json())
-    return Secrets(environ).hide_in(report)
+    return without_secrets(report, environ)

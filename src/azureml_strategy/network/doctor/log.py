@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from azureml_strategy.network.doctor.report import Report, Section
-from azureml_strategy.network.doctor.secrets import Secrets
+from azureml_strategy.network.doctor.secrets import without_secrets
 from azureml_strategy.network.findings import Finding, Verdict
 from azureml_strategy.network.infiniband import read_hcas
 from azureml_strategy.network.transport import LogError, Transport, describe, read_transport
@@ -58,7 +58,7 @@ def explain_log(name: str, root: str | Path = "/", environ: Mapping[str, str] | 
         Section("Messages", tuple(messages)),
     )
     report = Report(tuple(section for section in sections if section.findings), {"transport": asdict(transport)})
-    return Secrets(os.environ if environ is None else environ).hide_in(report)
+    return without_secrets(report, os.environ if environ is None else environ)
 
 
 def _transport(transport: Transport) -> Iterator[Finding]:
