@@ -81,10 +81,14 @@ def test_code_goes_along_without_what_amlignore_leaves_out(
     Path("data").mkdir()
     Path("data/large.bin").touch()
     Path(".amlignore").write_text("data/\n")
-    Path("outputs").mkdir()
-    Path("outputs/old.txt").touch()
+    Path("lib/site-packages").mkdir(parents=True)
+    Path("lib/site-packages/old.txt").touch()
+    Path(".env").write_text("HF_TOKEN=hf_1")
     job = submit_recipe(own_recipe("runs/mine.yaml"), [SIZE, PRICED], name="mine-1")
-    assert "code: ., 4 files, 0.0 MB. The job gets all of it, outputs among them" in caplog.text
+    assert "code: ., 4 files, 0.0 MB; kept here, as secrets by their names: .env. " in caplog.text
+    assert "The job gets all of it, site-packages among them" in caplog.text
+    assert not [content for content in azure_service.blobs.content.values() if b"hf_1" in content]
+    assert submit_recipe("runs/mine.yaml", [SIZE, PRICED], name="mine-1").studio_url == job.studio_url
     assert job.name == "mine-1"
     assert "/codes/" in properties(azure_service, "mine-1")["codeId"]
     stored = [name for name in azure_service.blobs.content if name.endswith((".py", ".yaml", ".bin"))]

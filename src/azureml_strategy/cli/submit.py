@@ -74,7 +74,7 @@ def _print_job(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     text = job_yaml(build_job(recipe, options.name, node_price(recipe, recipe.cluster.region, offline=True)))
     snapshot = check_snapshot(recipe)
     if snapshot is not None:
-        print("\n".join(filter(None, [snapshot.describe(), snapshot.advice()])), file=sys.stderr)
+        _tell(". ".join(filter(None, [snapshot.describe(), snapshot.advice()])))
     print_text(text.rstrip())
     return 0
 
@@ -83,8 +83,13 @@ def _submit(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from azureml_strategy.jobs.follow import follow_job
     from azureml_strategy.jobs.submit import submit_recipe
 
-    job = submit_recipe(options.recipe, overrides, workspace=workspace_of(options), name=options.name)
+    job = submit_recipe(options.recipe, overrides, workspace=workspace_of(options), name=options.name, tell=_tell)
     print_text(f"{job.name}\n{job.studio_url}")
     if not options.follow:
         return 0
     return 0 if follow_job(job) == "Completed" else 1
+
+
+def _tell(line: str) -> None:
+    """Beside what is printed, so that the latter stays YAML, or a name and an address."""
+    print(line, file=sys.stderr)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from azureml_strategy.jobs.recipe import JobRecipe, read_recipe
 from azureml_strategy.jobs.render import build_job, node_price
 from azureml_strategy.jobs.render_command import code_folder, recipe_in_code
 from azureml_strategy.jobs.service_errors import ServiceError, service_errors
-from azureml_strategy.jobs.snapshot import Snapshot, list_snapshot
+from azureml_strategy.jobs.snapshot import Snapshot, list_snapshot, upload_snapshot
 from azureml_strategy.jobs.submitted import SubmittedJob
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def submit_recipe(
     client: MLClient | None = None,
     workspace: WorkspaceSettings | None = None,
     name: str | None = None,
+    tell: Callable[[str], object] | None = None,
 ) -> SubmittedJob:
     """Submit a recipe as a job.
 
@@ -47,6 +48,7 @@ def submit_recipe(
         client: of the workspace; by default that of `workspace`, `job.workspace` and this machine's configuration.
         workspace: what goes before `job.workspace`; only without a client.
         name: of the job; by default made up from the recipe's.
+        tell: gets one line about the code that goes along; by default it is logged, where it is worth a warning.
 
     Raises:
         JobError: the recipe, an override, the cluster or the job cannot be as asked. Nothing was sent then.
@@ -55,16 +57,27 @@ def submit_recipe(
     found = read_recipe(recipe, overrides)
     job = build_job(found, name or new_job_name(found.recipe.name), None)
     snapshot = check_snapshot(found)
-    if snapshot is not None and snapshot.advice():
-        log.warning("%s. %s", snapshot.describe(), snapshot.advice())
+    if snapshot is not None:
+        _tell(snapshot, tell)
     if client is None:
         client = connect((workspace or WorkspaceSettings()).over(found.job.workspace.settings()))
     check_data(found.job.inputs, client)
     price = node_price(found, _region(found, client), offline=False)
     if price is not None:
         job.environment_variables = {**price.as_variables(), **job.environment_variables}
+    if snapshot is not None:
+        with service_errors():
+            job.code = upload_snapshot(client, snapshot.folder)
     created = _create(client, job)
     return SubmittedJob(client, str(created.name), str(created.studio_url))
+
+
+def _tell(snapshot: Snapshot, tell: Callable[[str], object] | None) -> None:
+    line = ". ".join(filter(None, [snapshot.describe(), snapshot.advice()]))
+    if tell is not None:
+        tell(line)
+    elif snapshot.advice() or snapshot.secrets:
+        log.warning("%s", line)
 
 
 def _create(client: MLClient, job: Command) -> Job:
@@ -114,7 +127,10 @@ def check_snapshot(recipe: JobRecipe) -> Snapshot | None:
     snapshot = list_snapshot(folder)
     own = None if recipe.recipe.folder is None else recipe_in_code(recipe).removeprefix("./")
     if own is not None and own not in snapshot.files:
-        raise JobError(f"The recipe {own} is left out by {folder}/.amlignore or .gitignore, and the job needs it.")
+        raise JobError(
+            f"The recipe {own} is left out by {folder}/.amlignore or .gitignore, or lies where no code is, and the "
+            "job needs it."
+        )
     return snapshot
 
 

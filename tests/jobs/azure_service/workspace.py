@@ -73,7 +73,9 @@ class Workspace:
         if path in self.resources:
             return Reply(self.resources[path])
         if path.endswith("/versions"):
-            return Reply({"value": self._versions(path) if "hash" not in request.query else []})
+            return Reply(
+                {"value": self._of_content(request.query["hash"]) if "hash" in request.query else self._versions(path)}
+            )
         if re.fullmatch(rf"{_VERSIONED}/[^/]+", path):
             return self._container(path)
         if re.fullmatch(_VERSIONED, path):
@@ -108,6 +110,11 @@ class Workspace:
 
     def _versions(self, path: str) -> list[dict[str, Any]]:
         return [resource for each, resource in self.resources.items() if each.startswith(path + "/")]
+
+    def _of_content(self, sha256: str) -> list[dict[str, Any]]:
+        """Code of the same content, under whatever name: which azure-ai-ml takes instead of sending it again."""
+        codes = [resource for each, resource in self.resources.items() if each.startswith("codes/")]
+        return [each for each in codes if (each["properties"].get("properties") or {}).get("hash_sha256") == sha256]
 
     def _store(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         named = {"id": f"{self.id}/{path}", "name": path.rpartition("/")[2], "systemData": _CREATED}
