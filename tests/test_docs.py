@@ -7,12 +7,16 @@ import shlex
 from pathlib import Path
 
 import pytest
+from tests.jobs.rendering import cache
+from tests.training.conftest import COMMAND, run
 
 from azureml_strategy.cli import _parser
 from azureml_strategy.command_line import is_override
 from azureml_strategy.training.catalogue import shipped_recipes
 from azureml_strategy.training.checking import check_overrides
 from azureml_strategy.training.resolvers import register_resolvers
+
+__all__ = ["cache"]  # a fixture
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -48,6 +52,21 @@ def test_the_recipes_take_their_overrides() -> None:
         ]
         if verb in ("train", "submit", "study") and recipes and "hydra/sweeper=optuna" not in overrides:
             check_overrides(recipes[0], overrides)
+
+
+@pytest.mark.slow
+def test_a_model_of_ones_own_as_its_page_says(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page's files, by the names in their first lines, and its commands, one after the other."""
+    page = ROOT / "docs" / "own_model.md"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///mlflow.db")
+    for text in re.findall(r"^```(?:python|yaml)\n(.*?)^```", page.read_text(), re.M | re.S):
+        Path(text.splitlines()[0].removeprefix("# ")).write_text(text)
+    outputs = [run(COMMAND, *words).stdout for words in commands(page)]
+    assert len(outputs) == 5
+    assert all("val/loss" in text for text in (*outputs[:2], *outputs[4:])), "the table at the end"
+    assert "azureml-strategy train ./my_run.yaml cluster=nc24ads_a100_v4" in outputs[3]
+    assert "none of the recipe's own" in outputs[4]
+    assert [len(list(Path(each).glob("checkpoints/*.ckpt"))) > 0 for each in ("wider", "two", "shipped")] == [True] * 3
 
 
 def test_every_page_that_is_linked_is_there() -> None:

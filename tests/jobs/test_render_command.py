@@ -77,3 +77,8 @@ def test_a_recipe_that_the_job_would_not_find(tmp_path: Path) -> None:
         recipe_in_code(of(Recipe("mine", str(tmp_path), ""), code="a"))
     with pytest.raises(JobError, match=r"job\.code is nowhere, but there is no such folder"):
         code_folder(of(SHIPPED, code="nowhere"))
+
+
+def test_a_recipe_without_a_model_makes_no_job() -> None:
+    with pytest.raises(JobError, match=r"model\._target_ has no value"):
+        read_recipe("base_run", [])

@@ -11,12 +11,15 @@ from azureml_strategy.training.errors import RecipeError, near_matches
 def test_the_shipped_recipes_have_names_and_summaries() -> None:
     recipes = shipped_recipes()
     assert [recipe.name for recipe in recipes] == [
+        "base_run",
         *("gpt_ddp", "gpt_pipeline", "gpt_tensor_parallel", "gpt_zero3"),
         *("resnet50_ddp", "resnet50_imagenet", "resnet50_pipeline", "resnet50_synthetic"),
     ]
     for recipe in recipes:
         assert recipe.folder is None
-        assert recipe.summary.startswith({"gpt": "GPT ", "resnet50": "ResNet-50 "}[recipe.name.split("_")[0]])
+        assert recipe.summary.startswith(
+            {"base": "Everything ", "gpt": "GPT ", "resnet50": "ResNet-50 "}[recipe.name.split("_")[0]]
+        )
         assert find_recipe(recipe.name) == recipe
 
 

@@ -14,7 +14,7 @@ from tests.training.conftest import Compose
 from azureml_strategy.training.catalogue import shipped_recipes
 from azureml_strategy.training.checking import _TRAINER_ELSEWHERE, check_config
 
-RECIPES = [recipe.name for recipe in shipped_recipes()]
+RECIPES = [recipe.name for recipe in shipped_recipes() if recipe.name != "base_run"]  # which has no model yet
 OPTIONS = [
     f"{group.name}={file.name.removesuffix('.yaml')}"
     for group in files("azureml_strategy.conf").iterdir()

@@ -22,7 +22,7 @@ from azureml_strategy.training.catalogue import Recipe, find_recipe
 from azureml_strategy.training.checking import compose_recipe, target_nodes
 from azureml_strategy.training.errors import RecipeError, near_matches
 from azureml_strategy.training.resolvers import register_resolvers
-from azureml_strategy.training.targets import lies_in
+from azureml_strategy.training.targets import lies_in, refuse_missing
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,9 @@ def read_recipe(recipe: str, overrides: Sequence[str]) -> JobRecipe:
     try:
         found = find_recipe(recipe)
         config = compose_recipe(found, overrides)
+        named = [(place, str(node["_target_"])) for place, node in target_nodes(config)]
+        for place, target in named:
+            refuse_missing(place, target)
     except RecipeError as error:
         raise JobError(str(error)) from error
     refuse_secrets(dict(_leaves(config)))
@@ -78,7 +81,7 @@ def read_recipe(recipe: str, overrides: Sequence[str]) -> JobRecipe:
     paths = path_overrides(job, overrides)
     for path in paths:
         _check_key(config, path.partition("=")[0])
-    own_modules = any(lies_in(os.curdir, str(node["_target_"])) for _, node in target_nodes(config))
+    own_modules = any(lies_in(os.curdir, target) for _, target in named)
     return JobRecipe(found, tuple(overrides), tuple(paths), cluster, job, own_modules)
 
 

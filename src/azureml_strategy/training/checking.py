@@ -18,7 +18,7 @@ from yaml import YAMLError
 from azureml_strategy.cluster.redaction import redact_text
 from azureml_strategy.training.catalogue import Recipe
 from azureml_strategy.training.errors import RecipeError, near_matches
-from azureml_strategy.training.targets import locate, taken_by
+from azureml_strategy.training.targets import HYDRA_OWN, locate, taken_by
 
 # The keys of a recipe; `vars` is the user's.
 SECTIONS = (
@@ -37,7 +37,6 @@ _TRAINER_ELSEWHERE = {
 }
 # What Hydra lets through when a configuration cannot be composed.
 _UNCOMPOSABLE = (HydraException, OmegaConfBaseException, YAMLError)
-_HYDRA_OWN = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")
 
 
 def check_overrides(recipe: Recipe, overrides: Sequence[str]) -> None:
@@ -116,7 +115,7 @@ def _check_arguments(path: str, node: dict[str, Any]) -> None:
     if taken is None:
         return
     for name in node:
-        if name not in taken and name not in _HYDRA_OWN:
+        if name not in taken and name not in HYDRA_OWN:
             near = near_matches(f"{path}.{name}", [f"{path}.{each}" for each in taken])
             raise RecipeError(f"{path}.{name} is set, but {node['_target_']} takes no {name!r}. {near}")
 

@@ -26,6 +26,7 @@ from azureml_strategy.cluster.errors import TERMINATION_SWITCH, switched_off
 from azureml_strategy.tracking import JobMLFlowLogger
 from azureml_strategy.training.checking import check_config
 from azureml_strategy.training.errors import RecipeError
+from azureml_strategy.training.new_target import drop_keys_of_old_targets
 from azureml_strategy.training.recorded import hyperparameters
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ def train(config: DictConfig) -> dict[str, float]:
         LaunchError: the Trainer contradicts the job.
         ResumeError: the checkpoint that `resume` names cannot be resumed from, or its global batch not be kept.
     """
+    drop_keys_of_old_targets(config)
     check_config(config)
     _announce(config.output_dir)
     seed_everything(config.seed, workers=True, verbose=False)

@@ -14,7 +14,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from omegaconf import MISSING
+
 from azureml_strategy.training.errors import RecipeError, near_matches
+
+HYDRA_OWN = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")
+"""Keys beside a `_target_` that Hydra reads itself."""
 
 
 @contextmanager
@@ -48,6 +53,7 @@ def locate(place: str, target: str) -> Any:
     Raises:
         RecipeError: there is no such thing, or its module cannot be imported.
     """
+    refuse_missing(place, target)
     key = f"{place}._target_ is {target!r}"
     if not isinstance(target, str) or not all(part.isidentifier() for part in target.split(".")):
         raise RecipeError(f"{key}, which is no dotted path. Write MODULE.NAME, as torch.optim.SGD.")
@@ -60,6 +66,19 @@ def locate(place: str, target: str) -> Any:
     if not callable(found):
         raise RecipeError(f"{key}, a {type(found).__name__}, but must name a class or a function.")
     return found
+
+
+def refuse_missing(place: str, target: str) -> None:
+    """Refuse a `_target_` without a value, as `base_run` has for the model.
+
+    Raises:
+        RecipeError: it is `???`.
+    """
+    if target == MISSING:
+        raise RecipeError(
+            f"{place}._target_ has no value: the recipe leaves it to you. Type {place}._target_=MODULE.CLASS, or write "
+            f"{place}: {{_target_: MODULE.CLASS, ...}} in a recipe of your own."
+        )
 
 
 def taken_by(target: Any) -> set[str] | None:

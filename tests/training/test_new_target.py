@@ -1,0 +1,119 @@
+"""A class of the user's in place of a shipped one: what only the old one takes is left out, what he wrote is not."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from azureml_strategy.training import run as running
+from azureml_strategy.training.app import run_recipe
+from azureml_strategy.training.checking import check_config
+from azureml_strategy.training.errors import RecipeError
+
+PARTS = """\
+from azureml_strategy.models import ImageClassifier
+
+
+class Net:
+    def __init__(self, width, learning_rate=1.0): ...
+
+
+class Derived(ImageClassifier):
+    def __init__(self, width=1, **others): ...
+
+
+class Any:
+    def __init__(self, width=1, **others): ...
+
+
+def any_network(**others): ...
+"""
+Model = Callable[..., DictConfig]
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
+    """The model of a recipe as `train` is about to make it."""
+    (tmp_path / "own_nets.py").write_text(PARTS)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "grouped.yaml").write_text("_target_: own_nets.Net\nwidth: 4\n")
+    monkeypatch.setattr(sys, "argv", ["azureml-strategy"])
+    handlers, level = logging.root.handlers[:], logging.root.level
+    found: list[DictConfig] = []
+
+    def train(config: DictConfig) -> None:
+        running.drop_keys_of_old_targets(config)
+        check_config(config)
+        found.append(config.model)
+
+    monkeypatch.setattr(running, "train", train)
+
+    def of(text: str, *overrides: str, recipe: str = "mine.yaml") -> DictConfig:
+        (tmp_path / "mine.yaml").write_text(text)
+        run_recipe(recipe, overrides)
+        return found.pop()
+
+    yield of
+    sys.modules.pop("own_nets", None)
+    logging.root.handlers[:] = handlers
+    logging.root.setLevel(level)
+
+
+OWN = "defaults: [resnet50_ddp, _self_]\nmodel: {_target_: own_nets.Net, width: 8}\n"
+
+
+def test_keys_of_the_old_one_are_left_out(model: Model, capsys: pytest.CaptureFixture[str]) -> None:
+    assert model(OWN) == {"_target_": "own_nets.Net", "width": 8, "learning_rate": 0.08}
+    (line,) = [each for each in capsys.readouterr().out.splitlines() if "left out" in each]
+    assert "model is own_nets.Net now, which takes none of the recipe's own" in line
+    assert "network" in line
+
+
+def test_on_the_command_line_of_a_shipped_recipe(model: Model) -> None:
+    found = model("", "model._target_=own_nets.Net", "+model.width=3", recipe="resnet50_synthetic")
+    assert found == {"_target_": "own_nets.Net", "width": 3, "learning_rate": 0.1}
+
+
+def test_a_group_of_the_users(model: Model) -> None:
+    found = model("defaults: [resnet50_ddp, {override model: grouped}, _self_]\n")
+    assert found == {"_target_": "own_nets.Net", "width": 4, "learning_rate": 0.08}
+
+
+def test_a_network_inside(model: Model) -> None:
+    network = model("defaults: [resnet50_ddp, _self_]\nmodel: {network: {_target_: own_nets.Net, width: 8}}\n").network
+    assert network == {"_target_": "own_nets.Net", "width": 8}
+    network = model("defaults: [resnet50_ddp, _self_]\nmodel: {network: {_target_: own_nets.any_network}}\n").network
+    assert network.keys() == {"_target_", "num_classes", "zero_init_residual"}
+
+
+def test_one_that_takes_any_keyword(model: Model) -> None:
+    """A derived class hands them on; another one would be given what it knows nothing of."""
+    assert "warmup_epochs" in model("", "model._target_=own_nets.Derived", recipe="resnet50_ddp")
+    assert model("", "model._target_=own_nets.Any", recipe="resnet50_ddp").keys() == {"_target_"}
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides"),
+    [(OWN.replace("width: 8", "widht: 8, width: 8"), []), (OWN, ["+model.widht=8"]), (OWN, ["+model={widht: 8}"])],
+)
+def test_a_key_that_the_user_wrote_stays_an_error(model: Model, text: str, overrides: list[str]) -> None:
+    with pytest.raises(RecipeError, match=r"model.widht is set, but own_nets.Net takes no 'widht'.*'model.width'"):
+        model(text, *overrides)
+
+
+def test_base_run_has_neither_model_nor_data(model: Model) -> None:
+    own = "defaults: [base_run, _self_]\nmodel: {_target_: own_nets.Net, width: 8}\ndata: {_target_: own_nets.Net}\n"
+    assert model(own) == {"_target_": "own_nets.Net", "width": 8}
+    with pytest.raises(RecipeError, match=r"model\._target_ has no value: .* Type model\._target_=MODULE\.CLASS"):
+        model("", recipe="base_run")
+
+
+def test_a_configuration_that_no_application_composed_is_left_alone() -> None:
+    config = OmegaConf.create({"model": {"_target_": "own_nets.Net", "depth": 1}})
+    running.drop_keys_of_old_targets(config)
+    assert "depth" in config.model
