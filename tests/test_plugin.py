@@ -11,6 +11,7 @@ from lightning.pytorch import Trainer
 from azureml_strategy.checkpoint.termination import TerminateTogether
 from azureml_strategy.cluster.errors import (
     CALLBACKS_SWITCH,
+    DATA_CHECK_SWITCH,
     GUARD_SWITCH,
     HANG_WATCH_SWITCH,
     NETWORK_RECORD_SWITCH,
@@ -18,6 +19,7 @@ from azureml_strategy.cluster.errors import (
     LaunchError,
 )
 from azureml_strategy.cluster.guard import LaunchGuard
+from azureml_strategy.data.check import DataCheck
 from azureml_strategy.plugin import _STRATEGIES, job_callbacks, pytorch_lightning_callbacks
 from azureml_strategy.tracking.network import NetworkRecorder
 from azureml_strategy.watching import HangWatch
@@ -33,7 +35,7 @@ NODE_1 = {
     "MASTER_PORT": "6105",
 }
 QUIET: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
-OURS = (LaunchGuard, HangWatch, TerminateTogether, NetworkRecorder)
+OURS = (LaunchGuard, HangWatch, TerminateTogether, NetworkRecorder, DataCheck)
 TRAINER = "Trainer(strategy='azureml_ddp', accelerator='cpu', logger=False, enable_checkpointing=False)"
 
 
@@ -76,7 +78,8 @@ def test_a_job_of_one_node_without_a_launcher_has_none(monkeypatch: pytest.Monke
     assert ours(Trainer(**QUIET)) == []
 
 
-SWITCHED = dict(zip((GUARD_SWITCH, HANG_WATCH_SWITCH, TERMINATION_SWITCH, NETWORK_RECORD_SWITCH), OURS, strict=True))
+SWITCHES = (GUARD_SWITCH, HANG_WATCH_SWITCH, TERMINATION_SWITCH, NETWORK_RECORD_SWITCH, DATA_CHECK_SWITCH)
+SWITCHED = dict(zip(SWITCHES, OURS, strict=True))
 
 
 @pytest.mark.parametrize("value", ["off", "OFF"])

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from azureml_strategy.cluster.errors import (
     CALLBACKS_SWITCH,
+    DATA_CHECK_SWITCH,
     GUARD_SWITCH,
     HANG_WATCH_SWITCH,
     NETWORK_RECORD_SWITCH,
@@ -119,12 +120,19 @@ def _network_record(launch: Launch) -> Callback:
     return NetworkRecorder()
 
 
+def _data_check(launch: Launch) -> Callback:
+    from azureml_strategy.data.check import DataCheck
+
+    return DataCheck()
+
+
 # switch: what makes the callback
 _PARTS: dict[str, Callable[[Launch], Callback]] = {
     GUARD_SWITCH: _guard,
     HANG_WATCH_SWITCH: _hang_watch,
     TERMINATION_SWITCH: _termination,
     NETWORK_RECORD_SWITCH: _network_record,
+    DATA_CHECK_SWITCH: _data_check,
 }
 
 

@@ -1,0 +1,218 @@
+"""Whether ranks that should read different samples are given the same ones."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import json
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch import Tensor
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.utils.data import DistributedSampler
+from typing_extensions import override
+
+from azureml_strategy.cluster.errors import DATA_CHECK_SWITCH
+from azureml_strategy.cluster.isolation import IsolatedCallback
+from azureml_strategy.network.rendezvous import another_connection
+
+log = logging.getLogger(__name__)
+
+# One batch may be equal by chance or on purpose: tiny data that wraps around, or a batch that is used again and again.
+_BATCHES = 2
+# Of a tensor or array, spread over all of it: enough to tell batches apart, and little to copy from a GPU.
+_MOST_ELEMENTS = 4096
+# A batch is as deep and as wide as a nest of containers may be; what lies further down does not count.
+_DEEPEST, _MOST_LEAVES = 6, 256
+_CONNECT_SECONDS = 10.0
+# A process may fit several times; all ranks count the same.
+_fits = itertools.count()
+
+
+class DataCheck(IsolatedCallback):
+    """Warns, once a fit, if ranks train on the same samples, as with an IterableDataset that nothing has split.
+
+    Lightning gives a map-style data set a DistributedSampler, and an iterable one nothing: each rank reads all of it,
+    and N ranks learn what one would. Each rank hashes its first two training batches and leaves the hash in the
+    rendezvous store; rank 0 compares what is there, and waits for nobody. Only ranks of different data-parallel
+    replicas are compared. Nothing is compared with `overfit_batches`, where all loaders have a DistributedSampler, or
+    where a rank's own two batches are equal. Ranks that read the same samples in another order are not found.
+
+    A GPU is waited for once, at the second batch.
+    """
+
+    switch = DATA_CHECK_SWITCH
+
+    def __init__(self) -> None:
+        self._store: Store | None = None
+        self._batches: list[_Batch] | None = None
+        self._looks = 0
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        fit = next(_fits)
+        replicas = _replica(trainer)[1]
+        self._store, self._looks, self._fit = None, 0, fit
+        self._batches = (
+            [] if replicas > 1 and not getattr(trainer, "overfit_batches", 0) and not _is_split(trainer) else None
+        )
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._batches is not None:
+            self._batches.append(_Batch(batch))
+            if len(self._batches) == _BATCHES:
+                self._tell(trainer, _digests(self._batches))
+                self._batches = None
+        elif self._store is not None:
+            self._looks += 1
+            if self._looks & (self._looks - 1) == 0:  # the others are a step behind, or an hour
+                self._compare(trainer, at_end=False)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._store is not None:
+            self._compare(trainer, at_end=True)
+        self._batches = self._store = None
+
+    def _tell(self, trainer: Trainer, digests: list[str]) -> None:
+        """Leave the hashes where rank 0 finds them."""
+        connection = another_connection(trainer.world_size, timedelta(seconds=_CONNECT_SECONDS))
+        if connection is None:
+            return
+        # torchrun's store outlives the processes that it starts again
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = PrefixStore(f"azureml_strategy/data_check/{attempt}/{self._fit}", connection)
+        store.set(str(trainer.global_rank), json.dumps({"replica": _replica(trainer)[0], "batches": digests}))
+        self._store = store if trainer.global_rank == 0 else None
+
+    def _compare(self, trainer: Trainer, at_end: bool) -> None:
+        assert self._store is not None
+        ranks = [rank for rank in range(trainer.world_size) if self._store.check([str(rank)])]
+        if len(ranks) < trainer.world_size and not at_end:
+            return
+        told = {rank: json.loads(self._store.get(str(rank))) for rank in ranks}
+        self._store = None
+        for same in _same(told):
+            log.warning(
+                "Ranks %s train on the same samples: their first %d batches of %s are equal, so that they learn "
+                "together what one of them would alone. Nothing splits an IterableDataset but its own __iter__: let "
+                "replica r of n yield itertools.islice(samples, r, None, n), with r and n from "
+                "trainer.distributed_sampler_kwargs. A map-style data set gets a DistributedSampler from Lightning, "
+                "unless use_distributed_sampler=False. If it is meant, set %s=off.",
+                ", ".join(map(str, same)),
+                _BATCHES,
+                _names(trainer),
+                self.switch,
+            )
+
+
+class _Batch:
+    """What tells a batch from others: a few bytes of each tensor, still on its device, and all else as text."""
+
+    def __init__(self, batch: Any) -> None:
+        self.text: list[str] = []
+        self.pieces: list[Tensor] = []
+        for leaf in itertools.islice(_leaves(batch, 0), _MOST_LEAVES):
+            if isinstance(leaf, Tensor):
+                with contextlib.suppress(RuntimeError, TypeError):  # sparse or nested ones, or of a class of its own
+                    self.text.append(f"{leaf.dtype} {tuple(leaf.shape)}")
+                    self.pieces.append(_sample(leaf))
+            else:
+                self.text.append(str(leaf))
+
+
+def _digests(batches: list[_Batch]) -> list[str]:
+    """A hash of each batch; all bytes of a device are copied at once."""
+    devices = {piece.device for batch in batches for piece in batch.pieces}
+    copied: dict[int, bytes] = {}
+    for device in devices:
+        pieces = [piece for batch in batches for piece in batch.pieces if piece.device == device]
+        content = bytes(torch.cat(pieces).cpu().numpy())
+        for piece in pieces:
+            copied[id(piece)], content = content[: len(piece)], content[len(piece) :]
+    contents = [
+        b"".join([repr(batch.text).encode(), *(copied[id(piece)] for piece in batch.pieces)]) for batch in batches
+    ]
+    return [hashlib.sha256(content).hexdigest() for content in contents]
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """Bytes of some elements of a tensor, uint8; a copy, as the training step may write into the batch."""
+    if tensor.is_meta:
+        raise TypeError("there is nothing in it")
+    plain = tensor.detach()
+    while not plain.is_contiguous() and plain.dim() > 1:  # flattening all of it would be a copy of the batch
+        plain = plain[0]
+    flat = plain.reshape(-1)
+    return flat[:: max(1, flat.numel() // _MOST_ELEMENTS)].clone().view(torch.uint8)
+
+
+def _leaves(node: Any, depth: int) -> Iterator[Any]:
+    """The tensors of a batch, whatever holds them, and everything else that can be told apart, as text."""
+    if isinstance(node, Tensor):
+        yield node
+    elif isinstance(node, (str, bytes, int, float, complex)) or node is None:
+        yield repr(node)
+    elif type(node).__module__ == "numpy":
+        yield from _leaves_of_array(node)
+    elif depth < _DEEPEST:
+        for child in _children(node):
+            yield from _leaves(child, depth + 1)
+
+
+def _leaves_of_array(array: Any) -> Iterator[Any]:
+    if array.dtype.kind in "biufc" and array.ndim:
+        yield torch.from_numpy(array.copy())
+    elif array.size <= _MOST_ELEMENTS:
+        yield repr(array.tolist())
+
+
+def _children(node: Any) -> Iterable[Any]:
+    if isinstance(node, Mapping):
+        return (part for key, child in node.items() for part in (str(key), child))
+    if isinstance(node, (list, tuple)):
+        return node
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        return (getattr(node, field.name) for field in dataclasses.fields(node))
+    return list(getattr(node, "__dict__", {}).values())
+
+
+def _same(told: Mapping[int, Mapping[str, Any]]) -> list[list[int]]:
+    """Ranks with equal batches, one of each replica; those whose own batches are all equal tell nothing."""
+    by_batches: dict[tuple[str, ...], dict[int, int]] = {}
+    for rank, each in sorted(told.items()):
+        if len(set(each["batches"])) > 1:
+            by_batches.setdefault(tuple(each["batches"]), {}).setdefault(each["replica"], rank)
+    return [list(ranks.values()) for ranks in by_batches.values() if len(ranks) > 1]
+
+
+def _replica(trainer: Trainer) -> tuple[int, int]:
+    """Which replica this process belongs to, and how many there are."""
+    arguments = trainer.distributed_sampler_kwargs
+    return (arguments["rank"], arguments["num_replicas"]) if arguments else (0, 1)
+
+
+def _is_split(trainer: Trainer) -> bool:
+    """Whether every loader has a sampler that gives each replica samples of its own."""
+    loaders = CombinedLoader(trainer.train_dataloader).flattened
+    samplers = [(getattr(each, "sampler", None), getattr(each, "batch_sampler", None)) for each in loaders]
+    return all(isinstance(one, DistributedSampler) or _within(batches) for one, batches in samplers)
+
+
+def _within(batch_sampler: Any) -> bool:
+    return isinstance(getattr(batch_sampler, "sampler", None), DistributedSampler)
+
+
+def _names(trainer: Trainer) -> str:
+    loaders = CombinedLoader(trainer.train_dataloader).flattened
+    return ", ".join(dict.fromkeys(type(getattr(each, "dataset", each)).__name__ for each in loaders))
