@@ -30,7 +30,7 @@ def run(run_job: RunJob, rank: int, fate: str, nodes: int = 2, **story: Any) -> 
     ],
 )
 def test_a_rank_that_stalls_is_named(run_job: RunJob, tmp_path: Path, strategy: str) -> None:
-    job = run(run_job, 1, "loader", strategy=strategy, stall_after_s=2)
+    job = run(run_job, 1, "loader", strategy=strategy, stall_after_s=2, kill=True)
     assert job.exit_code == 75, job.output
     assert f"rank 1 (node 1, host {HOST}) holds up the others" in job.output
     assert re.search(r"hangs.py:\d+ in __getitem__\. Its last collective: \w+ #\d+ of ", job.output)
@@ -56,9 +56,36 @@ def test_a_rank_that_is_killed_is_named(run_job: RunJob, rank: int, fate: str, m
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_stands_still_is_named(run_job: RunJob, rank: int) -> None:
-    job = run(run_job, rank, "stopped", dead_after_s=3, stall_after_s=3)
+    job = run(run_job, rank, "stopped", dead_after_s=3, stall_after_s=3, kill=True)
     assert job.exit_code == 75, job.output
     assert f"rank {rank} (node {rank}, host {HOST})" in job.output
+
+
+@pytest.mark.parametrize(
+    ("rank", "fate", "said"),
+    [
+        (0, "holds the lock", r"has not been heard of for 3 s: its process \d+ is alive, but .*lock \(GIL\)"),
+        (1, "holds the lock", r"has not been heard of for 3 s: its process \d+ is alive, but .*lock \(GIL\)"),
+        pytest.param(
+            0, "stopped", r"for 3 s: its process \d+ is alive, stopped by a signal", marks=pytest.mark.exhaustive
+        ),
+        (1, "stopped", r"for 3 s: its process \d+ is alive, stopped by a signal or a debugger"),
+        (1, "loader", r"holds up the others, which have done nothing for \d+ s"),
+    ],
+)
+def test_a_process_that_is_alive_is_reported_and_trains_to_its_end(
+    run_job: RunJob, tmp_path: Path, rank: int, fate: str, said: str
+) -> None:
+    """Each goes on when the report is there, and not before."""
+    job = run(run_job, rank, fate, dead_after_s=3, stall_after_s=3)
+    assert job.exit_code == 0, job.output
+    assert job.each("finished") == [True, True]
+    found = re.findall(rf"rank {rank} \(node {rank}, host {HOST}\) .*{said}", job.output)
+    assert found, job.output
+    assert not re.search(r"node is gone|is gone", job.output)
+    assert re.search(r"Rank \d: the ranks go on, \d+ s after they were reported to hang", job.output)
+    assert "Nothing is ended" in job.output or fate == "stopped"
+    assert re.search(said, (tmp_path / "logs/hang.attempt_0/report.txt").read_text())
 
 
 @pytest.mark.parametrize("rank", [0, 1])

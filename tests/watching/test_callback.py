@@ -9,7 +9,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from azureml_strategy.watching import HangWatch
-from azureml_strategy.watching.callback import _is_failure
+from azureml_strategy.watching.callback import _is_failure, _kills
 from azureml_strategy.watching.progress import Progress
 from azureml_strategy.watching.watch import Failure
 
@@ -88,3 +88,19 @@ def test_a_validation_within_a_fit_does_not_end_its_start(callback: HangWatch, f
     callback._note("training")
     assert callback._progress is not None
     assert callback._progress.limit_s == limit_s
+
+
+@pytest.mark.parametrize(("value", "kills"), [(None, False), ("report", False), ("KILL ", True), ("off", False)])
+def test_the_environment_says_whether_a_hang_ends_the_job(
+    monkeypatch: pytest.MonkeyPatch, value: str | None, kills: bool
+) -> None:
+    monkeypatch.delenv("AZUREML_STRATEGY_HANG_WATCH", raising=False)
+    if value is not None:
+        monkeypatch.setenv("AZUREML_STRATEGY_HANG_WATCH", value)
+    assert _kills() is kills
+
+
+def test_a_value_that_is_none_warns_and_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AZUREML_STRATEGY_HANG_WATCH", "yes")
+    with pytest.warns(UserWarning, match="HANG_WATCH='yes' is none of off, report, kill"):
+        assert _kills() is False

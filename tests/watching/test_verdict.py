@@ -23,6 +23,7 @@ def test_a_stall_names_rank_node_host_place_and_collectives() -> None:
         "(training) at /home/me/train.py:30 in __getitem__. Its last collective: all_reduce #40 of 3.2 MB. 3 rank(s) "
         "wait for it, rank 0 in all_reduce #41 of 3.2 MB since 22:14:01 UTC."
     )
+    assert not verdict.final, "it may go on"
     lines = verdict.text.splitlines()
     assert lines[3].startswith("-> rank 2 (node 1, host gpu-1): step 7, training, idle for 9 s; last collective")
     assert lines[1].startswith("   rank 0 (node 0, host gpu-0): step 7, training, idle for 9 s; in all_reduce #41")
@@ -32,7 +33,8 @@ def test_a_stall_names_rank_node_host_place_and_collectives() -> None:
     ("kind", "text", "said"),
     [
         ("gone", "", "is gone: its process was killed"),
-        ("silent", "for 120 s", "has not been heard of for 120 s: its node is gone"),
+        ("silent", "for 120 s: its process 77 is alive", "has not been heard of for 120 s: its process 77 is alive."),
+        ("vanished", "its machine does not answer", "is gone with its node: its machine does not answer."),
         ("lost", "", "is gone: a connection to it has ended"),
         ("unserved", "it", "is gone: the rendezvous store, which it serves, has ended"),
     ],
@@ -45,6 +47,7 @@ def test_a_rank_that_gives_no_report_is_told_by_its_last_sign(kind: Kind, text: 
         verdict.headline
     )
     assert "-> rank 3 (node 1, host gpu-1): no answer; last heard of" in verdict.text
+    assert verdict.final is (kind != "silent")
 
 
 def test_a_rank_that_does_not_answer_the_alarm_is_the_one() -> None:
@@ -57,6 +60,14 @@ def test_ranks_that_disagree_are_all_named() -> None:
     reports = {rank: report(collective(41, operation="all_reduce" if rank else "broadcast")) for rank in range(4)}
     verdict = reach_verdict(evidence("stalled", (), "for 600 s", reports))
     assert verdict.headline.startswith("The ranks hang for 600 s: rank 0 is in broadcast #41 of 3.2 MB, but rank 1 in")
+    assert verdict.final, "it can never resolve by itself"
+
+
+def test_a_disagreement_counts_more_than_a_rank_that_has_not_come() -> None:
+    reports = {rank: report(collective(41, operation="all_reduce" if rank else "broadcast")) for rank in range(3)}
+    verdict = reach_verdict(evidence("stalled", (), "for 600 s", reports | {3: report(collective(40, over=True))}))
+    assert "rank 0 is in broadcast #41" in verdict.headline
+    assert verdict.final
 
 
 def test_an_exception_is_told_with_its_rank() -> None:

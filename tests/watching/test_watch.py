@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -11,14 +16,16 @@ from typing import Any
 
 import pytest
 from lightning.pytorch.trainer import call
-from tests.watching.reports import beat
+from tests.watching.reports import beat, report
 from torch.distributed import HashStore, Store
 
+from azureml_strategy.network import machine
 from azureml_strategy.network.machine import Member, this_process
 from azureml_strategy.watching import watch as watching
 from azureml_strategy.watching.bounded import BoundedStore
 from azureml_strategy.watching.progress import CHECKPOINT, END, Progress
 from azureml_strategy.watching.report import Beat
+from azureml_strategy.watching.verdict import Verdict
 from azureml_strategy.watching.watch import Failure, Watch
 
 
@@ -44,8 +51,12 @@ class Rank:
         limit_s: float = 60.0,
         step: Callable[[], int] = lambda: 0,
         others: Sequence[Member] = (),
+        dead_after_s: float = 60,
+        kill: bool = False,
     ) -> None:
         self.ends: list[float] = []
+        self.verdicts: list[Verdict] = []
+        self.notes: list[str] = []
         self.progress = Progress(limit_s, limit_s)
         self.watch = Watch(
             BoundedStore(store, 10),
@@ -55,10 +66,13 @@ class Rank:
             self.progress,
             step,
             threading.get_ident(),
-            60,
+            dead_after_s,
             0.02,
-            SimpleNamespace(proclaim=lambda _: None, keep_trace=lambda _: None),  # type: ignore[arg-type]
+            SimpleNamespace(  # type: ignore[arg-type]
+                proclaim=self.verdicts.append, keep_trace=lambda _: None, note=self.notes.append
+            ),
             self.ends.append,
+            kill,
         )
 
 
@@ -114,9 +128,21 @@ def test_a_call_that_has_failed_does_not_end_the_next_one(store: HashStore, quic
 
 def test_a_main_thread_that_hangs_on_the_way_out_is_ended(store: HashStore, quick: None, alone: None) -> None:
     def fails() -> None:
-        rank = Rank(0, store)
+        rank = Rank(0, store, kill=True)
         rank.watch.fail(Failure("ValueError: no labels", of_others=False))
         until(lambda: rank.ends)
+
+    inside_trainer(fails)
+
+
+def test_what_takes_long_on_the_way_out_is_left_alone(store: HashStore, quick: None, alone: None) -> None:
+    """Such as an upload in somebody's `on_exception`."""
+
+    def fails() -> None:
+        rank = Rank(0, store)
+        rank.watch.fail(Failure("ValueError: no labels", of_others=False))
+        time.sleep(1)
+        assert rank.ends == []
 
     inside_trainer(fails)
 
@@ -154,7 +180,7 @@ def test_rank_0_stays_until_the_others_have_left(store: HashStore) -> None:
 def test_a_rank_that_is_left_alone_does_not_hang(store: HashStore, alone: None) -> None:
     rank = Rank(0, store, limit_s=0.05)
     time.sleep(0.5)
-    assert not store.check(["alarm"])
+    assert not store.check(["0/alarm"])
     rank.watch.close()
 
 
@@ -183,6 +209,153 @@ def test_a_store_that_goes_in_order_is_no_alarm(capfd: pytest.CaptureFixture[str
 
     inside_trainer(waits)
     assert capfd.readouterr().err == ""
+
+
+def speak(store: Store, rank: int, answers: bool = True) -> Callable[[], None]:
+    """Play a rank that waits for the others, and answers alarms with a report; returns what ends it."""
+    silent = threading.Event()
+
+    def run() -> None:
+        count, answered = 0, set()
+        while not silent.wait(0.01):
+            count += 1
+            store.set(f"beat/{rank}", replace(beat(idle_s=1000), count=count, limit_s=1).to_json())
+            for number in range(9):
+                if answers and number not in answered and store.check([f"{number}/alarm"]):
+                    answered.add(number)
+                    store.set(f"{number}/report/{rank}", report(communicates=True).to_json())
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+
+    def end() -> None:
+        silent.set()
+        thread.join()
+
+    return end
+
+
+def test_a_stall_is_reported_once_and_again_after_the_ranks_have_gone_on(store: HashStore, quick: None) -> None:
+    end = speak(store, 1)
+
+    def trains() -> None:
+        rank = Rank(0, store, limit_s=0.5)
+        for number in (1, 2):
+            until(lambda number=number: len(rank.verdicts) == number)
+            time.sleep(0.8)
+            assert len(rank.verdicts) == number, "once"
+            assert len(rank.notes) == number - 1
+            rank.progress.note("training")
+            until(lambda number=number: len(rank.notes) == number)
+            rank.progress._longest_s = 0
+        assert rank.ends == []
+        assert [(each.kind, each.final) for each in rank.verdicts] == [("stalled", False)] * 2
+        assert "rank 0: the ranks go on, 1 s after" in rank.notes[0].lower()
+        end()
+        store.set("beat/1", beat(over=True).to_json())
+        rank.watch.close()
+
+    inside_trainer(trains)
+
+
+def test_a_stall_ends_the_job_by_request(store: HashStore, quick: None) -> None:
+    end = speak(store, 1)
+
+    def hangs() -> None:
+        rank = Rank(0, store, limit_s=0.5, kill=True)
+        until(lambda: rank.ends)
+        assert rank.verdicts[0].final
+        end()
+
+    inside_trainer(hangs)
+
+
+def silent_rank(store: HashStore, other: Member) -> Rank:
+    """Rank 0 of two, when it has found out what is the matter with the other, which speaks no more."""
+    store.set("beat/1", beat().to_json())
+    rank = Rank(0, store, others=[other], dead_after_s=0.3)
+    until(lambda: rank.verdicts)
+    return rank
+
+
+def test_a_silent_process_of_this_machine_is_alive_if_the_kernel_says_so(store: HashStore, quick: None) -> None:
+    def waits() -> None:
+        rank = silent_rank(store, this_process(1, 0))
+        time.sleep(1)
+        (verdict,) = rank.verdicts
+        assert not verdict.final
+        assert f"its process {os.getpid()} is alive, but its Python does not run" in verdict.headline
+        assert "gone" not in verdict.headline
+        assert rank.ends == []
+        end = speak(store, 1)
+        rank.progress.note("training")
+        until(lambda: rank.notes)
+        end()
+        store.set("beat/1", beat(over=True).to_json())
+        rank.watch.close()
+
+    inside_trainer(waits)
+
+
+def test_the_kernel_of_another_machine_is_asked_for_a_silent_process(store: HashStore, quick: None) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1]); "
+         "import sys; sys.stdout.flush(); sys.stdin.read()"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert child.stdout is not None
+    member = Member(1, 1, "there", "another machine", 77, "1", "127.0.0.1", int(child.stdout.readline()))
+    child.send_signal(signal.SIGSTOP)  # its kernel answers for it
+
+    def waits() -> None:
+        rank = silent_rank(store, member)
+        assert rank.verdicts[0].headline.startswith(
+            "rank 1 (node 1, host there) has not been heard of for 0 s: its process 77 is alive, but its Python does"
+        )
+        assert not rank.verdicts[0].final
+        child.kill()
+        until(lambda: len(rank.verdicts) == 2)
+        assert rank.verdicts[1].headline.startswith("rank 1 (node 1, host there) is gone: its process was killed")
+        assert rank.verdicts[1].final
+        until(lambda: rank.ends)
+
+    inside_trainer(waits)
+    child.communicate()
+
+
+def test_a_node_that_has_vanished_ends_the_job_after_a_second_time_of_silence(
+    store: HashStore, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of whose kernel nothing comes back, as where a queue of connections is full."""
+    monkeypatch.setattr(machine, "_ASK_SECONDS", 0.2)
+    port = socket.create_server(("127.0.0.1", 0), backlog=0)
+    vanished = Member(1, 1, "there", "another machine", 77, "1", *port.getsockname())
+
+    def waits() -> None:
+        rank = silent_rank(store, vanished)  # which has met it, and filled the queue
+        assert not rank.verdicts[0].final
+        assert "its machine does not answer either" in rank.verdicts[0].headline
+        until(lambda: len(rank.verdicts) == 2)
+        assert (rank.verdicts[1].kind, rank.verdicts[1].final) == ("vanished", True)
+        assert rank.verdicts[1].headline.startswith(
+            "rank 1 (node 1, host there) is gone with its node: for 1 s none of"
+        )
+        until(lambda: rank.ends)
+
+    inside_trainer(waits)
+
+
+@pytest.mark.parametrize("port", [0, 1], ids=["no port", "refused from the start, as by a firewall"])
+def test_a_process_that_nobody_can_be_asked_for_is_only_reported(store: HashStore, quick: None, port: int) -> None:
+    def waits() -> None:
+        rank = silent_rank(store, Member(1, 1, "there", "another machine", 77, "1", "127.0.0.1", port))
+        time.sleep(1.5)
+        assert [each.final for each in rank.verdicts] == [False]
+        assert "whether its process is alive cannot be asked from here" in rank.verdicts[0].headline
+        store.set("beat/1", beat(over=True).to_json())
+        rank.watch.close()
+
+    inside_trainer(waits)
 
 
 def fails_when_the_store_ends(first: Member) -> str:
@@ -221,10 +394,10 @@ def test_rank_0_waits_for_one_that_it_has_not_heard_yet(store: HashStore) -> Non
     other.watch.close()
     closing.join(5)
     assert not closing.is_alive()
-    assert not store.check(["alarm"])
+    assert not store.check(["0/alarm"])
 
 
-def test_a_store_that_is_lost_takes_no_less_than_a_stall(capfd: pytest.CaptureFixture[str], quick: None) -> None:
+def test_a_store_that_is_lost_takes_no_less_than_a_stall(quick: None) -> None:
     store = Ending()
     store.set("beat/0", beat().to_json())
 
@@ -236,9 +409,9 @@ def test_a_store_that_is_lost_takes_no_less_than_a_stall(capfd: pytest.CaptureFi
         time.sleep(0.7)
         assert rank.ends == []
         until(lambda: rank.ends)
+        assert "is gone: the rendezvous store, which it serves, has ended" in rank.notes[0]
 
     inside_trainer(waits)
-    assert "is gone: the rendezvous store, which it serves, has ended" in capfd.readouterr().err
 
 
 def test_steps_are_progress(store: HashStore, alone: None) -> None:

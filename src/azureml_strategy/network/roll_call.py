@@ -6,7 +6,6 @@ import itertools
 import json
 import logging
 import os
-import socket
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from azureml_strategy.cluster.errors import LaunchError
 from azureml_strategy.cluster.launch import Launch
 from azureml_strategy.cluster.nodes import node_addresses
-from azureml_strategy.network.machine import Member, this_process
+from azureml_strategy.network.machine import Member, address_towards, this_process
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -77,7 +76,9 @@ def call_roll(store: Store, launch: Launch, timeout: timedelta, problem: str | N
     Raises:
         LaunchError: processes are missing, and which; or some have a problem. The same on every process.
     """
-    arrival = _Arrival(this_process(launch.rank, launch.node_rank), _own_address(launch), problem)
+    arrival = _Arrival(
+        this_process(launch.rank, launch.node_rank), address_towards(launch.main_address, launch.main_port), problem
+    )
     store.set(f"arrived/{launch.rank}", json.dumps(asdict(arrival)))
     if store.add("count", 1) == launch.world_size:
         store.set("complete", "1")
@@ -173,17 +174,6 @@ def _ranks(ranks: list[int]) -> str:
     if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
         return f"ranks {ranks[0]} to {ranks[-1]}"
     return "ranks " + ", ".join(map(str, ranks))
-
-
-def _own_address(launch: Launch) -> str:
-    """The address by which this process reaches rank 0's host; connecting a datagram socket sends nothing."""
-    try:
-        family, kind, *_, address = socket.getaddrinfo(launch.main_address, launch.main_port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
-    except OSError:
-        return ""
 
 
 def _lost(launch: Launch, error: Exception) -> str:

@@ -30,7 +30,7 @@ from azureml_strategy.cluster.isolation import Attempt, IsolatedCallback
 from azureml_strategy.cluster.launchers import local
 from azureml_strategy.cluster.redaction import redact_text
 from azureml_strategy.network import roll_call
-from azureml_strategy.network.machine import Member, this_process
+from azureml_strategy.network.machine import Member, address_towards, this_process
 from azureml_strategy.network.rendezvous import another_connection
 from azureml_strategy.watching.bounded import BoundedStore
 from azureml_strategy.watching.inquiry import name_the_gone
@@ -38,6 +38,8 @@ from azureml_strategy.watching.progress import CHECKPOINT, END, STANDSTILL, TRAI
 from azureml_strategy.watching.records import Records, say
 from azureml_strategy.watching.watch import Failure, Watch
 
+# What AZUREML_STRATEGY_HANG_WATCH may be. With `off`, a Trainer has no watch but one of your own, which reports.
+_MODES = ("off", "report", "kill")
 # EX_TEMPFAIL of sysexits.h: any code but 0 is a failure to Azure ML, and this one is no other's.
 EXIT_CODE = 75
 # What gloo, NCCL and the store say when it is another rank that has ended.
@@ -67,13 +69,17 @@ class _Arrival:
 
 
 class HangWatch(IsolatedCallback):
-    """Ends a job whose ranks wait for one that has died or stalls, and says which, where, and in what.
+    """Says which rank the others wait for, where and in what, and ends the job if that rank is gone.
 
     Stock Lightning waits for the time-out of the process group, half an hour, and then says that a collective has
     timed out. Here a thread of each rank gives a sign of life every other second through the rendezvous store. When
     one falls silent, when a process is gone, or when no rank has done anything for too long, all ranks say where they
     are, by torch's flight recorder and by their Python frames. Rank 0 prints which rank holds up the others, with its
-    host and its last collective, keeps all that in `hang.attempt_N`, and each process ends with exit code 75.
+    host and its last collective, and keeps all that in `hang.attempt_N`.
+
+    Where that can never resolve by itself each process ends with exit code 75: a process is gone, or a node with all
+    of its processes, or ranks stand in different collectives. All else may pass: native code that holds Python's lock,
+    a debugger, a slow disk. It is reported once, and again only after the ranks have gone on.
 
     When a rank ends with an exception, the others name it and its exception instead of a closed connection.
 
@@ -86,11 +92,13 @@ class HangWatch(IsolatedCallback):
             the end of the first batch, and all else, such as validations and checkpoints, may take as long as a
             collective, and each pause three times as long as the longest until then. By default a third of the
             time-out of the strategy's process group, but no less than 600, and 1800 for all else.
-        dead_after_s: after how long without a sign of life a rank counts as gone, if the others wait for it as well, in
-            seconds. A thread cannot speak while other code holds Python's lock for so long.
+        dead_after_s: after how long without a sign of life a rank's machine is asked whether the process lives, if the
+            others wait for it as well, in seconds. A thread cannot speak while other code holds Python's lock.
         beat_s: pause between two signs of life, in seconds.
         folder: where `hang.attempt_N` goes; by default the Trainer's `default_root_dir`, or `logs` in an Azure ML job
             whose Trainer has none.
+        kill: whether to end the job also where the hang may pass. By default as AZUREML_STRATEGY_HANG_WATCH says:
+            `kill`, or `report`, which is its default.
     """
 
     switch = HANG_WATCH_SWITCH
@@ -101,11 +109,13 @@ class HangWatch(IsolatedCallback):
         dead_after_s: float = 120.0,
         beat_s: float = 2.0,
         folder: str | os.PathLike[str] | None = None,
+        kill: bool | None = None,
     ) -> None:
         self._stall_after_s = stall_after_s
         self._dead_after_s = dead_after_s
         self._beat_s = beat_s
         self._folder = folder
+        self._kill = kill
         self._progress: Progress | None = None
         self._watch: Watch | None = None
 
@@ -237,7 +247,9 @@ class HangWatch(IsolatedCallback):
 
     def _arrive(self, trainer: Trainer) -> tuple[_Arrival, Store | None]:
         connection = another_connection(trainer.world_size, timedelta(seconds=self._dead_after_s))
-        member = this_process(trainer.global_rank, trainer.node_rank)
+        address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+        own = address_towards(address, int(port)) if connection is not None else ""
+        member = this_process(trainer.global_rank, trainer.node_rank, own)
         return _Arrival(member, uuid.uuid4().hex, connection is None), connection
 
     def _acts(self, trainer: Trainer) -> bool:
@@ -262,6 +274,7 @@ class HangWatch(IsolatedCallback):
             self._beat_s,
             Records(trainer, self._folder),
             lambda idle_s: _end_process(trainer, idle_s),
+            _kills() if self._kill is None else self._kill,
         )
 
     def _note(self, phase: str) -> None:
@@ -285,6 +298,15 @@ class HangWatch(IsolatedCallback):
         if self._watch is not None:
             self._watch.close()
         self._watch = self._progress = None
+
+
+def _kills() -> bool:
+    """Whether the environment has any hang end the job."""
+    value = os.environ.get(HANG_WATCH_SWITCH, "").strip().lower()
+    if value not in ("", *_MODES):
+        modes = ", ".join(_MODES)
+        rank_zero_warn(f"{HANG_WATCH_SWITCH}={value!r} is none of {modes}. Hangs are reported, and end nothing.")
+    return value == "kill"
 
 
 def _gathered(value: Any) -> list[Any] | None:

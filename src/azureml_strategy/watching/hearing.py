@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
-from azureml_strategy.network.machine import Member, is_gone
+from azureml_strategy.network.machine import Member, Sight, is_gone, is_seen, look_for
 from azureml_strategy.watching.bounded import BoundedStore
 from azureml_strategy.watching.progress import START
 from azureml_strategy.watching.report import Beat
+
+_MOST_AT_ONCE = 64
 
 
 class Hearing:
@@ -29,6 +32,8 @@ class Hearing:
         met = Beat(0, time.time(), False, START, 0, 0.0, start_limit_s, {}).to_json()
         self._heard = dict.fromkeys(self._others, (met, time.monotonic()))
         self._listened: set[int] = set()
+        self._rank = rank
+        self._known: set[int] = set()
         self.members = members
 
     def listen(self, ranks: Iterable[int] | None = None) -> None:
@@ -78,6 +83,45 @@ class Hearing:
             rank for rank in self.silent(now - after_s) if now - self._heard[rank][1] > self._allowed_s(rank, after_s)
         )
 
+    def sights(self, ranks: Collection[int]) -> dict[int, Sight]:
+        """Whether the processes of some ranks live, as this machine's kernel or theirs say.
+
+        Args:
+            ranks: whose.
+        """
+        with ThreadPoolExecutor(_MOST_AT_ONCE) as pool:
+            found = dict(zip(ranks, pool.map(lambda rank: look_for(self.members[rank]), ranks), strict=True))
+        self._known |= {rank for rank, sight in found.items() if sight == "alive" or is_seen(self.members[rank])}
+        # Of one that has never answered, it may be a firewall that refuses or says nothing.
+        return {rank: sight if rank in self._known else "unknown" for rank, sight in found.items()}
+
+    def acquaint(self) -> None:
+        """Ask for the processes that this rank listens to while they are certain to live."""
+        self.sights(self._others if self._rank == 0 else [0])
+
+    def vanished(self, sights: Mapping[int, Sight], after_s: float, idle_s: float) -> tuple[int, ...]:
+        """The ranks of nodes that have vanished, as far as anyone can know, while all others have waited.
+
+        Args:
+            sights: of the ranks that are silent.
+            after_s: how long all of a node's processes must have been silent, in seconds.
+            idle_s: how long the others must have done nothing, in seconds.
+        """
+        if not all(each.over or each.idle_s > idle_s for rank, each in self.beats().items() if rank not in sights):
+            return ()
+        since = time.monotonic() - after_s
+        lost = {rank for rank, sight in sights.items() if sight == "unreachable" and self._heard[rank][1] < since}
+        speaking = {self._node(rank) for rank in self._others if rank not in lost and not self._is_over(rank)}
+        return tuple(sorted(rank for rank in lost if self._node(rank) not in speaking))
+
+    def restart(self, silent: Collection[int]) -> None:
+        """Begin to listen anew: while they have answered an alarm, the others gave no signs of life.
+
+        Args:
+            silent: the ranks that were silent before.
+        """
+        self._listened &= set(silent)
+
     def gone(self) -> tuple[int, ...]:
         """The ranks of this machine whose processes have ended, but not in order."""
         ended = [rank for rank in self._others if self.has_ended(rank) and not self._is_over(rank)]
@@ -101,6 +145,9 @@ class Hearing:
     def all_over(self) -> bool:
         """Whether nobody is left: all others have left in order, or their processes have ended."""
         return all(beat.over or self.has_ended(rank) for rank, beat in self.beats().items())
+
+    def _node(self, rank: int) -> tuple[int, str]:
+        return self.members[rank].node, self.members[rank].host
 
     def _is_over(self, rank: int) -> bool:
         return self.last(rank).over

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 
 from azureml_strategy.network.machine import Member, is_gone
 from azureml_strategy.network.rendezvous import agent_serves_store
@@ -11,7 +13,7 @@ from azureml_strategy.watching import recorder
 from azureml_strategy.watching.bounded import BoundedStore, within
 from azureml_strategy.watching.hearing import Hearing
 from azureml_strategy.watching.records import Records, say
-from azureml_strategy.watching.report import Alarm, Beat, Report
+from azureml_strategy.watching.report import PASSING, Alarm, Beat, Report
 from azureml_strategy.watching.stack import communicates, frames_of, place
 from azureml_strategy.watching.verdict import Evidence, reach_verdict
 
@@ -56,8 +58,28 @@ def store_server() -> str:
     return "torchrun's agent on its node" if agent_serves_store() else "it"
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What the ranks are told.
+
+    Attributes:
+        headline: of the verdict.
+        final: whether the processes that wait are to end.
+        judge: the rank that has reached it.
+    """
+
+    headline: str
+    final: bool
+    judge: int
+
+    @classmethod
+    def from_json(cls, text: str) -> Outcome:
+        """The outcome from its text."""
+        return cls(**json.loads(text))
+
+
 class Inquiry:
-    """One alarm's course on this rank.
+    """The course of alarms on this rank, one after the other.
 
     Args:
         store: shared by the ranks.
@@ -66,6 +88,7 @@ class Inquiry:
         world_size: number of ranks.
         main_thread: its `threading.get_ident`.
         records: keeps the verdict and this rank's flight recorder.
+        kill: whether any alarm ends the job, where this rank is the judge.
     """
 
     def __init__(
@@ -76,6 +99,7 @@ class Inquiry:
         world_size: int,
         main_thread: int,
         records: Records,
+        kill: bool,
     ) -> None:
         self._store = store
         self._hearing = hearing
@@ -83,9 +107,31 @@ class Inquiry:
         self._world_size = world_size
         self._main_thread = main_thread
         self._records = records
+        self._kill = kill
         self._since = time.time()
+        self._number = 0
 
-    def hold(self, alarm: Alarm, beat: Beat, failed: bool) -> str:
+    def alarm(self) -> Alarm | None:
+        """The alarm that others have raised; one that passed while this rank could not answer is passed over."""
+        while said := self._store.get(self._key("alarm")):
+            verdict = self._store.get(self._key("verdict"))
+            if verdict is None or Outcome.from_json(verdict).final:
+                return Alarm.from_json(said)
+            self._number += 1
+        return None
+
+    def open(self, alarm: Alarm) -> Alarm:
+        """Raise an alarm, unless somebody was faster.
+
+        Args:
+            alarm: what is wrong.
+
+        Returns:
+            The alarm that counts.
+        """
+        return Alarm.from_json(self._store.set_first(self._key("alarm"), alarm.to_json()))
+
+    def hold(self, alarm: Alarm, beat: Beat, failed: bool) -> Outcome:
         """Report, and hear the verdict.
 
         Args:
@@ -93,22 +139,20 @@ class Inquiry:
             beat: this rank's last sign of life.
             failed: whether this rank's main thread has met an exception.
 
-        Returns:
-            The verdict's headline.
-
         Raises:
             StoreLostError: rank 0 has ended meanwhile.
         """
         report, trace = self._report(alarm, beat, failed)
-        self._store.set(f"report/{self._rank}", report.to_json())
+        self._store.set(self._key(f"report/{self._rank}"), report.to_json())
         self._keep(alarm, trace)
         self._hearing.listen()
         there = self._there(alarm)
-        headline = self._judge(alarm, there) if self._rank == min(there) else self._wait_for_verdict(alarm)
-        self._store.add("read")
-        if self._rank == 0:
-            self._until(lambda: int(self._store.get("read") or 0) >= len(there), _READ_SECONDS)
-        return headline
+        outcome = self._judge(alarm, there) if self._rank == min(there) else self._wait_for_verdict(alarm)
+        self._store.add(self._key("read"))
+        if self._rank == 0 and outcome.final:
+            self._until(lambda: int(self._store.get(self._key("read")) or 0) >= len(there), _READ_SECONDS)
+        self._number += 1
+        return outcome
 
     def speak_alone(self, alarm: Alarm, beat: Beat, failed: bool) -> str:
         """Say what has happened, where the others cannot be asked.
@@ -125,9 +169,20 @@ class Inquiry:
         reports = {self._rank: report}
         members, beats = self._hearing.members, self._hearing.beats()
         headline = reach_verdict(Evidence(alarm, members, beats, reports, self._world_size)).headline
-        say(f"Rank {self._rank}: {headline}")
+        self._records.note(f"Rank {self._rank}: {headline}")
         self._keep(alarm, trace)
         return headline
+
+    def resolve(self, seconds: float) -> None:
+        """Say that what the last alarm was about has passed.
+
+        Args:
+            seconds: how long ago the alarm was.
+        """
+        self._records.note(f"Rank {self._rank}: the ranks go on, {seconds:.0f} s after they were reported to hang.")
+
+    def _key(self, name: str) -> str:
+        return f"{self._number}/{name}"
 
     def _there(self, alarm: Alarm) -> list[int]:
         """The ranks that can answer."""
@@ -153,17 +208,19 @@ class Inquiry:
             False, self._since
         )
 
-    def _judge(self, alarm: Alarm, there: list[int]) -> str:
+    def _judge(self, alarm: Alarm, there: list[int]) -> Outcome:
         reports = self._collect(there)
         members, beats = self._hearing.members, self._hearing.beats()
         verdict = reach_verdict(Evidence(alarm, members, beats, reports, self._world_size))
-        self._store.set("verdict", verdict.headline)
+        verdict = replace(verdict, final=verdict.final or self._kill)
+        outcome = Outcome(verdict.headline, verdict.final, self._rank)
+        self._store.set(self._key("verdict"), json.dumps(asdict(outcome)))
         self._records.proclaim(verdict)
-        return verdict.headline
+        return outcome
 
     def _collect(self, there: list[int]) -> dict[int, Report]:
         said: dict[str, str | None] = {}
-        keys = [f"report/{rank}" for rank in there]
+        keys = [self._key(f"report/{rank}") for rank in there]
 
         def complete() -> bool:
             said.update(self._store.get_all(keys))
@@ -172,19 +229,20 @@ class Inquiry:
         self._until(complete, _REPORT_SECONDS)
         return {rank: Report.from_json(text) for rank, text in zip(there, said.values(), strict=True) if text}
 
-    def _wait_for_verdict(self, alarm: Alarm) -> str:
-        headline = ""
+    def _wait_for_verdict(self, alarm: Alarm) -> Outcome:
+        said = ""
 
         def spoken() -> bool:
-            nonlocal headline
-            headline = self._store.get("verdict") or ""
-            return bool(headline)
+            nonlocal said
+            said = self._store.get(self._key("verdict")) or ""
+            return bool(said)
 
         self._until(spoken, 2 * _REPORT_SECONDS)
-        headline = headline or "There was an alarm, but no rank has said why in time."
+        unsaid = Outcome("There was an alarm, but no rank has said why in time.", alarm.kind not in PASSING, -1)
+        outcome = Outcome.from_json(said) if said else unsaid
         if alarm.ranks != (self._rank,):  # what it says itself comes next
-            say(f"Rank {self._rank}: {headline}")
-        return headline
+            say(f"Rank {self._rank}: {outcome.headline}")
+        return outcome
 
     def _until(self, condition: Callable[[], bool], seconds: float) -> None:
         deadline = time.monotonic() + seconds

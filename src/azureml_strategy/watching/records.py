@@ -20,6 +20,11 @@ from azureml_strategy.watching.verdict import Verdict
 _FLUSH_SECONDS = 8.0
 # Nor must a file system that hangs, which may be the very reason of it all.
 _WRITE_SECONDS = 5.0
+_ENDS = "The processes that wait for it end with exit code 75."
+_GOES_ON = (
+    "Nothing is ended, as this may pass; the watch goes on. HangWatch(kill=True) or AZUREML_STRATEGY_HANG_WATCH=kill "
+    "ends the job instead."
+)
 
 
 @runtime_checkable
@@ -56,9 +61,19 @@ class Records:
         if verdict.kind == "ended":  # an exception speaks for itself
             say(verdict.headline)
         else:
-            say(f"{verdict.text}\nKept in {self._folder}.")
-            self._write("report.txt", redact_text(verdict.text).encode())
-        self._tag(verdict.headline)
+            text = f"{verdict.text}\n{_ENDS if verdict.final else _GOES_ON}"
+            say(f"{text} Kept in {self._folder}.")
+            self._write("report.txt", f"{redact_text(text)}\n\n".encode(), add=True)
+        self._tag("failed" if verdict.final else "hang", verdict.headline)
+
+    def note(self, text: str) -> None:
+        """Print what has become of a hang that was reported, and keep it.
+
+        Args:
+            text: what to say.
+        """
+        say(text)
+        self._write("report.txt", f"{redact_text(text)}\n\n".encode(), add=True)
 
     def keep_trace(self, trace: Trace) -> None:
         """Keep this rank's flight recorder, where `torchfrtrace` finds it.
@@ -68,23 +83,25 @@ class Records:
         """
         self._write(f"flight_recorder/rank_{self._trainer.global_rank}", pickle.dumps(trace))
 
-    def _write(self, name: str, content: bytes) -> None:
+    def _write(self, name: str, content: bytes, add: bool = False) -> None:
         path = self._folder / name
-        if within(_WRITE_SECONDS, lambda: _try_to_write(path, content)) is None:
+        if within(_WRITE_SECONDS, lambda: _try_to_write(path, content, add)) is None:
             say(f"{path} is not written: the file system does not answer.")
 
-    def _tag(self, headline: str) -> None:
+    def _tag(self, what: str, headline: str) -> None:
+        name = f"{what}.attempt_{self._attempt}"
         for logger in self._trainer.loggers:
             if isinstance(logger, _RunLogger):
-                logger.log_tags({f"failed.attempt_{self._attempt}": headline})
+                logger.log_tags({name: headline})
                 if not logger.flush(_FLUSH_SECONDS):
-                    say(f"MLflow has not taken the tag failed.attempt_{self._attempt} in time.")
+                    say(f"MLflow has not taken the tag {name} in time.")
 
 
-def _try_to_write(path: Path, content: bytes) -> bool:
+def _try_to_write(path: Path, content: bytes, add: bool) -> bool:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
+        with path.open("ab" if add else "wb") as file:
+            file.write(content)
     except OSError as error:
         say(f"{path} cannot be written: {error}")
     return True

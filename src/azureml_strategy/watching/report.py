@@ -9,9 +9,10 @@ from typing import Any, Literal
 from azureml_strategy.watching.recorder import Collective
 from azureml_strategy.watching.stack import Frames
 
-# `ended`: by an exception. `gone`: its process. `silent`: it may be gone. `lost`: by what a collective says.
-# `unserved`: rank 0's store.
-Kind = Literal["ended", "gone", "silent", "stalled", "lost", "unserved"]
+# `ended`: by an exception. `gone`: its process. `vanished`: its node. `lost`: by what a collective says. `unserved`:
+# rank 0's store. All of these are for ever; `silent` and `stalled` may pass.
+Kind = Literal["ended", "gone", "vanished", "lost", "unserved", "silent", "stalled"]
+PASSING: tuple[Kind, ...] = ("silent", "stalled")
 
 
 @dataclass(frozen=True)

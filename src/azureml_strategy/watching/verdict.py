@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 from azureml_strategy.network.machine import Member
 from azureml_strategy.watching.culprits import disagreement, held_up_by
-from azureml_strategy.watching.report import Alarm, Beat, Kind, Report
+from azureml_strategy.watching.report import PASSING, Alarm, Beat, Kind, Report
 from azureml_strategy.watching.stack import lines
 
 _MOST_RANKS = 64  # a table of a thousand ranks says less
@@ -16,17 +16,19 @@ _MOST_RANKS = 64  # a table of a thousand ranks says less
 
 @dataclass(frozen=True)
 class Verdict:
-    """Which ranks have ended the run, and how.
+    """Which ranks the others wait for, and why.
 
     Attributes:
         kind: what has happened.
         headline: with rank, node and host.
         text: the headline, and where each rank is.
+        final: whether it can never resolve by itself: a process is gone, or ranks stand in different collectives.
     """
 
     kind: Kind
     headline: str
     text: str
+    final: bool
 
 
 @dataclass(frozen=True)
@@ -59,11 +61,13 @@ def reach_verdict(evidence: Evidence) -> Verdict:
         evidence: what is known.
     """
     alarm = evidence.alarm
-    found = list(alarm.ranks) or _unanswering(evidence)
-    if not found and alarm.kind == "stalled":
+    mismatch = disagreement(evidence.reports) if alarm.kind == "stalled" else None
+    found = [] if mismatch else list(alarm.ranks) or _unanswering(evidence)
+    if not found and not mismatch and alarm.kind == "stalled":
         found = held_up_by(evidence.reports)
-    headline = _headline(evidence, found)
-    return Verdict(alarm.kind, headline, "\n".join([headline, *_table(evidence, found), *_stacks(evidence, found)]))
+    headline = _headline(evidence, found, mismatch)
+    text = "\n".join([headline, *_table(evidence, found), *_stacks(evidence, found)])
+    return Verdict(alarm.kind, headline, text, alarm.kind not in PASSING or mismatch is not None)
 
 
 def _unanswering(evidence: Evidence) -> list[int]:
@@ -71,16 +75,17 @@ def _unanswering(evidence: Evidence) -> list[int]:
     return [rank for rank in range(evidence.world_size) if rank not in evidence.reports and rank not in left]
 
 
-def _headline(evidence: Evidence, found: list[int]) -> str:
+def _headline(evidence: Evidence, found: list[int], mismatch: str | None) -> str:
     alarm = evidence.alarm
     if not found:
-        why = disagreement(evidence.reports) or "no rank is outside of a collective"
+        why = mismatch or "which rank the others wait for cannot be told"
         return f"The ranks hang {alarm.text}: {why}." if alarm.kind == "stalled" else f"{alarm.text}."
     names = ", ".join(map(evidence.name, found))
     what = {
         "ended": f"ended first: {alarm.text}",
         "gone": "is gone: its process was killed (by SIGKILL, or for want of memory) or has crashed",
-        "silent": f"has not been heard of {alarm.text}: its node is gone, or its process stands still",
+        "silent": f"has not been heard of {alarm.text}",
+        "vanished": f"is gone with its node: {alarm.text}",
         "stalled": f"holds up the others, which have done nothing {alarm.text}",
         "unserved": f"is gone: the rendezvous store, which {alarm.text} serves, has ended",
         "lost": "is gone: a connection to it has ended, and nothing was heard of it since",

@@ -11,15 +11,15 @@ from types import FrameType
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from azureml_strategy.network.machine import Member
+from azureml_strategy.network.machine import Member, Sight, let_in, why_silent
 from azureml_strategy.watching import recorder
 from azureml_strategy.watching.bounded import BoundedStore, StoreLostError, within
 from azureml_strategy.watching.hearing import Hearing
-from azureml_strategy.watching.inquiry import Inquiry, store_server
+from azureml_strategy.watching.inquiry import Inquiry, Outcome, store_server
 from azureml_strategy.watching.progress import CHECKPOINT, END, STANDSTILL, Progress
 from azureml_strategy.watching.records import Records, say
-from azureml_strategy.watching.report import Alarm, Beat
-from azureml_strategy.watching.stack import is_inside, trainer_frame
+from azureml_strategy.watching.report import PASSING, Alarm, Beat
+from azureml_strategy.watching.stack import communicates, frames_of, is_inside, trainer_frame
 
 # So many signs of life may be missing before a rank counts as gone, when a connection to it has been closed.
 _BEATS_MISSING = 3
@@ -33,6 +33,8 @@ _CLOSE_SECONDS = 10.0
 _FAREWELL_PAUSE_SECONDS = 0.2
 # For a further connection, where one has ended.
 _CONNECT_SECONDS = 12.0
+# A node is given up when it has been silent for so many times `dead_after_s`, and asked about so often in that time.
+_VANISHED_TIMES, _ASKED_TIMES = 2, 4
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,8 @@ class Watch:
     """Says every other second that this rank lives, and raises an alarm when another does not, or no one does anything.
 
     Rank 0 hears all ranks; the others hear rank 0, and each sees the processes of its own machine. Whoever finds
-    something writes an alarm into the store; everybody answers it with a report (`Inquiry`), and ends.
+    something writes an alarm into the store, and everybody answers it with a report (`Inquiry`). Where the verdict is
+    final the processes end; else the watch goes on, and reports the same only again after the ranks have gone on.
 
     Args:
         store: shared by the ranks, with nothing else under its names; for this thread only.
@@ -62,10 +65,11 @@ class Watch:
         progress: the main thread's notes.
         step: tells its optimizer steps.
         main_thread: its `threading.get_ident`, inside of the Trainer's call.
-        dead_after_s: after how long a silent rank counts as gone, if this one has nothing to do either, in seconds.
+        dead_after_s: after how long a silent rank is asked about, if this one has nothing to do either, in seconds.
         beat_s: pause between two signs of life, in seconds.
         records: keeps the verdict and this rank's flight recorder.
         end: ends the process, whose main thread cannot, and has done nothing for so many seconds.
+        kill: whether any alarm ends the job.
     """
 
     def __init__(
@@ -81,6 +85,7 @@ class Watch:
         beat_s: float,
         records: Records,
         end: Callable[[float], None],
+        kill: bool = False,
     ) -> None:
         self._store = store
         self._connect = connect
@@ -94,7 +99,16 @@ class Watch:
         self._beat_s = beat_s
         self._end = end
         self._hearing = Hearing(store, rank, members, progress.limit_s)
-        self._inquiry = Inquiry(store, self._hearing, rank, len(members), main_thread, records)
+        self._inquiry = Inquiry(store, self._hearing, rank, len(members), main_thread, records, kill)
+        self._member = members[rank]
+        self._kill = kill
+        # What was reported and has not passed yet: since when, the silent ranks, whether it was a stall, by whom.
+        self._reported_at: float | None = None
+        self._silent: set[int] = set()
+        self._stall_told = False
+        self._judged = False
+        self._asked_at = float("-inf")
+        self._lost_at: float | None = None
         self._beats = 0
         self._done: tuple[int, dict[str, int]] | None = None
         self._failure: Failure | None = None
@@ -140,6 +154,7 @@ class Watch:
     def _conclude(self) -> None:
         """Come to a verdict, if there is one to come to."""
         try:
+            self._hearing.acquaint()
             self._headline = self._follow()
         except Exception as error:  # a fault of the watch is none of the run's
             self._give_up(error)
@@ -159,28 +174,61 @@ class Watch:
             try:
                 return self._learn()
             except StoreLostError as lost:
-                if not self._renewed():
-                    return self._without_store(lost)
+                if self._renewed():
+                    self._lost_at = None
+                elif (alarm := self._without_store(lost)) is not None:
+                    return self._inquiry.speak_alone(alarm, self._beat(), self._failure is not None)
+                elif self._leaves() or self._rank == 0:
+                    return None
 
     def _learn(self) -> str | None:
-        """The headline of a verdict; None when this rank has left in order."""
-        alarm = self._alarm = self._look_out()
-        if alarm is None:
-            return None
-        self._own_fault = alarm.ranks == (self._rank,)
-        self._patience_s = 0.0 if alarm.kind == "stalled" else min(_LINGER_SECONDS, self._dead_after_s)
-        return self._inquiry.hold(alarm, self._beat(), self._failure is not None)
+        """The headline of a final verdict; None when this rank has left in order."""
+        while (alarm := self._look_out()) is not None:
+            self._alarm = alarm
+            self._own_fault = alarm.ranks == (self._rank,)
+            stays = alarm.kind in PASSING
+            self._patience_s = None if stays else min(_LINGER_SECONDS, self._dead_after_s)
+            outcome = self._inquiry.hold(alarm, self._beat(), self._failure is not None)
+            if outcome.final:
+                return outcome.headline
+            self._go_on(alarm, outcome)
+        self._alarm = None
+        return None
+
+    def _go_on(self, alarm: Alarm, outcome: Outcome) -> None:
+        """Watch on after a report."""
+        self._alarm, self._own_fault = None, False
+        self._reported_at = time.monotonic()
+        self._silent |= set(alarm.ranks)
+        self._stall_told = self._stall_told or alarm.kind == "stalled"
+        self._judged = outcome.judge == self._rank
+        self._hearing.restart(self._silent)
+
+    def _see_whether_it_has_passed(self) -> None:
+        """Say so once this rank goes on, and those that were silent are heard again."""
+        if self._reported_at is None:
+            return
+        seconds = time.monotonic() - self._reported_at
+        still = self._silent.intersection(self._hearing.silent(self._reported_at)) and not self._closing
+        if still or self._progress.idle_s >= seconds:
+            return
+        if self._judged:
+            self._inquiry.resolve(seconds)
+        self._reported_at, self._silent, self._stall_told = None, set(), False
 
     def _look_out(self) -> Alarm | None:
         """Until there is an alarm, or this rank leaves."""
         while not self._closing and not self._has_left():
             self._store.set(f"beat/{self._rank}", self._beat().to_json())
-            said = self._store.get("alarm")
-            alarm = Alarm.from_json(said) if said else self._find()
-            if alarm is not None:
-                return Alarm.from_json(self._store.set_first("alarm", alarm.to_json()))
+            if (said := self._inquiry.alarm()) is not None:
+                return said
+            if (alarm := self._find()) is not None:
+                return self._inquiry.open(alarm)
+            self._see_whether_it_has_passed()
+            let_in(self._member)
             self._wake.wait(self._beat_s)
             self._wake.clear()
+        self._see_whether_it_has_passed()
         self._store.set(f"beat/{self._rank}", self._beat(over=True).to_json())
         if self._rank == 0:
             self._see_off()
@@ -224,11 +272,34 @@ class Watch:
         hears_all = self._rank == 0 or idle_s > self._progress.limit_s + self._dead_after_s
         self._hearing.listen(None if hears_all else [0])
         silent = self._hearing.dead(self._dead_after_s)
-        if silent and idle_s > self._dead_after_s:
-            return Alarm("silent", silent, f"for {self._dead_after_s:.0f} s")
-        if hears_all and idle_s > self._progress.limit_s and self._hearing.all_idle():
-            return Alarm("stalled", (), f"for {idle_s:.0f} s")
-        return None
+        if silent and idle_s > self._dead_after_s and (alarm := self._about(silent, idle_s)) is not None:
+            return alarm
+        stalls = hears_all and idle_s > self._progress.limit_s and self._hearing.all_idle()
+        return Alarm("stalled", (), f"for {idle_s:.0f} s") if stalls and not self._stall_told else None
+
+    def _about(self, silent: tuple[int, ...], idle_s: float) -> Alarm | None:
+        """What is wrong with ranks that say nothing: a kernel is asked whether they live, and asked again."""
+        new = tuple(rank for rank in silent if rank not in self._silent)
+        if not new and time.monotonic() < self._asked_at + self._dead_after_s / _ASKED_TIMES:
+            return None
+        sights = self._hearing.sights(silent)
+        self._asked_at = time.monotonic()
+        if gone := tuple(rank for rank in silent if sights[rank] == "gone"):
+            return Alarm("gone", gone, "")
+        if lost := self._vanished(sights, idle_s):
+            return lost
+        why = {rank: why_silent(self._hearing.members[rank], sights[rank]) for rank in new}
+        text = "; ".join(why.values() if len(new) == 1 else (f"rank {rank}: {each}" for rank, each in why.items()))
+        return Alarm("silent", new, f"for {self._dead_after_s:.0f} s: {text}") if new else None
+
+    def _vanished(self, sights: Mapping[int, Sight], idle_s: float) -> Alarm | None:
+        """The ranks whose whole node is silent and does not answer, while all others have stood waiting."""
+        after_s = _VANISHED_TIMES * self._dead_after_s
+        lost = self._hearing.vanished(sights, after_s, self._dead_after_s) if idle_s > after_s else ()
+        text = (
+            f"for {after_s:.0f} s none of its processes was heard of, its machine does not answer, and all others wait"
+        )
+        return Alarm("vanished", lost, text) if lost else None
 
     def _cause(self, failure: Failure) -> Alarm:
         """Of an exception that only says that a connection has ended, the rank at its other end."""
@@ -237,15 +308,16 @@ class Watch:
         self._hearing.listen()
         began = time.monotonic()
         while time.monotonic() < began + _BEATS_MISSING * self._beat_s:
-            said = self._store.get("alarm")
-            if said:
-                return Alarm.from_json(said)
+            if (said := self._inquiry.alarm()) is not None and said.kind not in PASSING:
+                return said
             if gone := self._hearing.gone():
                 return Alarm("gone", gone, "")
             time.sleep(self._beat_s / 10)
             self._store.set(f"beat/{self._rank}", self._beat().to_json())
             self._hearing.listen()
-        return Alarm("lost", self._hearing.silent(began), failure.text)
+        silent = self._hearing.silent(began)
+        sights = self._hearing.sights(silent)
+        return Alarm("lost", tuple(rank for rank in silent if sights[rank] != "alive"), failure.text)
 
     def _renewed(self) -> bool:
         """Whether the store answers on another connection: one alone may end for reasons of the network's."""
@@ -264,24 +336,42 @@ class Watch:
         beat = self._hearing.last(0)
         return beat.over or beat.phase == END
 
-    def _without_store(self, lost: StoreLostError) -> str | None:
-        """Rank 0 or its node serves the store: it has ended, and the run with it."""
-        if self._closing or self._progress.phase in (STANDSTILL, END) or self._first_has_left():
-            return None
-        if self._alarm is not None and self._alarm.kind == "stalled":
-            return f"The ranks hang {self._alarm.text}; rank 0 has ended before it said why."
-        if self._alarm is None and self._rank == 0:
-            return None  # too little is known
-        alarm = self._alarm or self._alarm_of_first(lost)
-        return self._inquiry.speak_alone(alarm, self._beat(), self._failure is not None)
+    def _leaves(self) -> bool:
+        """Whether the end of the store is none of the run's: this rank or rank 0, whose store it is, was leaving."""
+        leaves = self._closing or self._has_left() or self._progress.phase in (STANDSTILL, END)
+        return leaves or self._first_has_left()
 
-    def _alarm_of_first(self, lost: StoreLostError) -> Alarm:
-        if self._hearing.has_ended(0):
+    def _without_store(self, lost: StoreLostError) -> Alarm | None:
+        """Why the store is gone, which rank 0 or its node serves, if that ends the run; None where it may come back."""
+        if self._lost_at is None:
+            self._lost_at = time.monotonic()
+        if self._leaves():
+            return None
+        if self._rank == 0 or (self._alarm is not None and self._alarm.kind not in PASSING):
+            return self._alarm
+        sight = self._hearing.sights([0])[0]
+        if sight == "gone":
             self._patience_s = min(_LINGER_SECONDS, self._dead_after_s)
             return Alarm("gone", (0,), "")
-        if lost.silent:
-            return Alarm("silent", (0,), f"for {self._dead_after_s:.0f} s")
-        return Alarm("unserved", (0,), store_server())
+        if not lost.silent and sight != "unreachable":
+            return Alarm("unserved", (0,), store_server())
+        return self._unanswered(sight, time.monotonic() - self._lost_at)
+
+    def _unanswered(self, sight: Sight, lost_s: float) -> Alarm | None:
+        """Of a store that does not answer: its process stands still, or cannot be reached, for now or for ever."""
+        why = why_silent(self._hearing.members[0], sight)
+        silent = Alarm("silent", (0,), f"for {self._dead_after_s:.0f} s: {why}")
+        if self._kill or self._failure is not None:
+            return silent
+        waited_s = min(lost_s + self._dead_after_s, self._progress.idle_s)
+        if sight == "unreachable" and waited_s > _VANISHED_TIMES * self._dead_after_s:
+            return Alarm("vanished", (0,), f"neither it nor its machine has answered for {waited_s:.0f} s")
+        if 0 not in self._silent and self._progress.idle_s > self._dead_after_s:
+            self._inquiry.speak_alone(silent, self._beat(), failed=False)
+            self._go_on(silent, Outcome("", False, self._rank))
+        self._wake.wait(self._beat_s)
+        self._wake.clear()
+        return None
 
     def _linger(self) -> None:
         """End the process if its main thread cannot: it may wait for a rank that never comes."""
@@ -297,7 +387,10 @@ class Watch:
         now = self._progress
         if now.phase in (STANDSTILL, END):
             return float("inf")
-        if self._failure is not None:  # a checkpoint may be written on the way out
+        if self._failure is not None:
+            # What takes long on the way out may be an upload: only a wait for the others, who are told, is in vain.
+            if not self._kill and not communicates(frames_of(self._main_thread)):
+                return float("inf")
             return max(_LEAVE_SECONDS, now.limit_s if now.phase == CHECKPOINT else 0.0)
         # Where only the store is gone, the others may live: then it takes no less than a stall.
         return now.limit_s if self._patience_s is None else self._patience_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -25,6 +26,9 @@ from azureml_strategy.watching.progress import START
 
 RANK = int(os.environ["RANK"])
 HEARD = Path(os.environ["RESULTS"]).with_name("heard")
+STOPPED = HEARD.with_name("stopped")
+GATE = HEARD.with_name("gate")
+REPORT = HEARD.with_name("logs") / "hang.attempt_0" / "report.txt"
 
 
 class Fate(Callback):
@@ -40,9 +44,13 @@ class Fate(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx != 3:
             return
-        if self.fate == "stopped":
+        if self.fate in ("stopped", "holds the lock"):
+            STOPPED.write_text(str(os.getpid()))
             while not HEARD.exists():
                 time.sleep(0.05)
+        if self.fate == "holds the lock":
+            os.mkfifo(GATE)
+            ctypes.PyDLL(None).open(str(GATE).encode(), os.O_RDONLY)  # until somebody opens it to write
         if self.fate in ("killed", "stopped"):
             os.kill(os.getpid(), signal.SIGKILL if self.fate == "killed" else signal.SIGSTOP)
         elif self.fate == "raises":
@@ -54,6 +62,16 @@ class EarlyFate(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def go_on_after_the_report() -> None:
+    """Have what hangs go on, once it is reported."""
+    while not REPORT.exists():
+        time.sleep(0.05)
+    if GATE.exists():
+        os.close(os.open(GATE, os.O_WRONLY))
+    elif STOPPED.exists():
+        os.kill(int(STOPPED.read_text()), signal.SIGCONT)
 
 
 class Listener(Callback):
@@ -80,11 +98,17 @@ class Recorder(Callback):
 
 
 class StallingRows(Rows):
-    """Rows of which one never comes."""
+    """Rows of which one never comes, or when that has been reported."""
+
+    def __init__(self, passes: bool) -> None:
+        super().__init__()
+        self.passes = passes
+        self.read = 0
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        if index == 30:
-            threading.Event().wait()
+        self.read += 1
+        while self.read == 14 and not (self.passes and REPORT.exists()):
+            time.sleep(0.05)
         return super().__getitem__(index)
 
 
@@ -105,19 +129,22 @@ def vanish() -> None:
             signal.pause()
 
 
-def main(rank: int, fate: str, strategy: str = "azureml_ddp", machines: bool = False, **limits: float) -> None:
-    if rank == RANK and fate in ("killed", "killed at once", "killed before", "stopped"):
+def main(rank: int, fate: str, strategy: str = "azureml_ddp", machines: bool = False, **watch: Any) -> None:
+    passes = fate in ("stopped", "holds the lock", "loader") and not watch.get("kill")
+    if rank == RANK and fate in ("killed", "killed at once", "killed before", "stopped") and not passes:
         vanish()
     if machines:
         machine._table = lambda: str(RANK)  # type: ignore[assignment]
-    rows = StallingRows() if rank == RANK and fate == "loader" else Rows()
+    rows = StallingRows(passes) if rank == RANK and fate == "loader" else Rows()
+    if passes and rank != RANK:
+        threading.Thread(target=go_on_after_the_report, daemon=True).start()
     early = [EarlyFate()] if rank == RANK and fate == "killed before" else []
     own = [Fate(fate) if rank == RANK else Listener(rank)]
     trainer = quiet_trainer(
         strategy=strategy,
-        max_epochs=1 if fate == "none" else 50,
+        max_epochs=1 if fate == "none" or passes else 50,
         limit_val_batches=4 if fate == "none" else 0,
-        callbacks=[*early, HangWatch(**{"beat_s": 0.1, "dead_after_s": 60, **limits}), *own, Recorder()],
+        callbacks=[*early, HangWatch(**{"beat_s": 0.1, "dead_after_s": 60, **watch}), *own, Recorder()],
     )
     trainer.fit(LongValidation(), DataLoader(rows, batch_size=4), DataLoader(Rows(), batch_size=4))
     report(RANK, finished=True)
