@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from azure.ai.ml import load_job
+from tests.jobs.azure_service.exchange import Reply
+from tests.jobs.azure_service.faults import Fault
 from tests.jobs.azure_service.service import AzureService
 from tests.jobs.rendering import SIZE, cache, own_recipe
 
@@ -112,3 +117,65 @@ def test_another_workspace(azure_service: AzureService) -> None:
     assert main(["submit", "resnet50_ddp", SIZE, PRICED, *rest]) == 0, "an option leaves the other settings alone"
     assert list(azure_service.workspaces["other"].jobs) == ["a", "b", "c"]
     assert not list(azure_service.jobs)
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        ("<html>Sign in to the network</html>", "text/html"),
+        ("<html>", "application/json"),
+        ("", "application/json"),
+        ("null", "application/json"),
+        ("{}", "application/json"),
+        ('{"id": "x", "na', "application/json"),
+    ],
+)
+def test_an_answer_that_cannot_be_read_names_the_job(
+    azure_service: AzureService, capsys: pytest.CaptureFixture[str], content: str, kind: str
+) -> None:
+    """The job may be there: without its name, the same command would start a second one."""
+    reply = Reply(content, 200, {"Content-Type": kind})
+    azure_service._faults.append(Fault("PUT", r"/jobs/", 1, reply, handled=True))
+    assert main(["submit", "resnet50_ddp", SIZE, PRICED]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    (made,) = azure_service.jobs
+    assert said.startswith("azureml-strategy: Azure's answer ")
+    assert f"Whether job {made} was made is not known. The same command with --name {made} takes it up" in said
+    assert main(["submit", "resnet50_ddp", SIZE, PRICED, "--name", made]) == 0
+    assert list(azure_service.jobs) == [made]
+
+
+def test_the_other_verbs_say_it_in_a_sentence_too(
+    azure_service: AzureService, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for content in ("<html>", "null"):
+        reply = Reply(content, 200, {"Content-Type": "text/html" if "<" in content else "application/json"})
+        azure_service._faults.append(Fault("GET", r"/jobs/some", 1, reply, handled=True))
+        assert main(["jobs", "show", "some"]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("azureml-strategy: Azure's answer cannot be read (")
+        assert said.count("\n") == 1
+
+
+def test_a_link_that_leads_nowhere_stops_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("data").symlink_to("/nowhere")
+    assert main(["submit", own_recipe("mine.yaml"), SIZE, "--dry-run"]) == 2
+    assert capsys.readouterr().err.startswith("azureml-strategy: ./data is a link to /nowhere, which is not there")
+
+
+def test_a_long_pause_is_told_and_ctrl_c_ends_it(azure_service: AzureService) -> None:
+    azure_service.fail("PUT", r"/jobs/", 429, "TooManyRequests", "Slow down.", times=9, retry_after="3600")
+    command = [sys.executable, "-m", "azureml_strategy.cli", "submit", "resnet50_ddp", SIZE, PRICED, "--name", "slow"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        said = ""
+        while "Ctrl-C ends the waiting" not in said:
+            line = process.stdout.readline()
+            assert line, said
+            said += line
+        assert "management.azure.com asks for a pause of 1:00:00 (HTTP 429)" in said
+        process.send_signal(signal.SIGINT)
+        rest = process.stdout.read()
+    assert process.returncode == 130
+    assert rest.splitlines()[-1].startswith("azureml-strategy: Interrupted. Whether job slow was made is not known.")
+    assert "Traceback" not in rest

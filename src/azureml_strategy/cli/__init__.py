@@ -26,7 +26,7 @@ from azureml_strategy.cli import (
     train,
     workspace,
 )
-from azureml_strategy.cli.verbs import print_uncaught
+from azureml_strategy.cli.verbs import print_uncaught, stopped
 
 __all__ = ["main"]
 
@@ -45,13 +45,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the command line without the program; this process's own by default.
 
     Returns:
-        The exit code: 0, 2 for a wrong command line, else the verb's own.
+        The exit code: 0, 2 for a wrong command line, 130 after Ctrl-C, else the verb's own.
     """
     sys.excepthook = print_uncaught
     arguments = sys.argv[1:] if arguments is None else arguments
     options = _parser().parse_args(arguments)
     verb: Callable[[argparse.Namespace], int] = options.verb
-    return verb(options)
+    try:
+        return verb(options)
+    except KeyboardInterrupt as interrupt:
+        return stopped(interrupt)
 
 
 def _parser() -> argparse.ArgumentParser:

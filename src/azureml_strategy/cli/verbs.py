@@ -46,6 +46,12 @@ def print_text(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def stopped(interrupt: KeyboardInterrupt) -> int:
+    """Say in a sentence that Ctrl-C has ended the command; 130, a shell's exit code for that."""
+    print(f"azureml-strategy: {redact_text(str(interrupt)) or 'Interrupted.'}", file=sys.stderr)
+    return 130
+
+
 def print_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Python's own traceback, without the secrets that may stand in the error: for `sys.excepthook`."""
     sys.stderr.write(redact_text("".join(traceback.format_exception(kind, error, trace))))

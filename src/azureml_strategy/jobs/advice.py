@@ -153,6 +153,11 @@ _RULES = (  # the first that fits is taken: the precise ones stand before the ge
         "jobs at a time.",
     ),
     _Rule(
+        code=r"UnreadableAnswer",
+        advice="Something on the way may have answered in its place, as a proxy or a sign-in page does, or cut the "
+        "answer short: check the network and HTTPS_PROXY, and look before you repeat it.",
+    ),
+    _Rule(
         code=r"ServiceRequest",
         advice="No connection: check the network, HTTPS_PROXY, and for a private workspace that this machine is in its "
         "network.",

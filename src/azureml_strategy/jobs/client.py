@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import logging
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from azureml_strategy.jobs.places import WorkspaceSettings, find_workspace
 from azureml_strategy.jobs.quiet import import_azure, quiet_sdk
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
+    from azure.core.pipeline.policies import SansIOHTTPPolicy
 
 __all__ = ["WorkspaceSettings", "connect"]
+
+log = logging.getLogger(__name__)
+
+_LONG_PAUSE_S = 60.0  # shorter ones are told by nobody
 
 
 def connect(settings: WorkspaceSettings | None = None) -> MLClient:
@@ -31,5 +39,31 @@ def connect(settings: WorkspaceSettings | None = None) -> MLClient:
     from azure.identity import DefaultAzureCredential
 
     return MLClient(
-        DefaultAzureCredential(), found.subscription, found.resource_group, found.name, enable_telemetry=False
+        DefaultAzureCredential(),
+        found.subscription,
+        found.resource_group,
+        found.name,
+        enable_telemetry=False,
+        per_retry_policies=[_waits_told()],
     )
+
+
+def _waits_told() -> SansIOHTTPPolicy[Any, Any]:
+    """Part of azure-core's pipeline that says when the service asks for a long pause, which azure-core keeps."""
+    from azure.core.pipeline import PipelineRequest, PipelineResponse
+    from azure.core.pipeline.policies import SansIOHTTPPolicy
+    from azure.core.pipeline.policies._utils import get_retry_after
+
+    class WaitsTold(SansIOHTTPPolicy[Any, Any]):
+        def on_response(self, request: PipelineRequest[Any], response: PipelineResponse[Any, Any]) -> None:
+            pause_s = get_retry_after(response) or 0
+            if pause_s >= _LONG_PAUSE_S:
+                status = response.http_response.status_code
+                log.warning(
+                    "%s asks for a pause of %s (HTTP %d) before it is asked again; Ctrl-C ends the waiting.",
+                    urlsplit(request.http_request.url).hostname,
+                    timedelta(seconds=round(pause_s)),
+                    status,
+                )
+
+    return WaitsTold()

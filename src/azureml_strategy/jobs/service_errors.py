@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -14,6 +16,7 @@ from azureml_strategy.jobs.errors import JobError
 if TYPE_CHECKING:
     from azure.core.exceptions import AzureError, HttpResponseError
 
+UNREADABLE = "UnreadableAnswer"
 _LONGEST = 400  # characters of what the service says; some of it goes on for pages
 # Codes that only say that there is a more precise one inside: Azure Resource Manager's, and Azure ML's.
 _OUTER_CODES = ("UserError", "BadRequest", "DeploymentFailed", "InvalidTemplateDeployment", "ServiceError", "Failed")
@@ -40,13 +43,19 @@ class ServiceError(JobError):
 
 @contextmanager
 def service_errors() -> Iterator[None]:
-    """Around calls of azure-ai-ml: its errors come out as `ServiceError`."""
+    """Around calls of azure-ai-ml: its errors come out as `ServiceError`, and so do answers that it cannot read."""
     from azure.core.exceptions import AzureError
 
     try:
         yield
     except AzureError as error:
         raise translate(error) from error
+    # On no JSON at all, and on null where it counts on an object.
+    except (json.JSONDecodeError, AttributeError, TypeError, KeyError) as error:
+        if not _is_of_azure(error):
+            raise
+        failure = _unreadable(f"{type(error).__name__}: {error}")
+        raise ServiceError(_told(failure), code=failure.code) from error
 
 
 def translate(error: AzureError) -> ServiceError:
@@ -59,16 +68,32 @@ def translate(error: AzureError) -> ServiceError:
         An error whose text is without subscription ids, tokens and signatures.
     """
     failure = _failure(error)
+    return ServiceError(_told(failure), code=failure.code, status=failure.status)
+
+
+def _told(failure: Failure) -> str:
     status = f", HTTP {failure.status}" if failure.status else ""
-    text = f"{failure.message} ({failure.code}{status}). {advice_for(failure)}"
-    return ServiceError(text, code=failure.code, status=failure.status)
+    return f"{failure.message} ({failure.code}{status}). {advice_for(failure)}"
+
+
+def _is_of_azure(error: Exception) -> bool:
+    """Whether it was raised while Azure's own packages were at work."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(str(frame.f_globals.get("__name__")).startswith("azure.") for frame in frames)
+
+
+def _unreadable(why: str) -> Failure:
+    told = f"Azure's answer cannot be read ({_sentence(why)})"
+    return Failure(code=UNREADABLE, status=None, message=told, url="")
 
 
 def _failure(error: AzureError) -> Failure:
-    from azure.core.exceptions import HttpResponseError
+    from azure.core.exceptions import DecodeError, HttpResponseError
 
     inner: BaseException | None = error
     while inner is not None:  # azure-ai-ml wraps some answers of the service in exceptions of its own
+        if isinstance(inner, DecodeError):  # also of an answer that was cut short
+            return _unreadable(str(inner.message))
         if isinstance(inner, HttpResponseError) and inner.response is not None:
             return _answer(inner)
         inner = inner.__cause__ or getattr(inner, "inner_exception", None)

@@ -15,7 +15,7 @@ from azureml_strategy.jobs.errors import JobError
 from azureml_strategy.jobs.recipe import JobRecipe, read_recipe
 from azureml_strategy.jobs.render import build_job, node_price
 from azureml_strategy.jobs.render_command import code_folder, recipe_in_code
-from azureml_strategy.jobs.service_errors import ServiceError, service_errors
+from azureml_strategy.jobs.service_errors import UNREADABLE, ServiceError, service_errors
 from azureml_strategy.jobs.snapshot import Snapshot, list_snapshot, upload_snapshot
 from azureml_strategy.jobs.submitted import SubmittedJob
 
@@ -53,6 +53,7 @@ def submit_recipe(
     Raises:
         JobError: the recipe, an override, the cluster or the job cannot be as asked. Nothing was sent then.
         ServiceError: Azure refused, or could not be reached.
+        KeyboardInterrupt: with the name of the job, if it may be there.
     """
     found = read_recipe(recipe, overrides)
     job = build_job(found, name or new_job_name(found.recipe.name), None)
@@ -84,23 +85,29 @@ def _create(client: MLClient, job: Command) -> Job:
     try:
         with service_errors():
             created: Job = client.jobs.create_or_update(job)
-            return created
+        if created.name != job.name:  # such as an empty object
+            raise ServiceError("Azure's answer is none about the job.", code=UNREADABLE)
+        return created
     except ServiceError as error:
         if not _may_have_been_done(error):
             raise
-        raise ServiceError(
-            f"{error} Whether job {job.name} was made is not known. The same command with --name {job.name} takes it "
-            "up, or makes it.",
-            code=error.code,
-            status=error.status,
-        ) from error
+        raise ServiceError(f"{error} {_unknown(job)}", code=error.code, status=error.status) from error
+    except KeyboardInterrupt as interrupt:
+        raise KeyboardInterrupt(f"Interrupted. {_unknown(job)}") from interrupt
+
+
+def _unknown(job: Command) -> str:
+    return (
+        f"Whether job {job.name} was made is not known. The same command with --name {job.name} takes it up, or makes "
+        "it."
+    )
 
 
 def _may_have_been_done(error: ServiceError) -> bool:
     """Whether the service may have done what it was asked although its answer is an error, or did not come."""
     from azure.core.exceptions import ServiceRequestError, ServiceResponseError
 
-    if isinstance(error.__cause__, (ServiceRequestError, ServiceResponseError)):
+    if error.code == UNREADABLE or isinstance(error.__cause__, (ServiceRequestError, ServiceResponseError)):
         return True
     return error.status is not None and error.status >= 500
 
