@@ -18,7 +18,7 @@ from azureml_strategy.training.resolvers import register_resolvers
     "overrides",
     [
         [],
-        ["seed=1", "+vars.mine=2", "~callbacks", "data=synthetic", "data.steps_per_epoch=3", "hydra.run.dir=here"],
+        ["seed=1", "+vars.mine=2", "~vars", "data=synthetic", "data.steps_per_epoch=3", "hydra.run.dir=here"],
         ["seed=1,2", "model.learning_rate=0.1,0.2"],
         ["seed=range(1,4)", "model.learning_rate=choice(0.1,0.2)", "model=glob(*)", "model.momentum=interval(0,1)"],
         ["data=synthetic,digits", "data.steps_per_epoch=3"],

@@ -122,8 +122,11 @@ def _check_arguments(path: str, node: dict[str, Any]) -> None:
 
 def target_nodes(node: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     """Every node that names a `_target_`, with its place; values stay unresolved."""
-    if isinstance(node, DictConfig):
+    if OmegaConf.is_config(node):
         node = OmegaConf.to_container(node, resolve=False)
+    if isinstance(node, list):
+        for number, child in enumerate(node):
+            yield from target_nodes(child, f"{path}[{number}]")
     if not isinstance(node, dict):
         return
     if "_target_" in node:

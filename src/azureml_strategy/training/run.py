@@ -8,15 +8,12 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from hydra.utils import instantiate
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import Logger
-from omegaconf import DictConfig, OmegaConf
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, ProgressBar
+from omegaconf import DictConfig
 
 from azureml_strategy.checkpoint.elastic import ElasticRestart
 from azureml_strategy.checkpoint.resume import ANY, AUTO, checkpoint_to_resume, told_to_children
@@ -25,8 +22,8 @@ from azureml_strategy.cluster import detect_launch, read_job
 from azureml_strategy.cluster.errors import TERMINATION_SWITCH, switched_off
 from azureml_strategy.tracking import JobMLFlowLogger
 from azureml_strategy.training.checking import check_config
-from azureml_strategy.training.errors import RecipeError
 from azureml_strategy.training.new_target import drop_keys_of_old_targets
+from azureml_strategy.training.objects import loggers_and_callbacks, make
 from azureml_strategy.training.recorded import hyperparameters
 
 log = logging.getLogger(__name__)
@@ -46,7 +43,7 @@ def train(config: DictConfig) -> dict[str, float]:
         The metrics of the last epoch by name, on every rank.
 
     Raises:
-        RecipeError: a key that nothing reads, or a callback that is none.
+        RecipeError: a key that nothing reads, or something that cannot be made.
         LaunchError: the Trainer contradicts the job.
         ResumeError: the checkpoint that `resume` names cannot be resumed from, or its global batch not be kept.
     """
@@ -55,8 +52,8 @@ def train(config: DictConfig) -> dict[str, float]:
     _announce(config.output_dir)
     seed_everything(config.seed, workers=True, verbose=False)
     torch.set_float32_matmul_precision(config.matmul_precision)
-    model: LightningModule = instantiate(config.model)
-    data = instantiate(config.data)
+    model: LightningModule = make("model", config.model)
+    data = make("data", config.data)
     chosen = checkpoint_to_resume(config.resume, Path(config.output_dir))
     trainer = _trainer(config, chosen)
     for logger in trainer.loggers:
@@ -78,25 +75,16 @@ def _repeats(chosen: Path | None, resume: str) -> bool:
 
 
 def _trainer(config: DictConfig, chosen: Path | None) -> Trainer:
-    logger: Logger | None = instantiate(config.tracking.logger)
-    arguments: Any = OmegaConf.to_container(config.trainer, resolve=True)
+    loggers, callbacks = loggers_and_callbacks(config)
     return Trainer(
-        **arguments,
-        strategy=instantiate(config.strategy),
-        logger=logger or False,
-        callbacks=[*_callbacks(config), *_termination(), ElasticRestart(chosen, config.global_batch)],
-        enable_checkpointing=config.checkpoint is not None,
-        enable_progress_bar=config.tracking.progress_bar is not None,
+        **make("trainer", config.trainer, _convert_="all"),
+        strategy=make("strategy", config.strategy),
+        logger=loggers or False,
+        callbacks=[*callbacks, *_termination(), ElasticRestart(chosen, config.global_batch)],
+        enable_checkpointing=any(isinstance(each, Checkpoint) for each in callbacks),
+        enable_progress_bar=any(isinstance(each, ProgressBar) for each in callbacks),
         default_root_dir=config.output_dir,
     )
-
-
-def _callbacks(config: DictConfig) -> list[Callback]:
-    """Every part of tracking but the logger, the user's own, and the checkpoint's; `null` leaves one out."""
-    nodes = {f"tracking.{name}": node for name, node in config.tracking.items() if name != "logger"}
-    nodes |= {f"callbacks.{name}": node for name, node in config.callbacks.items()}
-    nodes["checkpoint"] = config.checkpoint
-    return [_callback(place, node) for place, node in nodes.items() if node is not None]
 
 
 def _termination() -> list[Callback]:
@@ -104,16 +92,6 @@ def _termination() -> list[Callback]:
     if detect_launch() is not None or switched_off(os.environ, TERMINATION_SWITCH):
         return []
     return [TerminateTogether(None if read_job() else "off", ctrl_c=True)]
-
-
-def _callback(place: str, node: DictConfig) -> Callback:
-    callback = instantiate(node)
-    if not isinstance(callback, Callback):
-        raise RecipeError(
-            f"{place} makes a {type(callback).__name__}, which is no callback of the `lightning` package. Name one: "
-            f"{place}: {{_target_: lightning.pytorch.callbacks.EarlyStopping, ...}}, or write null to leave it out."
-        )
-    return callback
 
 
 def _announce(folder: str) -> None:
