@@ -32,7 +32,7 @@ class Trouble:
     """What the proxy does instead of passing requests on.
 
     Attributes:
-        kind: `down`, `slow`, `breaks off`, or a status such as `429`.
+        kind: `down`, `slow`, `breaks off`, `answer lost`, `refuses`, or a status such as `429`.
         writes: how many batches of metrics come through before.
         lasts_s: for how long, in seconds from then on.
     """
@@ -47,6 +47,7 @@ class Proxy:
 
     def __init__(self, server: str, trouble: Trouble) -> None:
         self.met = False
+        self.retry_after = "0"
         self._server = urlsplit(server).netloc
         self._trouble = trouble
         self._writes = 0
@@ -60,7 +61,7 @@ class Proxy:
         self._listener.shutdown()
         self._listener.server_close()
 
-    def trouble(self, path: str) -> str:
+    def trouble(self, path: str, body: bytes) -> str:
         """What becomes of this request; nothing special where that is empty."""
         with self._lock:
             if self._since is None and self._writes >= self._trouble.writes:
@@ -105,7 +106,7 @@ def _handler(proxy: Proxy) -> type[BaseHTTPRequestHandler]:
 
         def _answer(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            trouble = proxy.trouble(urlsplit(self.path).path)
+            trouble = proxy.trouble(urlsplit(self.path).path, body)
             if trouble in ("down", "breaks off"):
                 if trouble == "down":
                     proxy.go_down()
@@ -113,10 +114,16 @@ def _handler(proxy: Proxy) -> type[BaseHTTPRequestHandler]:
             if trouble == "slow":
                 time.sleep(1.0)
             status, content = int(trouble) if trouble.isdigit() else 0, b"{}"
+            if trouble == "refuses":
+                status, content = 400, b'{"error_code": "INVALID_PARAMETER_VALUE", "message": "no, says the proxy"}'
             if not status:
                 headers = {"Content-Type": self.headers.get("Content-Type", "application/json")}
                 status, content = proxy.pass_on(self.command, self.path, headers, body)
+                if trouble == "answer lost":
+                    return
             self.send_response(status)
+            if status in (429, 503):
+                self.send_header("Retry-After", proxy.retry_after)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()

@@ -37,10 +37,3 @@ def test_tags_come_first_and_files_alone() -> None:
     ]
     assert {len(tag.value) for tag in batches[0].items} == {1000}  # Azure ML takes no longer one
     assert batches[-1].describe() == "files b.json"
-
-
-def test_halves_hold_everything() -> None:
-    (batch,) = make_batches([Metrics({"a": 1, "b": 2, "c": 3}, 0, 0)])
-    first, second = batch.halves()
-    assert [item.key for item in first.items + second.items] == ["a", "b", "c"]
-    assert first.items

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from mlflow.tracking import MlflowClient
 
-from azureml_strategy.tracking.run import TrackingError, end_run, join_run, resolve_tracking_uri, start_run
+from azureml_strategy.tracking.run import TrackingError, join_run, request_run, resolve_tracking_uri
+from azureml_strategy.tracking.store import StoreAwayError, store_errors
 
 
 def test_the_store_is_given_or_of_the_environment_or_a_local_file(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,36 +38,30 @@ def test_an_unknown_run_of_the_job_names_run_and_store(store: str, monkeypatch: 
 def test_the_experiment_is_named_or_of_the_environment(
     store: str, client: MlflowClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert start_run(store, None).experiment_name == "lightning_logs"
+    assert _experiment(store, None) == "lightning_logs"
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "by-name")
-    assert start_run(store, None).experiment_name == "by-name"
-    assert start_run(store, None).experiment_name == "by-name"  # now it exists
+    assert _experiment(store, None) == "by-name"
+    assert _experiment(store, None) == "by-name"  # now it exists
     monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", client.create_experiment("by-id"))
-    assert start_run(store, None).experiment_name == "by-id"
-    assert start_run(store, "given").experiment_name == "given"
+    assert _experiment(store, None) == "by-id"
+    assert _experiment(store, "given") == "given"
 
 
-def test_a_new_run_has_name_and_tags_and_ends(store: str, client: MlflowClient) -> None:
-    run = start_run(store, "e", run_name="mine", tags={"n": 3})
-    end_run(run, "FAILED")
-    after = client.get_run(run.run_id)
+def test_a_new_run_has_name_and_tags_and_is_found_again(store: str, client: MlflowClient) -> None:
+    request = request_run(store, None, "e", "mine", {"n": 3})
+    run = request.open()
     assert run.owned
-    assert (after.info.run_name, after.data.tags["n"], after.info.status) == ("mine", "3", "FAILED")
-
-
-def test_a_run_that_cannot_be_ended_is_a_warning(store: str, client: MlflowClient) -> None:
-    run = start_run(store, "e")
-    client.delete_run(run.run_id)
-    with pytest.warns(UserWarning, match=f"Run {run.run_id} could not be marked FINISHED"):
-        end_run(run, "FINISHED")
+    assert (run.run.info.run_name, run.run.data.tags["n"], run.run.info.start_time) == ("mine", "3", request.started_ms)
+    assert request.open(again=True).run_id == run.run_id, "its creation was not answered"
+    assert request_run(store, None, "e").open(again=True).run_id != run.run_id
 
 
 @pytest.mark.parametrize("run_id", [None, "0123"])
-def test_a_password_in_the_store_s_address_is_not_told(monkeypatch: pytest.MonkeyPatch, run_id: str | None) -> None:
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    uri = "http://me:url-password-9@127.0.0.1:9"
-    with pytest.raises(TrackingError, match=r"http://<redacted>@127\.0\.0\.1:9 cannot be used: ") as caught:
-        join_run(uri, run_id) if run_id else start_run(uri, "mine")
+def test_a_password_in_the_store_s_address_is_not_told(run_id: str | None) -> None:
+    request = request_run("http://me:url-password-9@127.0.0.1:9", run_id)
+    assert "url-password-9" not in repr(request)
+    with pytest.raises(StoreAwayError) as caught, store_errors():
+        request.open()
     assert "url-password-9" not in "".join(traceback.format_exception(caught.value))
 
 
@@ -74,10 +69,13 @@ def test_no_secret_in_the_tags_of_a_run(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("SOME_TOKEN", "opaque-4711")
     uri = f"sqlite:///{tmp_path / 'tags.db'}"
     tags = {"mlflow.source.git.repoURL": "https://abcdef@github.com/o/r", "note": "opaque-4711", "api_key": "x1"}
-    run = start_run(uri, "mine", tags=tags)
-    shown = {name: run.run.data.tags[name] for name in tags}
-    assert shown == {
+    run = request_run(uri, tags=tags).open().run
+    assert {name: run.data.tags[name] for name in tags} == {
         "mlflow.source.git.repoURL": "https://<redacted>@github.com/o/r",
         "note": "<redacted>",
         "api_key": "<redacted>",
     }
+
+
+def _experiment(store: str, name: str | None) -> str:
+    return request_run(store, None, name).open().experiment_name

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from mlflow.entities import Metric
@@ -13,6 +13,8 @@ from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
 from mlflow.tracking import MlflowClient
 
 from azureml_strategy.tracking.batch import Metrics, Params, Tags, TextFile
+from azureml_strategy.tracking.run import OpenRun, RunRequest, join_run
+from azureml_strategy.tracking.spool import find_spools
 from azureml_strategy.tracking.writer import BatchWriter
 
 
@@ -44,12 +46,22 @@ def run_id(strict: StrictClient) -> str:
     return strict.create_run("0").info.run_id
 
 
+class StrictRequest(RunRequest):
+    client: ClassVar[StrictClient]
+
+    def open(self, again: bool = False) -> OpenRun:
+        return join_run(self.tracking_uri, str(self.run_id), client=self.client)
+
+
 @pytest.fixture
-def make_writer(strict: StrictClient, run_id: str) -> Iterator[Callable[..., BatchWriter]]:
+def make_writer(strict: StrictClient, store: str, run_id: str, tmp_path: Path) -> Iterator[Callable[..., BatchWriter]]:
     writers: list[BatchWriter] = []
 
     def make(**arguments: Any) -> BatchWriter:
-        writers.append(BatchWriter(strict, run_id, **({"interval_s": 60.0} | arguments)))
+        defaults: dict[str, Any] = {"interval_s": 60.0, "folder": tmp_path / "unsent", "second_look_s": 0.2}
+        StrictRequest.client = strict
+        request = StrictRequest(store, run_id)
+        writers.append(BatchWriter(request, **(defaults | arguments)))
         return writers[-1]
 
     yield make
@@ -79,7 +91,8 @@ def test_writes_tags_and_files(strict: StrictClient, run_id: str, make_writer: C
     writer.put(Tags({"network.transport": "ib"}))
     writer.put(TextFile("network.json", '{"nodes": []}'))
     strict.away = True
-    assert not writer.flush(timeout_s=0.1)
+    with pytest.warns(UserWarning, match="MLflow is away"):
+        assert not writer.flush(timeout_s=0.1)
     strict.away = False
     assert writer.flush()
     assert strict.get_run(run_id).data.tags["network.transport"] == "ib"
@@ -99,7 +112,7 @@ def test_an_outage_loses_nothing(strict: StrictClient, run_id: str, make_writer:
     writer = make_writer(interval_s=0.01)
     strict.away = True
     writer.put(Metrics({"loss": 1.0}, 0, 0))
-    with pytest.warns(UserWarning, match="is kept and tried again") as warned:
+    with pytest.warns(UserWarning, match="is kept in .* and tried again") as warned:
         assert not writer.flush(timeout_s=0.2)
     assert len(warned) == 1
     assert "secret" not in str(warned[0].message)
@@ -109,18 +122,40 @@ def test_an_outage_loses_nothing(strict: StrictClient, run_id: str, make_writer:
     assert [metric.value for metric in history(strict, run_id, "loss")] == [1.0, 2.0]
 
 
-@pytest.mark.filterwarnings("ignore:MLflow did not take")
-def test_memory_is_bounded_and_what_was_lost_is_said(
-    strict: StrictClient, run_id: str, make_writer: Callable[..., BatchWriter]
+@pytest.mark.filterwarnings("ignore:MLflow is away")
+def test_memory_is_bounded_and_the_rest_is_in_a_file(
+    strict: StrictClient, run_id: str, make_writer: Callable[..., BatchWriter], tmp_path: Path
 ) -> None:
     writer = make_writer(interval_s=0.01, capacity=10)
     strict.away = True
-    writer.put(Metrics({"loss": -1.0}, 0, 0))
-    assert not writer.flush(timeout_s=0.2)
-    for step in range(25):
+    for step in range(35):
         writer.put(Metrics({"loss": float(step)}, step, 0))
-    with pytest.warns(UserWarning, match="11 records or batches were not written .* and 15 older ones were dropped"):
+    with pytest.warns(UserWarning, match="jobs upload-metrics /.*/unsent") as warned:
         assert not writer.close(timeout_s=0.1)
+    assert "secret" not in str(warned[-1].message)
+    (spool,) = find_spools(tmp_path)
+    assert [item.step for batch, _ in spool.batches() for item in batch.items] == list(range(35))
+    strict.away = False
+    assert writer.flush()
+    assert [metric.step for metric in history(strict, run_id, "loss")] == list(range(35))
+    assert find_spools(tmp_path) == []
+
+
+@pytest.mark.filterwarnings("ignore:MLflow is away")
+def test_a_disk_that_cannot_be_written_keeps_points_in_memory(
+    strict: StrictClient, run_id: str, make_writer: Callable[..., BatchWriter], tmp_path: Path
+) -> None:
+    (tmp_path / "unsent").write_text("a file where the folder should be")
+    writer = make_writer(interval_s=0.01)
+    strict.away = True
+    writer.put(Metrics({"loss": 1.0}, 0, 0))
+    with pytest.warns(UserWarning, match="stay in memory"):
+        assert not writer.flush(timeout_s=0.2)
+    with pytest.warns(UserWarning, match="1 batches of run .* are lost with this process"):
+        assert not writer.close(timeout_s=0.1)
+    strict.away = False
+    assert writer.close()
+    assert len(history(strict, run_id, "loss")) == 1
 
 
 def test_a_slow_store_slows_the_caller_and_loses_nothing(
@@ -145,13 +180,17 @@ def test_a_refused_value_takes_only_itself_along(
     assert len(warned) == 1
     assert [metric.step for metric in history(strict, run_id, "loss")] == [0, 1, 2, 4, 6, 7]
     assert len(history(strict, run_id, "lr")) == 8
+    strict.refuses_nan = False
+    writer.put(Metrics({"loss": math.nan}, 8, 0))
+    assert writer.flush()
+    assert len(history(strict, run_id, "loss")) == 7, "every value is tried, also of a metric that was refused before"
 
 
 def test_a_parameter_changed_behind_our_back_is_refused_alone(
     strict: StrictClient, run_id: str, make_writer: Callable[..., BatchWriter]
 ) -> None:
     strict.log_param(run_id, "lr", "0.1")
-    writer = make_writer()
+    writer = make_writer(second_look_s=60.0)  # the run says why: nothing to wait for
     writer.put(Params({"lr": "0.2", "depth": "3"}))
     with pytest.warns(UserWarning, match="does not take lr='0.2'"):
         assert writer.flush()
@@ -178,7 +217,7 @@ def test_what_the_store_has_not_taken(strict: StrictClient, make_writer: Callabl
     strict.away = True
     writer.put(Metrics({"loss": 0.25, "top1": 0.1}, 2, 8))
     writer.put(Params({"lr": "0.1"}))
-    with pytest.warns(UserWarning, match="it is kept and tried again"):
+    with pytest.warns(UserWarning, match="is kept in .* and tried again"):
         assert not writer.flush(0.2)
     writer.put(Metrics({"loss": 0.125}, 3, 9))
     kept = [(each.key, each.value, each.step, each.timestamp) for each in writer.unwritten()]

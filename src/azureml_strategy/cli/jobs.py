@@ -1,4 +1,4 @@
-"""jobs list|show|logs|cancel|download: what was submitted."""
+"""jobs list|show|logs|cancel|download|upload-metrics: what was submitted."""
 
 from __future__ import annotations
 
@@ -32,9 +32,21 @@ def add_to(verbs: Verbs) -> None:
     what.add_argument("--output", metavar="NAME", help="only this output, such as run")
     what.add_argument("--all", action="store_true", help="logs, ./outputs and every output")
     download.add_argument("--to", type=Path, default=Path("."), metavar="FOLDER", help="where to (default: here)")
+    upload = add_verb(
+        group,
+        "upload-metrics",
+        _upload_metrics,
+        help="send what a run could not log",
+        description="Send the metrics, parameters, tags and text files that MLflow has not taken while a run logged "
+        "them. What stands already is not written again, and a file is removed once all of it stands.",
+    )
+    upload.add_argument(
+        "folder", nargs="?", type=Path, default=Path("."), metavar="FOLDER", help="where *.unsent.jsonl lie (here)"
+    )
+    upload.add_argument("--tracking-uri", metavar="URI", help="the store, where the file does not name it in full")
     for verb in (show, logs, cancel, download):
         verb.add_argument("name", metavar="JOB", help="name of the job, as `jobs list` shows it")
-    for verb in (listing, show, logs, cancel, download):
+    for verb in (listing, show, logs, cancel, download, upload):
         add_workspace_options(verb)
 
 
@@ -108,3 +120,14 @@ def _download(options: argparse.Namespace) -> int:
     download_job(client(options), options.name, options.to, options.output, everything=options.all)
     print_text(f"{options.name}: fetched into {options.to}")
     return 0
+
+
+@refusing
+def _upload_metrics(options: argparse.Namespace) -> int:
+    from azureml_strategy.jobs.metrics import store_address
+    from azureml_strategy.tracking.upload import upload_all
+
+    def address(store: str) -> str:
+        return options.tracking_uri or store_address(store, lambda: client(options))
+
+    return 0 if upload_all(options.folder, address, print_text) else 1

@@ -77,7 +77,7 @@ def _run(options: argparse.Namespace) -> int:
     options = _parser().parse_intermixed_args(options.words)
     from azureml_strategy.jobs import JobError
     from azureml_strategy.studying import StudyError, run_study
-    from azureml_strategy.tracking.run import TrackingError
+    from azureml_strategy.tracking.store import TrackingError
 
     try:
         return run_study(_wanted(options))

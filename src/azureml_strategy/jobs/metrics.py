@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from azureml_strategy.cluster.redaction import REDACTED
 from azureml_strategy.jobs.service_errors import service_errors
+from azureml_strategy.tracking.location import describe_store
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
@@ -37,3 +41,24 @@ def run_metrics(uri: str, run_id: str) -> dict[str, float]:
     from mlflow import MlflowClient
 
     return dict(MlflowClient(uri).get_run(run_id).data.metrics)
+
+
+def store_address(store: str, client: Callable[[], MLClient]) -> str:
+    """The whole address of a store that is known without its secrets.
+
+    Args:
+        store: as `describe_store` gives it: complete, or the one of MLFLOW_TRACKING_URI, or of the workspace.
+        client: gives the workspace, if it takes that.
+
+    Raises:
+        ValueError: it is none of these.
+        ServiceError: Azure did not say.
+    """
+    mine = os.environ.get("MLFLOW_TRACKING_URI", "")
+    if mine and describe_store(mine) == store:
+        return mine
+    if store and REDACTED not in store:
+        return store
+    if store.startswith("azureml:"):
+        return tracking_uri(client())
+    raise ValueError(f"The file names its store without the secret part, {store}. Say where it is: --tracking-uri URI.")

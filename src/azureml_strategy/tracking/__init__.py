@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from azureml_strategy.tracking.logger import JobMLFlowLogger
     from azureml_strategy.tracking.progress import ThroughputProgressBar
     from azureml_strategy.tracking.report import RunReport
-    from azureml_strategy.tracking.run import TrackingError
+    from azureml_strategy.tracking.store import TrackingError
     from azureml_strategy.tracking.summary import ThroughputSummary
     from azureml_strategy.tracking.throughput import ThroughputCallback
 
@@ -36,7 +36,7 @@ __getattr__ = lazy_attributes(
         "JobMLFlowLogger": "azureml_strategy.tracking.logger",
         "ThroughputProgressBar": "azureml_strategy.tracking.progress",
         "RunReport": "azureml_strategy.tracking.report",
-        "TrackingError": "azureml_strategy.tracking.run",
+        "TrackingError": "azureml_strategy.tracking.store",
         "ThroughputSummary": "azureml_strategy.tracking.summary",
         "ThroughputCallback": "azureml_strategy.tracking.throughput",
     },

@@ -14,6 +14,9 @@ from azureml_strategy.tracking.limits import METRICS_PER_BATCH, PARAMS_PER_BATCH
 if TYPE_CHECKING:
     from mlflow.entities import Metric, Param, RunTag
 
+# How many items of each kind one request may carry; kinds in the order in which they are written.
+LIMITS = {"tags": TAGS_PER_BATCH, "params": PARAMS_PER_BATCH, "metrics": METRICS_PER_BATCH, "files": 1, "end": 1}
+
 
 @dataclass(frozen=True)
 class Metrics:
@@ -46,20 +49,36 @@ class TextFile:
     value: str
 
 
-Record = Metrics | Params | Tags | TextFile
-
-
 @dataclass(frozen=True)
+class End:
+    """The end of a run that was opened here: MLflow's word for how, and when, in ms since 1970."""
+
+    value: str
+    timestamp_ms: int
+    key: str = "status"
+
+
+Record = Metrics | Params | Tags | TextFile | End
+
+
+@dataclass
 class Batch:
-    """What is written at once: items of one kind, `metrics`, `params`, `tags` or `files`."""
+    """What is written at once: items of one kind, see `LIMITS`.
+
+    Attributes:
+        kind: of all items.
+        items: those that are not known to stand.
+        doubtful: whether some may stand: they were sent, and the answer was lost.
+    """
 
     kind: str
     items: list[Any]
+    doubtful: bool = False
 
-    def halves(self) -> tuple[Batch, Batch]:
-        """The same items as two batches."""
-        middle = len(self.items) // 2
-        return Batch(self.kind, self.items[:middle]), Batch(self.kind, self.items[middle:])
+    def drop(self, items: Iterable[Any]) -> None:
+        """Forget items, by identity: they are settled."""
+        settled = {id(item) for item in items}
+        self.items = [item for item in self.items if id(item) not in settled]
 
     def describe(self) -> str:
         """Names and steps, as a warning shows them."""
@@ -73,42 +92,39 @@ class Batch:
 
 def make_batches(records: Iterable[Record]) -> list[Batch]:
     """As few batches as the limits allow, each kind in the order it was logged."""
-    metrics: list[Metric] = []
-    params: list[Param] = []
-    tags: list[RunTag] = []
-    files: list[TextFile] = []
+    items: dict[str, list[Any]] = {kind: [] for kind in LIMITS}
     for record in records:
         if isinstance(record, Metrics):
-            metrics.extend(_metric_entities(record))
+            items["metrics"].extend(_metric_entities(record))
         elif isinstance(record, Params):
-            params.extend(_param(name, value) for name, value in record.values.items())
+            items["params"].extend(param(name, value) for name, value in record.values.items())
         elif isinstance(record, Tags):
-            tags.extend(_tag(name, value) for name, value in record.values.items())
+            items["tags"].extend(tag(name, value) for name, value in record.values.items())
+        elif isinstance(record, TextFile):
+            items["files"].append(TextFile(record.key, redact_text(record.value)))
         else:
-            files.append(TextFile(record.key, redact_text(record.value)))
-    return [
-        *_chunks("tags", tags, TAGS_PER_BATCH),
-        *_chunks("params", params, PARAMS_PER_BATCH),
-        *_chunks("metrics", metrics, METRICS_PER_BATCH),
-        *_chunks("files", files, 1),
-    ]
+            items["end"].append(record)
+    return [batch for kind, each in items.items() for batch in chunks(kind, each)]
 
 
-def _param(name: str, value: str) -> Param:
+def chunks(kind: str, items: list[Any], doubtful: bool = False) -> Iterator[Batch]:
+    """Items of one kind, in batches that a store takes."""
+    for start in range(0, len(items), LIMITS[kind]):
+        yield Batch(kind, items[start : start + LIMITS[kind]], doubtful)
+
+
+def param(name: str, value: str) -> Param:
+    """MLflow's entity."""
     from mlflow.entities import Param
 
     return Param(name, value)  # type: ignore[no-untyped-call]
 
 
-def _tag(name: str, value: str) -> RunTag:
+def tag(name: str, value: str) -> RunTag:
+    """MLflow's entity, its value cut to the length that stores accept."""
     from mlflow.entities import RunTag
 
     return RunTag(name, str(redact(name, value))[:TAG_VALUE_LENGTH])  # type: ignore[no-untyped-call]
-
-
-def _chunks(kind: str, items: list[Any], size: int) -> Iterator[Batch]:
-    for start in range(0, len(items), size):
-        yield Batch(kind, items[start : start + size])
 
 
 def _metric_entities(record: Metrics) -> Iterator[Metric]:

@@ -34,15 +34,15 @@ class RunLocation:
 
 def locate(tracking_uri: str, experiment: str, experiment_id: str, run_id: str, run_name: str) -> RunLocation:
     """Describe a run of a store."""
-    store = redact_text(_absolute(tracking_uri))
+    store = describe_store(tracking_uri)
     open_with = _how_to_open(store, experiment_id, run_id)
     return RunLocation(store, experiment, run_id, run_name, open_with)
 
 
-def _absolute(tracking_uri: str) -> str:
-    """A SQLite file is named relative to where training ran, which is not where somebody looks at it."""
+def describe_store(tracking_uri: str) -> str:
+    """A store's address without secrets; a SQLite file is named relative to where training ran, here in full."""
     prefix, path = "sqlite:///", tracking_uri.removeprefix("sqlite:///")
-    return f"{prefix}{Path(path).absolute()}" if tracking_uri.startswith(prefix) else tracking_uri
+    return redact_text(f"{prefix}{Path(path).absolute()}" if tracking_uri.startswith(prefix) else tracking_uri)
 
 
 def _how_to_open(store: str, experiment_id: str, run_id: str) -> str:

@@ -8,7 +8,9 @@ import time
 import warnings
 from argparse import Namespace
 from collections.abc import Mapping
+from functools import cached_property
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, SupportsFloat
 
 from lightning.fabric.loggers.logger import rank_zero_experiment
@@ -17,19 +19,25 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_only
 from typing_extensions import override
 
-from azureml_strategy.tracking.batch import Metrics, Params, Tags, TextFile
-from azureml_strategy.tracking.earlier import EarlierMetrics
+from azureml_strategy.cluster.job import read_job
+from azureml_strategy.cluster.redaction import redact_text
+from azureml_strategy.tracking.batch import End, Metrics, Params, Tags, TextFile
 from azureml_strategy.tracking.hyperparams import as_texts, fit_azure, new_params
 from azureml_strategy.tracking.location import RunLocation, locate
 from azureml_strategy.tracking.names import clean_name
-from azureml_strategy.tracking.run import OpenRun, end_run, join_run, resolve_tracking_uri, start_run
+from azureml_strategy.tracking.run import OpenRun, RunRequest, is_remote, request_run, resolve_tracking_uri
 from azureml_strategy.tracking.termination import TerminationFlush
 from azureml_strategy.tracking.values import as_number, as_step, type_name
 from azureml_strategy.tracking.writer import BatchWriter
 
 if TYPE_CHECKING:
+    from lightning.pytorch.callbacks import ModelCheckpoint
     from mlflow.tracking import MlflowClient
 
+# How long training waits at its start for a server that does not answer at all; then the run is opened later.
+_OPENING_S = 10.0
+# Of an Azure ML job: what lies in it is uploaded while the job runs, and outlives its node.
+_JOB_FOLDER = "logs"
 _RUN_STATUS = {"success": "FINISHED", "finished": "FINISHED", "failed": "FAILED"}
 
 
@@ -43,13 +51,32 @@ class _Tracking(NamedTuple):
 
 
 class _Session:
-    """An open run with its writer: what exists on rank 0 once the logger is used."""
+    """A run, open or about to be, with its writer: what exists on rank 0 once the logger is used.
 
-    def __init__(self, run: OpenRun, flush_interval_s: float) -> None:
-        self.run = run
-        self.writer = BatchWriter(run.client, run.run_id, flush_interval_s)
+    Raises:
+        TrackingError: the store does not have the run, or is a file or database that cannot be opened.
+    """
+
+    def __init__(self, request: RunRequest, folder: Path, flush_interval_s: float) -> None:
+        self.request = request
+        self.writer = BatchWriter(request, folder, flush_interval_s)
         self.termination = TerminationFlush(self.writer)
-        self.params = dict(run.run.data.params)
+        self.writer.start()
+        self.writer.wait_for_run(_OPENING_S if is_remote(request.tracking_uri) else None)
+        run = self.writer.run
+        self.params = {} if run is None else dict(run.run.data.params)
+
+    @property
+    def run(self) -> OpenRun | None:
+        """The run, None until its store has answered."""
+        return self.writer.run
+
+    @cached_property
+    def client(self) -> MlflowClient:
+        """For the user: with MLflow's own patience."""
+        from mlflow.tracking import MlflowClient
+
+        return MlflowClient(self.request.tracking_uri)
 
 
 class JobMLFlowLogger(MLFlowLogger):
@@ -61,7 +88,9 @@ class JobMLFlowLogger(MLFlowLogger):
 
     `log_metrics` and `log_hyperparams` return at once. A value of the GPU is copied there and read later, on the
     writer's thread. `finalize`, which Lightning calls at the end and on an exception, SIGTERM and the interpreter's
-    exit all write what is queued. Neither a server that is down nor a value that it refuses stops training.
+    exit all write what is queued. Neither a server that is down, at the start or later, nor a value that it refuses
+    stops training: what the server does not take goes to a file in `folder`, which is sent when it is back, by the next
+    start, or by `azureml-strategy jobs upload-metrics`.
 
     Args:
         experiment_name: experiment of a run opened here; else MLFLOW_EXPERIMENT_ID or _NAME, else `lightning_logs`.
@@ -73,9 +102,10 @@ class JobMLFlowLogger(MLFlowLogger):
         artifact_location: where an experiment made here keeps its files.
         run_id: the run to join; else MLFLOW_RUN_ID, else a new one is opened.
         flush_interval_s: how long metrics gather before they are written, in seconds.
+        folder: for what the store has not taken; by default `logs` in an Azure ML job, else the working folder.
 
     Raises:
-        TrackingError: (on first use) the store does not have the run to join, or cannot be opened.
+        TrackingError: (on first use) the store does not have the run to join, or is no server and cannot be opened.
     """
 
     def __init__(
@@ -89,6 +119,7 @@ class JobMLFlowLogger(MLFlowLogger):
         artifact_location: str | None = None,
         run_id: str | None = None,
         flush_interval_s: float = 1.0,
+        folder: str | os.PathLike[str] | None = None,
     ) -> None:
         # Not MLFlowLogger's: it opens the store here, on every rank and before the environment is complete. What
         # its checkpoint upload reads is set instead.
@@ -101,6 +132,7 @@ class JobMLFlowLogger(MLFlowLogger):
         self.tags = tags or {}
         self._tracking = _Tracking(tracking_uri, experiment_name, run_name, artifact_location)
         self._flush_interval_s = flush_interval_s
+        self._folder = folder
         self._session: _Session | None = None
         self._warned: set[str] = set()
 
@@ -108,21 +140,30 @@ class JobMLFlowLogger(MLFlowLogger):
     @rank_zero_experiment
     def experiment(self) -> MlflowClient:
         """MLflow's client; the run is opened when it is first asked for. Other ranks get a dummy."""
-        return self._open().run.client
+        return self._open().client
 
     @property
     @override
     def run_id(self) -> str | None:
-        """The run's id; on other ranks than 0 it is known only for a joined run."""
-        if _is_rank_zero():
-            return self._open().run.run_id
-        return self._run_id or os.environ.get("MLFLOW_RUN_ID")
+        """The run's id; None while its store has not answered. Other ranks than 0 know it only of a joined run."""
+        known = self._run_id or os.environ.get("MLFLOW_RUN_ID")
+        if not _is_rank_zero():
+            return known
+        run = self._open().run
+        return known if run is None else run.run_id
+
+    @property
+    @override
+    def version(self) -> str | None:
+        """The run's id, or while that is not known a name of its own: Lightning names folders by it."""
+        return self.run_id or (self._open().request.start_id if _is_rank_zero() else None)
 
     @property
     @override
     def experiment_id(self) -> str | None:
-        """The experiment's id; None on other ranks than 0."""
-        return str(self._open().run.run.info.experiment_id) if _is_rank_zero() else None
+        """The experiment's id; None on other ranks than 0, and while the store has not answered."""
+        run = self._open().run if _is_rank_zero() else None
+        return None if run is None else str(run.run.info.experiment_id)
 
     @property
     @override
@@ -131,9 +172,11 @@ class JobMLFlowLogger(MLFlowLogger):
         return None
 
     @property
-    def location(self) -> RunLocation:
-        """Where the run is and how to look at it. Only rank 0 may ask."""
+    def location(self) -> RunLocation | None:
+        """Where the run is and how to look at it; None while the store has not answered. Only rank 0 may ask."""
         run = self._open().run
+        if run is None:
+            return None
         info = run.run.info
         return locate(run.tracking_uri, run.experiment_name, info.experiment_id, info.run_id, info.run_name)
 
@@ -157,7 +200,7 @@ class JobMLFlowLogger(MLFlowLogger):
     def log_hyperparams(self, params: dict[str, Any] | Namespace) -> None:
         session = self._open()
         new = new_params(session.params, as_texts(params))
-        if session.run.tracking_uri.startswith("azureml:"):
+        if session.request.tracking_uri.startswith("azureml:"):
             new = fit_azure(session.params, new)
         session.params.update(new)
         session.writer.put(Params(new))
@@ -165,7 +208,7 @@ class JobMLFlowLogger(MLFlowLogger):
     @rank_zero_only
     def log_tags(self, tags: Mapping[str, str]) -> None:
         """Tag the run; like everything here, off the training thread."""
-        self._open().writer.put(Tags({clean_name(name): value for name, value in tags.items()}))
+        self._open().writer.put(Tags({clean_name(name): str(value) for name, value in tags.items()}))
 
     @rank_zero_only
     def log_text(self, text: str, path: str) -> None:
@@ -175,11 +218,12 @@ class JobMLFlowLogger(MLFlowLogger):
             text: its content.
             path: where, below the run's artifacts.
         """
-        self._open().writer.put(TextFile(path, text))
+        self._open().writer.put(TextFile(str(path), str(text)))
 
     def metric_at_start(self, name: str) -> float | None:
         """A metric's last value when the run was opened, from an earlier attempt of the job. Only rank 0 may ask."""
-        value = self._open().run.run.data.metrics.get(clean_name(name))
+        run = self._open().run
+        value = None if run is None else run.run.data.metrics.get(clean_name(name))
         return None if value is None else float(value)
 
     @rank_zero_only
@@ -189,8 +233,7 @@ class JobMLFlowLogger(MLFlowLogger):
         Call it before training goes on from a checkpoint. Of each metric, steps up to the last one that the run has
         are left out.
         """
-        session = self._open()
-        session.writer.leave_out(EarlierMetrics(session.run.client, session.run.run_id))
+        self._open().writer.leave_out_earlier()
 
     def unwritten(self) -> list[list[Any]]:
         """The metrics that the store has not taken yet, in order: name, value, step, ms since 1970."""
@@ -210,14 +253,29 @@ class JobMLFlowLogger(MLFlowLogger):
     @override
     @rank_zero_only
     def finalize(self, status: str = "success") -> None:
-        if self._session is None:
+        session = self._session
+        if session is None:
             return
-        complete = self._session.writer.close()
-        self._session.termination.remove()
-        if self._checkpoint_callback:
+        complete = session.writer.flush()
+        if complete and self._checkpoint_callback:
             self._scan_and_log_checkpoints(self._checkpoint_callback)
-        if self._session.run.owned and complete:
-            end_run(self._session.run, _final_status(status))
+        if session.request.run_id is None:
+            session.writer.put(End(_final_status(status), int(time.time() * 1000)))
+        session.writer.close(60.0 if complete else 0.0)
+        session.termination.remove()
+
+    @override
+    def _scan_and_log_checkpoints(self, checkpoint_callback: ModelCheckpoint) -> None:
+        """Upload checkpoints, or say why not: a store that is away costs no checkpoint and no training."""
+        session = self._session
+        try:
+            if session is not None and (session.run is None or session.writer.is_away):
+                raise ConnectionError("MLflow is away")
+            super()._scan_and_log_checkpoints(checkpoint_callback)
+        except Exception as error:  # whatever a store of artifacts raises
+            text = redact_text(f"{type(error).__name__}: {error}")
+            where = checkpoint_callback.dirpath
+            warnings.warn(f"Checkpoints stay in {where} and are not uploaded now: {text}", stacklevel=2)
 
     def _accept(self, metrics: Mapping[str, Any]) -> dict[str, SupportsFloat]:
         """The values that are numbers; the first other one of each metric is warned of."""
@@ -248,17 +306,26 @@ class JobMLFlowLogger(MLFlowLogger):
 
     def _open(self) -> _Session:
         if self._session is None:
-            self._session = _Session(self._open_run(), self._flush_interval_s)
+            self._session = _Session(self._request(), self._spool_folder(), self._flush_interval_s)
+        if self._run_id is None and self._session.run is not None:
             self._run_id = self._session.run.run_id
         return self._session
 
-    def _open_run(self) -> OpenRun:
+    def _request(self) -> RunRequest:
         wanted = self._tracking
-        uri = resolve_tracking_uri(wanted.uri)
-        run_id = self._run_id or os.environ.get("MLFLOW_RUN_ID")
-        if run_id is not None:
-            return join_run(uri, run_id, self.tags)
-        return start_run(uri, wanted.experiment_name, wanted.run_name, self.tags, wanted.artifact_location)
+        return request_run(
+            resolve_tracking_uri(wanted.uri),
+            self._run_id or os.environ.get("MLFLOW_RUN_ID"),
+            wanted.experiment_name,
+            wanted.run_name,
+            self.tags,
+            wanted.artifact_location,
+        )
+
+    def _spool_folder(self) -> Path:
+        if self._folder is not None:
+            return Path(self._folder)
+        return Path(_JOB_FOLDER if read_job() is not None else ".")
 
     def __getstate__(self) -> dict[str, Any]:
         # A thread cannot be copied; the copy joins the run, and the original ends it.

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from azureml_strategy.cluster.redaction import redact, redact_text
 from azureml_strategy.tracking.limits import TAG_VALUE_LENGTH
 from azureml_strategy.tracking.names import clean_name
+from azureml_strategy.tracking.store import TrackingError as TrackingError
+from azureml_strategy.tracking.store import one_attempt_client
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -21,10 +23,8 @@ if TYPE_CHECKING:
 # MLflow 3 refuses its older default, a folder of files.
 DEFAULT_TRACKING_URI = "sqlite:///mlflow.db"
 DEFAULT_EXPERIMENT = "lightning_logs"
-
-
-class TrackingError(RuntimeError):
-    """The tracking store cannot be used as it was asked for."""
+# By this tag a run is found whose creation was never answered.
+_START_ID = "azureml_strategy.start_id"
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class OpenRun:
     """
 
     client: MlflowClient
-    tracking_uri: str
+    tracking_uri: str = field(repr=False)
     run: Run
     experiment_name: str
     owned: bool
@@ -49,6 +49,91 @@ class OpenRun:
     def run_id(self) -> str:
         """The run's id."""
         return str(self.run.info.run_id)
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """The run that is asked for; it is there once its store answers.
+
+    Attributes:
+        tracking_uri: the store; may hold credentials.
+        run_id: of the run to join; None for a new one.
+        experiment_id: of a new run's experiment, where that is known.
+        experiment_name: of a new run's experiment; it is made where it does not exist.
+        run_name: of a new run.
+        tags: of the run.
+        artifact_location: where an experiment made here keeps its files.
+        started_ms: when it was asked for, in ms since 1970.
+        start_id: this request's own name.
+    """
+
+    tracking_uri: str = field(repr=False)
+    run_id: str | None = None
+    experiment_id: str | None = None
+    experiment_name: str = DEFAULT_EXPERIMENT
+    run_name: str | None = None
+    tags: Mapping[str, str] = field(default_factory=dict)
+    artifact_location: str | None = None
+    started_ms: int = field(default_factory=lambda: int(1000 * time.time()))
+    start_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def open(self, again: bool = False) -> OpenRun:
+        """Join the run, or open it.
+
+        Args:
+            again: whether an earlier call may have opened it without getting to know.
+
+        Raises:
+            TrackingError: the store has no such run.
+            Exception: whatever MLflow raises where the store does not answer.
+        """
+        client = one_attempt_client(self.tracking_uri)
+        if self.run_id is not None:
+            return join_run(self.tracking_uri, self.run_id, self.tags, client)
+        experiment_id = self.experiment_id or self._experiment(client)
+        run = self._opened_before(client, experiment_id) if again else None
+        if run is None:
+            tags = {**self.tags, _START_ID: self.start_id}
+            run = client.create_run(experiment_id, start_time=self.started_ms, tags=tags, run_name=self.run_name)
+        return OpenRun(client, self.tracking_uri, run, client.get_experiment(experiment_id).name, owned=True)
+
+    def _experiment(self, client: MlflowClient) -> str:
+        found = client.get_experiment_by_name(self.experiment_name)
+        if found is not None:
+            return str(found.experiment_id)
+        return client.create_experiment(self.experiment_name, self.artifact_location)
+
+    def _opened_before(self, client: MlflowClient, experiment_id: str) -> Run | None:
+        found = client.search_runs([experiment_id], f"tags.`{_START_ID}` = '{self.start_id}'", max_results=1)
+        return found[0] if found else None
+
+
+def request_run(
+    tracking_uri: str,
+    run_id: str | None = None,
+    experiment_name: str | None = None,
+    run_name: str | None = None,
+    tags: Mapping[str, Any] | None = None,
+    artifact_location: str | None = None,
+) -> RunRequest:
+    """What is asked for here and now, by arguments and environment; nothing is opened.
+
+    Without `run_id` it is a new run. Its experiment is the named one, else that of MLFLOW_EXPERIMENT_ID or
+    MLFLOW_EXPERIMENT_NAME, else `lightning_logs`.
+    """
+    from mlflow.tracking.context.registry import resolve_tags
+
+    if run_id is not None:
+        return RunRequest(tracking_uri, run_id, tags=_texts(tags))
+    return RunRequest(
+        tracking_uri,
+        experiment_id=os.environ.get("MLFLOW_EXPERIMENT_ID") if experiment_name is None else None,
+        experiment_name=experiment_name or os.environ.get("MLFLOW_EXPERIMENT_NAME") or DEFAULT_EXPERIMENT,
+        run_name=run_name,
+        # MLflow's own tags are among them, such as the address of the git repository, which may hold a token.
+        tags=_texts(resolve_tags(_texts(tags))),
+        artifact_location=artifact_location,
+    )
 
 
 def resolve_tracking_uri(given: str | None) -> str:
@@ -66,8 +151,21 @@ def resolve_tracking_uri(given: str | None) -> str:
     return uri
 
 
-def join_run(tracking_uri: str, run_id: str, tags: Mapping[str, Any] | None = None) -> OpenRun:
+def is_remote(tracking_uri: str) -> bool:
+    """Whether a server answers, which may be away for a while; else it is a file or a database."""
+    return tracking_uri.startswith(("http:", "https:", "azureml:", "databricks"))
+
+
+def join_run(
+    tracking_uri: str, run_id: str, tags: Mapping[str, Any] | None = None, client: MlflowClient | None = None
+) -> OpenRun:
     """Open an existing run, in whatever experiment it is, and add tags to it; its name stays.
+
+    Args:
+        tracking_uri: the store.
+        run_id: the run.
+        tags: to add.
+        client: asks the store; by default MLflow's own, with its retries.
 
     Raises:
         TrackingError: the store has no such run.
@@ -76,32 +174,17 @@ def join_run(tracking_uri: str, run_id: str, tags: Mapping[str, Any] | None = No
     from mlflow.tracking import MlflowClient
     from mlflow.utils.mlflow_tags import MLFLOW_RUN_NAME
 
-    with _opening(tracking_uri):
-        client = MlflowClient(tracking_uri)
-        try:
-            run = client.get_run(run_id)
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-                raise
-            raise TrackingError(_unknown_run(tracking_uri, run_id)) from error
-        for name, value in _texts(tags).items():
-            if name != MLFLOW_RUN_NAME:
-                client.set_tag(run_id, name, value)
-        return OpenRun(client, tracking_uri, run, client.get_experiment(run.info.experiment_id).name, owned=False)
-
-
-@contextmanager
-def _opening(tracking_uri: str) -> Iterator[None]:
-    """Errors of the store, which MLflow words with its whole address, come without the password in it."""
-    from mlflow.exceptions import MlflowException
-
+    client = client or MlflowClient(tracking_uri)
     try:
-        yield
+        run = client.get_run(run_id)
     except MlflowException as error:
-        said = redact_text(str(error))
-        if said == str(error):
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
             raise
-        raise TrackingError(f"The tracking store {redact_text(tracking_uri)} cannot be used: {said}") from None
+        raise TrackingError(_unknown_run(tracking_uri, run_id)) from None
+    for name, value in _texts(tags).items():
+        if name != MLFLOW_RUN_NAME:
+            client.set_tag(run_id, name, value)
+    return OpenRun(client, tracking_uri, run, client.get_experiment(run.info.experiment_id).name, owned=False)
 
 
 def _unknown_run(tracking_uri: str, run_id: str) -> str:
@@ -113,45 +196,6 @@ def _unknown_run(tracking_uri: str, run_id: str) -> str:
         f"{source}={run_id} names a run that the store {redact_text(tracking_uri)} does not have, so there is nothing "
         f"to log into. Set MLFLOW_TRACKING_URI (or tracking_uri=) to the store that has it, or {fix}."
     )
-
-
-def start_run(
-    tracking_uri: str,
-    experiment_name: str | None,
-    run_name: str | None = None,
-    tags: Mapping[str, Any] | None = None,
-    artifact_location: str | None = None,
-) -> OpenRun:
-    """Open a new run.
-
-    The experiment is the named one, else that of MLFLOW_EXPERIMENT_ID or MLFLOW_EXPERIMENT_NAME, else
-    `lightning_logs`; it is made where it does not exist.
-    """
-    from mlflow.tracking import MlflowClient
-    from mlflow.tracking.context.registry import resolve_tags
-
-    with _opening(tracking_uri):
-        client = MlflowClient(tracking_uri)
-        experiment_id = os.environ.get("MLFLOW_EXPERIMENT_ID") if experiment_name is None else None
-        if experiment_id is None:
-            name = experiment_name or os.environ.get("MLFLOW_EXPERIMENT_NAME") or DEFAULT_EXPERIMENT
-            experiment = client.get_experiment_by_name(name)
-            experiment_id = (
-                client.create_experiment(name, artifact_location) if experiment is None else experiment.experiment_id
-            )
-        # MLflow's own tags are among them, such as the address of the git repository, which may hold a token.
-        run = client.create_run(experiment_id, tags=_texts(resolve_tags(_texts(tags))), run_name=run_name)
-        return OpenRun(client, tracking_uri, run, client.get_experiment(experiment_id).name, owned=True)
-
-
-def end_run(run: OpenRun, status: str) -> None:
-    """Mark a run as ended; a store that is away by now costs a warning, not the training that is done."""
-    from mlflow.exceptions import MlflowException
-
-    try:
-        run.client.set_terminated(run.run_id, status)
-    except MlflowException as error:
-        warnings.warn(f"Run {run.run_id} could not be marked {status}: {redact_text(str(error))}", stacklevel=3)
 
 
 def _texts(tags: Mapping[str, Any] | None) -> dict[str, str]:

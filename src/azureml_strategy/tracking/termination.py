@@ -1,4 +1,4 @@
-"""SIGTERM outside `fit`: write what is queued, then end as the signal asks."""
+"""SIGTERM outside `fit`: write what is queued, or keep it in a file, then end as the signal asks."""
 
 from __future__ import annotations
 
@@ -45,6 +45,6 @@ class TerminationFlush:
             self._writer.wake()
             return
         if os.getpid() == self._pid:  # a forked data loader worker has the handler but not the writer's thread
-            self._writer.flush(_FLUSH_S)
+            self._writer.close(_FLUSH_S)
         signal.signal(signum, signal.SIG_DFL)
         os.kill(os.getpid(), signum)

@@ -1,86 +1,147 @@
-"""The thread that writes to MLflow, so that training does not wait for it."""
+"""The thread that writes to MLflow, so that training does not wait for it.
+
+The life of a point: `log_metrics` accepts it (`values`, `names`) and queues it here. The writer's thread puts what is
+queued into batches, and the `Sender` brings them to the run. Where the store is away, everything that is queued goes
+to a file (`Spool`), which is sent before anything newer as soon as the store is back; each of its points is looked up
+first, so that it stands once. What is still in the file at the end stays there, for the next start or the command.
+"""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import logging
 import queue
 import threading
 import time
 import warnings
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from azureml_strategy.cluster.redaction import redact_text
-from azureml_strategy.tracking.batch import Batch, Record, is_finite, make_batches
+from azureml_strategy.tracking.batch import Batch, Record, make_batches
 from azureml_strategy.tracking.earlier import EarlierMetrics
+from azureml_strategy.tracking.location import describe_store
+from azureml_strategy.tracking.run import OpenRun, RunRequest, is_remote
+from azureml_strategy.tracking.sender import SECOND_LOOK_S, Sender
+from azureml_strategy.tracking.spool import Spool
+from azureml_strategy.tracking.store import StoreAwayError, StoreRefusedError, TrackingError, store_errors
+from azureml_strategy.tracking.upload import Leftovers, command
 
 if TYPE_CHECKING:
     from mlflow.entities import Metric
-    from mlflow.tracking import MlflowClient
 
-log = logging.getLogger(__name__)
-
-# Errors of MLflow that a later attempt would meet again: the store refuses what is in the batch.
-_REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")
+# Seconds between two attempts while the store is away: the first, and the longest; each is twice the one before.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
+# How long the end of a run waits for a store that is known to be away: everything is in the file already.
+_PATIENCE_S = 10.0
 
 
 class BatchWriter:
-    """Writes records to one run, in batches, on a thread of its own.
+    """Opens one run and writes records to it, in batches, on a thread of its own.
 
-    MLflow's client retries a busy or unreachable server by itself (429, 5xx, connection errors: 7 times over about
-    four minutes). When it gives up, the batch is kept and tried again, in order, for as long as the process lives.
-    Where the store refuses an item (a NaN on a store that knows none, a name too many) the rest of its batch is
-    still written, and one warning names what was left out.
-
-    Memory is bounded: a store that is slow slows the run down before records are lost; only while it does not take
-    anything at all does the oldest record make place for the newest.
+    Training waits for the store only where it takes everything, but too slowly: then a full queue slows `put` down.
 
     Args:
-        client: writes; used on the thread only.
-        run_id: the run to write to.
+        request: the run; it is opened on the thread, as soon as the store is there.
+        folder: for the file of what the store has not taken, and where such files of earlier starts are looked for.
         interval_s: how long records gather before they are written, in seconds.
-        capacity: the most records held; a record is one call of `log_metrics`.
+        capacity: the most records held in memory; a record is one call of `log_metrics`.
+        second_look_s: see `Sender`.
+
+    Attributes:
+        run: the run, None until it is open.
+        refusal: why it never will be, where the store says so.
     """
 
-    def __init__(self, client: MlflowClient, run_id: str, interval_s: float = 1.0, capacity: int = 20_000) -> None:
-        self._client = client
-        self._run_id = run_id
+    def __init__(
+        self,
+        request: RunRequest,
+        folder: Path,
+        interval_s: float = 1.0,
+        capacity: int = 20_000,
+        second_look_s: float = SECOND_LOOK_S,
+    ) -> None:
+        self.run: OpenRun | None = None
+        self.refusal: TrackingError | None = None
+        self._request = request
+        self._folder = folder
         self._interval_s = interval_s
         self._capacity = capacity
+        self._second_look_s = second_look_s
         self._records: deque[Record] = deque(maxlen=capacity)
         self._backlog: deque[Batch] = deque()
+        self._spool: Spool | None = None
+        self._sent_up_to = 0  # of the spool, in bytes
+        self._leftovers = Leftovers(folder, request)
+        self._sender: Sender | None = None
+        self._continues = False
         # Unlike an Event, a SimpleQueue may be put to from a signal handler that interrupts its own put.
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._tried = threading.Event()
+        self._is_watched = True
         self._closing = False
         self._busy = False
-        self._failing = False
-        self._written = 0
+        self._recovering = False
+        self._away: StoreAwayError | None = None
+        self._pause_s = 0.0
+        self._resume_at = 0.0
         self._lost = 0
-        self._refused: set[tuple[str, str, bool]] = set()
-        self._earlier: EarlierMetrics | None = None
-        self._moving = threading.Lock()  # while something is in neither of the two queues
+        self._disk_error = ""
+        self._moving = threading.RLock()  # while something is in none of the queues
 
-    def leave_out(self, earlier: EarlierMetrics) -> None:
+    def start(self) -> None:
+        """Start the thread, which opens the run."""
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="mlflow-writer", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    def wait_for_run(self, timeout_s: float | None) -> None:
+        """Wait until the run is open, or the first attempt to open it has failed.
+
+        Raises:
+            TrackingError: the store says that there is no such run.
+        """
+        self._is_watched = self._tried.wait(timeout_s)
+        refusal, uri = self.refusal, self._request.tracking_uri
+        if refusal is None and self._away is not None and not is_remote(uri):
+            refusal = TrackingError(f"The store {describe_store(uri)} cannot be opened: {self._away}")
+        if refusal is not None:
+            self._stop()
+            raise refusal
+
+    def leave_out_earlier(self) -> None:
         """Write no metric again that an earlier attempt has written."""
-        self._earlier = earlier
+        self._continues = True
+        if self._sender is not None and self.run is not None:
+            self._sender.earlier = EarlierMetrics(self.run.client, self.run.run_id)
 
     def put(self, record: Record) -> None:
         """Queue a record; returns at once unless the store cannot keep up."""
         if self._thread is None:
-            self._start()
-        while len(self._records) >= self._capacity and not self._failing:
-            time.sleep(0.01)
+            self.start()
+        while len(self._records) >= self._capacity and not self._disk_error:
+            if self._away is not None or self._recovering:
+                self._keep()
+            else:
+                time.sleep(0.01)
         self._lost += len(self._records) >= self._capacity
         self._records.append(record)
 
     def unwritten(self) -> list[Metric]:
         """The metrics that the store has not taken yet, in order; one that it is just taking is among them."""
         with self._moving:
-            batches = [*self._backlog, *make_batches(self._records)]
-        return [item for batch in batches if batch.kind == "metrics" for item in batch.items]
+            spooled = [batch for batch, _ in self._spool.batches(self._sent_up_to)] if self._spool else []
+            suspects = [each.item for each in self._sender.suspects if each.kind == "metrics"] if self._sender else []
+            batches = [Batch("metrics", suspects), *spooled, *self._backlog, *make_batches(self._records)]
+            return [item for batch in batches if batch.kind == "metrics" for item in batch.items]
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the last attempt to reach the store has failed."""
+        return self._away is not None
 
     def wake(self) -> None:
         """Write what is queued now instead of at the end of the interval. Safe in a signal handler."""
@@ -92,18 +153,18 @@ class BatchWriter:
         Polls instead of waiting on a lock, because a signal handler may call it while it runs.
 
         Args:
-            timeout_s: how long to wait after the last batch that the store took, in seconds.
+            timeout_s: how long to wait after the last batch that the store took, in seconds; a store that is known
+                to be away is given ten at most.
 
         Returns:
             Whether nothing is left.
         """
         self.wake()
-        written, deadline = self._written, time.monotonic() + timeout_s
-        # The order matters: the thread says that it is busy before it takes a record away.
-        while self._records or self._busy:
-            if self._written != written:
-                written, deadline = self._written, time.monotonic() + timeout_s
-            if time.monotonic() > deadline:
+        progress, since = self._progress(), time.monotonic()
+        while self._is_anything_left():
+            if self._progress() != progress:
+                progress, since = self._progress(), time.monotonic()
+            if time.monotonic() - since > (min(timeout_s, _PATIENCE_S) if self._away else timeout_s):
                 return False
             time.sleep(0.002)
         return True
@@ -111,110 +172,174 @@ class BatchWriter:
     def close(self, timeout_s: float = 60.0) -> bool:
         """Flush and end the thread; a later `put` starts it again.
 
-        Warns of what was not written; the thread goes on trying until the process ends.
+        What could not be written goes to the file, and a warning names it; the thread goes on trying until the
+        process ends.
 
         Returns:
             Whether everything was written.
         """
+        atexit.unregister(self.close)
         if self._thread is None:
             return True
         complete = self.flush(timeout_s)
         if complete:
-            self._closing = True
-            self.wake()
+            self._stop()
+        else:
+            self._keep()
+            self._warn_of_rest()
+        return complete and not self._lost
+
+    def _progress(self) -> int:
+        return self._sender.accepted if self._sender is not None else 0
+
+    def _is_anything_left(self) -> bool:
+        # The order matters: the thread says that it is busy before it takes a record away.
+        return bool(
+            self._records
+            or self._busy
+            or self._backlog
+            or self._spool
+            or (self._sender.suspects if self._sender else self._away is None)
+            or self._leftovers
+        )
+
+    def _stop(self) -> None:
+        self._closing = True
+        self.wake()
+        if self._thread is not None:
             self._thread.join()
             self._thread = None
         atexit.unregister(self.close)
-        self._warn_of_losses()
-        return complete and not self._lost
-
-    def _start(self) -> None:
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name="mlflow-writer", daemon=True)
-        self._thread.start()
-        atexit.register(self.close)
 
     def _run(self) -> None:
+        self._drain()
         while not self._closing:
+            woken = False
             with contextlib.suppress(queue.Empty):
-                self._wake.get(timeout=self._interval_s)
-            self._drain()
+                self._wake.get(timeout=self._until_next())
+                woken = True
+            if self._closing:
+                return
+            if woken or time.monotonic() >= self._resume_at:
+                self._drain()
+            else:
+                self._keep()
+
+    def _until_next(self) -> float:
+        """Seconds until the thread has something to do by itself."""
+        soon = [self._interval_s]
+        if self._away is not None:
+            soon.append(max(self._resume_at - time.monotonic(), 0.01))
+        if self._sender is not None and self._sender.suspects:
+            soon.append(self._second_look_s)
+        return min(soon)
 
     def _drain(self) -> None:
         self._busy = True
         try:
-            while self._backlog or self._records:
-                if not self._backlog:
-                    with self._moving:
-                        self._backlog.extend(make_batches(self._take()))
-                    continue
-                self._write(self._backlog[0])
-                with self._moving:
-                    self._backlog.popleft()
-                self._written += 1
-                self._failing = False
+            self._send_all()
+            self._away, self._pause_s = None, 0.0
+        except (StoreAwayError, StoreRefusedError) as error:
+            self._fail(error)
+        except TrackingError as error:
+            self.refusal = error if self._is_watched and not self._tried.is_set() else None
+            self._fail(error)
+        except Exception as error:  # whatever else happens: this thread must outlive it
+            self._fail(StoreAwayError(redact_text(f"{type(error).__name__}: {error}")))
+        finally:
+            self._tried.set()
             self._busy = False
-        except Exception as error:  # whatever a store raises: this thread must outlive an outage
-            self._report_outage(error)
 
-    def _take(self) -> list[Record]:
-        return [self._records.popleft() for _ in range(min(len(self._records), 1000))]
+    def _send_all(self) -> None:
+        sender = self._sender or self._open()
+        self._recovering = self._spool is not None or bool(self._leftovers)
+        sender.refresh()
+        self._leftovers.send()
+        while self._spool is not None:
+            self._send_spool(sender, self._spool)
+        self._recovering = False
+        while self._backlog or self._records:
+            self._send_next(sender)
+        sender.look_again()
 
-    def _write(self, batch: Batch) -> None:
-        from mlflow.exceptions import MlflowException
+    def _open(self) -> Sender:
+        with store_errors():
+            run = self._request.open(again=self._tried.is_set())
+        if self._spool is not None:
+            self._spool.opened(run.run_id)
+        self.run, self._sender = run, Sender(run, self._second_look_s)
+        if self._continues:
+            self.leave_out_earlier()
+        self._tried.set()
+        return self._sender
 
-        items = [item for item in batch.items if self._signature(batch, item) not in self._refused]
-        if self._earlier is not None and batch.kind == "metrics":
-            items = [item for item in items if item not in self._earlier]
-        if not items:
+    def _send_spool(self, sender: Sender, spool: Spool) -> None:
+        for batch, end in spool.batches(self._sent_up_to):
+            sender.send(batch)
+            self._sent_up_to = end
+        with self._moving:
+            if self._sent_up_to >= spool.size:
+                spool.remove()
+                self._spool, self._sent_up_to = None, 0
+
+    def _send_next(self, sender: Sender) -> None:
+        with self._moving:
+            if not self._backlog:
+                records = [self._records.popleft() for _ in range(min(len(self._records), 1000))]
+                self._backlog.extend(make_batches(records))
+            batch = self._backlog[0] if self._backlog else None
+        if batch is None:  # no value of these records could be read
             return
-        try:
-            self._send(batch.kind, items)
-        except MlflowException as error:
-            if error.error_code not in _REFUSALS:
-                raise
-            if len(items) == 1:
-                self._refuse(batch, items[0], error)
-            else:
-                for half in Batch(batch.kind, items).halves():
-                    self._write(half)
+        sender.send(batch)
+        with self._moving:
+            if self._backlog and self._backlog[0] is batch:  # else the end of the run has put it into the file
+                self._backlog.popleft()
 
-    def _send(self, kind: str, items: list[Any]) -> None:
-        if kind == "files":
-            for file in items:
-                self._client.log_text(self._run_id, file.value, file.key)
+    def _fail(self, error: StoreAwayError | StoreRefusedError | TrackingError) -> None:
+        first = self._away is None
+        self._away = error if isinstance(error, StoreAwayError) else StoreAwayError(str(error))
+        self._pause_s = min(max(2 * self._pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
+        self._resume_at = time.monotonic() + max(self._pause_s, self._away.pause_s)
+        self._keep()
+        if first and self.refusal is None:
+            where = f"kept in {self._spool.path}" if self._spool else "kept in memory"
+            warnings.warn(
+                f"MLflow is away; what is logged is {where} and tried again, training goes on: {error}", stacklevel=2
+            )
+
+    def _keep(self) -> None:
+        """Move everything that is held in memory to the file."""
+        with self._moving:
+            held = [*self._backlog, *(self._sender.take_suspects() if self._sender else ())]
+            held += make_batches(self._records.popleft() for _ in range(len(self._records)))
+            if not held:
+                return
+            try:
+                self._spool = self._spool or self._new_spool()
+                self._spool.append(held)
+                self._backlog.clear()
+                self._disk_error = ""
+            except OSError as error:
+                for batch in held:
+                    batch.doubtful = True
+                self._backlog = deque(held)
+                if not self._disk_error:
+                    self._disk_error = str(error)
+                    warnings.warn(f"Metrics that MLflow does not take stay in memory, {error}", stacklevel=2)
+
+    def _new_spool(self) -> Spool:
+        spool = Spool.create(self._folder, self._request)
+        if self.run is not None:
+            spool.opened(self.run.run_id)
+        return spool
+
+    def _warn_of_rest(self) -> None:
+        run = f"run {self.run.run_id}" if self.run is not None else "a run that could not be opened yet"
+        if self._spool is not None:
+            what = f"what it has not taken of {run} lies in {self._spool.path}. Send it with: {command(self._folder)}"
+        elif self._backlog:
+            what = f"{len(self._backlog)} batches of {run} are lost with this process, {self._disk_error}"
         else:
-            arguments: dict[str, Any] = {kind: items}
-            self._client.log_batch(self._run_id, **arguments)
-
-    @staticmethod
-    def _signature(batch: Batch, item: Any) -> tuple[str, str, bool]:
-        # A store that refuses a metric's NaN still takes its numbers.
-        return batch.kind, item.key, is_finite(item)
-
-    def _refuse(self, batch: Batch, item: Any, error: Exception) -> None:
-        self._refused.add(self._signature(batch, item))
-        warnings.warn(
-            f"MLflow does not take {item.key}={item.value!r} ({batch.kind}); it and others like it are left out, "
-            f"training goes on: {redact_text(str(error))}",
-            stacklevel=2,
-        )
-
-    def _report_outage(self, error: Exception) -> None:
-        if not self._failing:
-            warnings.warn(
-                f"MLflow did not take {self._backlog[0].describe() if self._backlog else 'a batch'}; it is kept and "
-                f"tried again, training goes on: {redact_text(f'{type(error).__name__}: {error}')}",
-                stacklevel=2,
-            )
-        self._failing = True
-
-    def _warn_of_losses(self) -> None:
-        waiting = len(self._records) + len(self._backlog)
-        if waiting or self._lost:
-            first = f", first of them {self._backlog[0].describe()}" if self._backlog else ""
-            warnings.warn(
-                f"MLflow was not reachable: {waiting} records or batches were not written to run {self._run_id} and "
-                f"{self._lost} older ones were dropped for want of memory{first}.",
-                stacklevel=3,
-            )
+            return
+        reason = f" ({self._away})" if self._away is not None else ""
+        warnings.warn(f"MLflow did not take everything in time{reason}: {what}", stacklevel=3)

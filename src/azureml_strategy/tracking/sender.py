@@ -1,0 +1,232 @@
+"""Brings items to a run until each stands there, once, or is shown to be refused."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from azureml_strategy.tracking.batch import LIMITS, Batch, chunks, is_finite, tag
+from azureml_strategy.tracking.earlier import EarlierMetrics
+from azureml_strategy.tracking.run import OpenRun
+from azureml_strategy.tracking.store import StoreAwayError, StoreRefusedError, store_errors
+
+if TYPE_CHECKING:
+    from mlflow.entities import Metric
+    from mlflow.tracking import MlflowClient
+
+# Longer than a server takes to restart a worker, and short enough to wait for at the end of a run.
+SECOND_LOOK_S = 5.0
+# A bisected batch shows by its other half that the store takes others.
+_LATELY_S = 0.2
+# Sent to see whether a store takes anything, where no metric stands yet that could be sent again.
+_CHECK = ("azureml_strategy.store_check", "accepted")
+
+
+class _Suspect(NamedTuple):
+    """An item that was refused alone, while the store took others."""
+
+    kind: str
+    item: Any
+    since: float
+
+
+class Sender:
+    """Sends batches to one run.
+
+    A refusal is believed only when it is shown to be about the item: it was refused alone, and alone again after
+    `second_look_s`, and right after the second time the store took a point that it has (MLflow keeps equal points
+    once). Until then it is a suspect and holds up nothing else. Where a store refuses everything it is taken as away.
+
+    Args:
+        run: where to.
+        second_look_s: after how many seconds a refused item is sent again.
+
+    Attributes:
+        accepted: how many requests the store has taken.
+        left_out: how many items it was shown to refuse.
+        earlier: what an earlier attempt has logged, and is not logged again.
+    """
+
+    def __init__(self, run: OpenRun, second_look_s: float = SECOND_LOOK_S) -> None:
+        self._run = run
+        self._second_look_s = second_look_s
+        self.accepted = 0
+        self.left_out = 0
+        self.earlier: EarlierMetrics | None = None
+        self.suspects: list[_Suspect] = []
+        self._refused: set[tuple[str, str, bool]] = set()
+        self._known_good: Metric | None = None
+        self._took_at = -math.inf
+        self._standing = _Standing(run.client, run.run_id)
+
+    def refresh(self) -> None:
+        """Look up anew what stands, before batches that may have been sent already."""
+        self._standing = _Standing(self._run.client, self._run.run_id)
+
+    def send(self, batch: Batch) -> None:
+        """Send what of the batch does not stand yet. Its items leave it as they are settled, or become suspects.
+
+        Raises:
+            StoreAwayError: the rest is in the batch, to be sent later.
+        """
+        with store_errors():
+            if self.earlier is not None and batch.kind == "metrics":
+                batch.drop([item for item in batch.items if item in self.earlier])
+            if batch.doubtful:
+                batch.drop(self._standing.among(batch))
+        for part in self._parts(batch):
+            self._deliver(batch, part)
+
+    def look_again(self) -> None:
+        """Send the suspects again whose time has come, and judge those that are refused again.
+
+        Raises:
+            StoreAwayError: they are suspects still.
+        """
+        due = [each for each in self.suspects if time.monotonic() - each.since >= self._second_look_s]
+        for kind in LIMITS:
+            for batch in chunks(kind, [each.item for each in due if each.kind == kind]):
+                self._judge(kind, batch.items)
+
+    def take_suspects(self) -> Iterator[Batch]:
+        """The suspects, which are forgotten here."""
+        taken, self.suspects = self.suspects, []
+        for kind in LIMITS:
+            yield from chunks(kind, [each.item for each in taken if each.kind == kind], doubtful=True)
+
+    def _parts(self, batch: Batch) -> list[list[Any]]:
+        """What goes into one request: items like those that were refused before keep to themselves."""
+        parts: dict[Any, list[Any]] = {}
+        for item in batch.items:
+            signature = _signature(batch.kind, item)
+            parts.setdefault(signature if signature in self._refused else None, []).append(item)
+        return list(parts.values())
+
+    def _deliver(self, batch: Batch, items: list[Any]) -> None:
+        try:
+            self._write(batch.kind, items)
+        except StoreAwayError:
+            batch.doubtful = True
+            raise
+        except StoreRefusedError as refusal:
+            if len(items) > 1:
+                for half in _halves(items):
+                    self._deliver(batch, half)
+                return
+            self._suspect(batch.kind, items[0], refusal)
+        batch.drop(items)
+
+    def _suspect(self, kind: str, item: Any, refusal: StoreRefusedError) -> None:
+        if time.monotonic() - self._took_at > _LATELY_S and not self._takes_others(kind):
+            raise StoreAwayError(f"it refuses everything: {refusal}") from None
+        if _signature(kind, item) in self._refused or (kind == "params" and self._has_other_value(item)):
+            self._leave_out(kind, item, refusal)
+        else:
+            self.suspects.append(_Suspect(kind, item, time.monotonic()))
+
+    def _judge(self, kind: str, items: list[Any]) -> None:
+        try:
+            self._write(kind, items)
+        except StoreRefusedError as refusal:
+            if len(items) > 1:
+                for half in _halves(items):
+                    self._judge(kind, half)
+                return
+            self._settle(items)
+            if (kind != "metrics" or self._known_good is not None) and self._takes_others(kind):
+                self._leave_out(kind, items[0], refusal)
+            else:
+                self.suspects.append(_Suspect(kind, items[0], time.monotonic()))
+            return
+        self._settle(items)
+
+    def _settle(self, items: list[Any]) -> None:
+        settled = {id(item) for item in items}
+        self.suspects = [each for each in self.suspects if id(each.item) not in settled]
+
+    def _takes_others(self, kind: str) -> bool:
+        """Whether the store takes now what it has taken before."""
+        known_good = kind == "metrics" and self._known_good is not None
+        arguments: dict[str, Any] = {"metrics": [self._known_good]} if known_good else {"tags": [tag(*_CHECK)]}
+        try:
+            with store_errors():
+                self._run.client.log_batch(self._run.run_id, **arguments)
+        except StoreRefusedError:
+            return False
+        return True
+
+    def _has_other_value(self, param: Any) -> bool:
+        with store_errors():
+            params = self._run.client.get_run(self._run.run_id).data.params
+        return bool(params.get(param.key, param.value) != param.value)
+
+    def _leave_out(self, kind: str, item: Any, refusal: StoreRefusedError) -> None:
+        self.left_out += 1
+        signature = _signature(kind, item)
+        if signature not in self._refused:
+            self._refused.add(signature)
+            warnings.warn(
+                f"MLflow does not take {item.key}={item.value!r} ({kind}), alone and while it takes others; it is "
+                f"left out, training goes on, and others like it are tried without a further warning: {refusal}",
+                stacklevel=2,
+            )
+
+    def _write(self, kind: str, items: list[Any]) -> None:
+        client, run_id = self._run.client, self._run.run_id
+        with store_errors():
+            if kind == "files":
+                client.log_text(run_id, items[0].value, items[0].key)
+            elif kind == "end":
+                client.set_terminated(run_id, items[0].value, items[0].timestamp_ms)
+            else:
+                arguments: dict[str, Any] = {kind: items}
+                client.log_batch(run_id, **arguments)
+        self.accepted += 1
+        self._took_at = time.monotonic()
+        if kind == "metrics":
+            self._known_good = items[-1]
+
+
+class _Standing:
+    """What a run has, asked once for each metric."""
+
+    def __init__(self, client: MlflowClient, run_id: str) -> None:
+        self._client = client
+        self._run_id = run_id
+        self._points: dict[str, set[tuple[int, int, float | None]]] = {}
+        self._params: dict[str, str] | None = None
+
+    def among(self, batch: Batch) -> list[Any]:
+        """Items that stand. Tags, files and a run's end may be written twice: the second time changes nothing."""
+        if batch.kind == "metrics":
+            return [item for item in batch.items if _point(item) in self._of_metric(item.key)]
+        if batch.kind == "params":
+            if self._params is None:
+                self._params = dict(self._client.get_run(self._run_id).data.params)
+            return [item for item in batch.items if self._params.get(item.key) == item.value]
+        return []
+
+    def _of_metric(self, name: str) -> set[tuple[int, int, float | None]]:
+        if name not in self._points:
+            self._points[name] = {_point(each) for each in self._client.get_metric_history(self._run_id, name)}
+        return self._points[name]
+
+
+def _point(metric: Metric) -> tuple[int, int, float | None]:
+    """What makes two points of a metric the same; a SQL store has its largest float in place of infinity."""
+    value = None if metric.value != metric.value else max(-sys.float_info.max, min(metric.value, sys.float_info.max))
+    return metric.step, metric.timestamp, value
+
+
+def _signature(kind: str, item: Any) -> tuple[str, str, bool]:
+    """Items that a store refuses alike: one that refuses a metric's NaN still takes its numbers."""
+    return kind, item.key, is_finite(item)
+
+
+def _halves(items: list[Any]) -> tuple[list[Any], list[Any]]:
+    middle = len(items) // 2
+    return items[:middle], items[middle:]

@@ -1,0 +1,192 @@
+"""The file of what the store has not taken: it outlives the process, and is sent later.
+
+One JSON object a line, appended only. The first says which run it is; the others hold one metric, parameter, tag, text
+file or the run's end each:
+
+    {"run": {"run_id": null, "experiment_name": "...", ...}, "store": "http://host:5000"}
+    {"run_id": "..."}                                           once the run is opened
+    {"metrics": "loss", "value": 0.5, "step": 3, "timestamp_ms": 1763800000000}
+    {"params": "lr", "value": "0.1"}        {"tags": ...}        {"files": "network.json", "value": "..."}
+    {"end": "status", "value": "FINISHED", "timestamp_ms": 1763800000000}
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import IO, Any
+
+from azureml_strategy.cluster.redaction import redact_text
+from azureml_strategy.tracking.batch import LIMITS, Batch, End, TextFile, param, tag
+from azureml_strategy.tracking.location import describe_store
+from azureml_strategy.tracking.run import RunRequest
+
+_SUFFIX = ".unsent.jsonl"
+
+
+class Spool:
+    """One such file, held by this object alone from the first line on.
+
+    Args:
+        path: of the file; it may have to be made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: IO[bytes] | None = None
+
+    @classmethod
+    def create(cls, folder: Path, request: RunRequest) -> Spool:
+        """A file for a run, which is held.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        spool = cls(folder / f"mlflow-{request.start_id}{_SUFFIX}")
+        folder.mkdir(parents=True, exist_ok=True)
+        spool.hold()
+        run = {name: value for name, value in asdict(request).items() if name != "tracking_uri"}
+        run["tags"] = {name: redact_text(value) for name, value in run["tags"].items()}
+        spool._append([{"run": run, "store": describe_store(request.tracking_uri)}])
+        return spool
+
+    def hold(self) -> bool:
+        """Take the file for this process; False where it is gone, or another one writes or sends it just now."""
+        file = self.path.open("ab+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            return False
+        except OSError:  # a file system without locks: whoever sends twice finds that all of it stands
+            pass
+        if not os.fstat(file.fileno()).st_nlink:  # another process has sent and removed it meanwhile
+            file.close()
+            return False
+        self._file = file
+        return True
+
+    def append(self, batches: Iterable[Batch]) -> None:
+        """Add a line for each item.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        self._append([_as_line(batch.kind, item) for batch in batches for item in batch.items])
+
+    def opened(self, run_id: str) -> None:
+        """Note which run it has become."""
+        self._append([{"run_id": run_id}])
+
+    def request(self, tracking_uri: str) -> RunRequest:
+        """The run that the lines belong to.
+
+        Raises:
+            ValueError: the first line names none.
+        """
+        try:
+            lines = [line for line, _ in self._lines(0) if "run" in line or "run_id" in line]
+            request = RunRequest(tracking_uri, **lines[0]["run"])
+        except (IndexError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{self.path} is no file of unsent metrics: its first line names no run ({error})."
+            ) from None
+        return replace(request, run_id=lines[-1].get("run_id", request.run_id))
+
+    @property
+    def store(self) -> str:
+        """The store that the lines are for, without secrets; see `location.describe_store`."""
+        return next((str(line["store"]) for line, _ in self._lines(0) if "store" in line), "")
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return self.path.stat().st_size
+
+    def batches(self, start: int = 0) -> Iterator[tuple[Batch, int]]:
+        """What the lines hold, in order, in batches that a store takes; each may have been sent already.
+
+        Args:
+            start: where to begin, in bytes; one of the numbers given before.
+
+        Yields:
+            A batch, and where the next one begins.
+        """
+        batch, end = Batch("", []), start
+        for line, after in self._lines(start):
+            kind = next(iter(line))
+            if kind in LIMITS:
+                if batch.items and (kind != batch.kind or len(batch.items) == LIMITS[kind]):
+                    yield batch, end
+                    batch = Batch("", [])
+                batch = Batch(kind, [*batch.items, _from_line(kind, line)], doubtful=True)
+            end = after
+        if batch.items or end > start:
+            yield batch, end
+
+    def remove(self) -> None:
+        """Delete the file: all of it stands."""
+        self.path.unlink()
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _append(self, lines: list[dict[str, Any]]) -> None:
+        assert self._file is not None, "held"
+        self._file.seek(0, os.SEEK_END)
+        if self._file.tell():
+            self._file.seek(-1, os.SEEK_END)
+            if self._file.read(1) != b"\n":  # the process that wrote it was killed in the middle of a line
+                self._file.write(b"\n")
+        self._file.write(b"".join(json.dumps(line).encode() + b"\n" for line in lines))
+        self._file.flush()
+
+    def _lines(self, start: int) -> Iterator[tuple[dict[str, Any], int]]:
+        with self.path.open("rb") as file:
+            file.seek(start)
+            while (text := file.readline()).endswith(b"\n"):
+                try:
+                    line = json.loads(text)
+                except ValueError:  # half a line, of a process that was killed while it wrote
+                    continue
+                if line:
+                    yield line, file.tell()
+
+
+def find_spools(folder: Path, deep: bool = True) -> list[Spool]:
+    """Every such file in a folder, the oldest first.
+
+    Args:
+        folder: where; or one such file.
+        deep: whether to look below it as well.
+    """
+    paths = [folder] if folder.is_file() else folder.glob(f"{'**/' if deep else ''}*{_SUFFIX}")
+    return [Spool(path) for path in sorted(paths, key=lambda path: path.stat().st_mtime)]
+
+
+def _as_line(kind: str, item: Any) -> dict[str, Any]:
+    if kind == "metrics":
+        value = item.value if abs(item.value) < float("inf") else str(item.value)  # JSON has no NaN and no infinity
+        return {kind: item.key, "value": value, "step": item.step, "timestamp_ms": item.timestamp}
+    if kind == "end":
+        return {kind: item.key, "value": item.value, "timestamp_ms": item.timestamp_ms}
+    return {kind: item.key, "value": item.value}
+
+
+def _from_line(kind: str, line: dict[str, Any]) -> Any:
+    from mlflow.entities import Metric
+
+    key, value = line[kind], line["value"]
+    if kind == "metrics":
+        return Metric(key, float(value), line["timestamp_ms"], line["step"])
+    if kind == "end":
+        return End(value, line["timestamp_ms"])
+    return {"params": param, "tags": tag, "files": TextFile}[kind](key, value)

@@ -1,0 +1,115 @@
+"""The tracking store, asked once a call: whoever asks decides what comes after a failure."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+from azureml_strategy.cluster.redaction import redact_text
+
+if TYPE_CHECKING:
+    from mlflow.tracking import MlflowClient
+
+# With these codes a store says that the request is wrong, and so would be a second one.
+_REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")
+# MLflow waits 120 s for an answer; a batch of this size takes a store that works a second or two.
+_LONGEST_REQUEST_S = 30
+# The longest Retry-After that is obeyed: the store may be back long before.
+_LONGEST_PAUSE_S = 60.0
+
+
+class StoreRefusedError(RuntimeError):
+    """The store says that what it was given is wrong; nothing of it stands."""
+
+
+class StoreAwayError(RuntimeError):
+    """The store does not answer as it should; whether it has taken what it was given is not known.
+
+    Args:
+        text: what was seen, without secrets.
+        pause_s: for how long it asks to be left alone, in seconds.
+    """
+
+    def __init__(self, text: str, pause_s: float = 0.0) -> None:
+        super().__init__(text)
+        self.pause_s = pause_s
+
+
+class TrackingError(RuntimeError):
+    """The tracking store cannot be used as it was asked for."""
+
+
+@contextmanager
+def store_errors() -> Iterator[None]:
+    """Whatever a store raises becomes one of this file's errors, whose texts and tracebacks hold no secret."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        yield
+    except (StoreRefusedError, StoreAwayError, TrackingError):
+        raise
+    except Exception as error:
+        text = redact_text(f"{type(error).__name__}: {error}")
+        if isinstance(error, MlflowException) and error.error_code in _REFUSALS:
+            raise StoreRefusedError(text) from None
+        raise StoreAwayError(text, getattr(error, "pause_s", 0.0)) from None
+
+
+def one_attempt_client(tracking_uri: str) -> MlflowClient:
+    """MLflow's client without the retries of its own, which last minutes and may write a batch twice.
+
+    A request whose answer was lost looks like one that never arrived: what stands has to be looked up before it is
+    sent again. Only artifacts still go the client's patient way.
+    """
+    from mlflow.store.tracking.rest_store import RestStore
+    from mlflow.tracking import MlflowClient
+    from mlflow.tracking._tracking_service.client import TrackingServiceClient
+
+    client = MlflowClient(tracking_uri)
+    shared = client._tracking_client.store
+    if isinstance(shared, RestStore):
+        once: Any = copy.copy(shared)  # every other client of this process has the one that is shared
+        once._call_endpoint = MethodType(_call_once, once)
+        client._tracking_client = type("OneAttempt", (TrackingServiceClient,), {"store": once})(tracking_uri)
+    return client
+
+
+def _call_once(store: Any, api: Any, json_body: str | None = None, endpoint: str | None = None, **options: Any) -> Any:
+    """As `RestStore._call_endpoint`, with one attempt."""
+    from mlflow.environment_variables import MLFLOW_HTTP_REQUEST_TIMEOUT
+    from mlflow.store.tracking import rest_store
+    from mlflow.utils.proto_json_utils import parse_dict
+    from mlflow.utils.rest_utils import http_request, verify_rest_response
+
+    # MLflow 3 keeps the table in the class, MLflow 2 in the module
+    table = getattr(store, "_METHOD_TO_INFO", None) or rest_store._METHOD_TO_INFO  # type: ignore[attr-defined]
+    if api not in table:
+        return type(store)._call_endpoint(store, api, json_body, endpoint, **options)
+    path, method = table[api]
+    body = json.loads(json_body) if json_body else None
+    longest = MLFLOW_HTTP_REQUEST_TIMEOUT.get()  # type: ignore[no-untyped-call]
+    response = http_request(  # type: ignore[no-untyped-call]
+        store.get_host_creds(),
+        endpoint or path,
+        method,
+        max_retries=0,
+        raise_on_status=False,
+        timeout=min(longest, _LONGEST_REQUEST_S),
+        **{"params" if method == "GET" else "json": body},
+    )
+    try:
+        verify_rest_response(response, endpoint or path)
+    except Exception as error:
+        error.pause_s = _pause_s(response.headers.get("Retry-After", ""))  # type: ignore[attr-defined]
+        raise
+    answer = options.get("response_proto") or api.Response()
+    parse_dict(js_dict=json.loads(response.text or "{}"), message=answer)  # type: ignore[no-untyped-call]
+    return answer
+
+
+def _pause_s(retry_after: str) -> float:
+    return min(float(retry_after), _LONGEST_PAUSE_S) if retry_after.isdecimal() else 0.0
