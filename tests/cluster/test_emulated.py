@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from azureml_strategy.cluster.emulated import DISTRIBUTIONS, EmulatedRun, azure_variables, without_job_variables
-from azureml_strategy.cluster.errors import LaunchError
+from azureml_strategy.cluster.errors import SWITCHES, LaunchError
 from azureml_strategy.cluster.job import read_job
 from azureml_strategy.cluster.launch import Launch, detect_launch
 
@@ -15,7 +15,7 @@ SHELL = {
     "HOME": "/root",
     "CUDA_VISIBLE_DEVICES": "0",
     "NCCL_DEBUG": "INFO",
-    "AZUREML_STRATEGY_GUARD": "off",
+    **dict.fromkeys(SWITCHES, "off"),
 }
 
 

@@ -105,10 +105,11 @@ class TerminateTogether(IsolatedCallback):
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if stage != "fit" or next(each for each in callbacks if isinstance(each, TerminateTogether)) is not self:
             return
+        # A name of this fit's own: below torchrun the store outlives the processes. It comes first, as a collective
+        # learns at once that another rank has ended, and a connection to its store does not.
+        name = trainer.strategy.broadcast(uuid.uuid4().hex)
         # Whatever fails here on one rank, the others must not wait for it.
         ready = Attempt(lambda: self._prepare(trainer))
-        # a name of this fit's own: below torchrun the store outlives the processes
-        name = trainer.strategy.broadcast(uuid.uuid4().hex)
         all_ready = _on_all(trainer, ready.value is not None)
         ready.settle()
         store = ready.value
@@ -145,9 +146,9 @@ class TerminateTogether(IsolatedCallback):
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._close(trainer)
-        requested, self._requested = self._requested, None
-        if requested is None or stage != "fit":
+        if self._requested is None or stage != "fit":
             return
+        requested, self._requested = self._requested, None
         # It came too late to agree on.
         if requested == signal.SIGINT:
             raise SIGTERMException(_exit_code(trainer, requested))
