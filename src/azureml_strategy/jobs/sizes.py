@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 
 from azureml_strategy.jobs.errors import JobError
 from azureml_strategy.network.vm_names import bare_name
@@ -18,13 +19,22 @@ def find_size(name: str) -> VMSize:
         name: in any case, with or without `Standard_`.
 
     Raises:
-        JobError: no VM size has this name, or Azure no longer offers it.
+        JobError: no VM size has this name, its generation is missing, or Azure no longer offers it.
     """
     refuse_retired(name)
     try:
-        return lookup_vm_size(name)
+        size = lookup_vm_size(name)
     except UnknownVMSize as error:
         raise JobError(str(error)) from error
+    whole = [
+        each.name for each in offered_sizes() if re.fullmatch(rf"{re.escape(size.short_name)}_v\d+", each.short_name)
+    ]
+    if not size.known and whole:
+        raise JobError(
+            f"{name!r} is no VM size that we know of, but looks like {' or '.join(whole)} without its generation. Type "
+            f"{whole[-1]}."
+        )
+    return size
 
 
 def refuse_retired(name: str) -> None:
