@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from mlflow import MlflowClient
 from tests.emulator.conftest import RunCode
 
 from azureml_strategy.emulator import EmulatedJob, EmulationError, emulate
@@ -147,9 +149,25 @@ class TestIsolated:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
         assert "EmulationError: --isolate needs root" in done.stderr
 
+    def test_the_command_that_it_tells_to_type_works(self, store: MlflowClient) -> None:
+        """sudo gives it another PATH, where this environment's programs are not."""
+        command = str(Path(sys.executable).with_name("azureml-strategy"))
+        arguments = [command, "emulate", "--nodes", "2", "--isolate", "--", "python", "-c", "import torch"]
+        # Not by setuid: another user need not be able to read this interpreter.
+        code = f"import os, sys; sys.argv[0] = {command!r}; os.geteuid = lambda: 65534\n"
+        code += "from azureml_strategy.cli import main; sys.exit(main())"
+        refused = subprocess.run([sys.executable, "-c", code, *arguments[1:]], capture_output=True, text=True)
+        assert refused.returncode == 2, refused.stderr
+        told = refused.stderr.partition("Type: ")[2].partition(", or leave")[0]
+        assert told == shlex.join(["sudo", *arguments])
+        as_sudo = ["sudo", "-n"] if shutil.which("sudo") else ["env", "-i", "PATH=/usr/sbin:/usr/bin:/sbin:/bin"]
+        done = subprocess.run([*as_sudo, *shlex.split(told)[1:]], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
 
 def test_it_needs_iproute2(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
     assert shutil.which("ip") is None
     with pytest.raises(EmulationError, match="needs ip and tc: install iproute2"):
         IsolatedNodes(2, None)

@@ -11,7 +11,7 @@ _EPILOG = """\
 examples:
   azureml-strategy emulate --nodes 2 --processes-per-node 2 -- python train.py
   azureml-strategy emulate --nodes 2 --distribution mpi -- azureml-strategy train resnet50_ddp
-  sudo azureml-strategy emulate --nodes 2 --isolate --bandwidth 1gbit -- python train.py
+  sudo "$(command -v azureml-strategy)" emulate --nodes 2 --isolate --bandwidth 1gbit -- python train.py
   azureml-strategy emulate --nodes 2 --preempt-after 20s -- azureml-strategy train resnet50_ddp
 """
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|m|)")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -91,15 +92,30 @@ class IsolatedNodes:
 def _refuse_unable(bandwidth: str | None, nodes: int) -> None:
     if not sys.platform.startswith("linux"):
         raise EmulationError(f"--isolate needs Linux network namespaces; this is {sys.platform}. Leave it out.")
+    if os.geteuid() != 0:
+        raise EmulationError(
+            f"--isolate needs root to make network namespaces. Type: {_as_root()}, or leave --isolate out."
+        )
+    # After that: they are in /usr/sbin, which the PATH of other users may not have.
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
         raise EmulationError(f"--isolate needs {' and '.join(missing)}: install iproute2, or leave it out.")
-    if os.geteuid() != 0:
-        raise EmulationError("--isolate needs root to make network namespaces. Run it with sudo, or leave it out.")
     if bandwidth and not _RATE.fullmatch(bandwidth):
         raise EmulationError(f"--bandwidth {bandwidth!r} is no rate. Write 1gbit, 500mbit or 2.5gbit.")
     if nodes > _MOST_NODES:
         raise EmulationError(f"--isolate has addresses for {_MOST_NODES} nodes, not {nodes}. Use fewer.")
+
+
+def _as_root() -> str:
+    """This command as root, by its whole path: sudo has a PATH of its own, without this environment's programs."""
+    program = shutil.which(sys.argv[0])
+    if os.path.basename(sys.argv[0]) == "__main__.py":
+        again = [sys.executable, "-m", "azureml_strategy.cli"]
+    elif program and not program.endswith(".py"):
+        again = [os.path.abspath(program)]
+    else:
+        again = [sys.executable, sys.argv[0]]
+    return shlex.join(["sudo", *again, *sys.argv[1:]])
 
 
 def _run(command: str) -> None:
