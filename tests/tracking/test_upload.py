@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from tests.preloaded import Forked
 from tests.tracking.server import Server
 
 from azureml_strategy.cli import main
-from azureml_strategy.tracking import JobMLFlowLogger
+from azureml_strategy.tracking import JobMLFlowLogger, RunReport, TrackingError
 from azureml_strategy.tracking.batch import Batch, TextFile, param, tag
 from azureml_strategy.tracking.run import RunRequest
 from azureml_strategy.tracking.spool import Spool, find_spools
@@ -165,3 +167,22 @@ def test_a_file_of_a_store_with_a_password_needs_its_address(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:hunter2@127.0.0.1:9")
     code, told = _upload(capsys, str(tmp_path))
     assert (code, "Connection refused" in told, "hunter2" in told) == (1, True, False)
+
+
+def test_a_password_is_never_shown(
+    make_logger: MakeLogger, model: Any, data: Any, make_trainer: Any, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:hunter2@127.0.0.1:9")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        logger = make_logger()
+        make_trainer(logger=logger, callbacks=[RunReport()], limit_train_batches=2, log_every_n_steps=1).fit(
+            model, data
+        )
+    texts = "".join(str(each.message) for each in caught)
+    assert "MLflow did not take everything in time" in texts
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "postgresql://me:hunter2@127.0.0.1:9/mlflow")
+    with pytest.raises(TrackingError) as raised:
+        make_logger().log_metrics({"loss": 1.0})
+    shown = texts + "".join(traceback.format_exception(raised.value)) + "".join(capfd.readouterr())
+    assert "hunter2" not in shown

@@ -80,15 +80,6 @@ class Batch:
         settled = {id(item) for item in items}
         self.items = [item for item in self.items if id(item) not in settled]
 
-    def describe(self) -> str:
-        """Names and steps, as a warning shows them."""
-        names = sorted({item.key for item in self.items})
-        shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-        if self.kind != "metrics":
-            return f"{self.kind} {shown}"
-        steps = [item.step for item in self.items]
-        return f"metrics {shown} of steps {min(steps)} to {max(steps)}"
-
 
 def make_batches(records: Iterable[Record]) -> list[Batch]:
     """As few batches as the limits allow, each kind in the order it was logged."""

@@ -6,6 +6,7 @@ import shlex
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from azureml_strategy.tracking.location import describe_store
@@ -69,8 +70,10 @@ class Leftovers:
 
     def __init__(self, folder: Path, request: RunRequest) -> None:
         self._uri = request.tracking_uri
-        store = describe_store(self._uri)
-        self._spools = [each for each in find_spools(folder, deep=False) if each.store == store]
+        self._spools: list[Spool] = []
+        with suppress(OSError):  # a folder that cannot be read is no reason not to train
+            store = describe_store(self._uri)
+            self._spools = [each for each in find_spools(folder, deep=False) if each.store == store]
 
     def __bool__(self) -> bool:
         return bool(self._spools)
@@ -122,7 +125,7 @@ def _upload_and_tell(spool: Spool, address: Callable[[str], str], tell: Callable
             tell(f"{spool.path}: another process writes or sends it just now.")
             return False
         run_id = upload(spool, address(spool.store))
-    except (ValueError, TrackingError, StoreAwayError, StoreRefusedError) as error:
+    except (OSError, ValueError, TrackingError, StoreAwayError, StoreRefusedError) as error:
         tell(f"{spool.path}: {error}")
         return False
     finally:

@@ -133,7 +133,8 @@ class BatchWriter:
     def unwritten(self) -> list[Metric]:
         """The metrics that the store has not taken yet, in order; one that it is just taking is among them."""
         with self._moving:
-            spooled = [batch for batch, _ in self._spool.batches(self._sent_up_to)] if self._spool else []
+            spool = self._present_spool()
+            spooled = [batch for batch, _ in spool.batches(self._sent_up_to)] if spool else []
             suspects = [each.item for each in self._sender.suspects if each.kind == "metrics"] if self._sender else []
             batches = [Batch("metrics", suspects), *spooled, *self._backlog, *make_batches(self._records)]
             return [item for batch in batches if batch.kind == "metrics" for item in batch.items]
@@ -255,8 +256,8 @@ class BatchWriter:
         self._recovering = self._spool is not None or bool(self._leftovers)
         sender.refresh()
         self._leftovers.send()
-        while self._spool is not None:
-            self._send_spool(sender, self._spool)
+        while (spool := self._present_spool()) is not None:
+            self._send_spool(sender, spool)
         self._recovering = False
         while self._backlog or self._records:
             self._send_next(sender)
@@ -301,8 +302,11 @@ class BatchWriter:
         self._pause_s = min(max(2 * self._pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
         self._resume_at = time.monotonic() + max(self._pause_s, self._away.pause_s)
         self._keep()
-        if first and self.refusal is None:
-            where = f"kept in {self._spool.path}" if self._spool else "kept in memory"
+        opens_here = not self._tried.is_set() and not is_remote(
+            self._request.tracking_uri
+        )  # whoever waits gets an error
+        if first and self.refusal is None and not opens_here:
+            where = f"kept in {self._spool.path if self._spool else 'memory'}"
             warnings.warn(
                 f"MLflow is away; what is logged is {where} and tried again, training goes on: {error}", stacklevel=2
             )
@@ -315,17 +319,25 @@ class BatchWriter:
             if not held:
                 return
             try:
-                self._spool = self._spool or self._new_spool()
+                self._spool = self._present_spool() or self._new_spool()
                 self._spool.append(held)
                 self._backlog.clear()
                 self._disk_error = ""
-            except OSError as error:
+            except Exception as error:  # whatever a disk brings about: this thread must outlive it
                 for batch in held:
                     batch.doubtful = True
                 self._backlog = deque(held)
                 if not self._disk_error:
                     self._disk_error = str(error)
                     warnings.warn(f"Metrics that MLflow does not take stay in memory, {error}", stacklevel=2)
+
+    def _present_spool(self) -> Spool | None:
+        """The file, unless somebody has deleted it."""
+        with self._moving:
+            if self._spool is not None and not self._spool.path.exists():
+                self._spool.close()
+                self._spool, self._sent_up_to = None, 0
+            return self._spool
 
     def _new_spool(self) -> Spool:
         spool = Spool.create(self._folder, self._request)
