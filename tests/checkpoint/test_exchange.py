@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed import DistNetworkError, HashStore, PrefixStore, Store, TCPStore
+from torch.distributed.checkpoint.filesystem import _StoragePrefix
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from azureml_strategy.checkpoint import exchange as exchanging
 from azureml_strategy.checkpoint.exchange import (
@@ -19,6 +26,8 @@ from azureml_strategy.checkpoint.exchange import (
     StepError,
     StoreExchange,
 )
+from azureml_strategy.checkpoint.manifest import StoredFile
+from azureml_strategy.checkpoint.messages import from_json, to_json
 
 RANKS = 3
 
@@ -188,7 +197,7 @@ def test_what_cannot_be_sent_ends_the_waits_of_all() -> None:
     def work(exchange: StoreExchange) -> Any:
         return exchange.gather(threading.Lock() if exchange.rank == 1 else 1)
 
-    assert on_all(work) == ["rank 1: TypeError: cannot pickle '_thread.lock' object"] * RANKS
+    assert on_all(work) == ["rank 1: TypeError: a _thread.lock cannot be told to other ranks"] * RANKS
 
 
 def test_whatever_ends_a_writer_ends_the_waits_of_all() -> None:
@@ -217,7 +226,7 @@ def test_after_an_error_nothing_of_this_exchange_is_used() -> None:
         exchange.gather("of the next checkpoint")
         return "this must not be reached"
 
-    assert on_all(work) == ["rank 1: TypeError: cannot pickle '_thread.lock' object"] * RANKS
+    assert on_all(work) == ["rank 1: TypeError: a _thread.lock cannot be told to other ranks"] * RANKS
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -233,3 +242,47 @@ def test_alone() -> None:
         with pytest.raises(StepError, match="rank 0: ZeroDivisionError"):
             exchange.together(lambda: 1 // 0)
         exchange.leave()
+
+
+class Malicious:
+    """What runs a command when it is unpickled."""
+
+    def __init__(self, target: Path) -> None:
+        self._target = target
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self._target}",)
+
+
+def test_a_pickle_in_the_store_is_never_run(served: Callable[[], Store], tmp_path: Path, hasty: None) -> None:
+    """By a plain client of the port, under each name that is read; the ranks learn that it is no message."""
+    payload = pickle.dumps(Malicious(tmp_path / "run"))
+    for key in ("1/1", "1/2", "1/all"):
+        attacker = PrefixStore(f"test {key}", served())
+        attacker.set(key, payload)  # type: ignore[arg-type] # torch's annotation forgets bytes
+        exchanges = [StoreExchange(PrefixStore(f"test {key}", served()), rank, RANKS) for rank in range(RANKS)]
+        if key == "1/all":  # rank 0 would write over it
+            exchanges[0].close()
+            exchanges = exchanges[1:]
+        else:
+            exchanges = [each for each in exchanges if str(each.rank) != key[-1]]
+        found = all_of(lambda exchange: exchange.gather(exchange.rank), exchanges)
+        assert all("is no message" in text or "UnicodeDecodeError" in text for text in found), found
+    assert not (tmp_path / "run").exists()
+
+
+def test_messages_keep_their_types() -> None:
+    chunk = ChunkStorageMetadata(torch.Size([0, 4]), torch.Size([2, 4]))
+    data = TensorWriteData(chunk, TensorProperties(torch.bfloat16), torch.Size([4, 4]))
+    item = WriteItem(MetadataIndex("a.weight", torch.Size([0, 4]), 1), WriteItemType.SHARD, tensor_data=data)
+    plan = SavePlan([item], _StoragePrefix("__1_"), {"a.weight": ("a", "weight", 0)})
+    file = StoredFile(7, 3)
+    told = (plan, [None, True, 1, -0.0, "x"], {1: {"size": torch.Size([1])}, "t": (1,)}, {"f": file})
+    heard = from_json(to_json(told))
+    assert heard == told
+    assert repr(heard) == repr(told)
+    assert [type(each) for each in heard[2].values()] == [dict, tuple]
+    with pytest.raises(ValueError, match="is no message of a rank"):
+        from_json('{"Popen": {"args": "touch here"}}')
+    with pytest.raises(ValueError, match="is no constant"):
+        from_json('{"torch": "load"}')

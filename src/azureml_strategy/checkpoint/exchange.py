@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -13,6 +12,7 @@ from typing import Any, TypeVar
 from torch.distributed import Store  # type: ignore[attr-defined]
 from typing_extensions import override
 
+from azureml_strategy.checkpoint.messages import from_json, to_json
 from azureml_strategy.checkpoint.random_state import gather
 
 Value = TypeVar("Value")
@@ -97,6 +97,8 @@ class GroupExchange(Exchange):
 
 class StoreExchange(Exchange):
     """Through the rendezvous store, for threads: collectives of theirs would mix with those of the training.
+
+    Values are told as JSON (`messages`): the store is open to whoever reaches its port, and a pickle would run code.
 
     A rank waits for another as long as that lives, as a slow disk may take its time. What ends a rank's part, such as
     a connection that is lost, ends the waits of all; then nobody uses this exchange any more.
@@ -193,7 +195,7 @@ class StoreExchange(Exchange):
 
     def _put(self, key: str, value: Any) -> None:
         self._require_open()
-        self._store.set(key, pickle.dumps(value))  # type: ignore[arg-type] # torch's annotation forgets bytes
+        self._store.set(key, to_json(value))
 
     def _take(self, key: str, of: int) -> Any:
         """Wait for a value; not inside the store, which cannot be interrupted.
@@ -209,7 +211,7 @@ class StoreExchange(Exchange):
             self._over.wait(pause)
             self._require_open()
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-        value = pickle.loads(self._store.get(key))
+        value = from_json(self._store.get(key))
         if of > 0:
             self._store.delete_key(key)
         return value
