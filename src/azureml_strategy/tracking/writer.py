@@ -81,6 +81,7 @@ class BatchWriter:
         self._thread: threading.Thread | None = None
         self._tried = threading.Event()
         self._is_watched = True
+        self._closes_at_exit = False
         self._closing = False
         self._busy = False
         self._recovering = False
@@ -96,7 +97,7 @@ class BatchWriter:
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="mlflow-writer", daemon=True)
         self._thread.start()
-        atexit.register(self.close)
+        self._close_at_exit()
 
     def wait_for_run(self, timeout_s: float | None) -> None:
         """Wait until the run is open, or the first attempt to open it has failed.
@@ -122,6 +123,8 @@ class BatchWriter:
         """Queue a record; returns at once unless the store cannot keep up."""
         if self._thread is None:
             self.start()
+        elif not self._closes_at_exit:
+            self._close_at_exit()
         while len(self._records) >= self._capacity and not self._disk_error:
             if self._away is not None or self._recovering:
                 self._keep()
@@ -180,6 +183,7 @@ class BatchWriter:
             Whether everything was written.
         """
         atexit.unregister(self.close)
+        self._closes_at_exit = False
         if self._thread is None:
             return True
         complete = self.flush(timeout_s)
@@ -188,7 +192,13 @@ class BatchWriter:
         else:
             self._keep()
             self._warn_of_rest()
+        if self._lost:
+            warnings.warn(f"{self._lost} log calls were dropped: MLflow was away, and so was the disk.", stacklevel=2)
         return complete and not self._lost
+
+    def _close_at_exit(self) -> None:
+        self._closes_at_exit = True
+        atexit.register(self.close)
 
     def _progress(self) -> int:
         return self._sender.accepted if self._sender is not None else 0
@@ -302,10 +312,8 @@ class BatchWriter:
         self._pause_s = min(max(2 * self._pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
         self._resume_at = time.monotonic() + max(self._pause_s, self._away.pause_s)
         self._keep()
-        opens_here = not self._tried.is_set() and not is_remote(
-            self._request.tracking_uri
-        )  # whoever waits gets an error
-        if first and self.refusal is None and not opens_here:
+        is_told = not self._tried.is_set() and not is_remote(self._request.tracking_uri)  # `wait_for_run` raises
+        if first and self.refusal is None and not is_told:
             where = f"kept in {self._spool.path if self._spool else 'memory'}"
             warnings.warn(
                 f"MLflow is away; what is logged is {where} and tried again, training goes on: {error}", stacklevel=2
