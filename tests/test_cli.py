@@ -10,6 +10,7 @@ import pytest
 
 from azureml_strategy import __version__
 from azureml_strategy.cli import main
+from azureml_strategy.cli.verbs import print_text
 from azureml_strategy.training.catalogue import shipped_recipes
 
 HEAVY = ["torch", "lightning", "mlflow", "hydra", "omegaconf", "numpy", "rich", "azure", "azureml_strategy.training"]
@@ -90,3 +91,11 @@ def test_an_error_that_nobody_expected_tells_no_secret() -> None:
     assert done.returncode == 1
     assert done.stderr.startswith("Traceback")
     assert done.stderr.endswith("ValueError: <redacted>\n")
+
+
+def test_what_a_verb_prints_tells_no_secret(capsys: pytest.CaptureFixture[str]) -> None:
+    """Such as a job that somebody has submitted with a token in its variables."""
+    address = "https://ml.azure.com/runs/a?wsid=/subscriptions/0-1/resourceGroups/g"
+    print_text(f"environment_variables:\n  HF_TOKEN: abcdefg\n  SEED: '1'\n{address}")
+    shown = f"environment_variables:\n  HF_TOKEN: <redacted>\n  SEED: '1'\n{address}\n"
+    assert capsys.readouterr().out == shown

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from azureml_strategy.cluster.redaction import redact_text
+
 Result = TypeVar("Result")
 log = logging.getLogger(__name__)
 
@@ -40,7 +42,7 @@ class Behind(Generic[Result]):
             try:
                 self._result = work()
             except Exception as error:  # nobody else would see it
-                log.warning("%s: %s: %s", self._name, type(error).__name__, error)
+                log.warning("%s: %s: %s", self._name, type(error).__name__, redact_text(str(error)))
 
         # A daemon: where other ranks are gone, an interpreter that waits for it would not end.
         self._thread = threading.Thread(target=run, name=self._name, daemon=True)

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from azureml_strategy.checkpoint.messages import from_json, to_json
 from azureml_strategy.checkpoint.random_state import gather
+from azureml_strategy.cluster.redaction import redact_text
 
 Value = TypeVar("Value")
 _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.002, 0.05
@@ -157,7 +158,7 @@ class StoreExchange(Exchange):
         except (StepError, ExchangeClosedError):
             raise
         except Exception as error:  # whatever it is, the others must not wait for this rank
-            raise ExchangeError(self._end(f"rank {self.rank}: {type(error).__name__}: {error}")) from error
+            raise ExchangeError(self._end(redact_text(f"rank {self.rank}: {type(error).__name__}: {error}"))) from error
 
     @override
     def leave(self) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from azureml_strategy.cluster.redaction import redact_text
+from azureml_strategy.cluster.redaction import redact_text, without_secrets
 
 if TYPE_CHECKING:
     Verbs = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -39,9 +39,12 @@ def add_verb(
 
 
 def print_text(text: str) -> None:
-    """Print, and end quietly where the reader has gone, as `head` does (Python documentation, "Note on SIGPIPE")."""
+    """Print without secrets, and end quietly where the reader has gone, as `head` does.
+
+    See "Note on SIGPIPE" of the Python documentation. Subscriptions stay: they are parts of addresses to go on with.
+    """
     try:
-        print(text, flush=True)
+        print(without_secrets(text), flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

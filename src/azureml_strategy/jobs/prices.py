@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from azureml_strategy.cluster.price import Price
+from azureml_strategy.cluster.redaction import redact_text
 from azureml_strategy.jobs.errors import JobError
 from azureml_strategy.jobs.retail_prices import ADDRESS, TIERS, PricesUnavailable, prices_by_tier
 from azureml_strategy.network.vm_sizes import lookup_vm_size
@@ -81,7 +82,9 @@ def _known(size: str, region: str, currency: str, address: str, offline: bool) -
         fresh = _Cached(date=today, prices=prices_by_tier(size, region, currency, address))
     except PricesUnavailable as error:
         instead = f"Its prices of {cached['date']} are used." if cached else "Set cluster.price_per_hour to track cost."
-        log.warning("Azure Retail Prices gave no answer for %s in %s (%s). %s", size, region, error, instead)
+        log.warning(
+            "Azure Retail Prices gave no answer for %s in %s (%s). %s", size, region, redact_text(str(error)), instead
+        )
         return cached
     _write(file, json.dumps(fresh))
     return fresh

@@ -27,7 +27,7 @@ def new_params(recorded: Mapping[str, str], params: Mapping[str, str]) -> dict[s
     """
     changed = [name for name, value in params.items() if recorded.get(name, value) != value]
     if changed:
-        kept = ", ".join(f"{name}={recorded[name]} (now {params[name]})" for name in changed[:5])
+        kept = ", ".join(f"{name}={redact(name, recorded[name])} (now {params[name]})" for name in changed[:5])
         warnings.warn(
             f"The run already has other values of {len(changed)} hyperparameter(s), and MLflow never changes one: "
             f"the first stay, {kept}{', ...' if len(changed) > 5 else ''}. A run of its own records the new ones.",
