@@ -29,7 +29,7 @@ _TOKEN_WORD = re.compile("token|pat")
 # With these, a token is one of a language model, or one of many.
 _OF_LANGUAGE = re.compile(
     "pad|eos|bos|unk|sep|cls|mask|stop|start|end|special|extra|image|vision|audio|text|prompt|next|last|first|new|max"
-    "|min|num|n|per|seen|total|count|global|context|vocab|batch|level|mixing|embedding|embed|weight|loss"
+    "|min|num|n|per|seen|total|count|global|context|vocab|batch|level|mixing|embedding|embed|weight|loss|budget"
 )
 # Two words that are a secret together; a key alone is one of a dictionary.
 _SECRET_PAIR = re.compile(
@@ -50,21 +50,25 @@ _HARMLESS = re.compile(r"|true|false|null|none|\$\{.*\}|\$\w+|<.*>|\[[A-Z]+\]|\*
 _NUMBER = re.compile(r"[-+.\de_]+", re.I)
 _ADDRESS = re.compile(r"~?/[a-z]{2,16}(?:/.*)?|\./.*|[A-Za-z]:\\.*")  # of a file; base64 may begin with a slash too
 # Python, in the lines of a traceback.
-_CODE = re.compile(
-    r"(?:os|self|cls|cfg|config|args|options|settings)\.\w.*|[A-Za-z_][\w.]*[(\[].*|str|int|bytes|bool|float|Any"
-)
+_CODE = re.compile(r"(?:os|self|cls|cfg|config|args|options|settings)\.\w.*|[\w.]*[(\[].*|str|int|bytes|bool|float|Any")
 
 # Shorter values are flags or words, which would be struck out of texts that have nothing to do with them.
 _SHORTEST_VALUE, _SHORTEST_MIXED = 8, 6
 _PLAIN_WORD = re.compile(r"[a-z]+|[A-Z]?[a-z]+|[A-Z]+")
 
 _IN_URL = r"(?<!abfs://)(?<!abfss://)(?<!wasb://)(?<!wasbs://)(?<=://)(?!git@)"  # those have a container there
+# What has to be in a text, in lower case, for the form to be there: most texts are looked through at no cost.
 _FORMS = (
     # A private key, as far as it goes.
-    (re.compile(r"(-----BEGIN [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----)(?:.*?(?=-----END )|.*)", re.S), rf"\1{REDACTED}"),
-    # The user and password of an address; a database's may have slashes.
-    (re.compile(_IN_URL + r"[^/\s]+(?=@)"), REDACTED),
     (
+        ("private key",),
+        re.compile(r"(-----BEGIN [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----)(?:.*?(?=-----END )|.*)", re.S),
+        rf"\1{REDACTED}",
+    ),
+    # The user and password of an address; a database's may have slashes.
+    (("://", "@"), re.compile(_IN_URL + r"[^/\s]+(?=@)"), REDACTED),
+    (
+        ("://", "@"),
         re.compile(
             r"(?i)(\b(?:my|mariadb|postgres|ms|oracle|redis|mongodb|amqp)\w{0,9}(?:\+\w+)?://)[^\s/@:]*:[^\s@]{1,200}(?=@)"
         ),
@@ -72,6 +76,7 @@ _FORMS = (
     ),
     # Addresses that whoever knows them may write to: Slack, Teams and Discord.
     (
+        (".com",),
         re.compile(
             r"(?i)(hooks\.slack(?:-gov)?\.com/(?:services|workflows|triggers)/|\b[\w-]{1,63}\.webhook\.office\.com/"
             r"|outlook\.office(?:365)?\.com/webhook/|(?:discord|discordapp)\.com/api/(?:v\d+/)?webhooks/"
@@ -79,37 +84,36 @@ _FORMS = (
         ),
         rf"\1{REDACTED}",
     ),
-    (re.compile(r"(?i)((?<!\w)authorization[\"'\\]*\s*[:=]\s*[\"'\\]*)(?:\w+ +)?[^\s\"'\\,;}]+"), rf"\1{REDACTED}"),
-    (re.compile(r"(?i)(?<=\bbearer )[\w.~+/=-]{6,}"), REDACTED),
+    (
+        ("authorization",),
+        re.compile(r"(?i)((?<!\w)authorization[\"'\\]*\s*[:=]\s*[\"'\\]*)(?:\w+ +)?[^\s\"'\\,;}]+"),
+        rf"\1{REDACTED}",
+    ),
+    (("bearer ",), re.compile(r"(?i)(?<=\bbearer )[\w.~+/=-]{6,}"), REDACTED),
     # Of a query, where short names are in use.
-    (re.compile(r"(?i)([?&](?:key|code|sig|token|auth|pwd|pass)=)[^&\s\"'<>]+"), rf"\1{REDACTED}"),
-    (re.compile(r"(?<![A-Za-z0-9])eyJ[\w-]{2,4000}\.[\w-]+\.[\w-]*"), REDACTED),  # a JSON web token
-    (
-        re.compile(
-            r"(?<![A-Za-z0-9])(?:"
-            r"hf_[A-Za-z0-9]{16,}|api_org_[A-Za-z0-9]{20,}"  # Hugging Face
-            r"|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{20,}"
-            r"|gl(?:pat|dt|ft|soat|rt|cbt|ptt|imt|agent|oas)-[\w-]{20,}"  # GitLab
-            r"|sk-(?:proj|ant|svcacct|admin|or|live|test|lf)-[\w-]{12,}|sk-[A-Za-z0-9]{16,}"  # OpenAI, Anthropic, ...
-            r"|(?:A3T[A-Z0-9]|AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{16}(?![A-Z0-9])"  # AWS
-            r"|xox[abposre](?:\.xox[bp])?-[\w-]{10,}|xapp-\d-[\w-]{10,}"  # Slack
-            r"|AIza[\w-]{35}|ya29\.[\w-]{20,}|GOCSPX-[\w-]{20,}"  # Google
-            r"|npm_[A-Za-z0-9]{36}|pypi-[\w-]{50,}|dckr_pat_[\w-]{20,}|dapi[0-9a-f]{32}|nvapi-[\w-]{20,}|wandb_v1_\w{20,}"
-            r"|[sr]k_(?:live|test)_[A-Za-z0-9]{16,}|whsec_[A-Za-z0-9]{20,}|SG\.[\w-]{16,}\.[\w-]{16,}"
-            r"|\d{8,10}:[A-Za-z0-9_-]{35}(?![\w-])"  # Telegram
-            r"|[\w~.-]{3}\dQ~[\w~.-]{31,34}"  # Entra ID, of an application
-            r"|[A-Za-z0-9]{76}AZDO[A-Za-z0-9]{4}"  # Azure DevOps
-            r")"
-        ),
-        REDACTED,
-    ),
+    (("=",), re.compile(r"(?i)([?&](?:key|code|sig|token|auth|pwd|pass)=)[^&\s\"'<>]+"), rf"\1{REDACTED}"),
+    (("eyj", "."), re.compile(r"(?<![A-Za-z0-9])eyJ[\w-]{2,4000}\.[\w-]+\.[\w-]*"), REDACTED),  # a JSON web token
     # A key of a storage account, of Batch or Cosmos DB: 64 bytes. A checksum says so before it, as `sha512-`.
-    (re.compile(r"(?<![A-Za-z0-9+/-])[A-Za-z0-9+/]{86}==(?![A-Za-z0-9+/=])"), REDACTED),
+    (("==",), re.compile(r"(?<![A-Za-z0-9+/-])[A-Za-z0-9+/]{86}==(?![A-Za-z0-9+/=])"), REDACTED),
+)
+_LONG_WORD = re.compile(r"[\w-]{16}")  # that each of these has
+_TOKENS = re.compile(
+    r"(?<![A-Za-z0-9])(?:"
+    r"hf_[A-Za-z0-9]{16,}|api_org_[A-Za-z0-9]{20,}"  # Hugging Face
+    r"|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{20,}"
+    r"|gl(?:pat|dt|ft|soat|rt|cbt|ptt|imt|agent|oas)-[\w-]{20,}"  # GitLab
+    r"|sk-(?:proj|ant|svcacct|admin|or|live|test|lf)-[\w-]{12,}|sk-[A-Za-z0-9]{16,}"  # OpenAI, Anthropic, ...
+    r"|(?:A3T[A-Z0-9]|AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{16}(?![A-Z0-9])"  # AWS
+    r"|xox[abposre](?:\.xox[bp])?-[\w-]{10,}|xapp-\d-[\w-]{10,}"  # Slack
+    r"|AIza[\w-]{35}|ya29\.[\w-]{20,}|GOCSPX-[\w-]{20,}"  # Google
+    r"|npm_[A-Za-z0-9]{36}|pypi-[\w-]{50,}|dckr_pat_[\w-]{20,}|dapi[0-9a-f]{32}|nvapi-[\w-]{20,}|wandb_v1_\w{20,}"
+    r"|[sr]k_(?:live|test)_[A-Za-z0-9]{16,}|whsec_[A-Za-z0-9]{20,}|SG\.[\w-]{16,}\.[\w-]{16,}"
+    r"|\d{8,10}:[A-Za-z0-9_-]{35}(?![\w-])"  # Telegram
+    r"|[\w~.-]{3}\dQ~[\w~.-]{31,34}"  # Entra ID, of an application
+    r"|[A-Za-z0-9]{76}AZDO[A-Za-z0-9]{4}"  # Azure DevOps
     # Other keys of Azure, which carry the service's mark (Microsoft, "Identifiable secrets").
-    (
-        re.compile(r"(?<![\w+/])[A-Za-z0-9+/]{32,80}(?:\+ASt|\+AMC|\+ABa|\+ARm|AIoT|AzFu|AzSe|AzCa|ACDb)\w{4,8}={0,2}"),
-        REDACTED,
-    ),
+    r"|[A-Za-z0-9+/]{32,80}(?:\+A(?:St|MC|Ba|Rm)|AIoT|Az(?:Fu|Se|Ca)|ACDb)\w{4,8}={0,2}"
+    r")"
 )
 # A name, and what stands before its value: `=` or `:`; for an option of a command line, a space.
 _NAMED = re.compile(
@@ -129,17 +133,23 @@ def redact_text(text: str, environ: Mapping[str, str] | None = None) -> str:
         environ: what the variables with secret names hold is struck out wherever it stands; by default this
             process's environment.
     """
-    text = _SUBSCRIPTION.sub(REDACTED, without_secrets(text, environ))
-    values = _values_of(os.environ if environ is None else environ, private=True)
-    return values.sub(REDACTED, text) if values else text
+    return _SUBSCRIPTION.sub(REDACTED, _without(text, environ, private=True))
 
 
 def without_secrets(text: str, environ: Mapping[str, str] | None = None) -> str:
     """The same, but what is only private stays, such as the subscription in the address of a data asset."""
-    values = _values_of(os.environ if environ is None else environ, private=False)
+    return _without(text, environ, private=False)
+
+
+def _without(text: str, environ: Mapping[str, str] | None, *, private: bool) -> str:
+    values = _values_of(os.environ if environ is None else environ, private=private)
     text = values.sub(REDACTED, text) if values else text
-    for pattern, replacement in _FORMS:
-        text = pattern.sub(replacement, text)
+    lower = text.lower()
+    for needles, pattern, replacement in _FORMS:
+        if all(needle in lower for needle in needles):
+            text = pattern.sub(replacement, text)
+    if _LONG_WORD.search(text):
+        text = _TOKENS.sub(REDACTED, text)
     return "".join(_without_named(text))
 
 
@@ -206,6 +216,7 @@ def is_secret_name(name: str) -> bool:
     return last.isupper() and words[-1] in _LAST_OF_CAPITALS
 
 
+@lru_cache(4096)
 def is_private_name(name: str) -> bool:
     """Whether the value is secret or, as that of AZUREML_ARM_SUBSCRIPTION, nobody else's business."""
     return is_secret_name(name) or any(word in _PRIVATE_WORDS for word in _words(name))
@@ -244,8 +255,9 @@ def _without_named(text: str) -> Iterator[str]:
 def _values_of(environ: Mapping[str, str], *, private: bool) -> re.Pattern[str] | None:
     """A pattern of what the environment's secret variables hold, and of the passwords in its addresses."""
     known = is_private_name if private else is_secret_name
-    values = tuple(value for name, value in environ.items() if known(name) and not _is_harmless(name, value))
-    addresses = tuple(value for value in environ.values() if "://" in value and "@" in value)
+    items = list(environ.items())
+    values = tuple(value for name, value in items if known(name) and not _is_harmless(name, value))
+    addresses = tuple(value for _, value in items if "://" in value and "@" in value)
     return _pattern((*values, *_remembered), addresses)
 
 
