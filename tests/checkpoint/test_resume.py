@@ -63,7 +63,7 @@ def test_never_and_a_path(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> No
     assert checkpoint_to_resume("never", tmp_path) is None
     assert checkpoint_to_resume(str(_path(tmp_path, 1)), tmp_path) == _path(tmp_path, 1)
     foreign = tmp_path / "of_stock_lightning.ckpt"
-    foreign.touch()
+    foreign.write_bytes(b"\x80\x02 a pickle")
     assert checkpoint_to_resume(str(foreign), tmp_path) == foreign
 
 

@@ -12,6 +12,7 @@ from sklearn.datasets import load_digits
 
 from azureml_strategy.data import DigitsDataModule
 from azureml_strategy.data.digits import write_digits
+from azureml_strategy.data.folders import DataFolderError
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +75,18 @@ def test_a_file_in_the_way_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(NotADirectoryError):
         write_digits(tmp_path / "digits", 0.1)
     assert list(tmp_path.iterdir()) == [tmp_path / "digits"]
+
+
+def test_where_they_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert DigitsDataModule().root == tmp_path / "cache" / "azureml_strategy" / "digits" / "validation-0.2"
+    (tmp_path / "empty").mkdir()
+    assert DigitsDataModule(tmp_path / "empty").root == tmp_path / "empty" / "validation-0.2"
+    (tmp_path / "flowers" / "train").mkdir(parents=True)
+    for root, words in (("nope", "is no folder that there is"), ("flowers", "holds train and is no folder of digits")):
+        with pytest.raises(DataFolderError, match=rf"{root}, which {words}\. Leave data\.root out"):
+            DigitsDataModule(tmp_path / root)
+    assert not (tmp_path / "nope").exists()
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1])

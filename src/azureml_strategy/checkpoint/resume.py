@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -156,10 +157,23 @@ def _given(path: Path, check: Check) -> Path:
         manifest = Manifest.of(path)
     except (ValueError, OSError) as error:
         raise ResumeError(f"resume={path}, but its manifest cannot be read: {error}. Give another one.") from error
+    if manifest is None and not manifest_path(path).exists() and not _may_be_torchs(path):
+        raise ResumeError(
+            f"resume={path}, but this is no checkpoint: it has no manifest, and is neither a folder nor a whole file "
+            f"as torch.save writes it. Give another one, or `resume={AUTO}` for this run's newest."
+        )
     fault = None if manifest is None else look(path.parent, manifest.files) or check(manifest, path.parent)
     if fault is not None:
         raise ResumeError(f"resume={path}, but this checkpoint is damaged: {fault}. Give another one.")
     return path
+
+
+def _may_be_torchs(path: Path) -> bool:
+    """Whether torch.load could read it: a zip archive, or a pickle as before torch 1.6, which starts with 0x80."""
+    if path.is_dir() or zipfile.is_zipfile(path):
+        return True
+    with path.open("rb") as file:
+        return file.read(1) == b"\x80"
 
 
 def _agreed(launch: Launch, resume: str, folder: Path) -> Path | None:

@@ -51,7 +51,7 @@ def print_text(text: str) -> None:
 
 def stopped(interrupt: KeyboardInterrupt) -> int:
     """Say in a sentence that Ctrl-C has ended the command; 130, a shell's exit code for that."""
-    print(f"azureml-strategy: {redact_text(str(interrupt)) or 'Interrupted.'}", file=sys.stderr)
+    print(f"azureml-strategy: {redact_text(str(interrupt)) or 'stopped by Ctrl-C.'}", file=sys.stderr)
     return 130
 
 

@@ -11,12 +11,14 @@ from PIL import Image
 from typing_extensions import override
 
 from azureml_strategy.data.arguments import require
+from azureml_strategy.data.folders import DataFolderError
 from azureml_strategy.data.modules import ImageFolderDataModule
 
 _PIXELS = 32
 _BRIGHTEST = 16  # the digits have 17 grey levels
 _QUALITY = 95
 _SPLIT_SEED = 0
+_FOLDER = "validation-"  # and the fraction
 
 
 class DigitsDataModule(ImageFolderDataModule):
@@ -26,7 +28,8 @@ class DigitsDataModule(ImageFolderDataModule):
     Digits are not mirrored, and cropped only a little.
 
     Args:
-        root: where to write them; reused by later runs.
+        root: a folder of digits that an earlier run wrote, or an empty one to write them into; None for
+            `azureml_strategy/digits` in the user's cache, `~/.cache` or XDG_CACHE_HOME.
         image_size: width and height of the images given, pixels.
         batch_size: images a step and process.
         num_workers: decoding processes a dataloader. 0 decodes in the training process, which for images as
@@ -36,11 +39,12 @@ class DigitsDataModule(ImageFolderDataModule):
 
     Raises:
         ValueError: an argument is out of range.
+        DataFolderError: `root` does not exist, or holds something else.
     """
 
     def __init__(
         self,
-        root: str | os.PathLike[str] = "~/.cache/azureml_strategy/digits",
+        root: str | os.PathLike[str] | None = None,
         image_size: int = 32,
         batch_size: int = 32,
         num_workers: int | None = 0,
@@ -52,7 +56,7 @@ class DigitsDataModule(ImageFolderDataModule):
         self.validation_fraction = validation_fraction
         super().__init__(
             # the name says what is inside: another fraction gets a folder of its own
-            Path(root).expanduser() / f"validation-{validation_fraction:g}",
+            _place(root) / f"{_FOLDER}{validation_fraction:g}",
             image_size=image_size,
             batch_size=batch_size,
             num_workers=num_workers,
@@ -66,6 +70,22 @@ class DigitsDataModule(ImageFolderDataModule):
     def prepare_data(self) -> None:
         """Write the files, unless they exist."""
         write_digits(self.root, self.validation_fraction)
+
+
+def _place(root: str | os.PathLike[str] | None) -> Path:
+    """Where the digits are, or are to be. A misspelt folder, or one of other images, would go unnoticed."""
+    if root is None:
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "azureml_strategy" / "digits"
+    folder = Path(root).expanduser()
+    others = [each.name for each in sorted(folder.glob("*")) if not each.name.startswith((_FOLDER, "."))]
+    if folder.is_dir() and not others:
+        return folder
+    seen = f"holds {others[0]} and is no folder of digits" if folder.is_dir() else "is no folder that there is"
+    raise DataFolderError(
+        f"The handwritten digits were to be in {folder}, which {seen}. Leave data.root out, and they are written into "
+        f"your cache; or type `mkdir -p {folder}` for a new folder. Images of your own are another data set: "
+        f"data=imagenet data.root={folder} num_classes=..."
+    )
 
 
 def write_digits(folder: Path, validation_fraction: float) -> None:

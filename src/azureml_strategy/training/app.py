@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import shlex
 import sys
@@ -13,7 +14,8 @@ from pathlib import Path
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from azureml_strategy.checkpoint import ResumeError
 from azureml_strategy.cluster import LaunchError, detect_launch
@@ -48,6 +50,33 @@ def _command_to_go_on(recipe: str, arguments: Sequence[str], config: DictConfig)
     return shlex.join(["azureml-strategy", "train", recipe, *options, *kept, f"output_dir={folder}"])
 
 
+def _content_errors() -> tuple[type[Exception], ...]:
+    """What is wrong with what a recipe says, where only a run finds it."""
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+    from azureml_strategy.data import CorpusError, DataFolderError
+
+    return (DataFolderError, CorpusError, MisconfigurationException, OmegaConfBaseException)
+
+
+def _check_folder(config: DictConfig, arguments: Sequence[str]) -> None:
+    """Refuse an output folder that cannot be made, at which Hydra ends with a traceback."""
+    flags = {each for each in arguments if each.startswith("-")}
+    if flags - {"-m", "--multirun"}:  # `--cfg job` and the like make none
+        return
+    key = "hydra.sweep.dir" if flags else "hydra.run.dir"
+    try:
+        folder = Path(str(OmegaConf.select(config, key))).absolute()
+    except OmegaConfBaseException:  # it needs what only the running application knows
+        return
+    there = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        seen = "may not be written to" if there.is_dir() else "is no folder"
+        raise RecipeError(
+            f"The run's output folder is {folder}, but {there} {seen}. Go to another folder, or name one: {key}=FOLDER."
+        )
+
+
 def run_recipe(recipe: str, arguments: Sequence[str]) -> None:
     """Run a recipe as Hydra runs any application: output folder, `--cfg job`, `--multirun` and the rest.
 
@@ -61,7 +90,8 @@ def run_recipe(recipe: str, arguments: Sequence[str]) -> None:
     register_resolvers()
     found = find_recipe(recipe)
     if not any(each.startswith(_SEARCH_PATH_FLAGS) for each in arguments):
-        check_overrides(found, [each for each in arguments if is_override(each)])
+        config = check_overrides(found, [each for each in arguments if is_override(each)])
+        _check_folder(config, arguments)
     try:
         launch = detect_launch()
     except LaunchError as error:
@@ -86,6 +116,10 @@ def run_recipe(recipe: str, arguments: Sequence[str]) -> None:
             raise
         except (RecipeError, LaunchError, ResumeError) as error:
             raise _Refusal(error) from error
+        except _content_errors() as error:
+            if "HYDRA_FULL_ERROR" in os.environ or HydraConfig.get().mode is RunMode.MULTIRUN:
+                raise  # the next job of a sweep may be right
+            raise _Refusal(f"{error} (HYDRA_FULL_ERROR=1 shows where.)") from error
         except Exception:
             if launch is None or launch.world_size == 1 or HydraConfig.get().mode is not RunMode.MULTIRUN:
                 raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from importlib.resources import files
+from pathlib import Path
 
 from azureml_strategy.training.errors import RecipeError, near_matches
 
@@ -37,7 +38,7 @@ def find_recipe(recipe: str) -> Recipe:
     """A shipped recipe by its name, or the user's own by the path of its file.
 
     Raises:
-        RecipeError: there is none, or the file would be hidden by a shipped recipe.
+        RecipeError: there is none, it is no text, or the file would be hidden by a shipped recipe.
     """
     shipped = {each.name: each for each in shipped_recipes()}
     if recipe in shipped:
@@ -57,8 +58,16 @@ def find_recipe(recipe: str) -> Recipe:
         raise RecipeError(
             f"{recipe} has the name of a shipped recipe, which Hydra would load instead. Rename it, to my_{file} say."
         )
-    with open(path, encoding="utf-8") as text:
-        return Recipe(name, folder, _summary(text.read()))
+    try:
+        return Recipe(name, folder, _summary(Path(path).read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{recipe} is no text that can be read: {error}. Give a YAML file in UTF-8.") from error
+
+
+def hidden_by(folder: str) -> list[str]:
+    """The files of a folder that have the name of one of ours, which Hydra would load in its place: a `base.yaml`."""
+    ours = [file.name for package in ("conf", "recipes") for file in files(f"azureml_strategy.{package}").iterdir()]
+    return sorted(name for name in os.listdir(folder) if name.endswith(".yaml") and name in ours)
 
 
 def _summary(text: str) -> str:

@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from azureml_strategy.cluster.redaction import redact_text
-from azureml_strategy.training.catalogue import Recipe
+from azureml_strategy.training.catalogue import Recipe, hidden_by
 from azureml_strategy.training.errors import RecipeError, near_matches
 from azureml_strategy.training.targets import HYDRA_OWN, locate, taken_by
 
@@ -36,16 +36,21 @@ _TRAINER_ELSEWHERE = {
     "default_root_dir": "`output_dir`",
 }
 # What Hydra lets through when a configuration cannot be composed.
-_UNCOMPOSABLE = (HydraException, OmegaConfBaseException, YAMLError)
+_UNCOMPOSABLE = (HydraException, OmegaConfBaseException, YAMLError, RecursionError)
+# What no run can do without.
+_NEEDED = ("model", "data", "trainer", "strategy", "tracking")
 
 
-def check_overrides(recipe: Recipe, overrides: Sequence[str]) -> None:
+def check_overrides(recipe: Recipe, overrides: Sequence[str]) -> DictConfig:
     """Compose the recipe with the overrides, as Hydra is about to; of a sweep, its first job.
+
+    Returns:
+        What it comes to; nothing in it is resolved yet.
 
     Raises:
         RecipeError: Hydra refuses; the message names the override and its near matches.
     """
-    compose_recipe(recipe, _of_one_job(overrides))
+    return compose_recipe(recipe, _of_one_job(overrides))
 
 
 def compose_recipe(recipe: Recipe, overrides: Sequence[str]) -> DictConfig:
@@ -57,9 +62,32 @@ def compose_recipe(recipe: Recipe, overrides: Sequence[str]) -> DictConfig:
     folder, overrides = recipe.folder, list(overrides)
     with initialize_config_dir(folder, version_base="1.3") if folder else initialize(None, version_base="1.3"):
         try:
-            return compose(recipe.name, overrides, return_hydra_config=True)
+            config = compose(recipe.name, overrides, return_hydra_config=True)
         except _UNCOMPOSABLE as error:
             raise RecipeError(_explain(recipe, overrides, error)) from error
+        _check_sections(recipe, config)
+        return config
+
+
+def _check_sections(recipe: Recipe, config: DictConfig) -> None:
+    missing = [name for name in _NEEDED if config.get(name) is None]
+    if missing:
+        raise RecipeError(
+            f"Recipe {recipe.name!r} has no {' and no '.join(missing)}.{_hiding(recipe)} A recipe starts from another "
+            "one: write `defaults: [base_run, _self_]` at its top, or a shipped recipe's name in place of base_run; "
+            "`azureml-strategy recipes` lists them."
+        )
+
+
+def _hiding(recipe: Recipe) -> str:
+    """A hint at files of the user's that stand in for ours."""
+    hidden = hidden_by(recipe.folder) if recipe.folder else []
+    if not hidden:
+        return ""
+    return (
+        f" {recipe.folder} has {' and '.join(hidden)}, and Hydra takes this in place of the file of the same name that "
+        f"recipes start from. Rename it, to my_{hidden[0]} say."
+    )
 
 
 def _of_one_job(overrides: Sequence[str]) -> list[str]:
@@ -137,6 +165,9 @@ def target_nodes(node: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any
 
 def _explain(recipe: Recipe, overrides: Sequence[str], error: Exception) -> str:
     """Hydra's own words, and the near matches of the first override that cannot be."""
+    if isinstance(error, RecursionError):
+        again = _hiding(recipe) or " Look at the `defaults` of its files."
+        return f"Recipe {recipe.name!r} cannot be composed: a file starts from itself.{again}"
     words = str(error).split("\nSee ")[0].strip()
     plain = compose(recipe.name) if _composes(recipe) else OmegaConf.create()
     known = list(_keys(plain))
@@ -144,7 +175,7 @@ def _explain(recipe: Recipe, overrides: Sequence[str], error: Exception) -> str:
         near = _near_override(override, known)
         if near:
             return f"The override {override.input_line!r} does not fit recipe {recipe.name!r}. {near}\n{words}"
-    return f"Recipe {recipe.name!r} cannot be composed: {words}"
+    return f"Recipe {recipe.name!r} cannot be composed: {words}{_hiding(recipe)}"
 
 
 def _near_override(override: Override, known: list[str]) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, ProgressBar
 from omegaconf import DictConfig
@@ -22,6 +23,7 @@ from azureml_strategy.cluster import detect_launch, read_job
 from azureml_strategy.cluster.errors import TERMINATION_SWITCH, switched_off
 from azureml_strategy.tracking import JobMLFlowLogger
 from azureml_strategy.training.checking import check_config
+from azureml_strategy.training.errors import RecipeError
 from azureml_strategy.training.new_target import drop_keys_of_old_targets
 from azureml_strategy.training.objects import loggers_and_callbacks, make
 from azureml_strategy.training.recorded import hyperparameters
@@ -76,15 +78,21 @@ def _repeats(chosen: Path | None, resume: str) -> bool:
 
 def _trainer(config: DictConfig, chosen: Path | None) -> Trainer:
     loggers, callbacks = loggers_and_callbacks(config)
-    return Trainer(
-        **make("trainer", config.trainer, _convert_="all"),
-        strategy=make("strategy", config.strategy),
-        logger=loggers or False,
-        callbacks=[*callbacks, *_termination(), ElasticRestart(chosen, config.global_batch)],
-        enable_checkpointing=any(isinstance(each, Checkpoint) for each in callbacks),
-        enable_progress_bar=any(isinstance(each, ProgressBar) for each in callbacks),
-        default_root_dir=config.output_dir,
-    )
+    arguments, strategy = make("trainer", config.trainer, _convert_="all"), make("strategy", config.strategy)
+    try:
+        return Trainer(
+            **arguments,
+            strategy=strategy,
+            logger=loggers or False,
+            callbacks=[*callbacks, *_termination(), ElasticRestart(chosen, config.global_batch)],
+            enable_checkpointing=any(isinstance(each, Checkpoint) for each in callbacks),
+            enable_progress_bar=any(isinstance(each, ProgressBar) for each in callbacks),
+            default_root_dir=config.output_dir,
+        )
+    except (ValueError, TypeError, MisconfigurationException) as error:
+        if "HYDRA_FULL_ERROR" in os.environ:
+            raise
+        raise RecipeError(f"Lightning's Trainer refuses what `trainer` says: {error}") from error
 
 
 def _termination() -> list[Callback]:
