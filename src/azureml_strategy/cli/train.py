@@ -11,6 +11,7 @@ _EPILOG = """\
 examples:
   azureml-strategy train resnet50_ddp trainer.max_epochs=1 data.batch_size=64
   azureml-strategy train my_recipe.yaml          # starts with: defaults: [resnet50_ddp, _self_]
+  azureml-strategy train my_model.yaml           # a model of your own: defaults: [base_run, _self_]; docs/own_model.md
   azureml-strategy train resnet50_ddp --cfg job  # print the configuration and stop
   azureml-strategy train resnet50_ddp -m model.learning_rate=0.1,0.2
   azureml-strategy train resnet50_ddp -m seed=1,2 hydra/launcher=azureml cluster=nc24ads_a100_v4  # a job for each

@@ -48,7 +48,8 @@ def find_recipe(recipe: str) -> Recipe:
         own = [name for name in os.listdir() if name.endswith((".yaml", ".yml"))]
         raise RecipeError(
             f"There is no recipe {recipe!r}: it is neither the name of a shipped one nor a file. "
-            f"{near_matches(recipe, [*shipped, *own])} `azureml-strategy recipes` lists the shipped ones."
+            f"{near_matches(recipe, [*shipped, *own])} `azureml-strategy recipes` lists the shipped ones; a recipe "
+            "of your own starts from one of them, or from base_run with your own model and data."
         )
     folder, file = os.path.split(path)
     name, extension = os.path.splitext(file)
