@@ -42,7 +42,7 @@ class StoredFile:
 
     Attributes:
         size: bytes.
-        crc32: of its content, as in `zlib.crc32`: finds flipped bytes, by ISA-L at the speed of memory.
+        crc32: of its content, as in `zlib.crc32`: finds flipped bytes.
     """
 
     size: int
