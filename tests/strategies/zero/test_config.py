@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from azureml_strategy.strategies.zero.config import TrainerNumbers, agree
 
@@ -28,7 +29,7 @@ def test_numbers_that_repeat_the_trainers_are_taken(accumulate: int, batch: int,
     assert agree(config, trainer) == expected
     for key, value in config.items():
         for other in said - {value}:
-            with pytest.raises(ValueError, match=f"says {key}={other}, but {value} comes from"):
+            with pytest.raises(MisconfigurationException, match=f"says {key}={other}, but {value} comes from"):
                 agree({**config, key: other}, trainer)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from azureml_strategy.strategies.zero.requirements import require_compiler, require_deepspeed
+from azureml_strategy.strategies.zero.requirements import require_compiler, require_deepspeed, uses_nvme
 
 NVME = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}
 ADAM = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
@@ -40,3 +40,8 @@ def test_a_compiler_is_enough(config: dict[str, Any], monkeypatch: pytest.Monkey
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     require_compiler(config)
+
+
+@pytest.mark.parametrize("zero", [None, {}, {"offload_optimizer": None}, {"offload_param": False}])
+def test_what_deepspeed_takes_for_no_offload_needs_nothing(zero: dict[str, object] | None) -> None:
+    assert not uses_nvme({"zero_optimization": zero})

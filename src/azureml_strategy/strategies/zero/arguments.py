@@ -6,6 +6,7 @@ from typing import Any
 
 from lightning.fabric.utilities.types import _PATH
 
+from azureml_strategy.strategies.zero.config import ConfigurationError
 from azureml_strategy.strategies.zero.local_disk import find_local_disk
 
 _STAGES = (0, 1, 2, 3)
@@ -13,6 +14,7 @@ _STAGES = (0, 1, 2, 3)
 _BESIDE_CONFIG = {
     *("accelerator", "parallel_devices", "precision_plugin", "process_group_backend", "timeout"),
     *("logging_level", "remote_device", "load_full_weights", "exclude_frozen_parameters"),
+    "logging_batch_size_per_gpu",
     *("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"),
 }
 
@@ -30,20 +32,22 @@ def strategy_arguments(
         given = {"stage": stage, "offload_nvme": offload_nvme, **others}
         void = [name for name, value in given.items() if value is not None and name not in _BESIDE_CONFIG]
         if void:
-            raise ValueError(
+            raise ConfigurationError(
                 f"Both config and {', '.join(void)} were given. Write {', '.join(void)} into the DeepSpeed "
                 "configuration (https://www.deepspeed.ai/docs/config-json), or leave config out."
             )
         return {"config": config, **others}
     stage = 2 if stage is None else stage
     if stage not in _STAGES:
-        raise ValueError(f"stage={stage!r} is no stage of ZeRO. Choose 1 (optimizer states), 2 (gradients too) or 3.")
+        raise ConfigurationError(
+            f"stage={stage!r} is no stage of ZeRO. Choose 1 (optimizer states), 2 (gradients too) or 3."
+        )
     return {"stage": stage, **others, **(_nvme(stage, offload_nvme) if offload_nvme is not None else {})}
 
 
 def _nvme(stage: int, folder: _PATH) -> dict[str, Any]:
     if stage != 3:
-        raise ValueError(f"offload_nvme needs ZeRO stage 3, and this is stage {stage}. Write stage=3.")
+        raise ConfigurationError(f"offload_nvme needs ZeRO stage 3, and this is stage {stage}. Write stage=3.")
     return {
         "offload_optimizer": True,
         "offload_parameters": True,

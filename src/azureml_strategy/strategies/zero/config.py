@@ -7,8 +7,14 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
 _AUTO = "auto"
 _HALVES = {"bf16": "bf16-", "fp16": "16-"}
+
+
+class ConfigurationError(MisconfigurationException, ValueError):
+    """Arguments or a configuration that cannot be; of the kind that Lightning raises for them as well."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,7 @@ def _take(config: dict[str, Any], key: str, value: float | None, said_by: str) -
     """Drop a key that says what Lightning will set anyway."""
     found = config.pop(key, _AUTO)
     if found not in (_AUTO, value):
-        raise ValueError(
+        raise ConfigurationError(
             f"The DeepSpeed configuration says {key}={found!r}, but {value} comes from {said_by}. Leave {key} out of "
             "the configuration, write 'auto', or let the two agree."
         )
@@ -92,7 +98,7 @@ def _agree_on_precision(config: dict[str, Any], precision: str) -> None:
         wanted, enabled = precision.startswith(start), section.get("enabled", False)
         if enabled not in (_AUTO, wanted):
             remedy = f"precision='{start}mixed'" if enabled else "precision='32-true'"
-            raise ValueError(
+            raise ConfigurationError(
                 f"The DeepSpeed configuration says {name}.enabled={enabled}, but the Trainer has precision="
                 f"{precision!r}. Write Trainer({remedy}), or {name}: {{enabled: 'auto'}} in the configuration."
             )
@@ -103,7 +109,7 @@ def _refuse_unknown(config: Mapping[str, Any]) -> None:
     """DeepSpeed has defaults for all its own numbers, but not for those of optimizers and schedules."""
     for section in ("optimizer", "scheduler"):
         for key in _autos(config.get(section, {}), section):
-            raise ValueError(
+            raise ConfigurationError(
                 f"The DeepSpeed configuration says {key}='auto', but only your script knows it. Write the number, or "
                 f"leave {section!r} out and return it from LightningModule.configure_optimizers."
             )

@@ -53,5 +53,6 @@ def _compiled_parts(config: Mapping[str, Any]) -> dict[str, bool]:
 
 def uses_nvme(config: Mapping[str, Any]) -> bool:
     """Whether parameters or optimizer states go to an NVMe disk."""
-    zero = config.get("zero_optimization", {})
-    return any(zero.get(part, {}).get("device") == "nvme" for part in ("offload_param", "offload_optimizer"))
+    zero = config.get("zero_optimization") or {}
+    # DeepSpeed takes None and False for none
+    return any((zero.get(part) or {}).get("device") == "nvme" for part in ("offload_param", "offload_optimizer"))
