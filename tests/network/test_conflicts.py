@@ -228,6 +228,14 @@ def test_traps_on_any_machine(tree: Tree, name: str, value: str, part: str) -> N
     assert part in str(finding)
 
 
+def test_the_graph_file_of_azures_own_image_stays(tree: Tree, tmp_path: Path) -> None:
+    graph = tmp_path / "ncv4/graph.xml"
+    graph.parent.mkdir()
+    assert one(tree.laptop(), NCCL_GRAPH_FILE=str(graph)).verdict == "warning", "it is not there"
+    graph.touch()
+    assert conflicts(tree.laptop(), NCCL_GRAPH_FILE=str(graph)) == []
+
+
 def test_traps_that_are_none(tree: Tree) -> None:
     settings = {"CUDA_LAUNCH_BLOCKING": "0", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_MIN_NCHANNELS": "32"}
     assert conflicts(tree.laptop(), NCCL_GRAPH_FILE="", **settings) == []

@@ -215,7 +215,9 @@ def _missing_files(settings: _Configured) -> Iterator[Finding]:
             "adapters are paired blindly.",
             "Mount /opt/microsoft into the container, or copy the file into the image.",
         )
-    if settings.value("NCCL_GRAPH_FILE"):
+    graph = settings.value("NCCL_GRAPH_FILE")
+    # Azure's image sets its own in /etc/nccl.conf, for NC A100 v4 alone (azhpc-images, customizations/ncv4.sh).
+    if graph and not ("/ncv4" in graph and os.path.isfile(graph)):
         yield settings.finding(
             "warning",
             "NCCL_GRAPH_FILE",
