@@ -57,14 +57,11 @@ def test_a_forked_child_ends_at_once(run_script: RunScript, client: MlflowClient
     after = """
 child = os.fork()
 if child == 0:
-    time.sleep(60)
+    time.sleep(3600)
     os._exit(0)
-time.sleep(0.2)
-start = time.monotonic()
 os.kill(child, signal.SIGTERM)
 _, status = os.waitpid(child, 0)
 assert os.WTERMSIG(status) == signal.SIGTERM
-assert time.monotonic() - start < 5
 """
     assert run(run_script, after=after, terminate=False) == 0
 
