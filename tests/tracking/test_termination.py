@@ -55,10 +55,13 @@ def test_the_users_own_handler_stays_in_charge(run_script: RunScript, client: Ml
 
 def test_a_forked_child_ends_at_once(run_script: RunScript, client: MlflowClient, job_run: str) -> None:
     after = """
+reader, writer = os.pipe()
 child = os.fork()
 if child == 0:
+    os.write(writer, b"forked")  # a signal that comes during a fork is lost
     time.sleep(3600)
     os._exit(0)
+os.read(reader, 6)
 os.kill(child, signal.SIGTERM)
 _, status = os.waitpid(child, 0)
 assert os.WTERMSIG(status) == signal.SIGTERM
