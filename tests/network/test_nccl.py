@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import timeit
 from pathlib import Path
 
 import pytest
@@ -152,9 +151,7 @@ def test_secrets_of_the_job_are_not_in_the_plan(tree: Tree) -> None:
     assert "secret" not in repr(plan(tree, tree.nd96isr_h100_v5(), environ))
 
 
-def test_planning_is_quick_and_imports_nothing_heavy(tree: Tree) -> None:
-    node = tree.nd96isr_h100_v5()
-    assert min(timeit.repeat(lambda: plan(tree, node), number=1, repeat=5)) < 0.005  # 0.1 ms on an idle core
+def test_planning_imports_nothing_heavy() -> None:
     code = (
         "import sys; from azureml_strategy.network import plan_nccl; plan_nccl(root='/nonexistent')\n"
         "print({'torch', 'lightning', 'mlflow', 'hydra', 'rich', 'numpy'} & set(sys.modules))"
