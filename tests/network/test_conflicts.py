@@ -228,12 +228,16 @@ def test_traps_on_any_machine(tree: Tree, name: str, value: str, part: str) -> N
     assert part in str(finding)
 
 
-def test_the_graph_file_of_azures_own_image_stays(tree: Tree, tmp_path: Path) -> None:
+def test_the_graph_file_of_azures_own_image_stays_on_its_own_size(tree: Tree, tmp_path: Path) -> None:
+    node = tree.nc96ads_a100_v4()
     graph = tmp_path / "ncv4/graph.xml"
     graph.parent.mkdir()
-    assert one(tree.laptop(), NCCL_GRAPH_FILE=str(graph)).verdict == "warning", "it is not there"
+    assert one(node, NCCL_GRAPH_FILE=str(graph)).verdict == "warning", "it is not there"
     graph.touch()
-    assert conflicts(tree.laptop(), NCCL_GRAPH_FILE=str(graph)) == []
+    assert conflicts(node, NCCL_GRAPH_FILE=str(graph)) == []
+    for size in ("Standard_NC48ads_A100_v4", "Standard_NC24ads_A100_v4"):  # older images set it there as well
+        assert one(tree.read(job(size)), NCCL_GRAPH_FILE=str(graph)).verdict == "warning"
+    assert one(Tree(tmp_path / "laptop").laptop(), NCCL_GRAPH_FILE=str(graph)).verdict == "warning"
 
 
 def test_traps_that_are_none(tree: Tree) -> None:

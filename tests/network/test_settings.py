@@ -85,9 +85,21 @@ def test_nc96ads_a100_v4_gets_no_accidental_roce(tree: Tree) -> None:
     plain = {"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth0", "NCCL_IB_DISABLE": "1"}
     assert wanted(node) == plain
     assert reason(node, "NCCL_IB_DISABLE").startswith("Accelerated networking (mlx5_an0) is no InfiniBand")
+
+
+def test_nc96ads_a100_v4_gets_azures_topology_without_its_graph(tree: Tree) -> None:
+    """The graph file is for all four GPUs: NCCL fails in a group of two, as those of a tensor-parallel mesh."""
+    plain = wanted(tree.nc96ads_a100_v4())
     file = tree.topology("ncv4")
-    # Its images pin nothing, and their graph file breaks smaller sizes.
-    assert wanted(tree.read(job("Standard_NC96ads_A100_v4"))) == plain | {"NCCL_TOPO_FILE": str(file)}
+    tree.write("opt/microsoft/ncv4-graph.xml", "<graphs/>")
+    tree.write("opt/microsoft/ncv4/graph.xml", "<graphs/>")
+    assert wanted(tree.read(job("Standard_NC96ads_A100_v4"))) == plain | {
+        "NCCL_TOPO_FILE": str(file),
+        "NCCL_IGNORE_CPU_AFFINITY": "1",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    }
+    for smaller in ("Standard_NC24ads_A100_v4", "Standard_NC48ads_A100_v4"):  # they have no file of their own
+        assert wanted(tree.read(job(smaller))) == plain
 
 
 def test_nd96isr_mi300x_v5(tree: Tree) -> None:

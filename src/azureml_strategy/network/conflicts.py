@@ -66,7 +66,7 @@ def find_conflicts(node: Node, configured: Mapping[str, tuple[str, str]], num_no
         yield from _no_infiniband(node, settings)
     if node.interfaces:
         yield from _interfaces(node, settings, num_nodes)
-    yield from _missing_files(settings)
+    yield from _missing_files(node, settings)
     yield from _inside_node(node, settings)
     yield from _traps(settings)
 
@@ -205,7 +205,7 @@ def _judge_interfaces(
         yield settings.finding("problem", name, text, settings.remove(name))
 
 
-def _missing_files(settings: _Configured) -> Iterator[Finding]:
+def _missing_files(node: Node, settings: _Configured) -> Iterator[Finding]:
     path = settings.value("NCCL_TOPO_FILE")
     if path and not os.path.isfile(path):
         yield settings.finding(
@@ -216,14 +216,23 @@ def _missing_files(settings: _Configured) -> Iterator[Finding]:
             "Mount /opt/microsoft into the container, or copy the file into the image.",
         )
     graph = settings.value("NCCL_GRAPH_FILE")
-    # Azure's image sets its own in /etc/nccl.conf, for NC A100 v4 alone (azhpc-images, customizations/ncv4.sh).
-    if graph and not ("/ncv4" in graph and os.path.isfile(graph)):
+    if graph and not _is_azures_graph(node, graph):
         yield settings.finding(
             "warning",
             "NCCL_GRAPH_FILE",
             "it fixes NCCL's search for one machine; with fewer GPUs or adapters NCCL fails to start.",
             settings.remove("NCCL_GRAPH_FILE"),
         )
+
+
+def _is_azures_graph(node: Node, graph: str) -> bool:
+    """Whether it is the graph file that Azure's image sets in /etc/nccl.conf, on the one size that it is made for.
+
+    Images before May 2024 set it on the smaller sizes of the series too, where NCCL fails with it or is four times
+    slower (azhpc-images pull request 347; azurehpc pull request 730).
+    """
+    fits = node.vm_size is not None and node.vm_size.topology == "ncv4"
+    return fits and "/ncv4" in graph and os.path.isfile(graph)
 
 
 def _inside_node(node: Node, settings: _Configured) -> Iterator[Finding]:

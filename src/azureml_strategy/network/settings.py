@@ -14,8 +14,6 @@ _INFRASTRUCTURE = "Azure/ai-infrastructure-on-azure, NCCL configurations"
 
 # From HDR on, the VM's PCIe path limits an adapter that must keep its writes in order.
 _RELAXED_FROM_GBPS = 200
-# Series whose images pin NCCL to the topology file's NUMA nodes instead of the process's CPU mask.
-_PINNED_SERIES = ("ndv2", "ndv4", "ndv5")
 _GRACE_BLACKWELL = ("GB200", "GB300")
 _HOPPER_AND_LATER = ("H100", "H200", *_GRACE_BLACKWELL)
 
@@ -137,6 +135,8 @@ def _no_adapters(node: Node) -> Iterator[Setting]:
 
 
 def _topology(node: Node) -> Iterator[Setting]:
+    # Without NCCL_GRAPH_FILE, which the image of NC96ads_A100_v4 sets as well: that file is for a group of all four
+    # GPUs, and NCCL fails in a group of fewer (azurehpc pull request 730; nccl issues 1008 and 1240). It gains nothing.
     if node.topology_file is None or node.vm_size is None:
         return
     path = str(node.topology_file)
@@ -146,16 +146,15 @@ def _topology(node: Node) -> Iterator[Setting]:
         "The VM hides its PCIe tree; the file says which GPU and which adapter are near each other.",
         _IMAGES,
     )
-    if node.vm_size.topology in _PINNED_SERIES:
-        yield Setting(
-            "NCCL_IGNORE_CPU_AFFINITY",
-            "1",
-            "The topology file's NUMA nodes count, not the process's CPU mask.",
-            _IMAGES,
-        )
-        yield Setting(
-            "CUDA_DEVICE_ORDER", "PCI_BUS_ID", "The topology file lists GPUs in the order of the bus.", _HEALTH_CHECKS
-        )
+    yield Setting(
+        "NCCL_IGNORE_CPU_AFFINITY",
+        "1",
+        "The topology file's NUMA nodes count, not the process's CPU mask.",
+        _IMAGES,
+    )
+    yield Setting(
+        "CUDA_DEVICE_ORDER", "PCI_BUS_ID", "The topology file lists GPUs in the order of the bus.", _HEALTH_CHECKS
+    )
 
 
 def _grace_blackwell(node: Node) -> Iterator[Setting]:
