@@ -109,6 +109,17 @@ def test_a_file_that_contradicts_the_trainer_ends_before_training(tmp_path: Path
 
 
 @pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("config", [None, {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1}}])
+def test_the_log_counts_the_samples_that_it_is_told(config: dict[str, Any] | None) -> None:
+    """The loader says 4; stock Lightning takes any other number as well, but not beside a configuration."""
+    strategy = AzureMLDeepSpeedStrategy(config=config, logging_batch_size_per_gpu=16)
+    run = trainer(strategy, devices=1)
+    run.fit(Linear(), batches(4))
+    assert run.global_step == 1
+    assert strategy.deepspeed_engine.train_micro_batch_size_per_gpu() == 16
+
+
+@pytest.mark.usefixtures("group")
 def test_a_folder_that_is_saved_to_again_keeps_nothing_of_more_processes(tmp_path: Path) -> None:
     saved = tmp_path / "last.ckpt"
     run = trainer("azureml_deepspeed", devices=1)

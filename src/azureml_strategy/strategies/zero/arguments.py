@@ -14,7 +14,6 @@ _STAGES = (0, 1, 2, 3)
 _BESIDE_CONFIG = {
     *("accelerator", "parallel_devices", "precision_plugin", "process_group_backend", "timeout"),
     *("logging_level", "remote_device", "load_full_weights", "exclude_frozen_parameters"),
-    "logging_batch_size_per_gpu",
     *("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"),
 }
 

@@ -27,6 +27,8 @@ class TrainerNumbers:
         precision: as in `Trainer(precision=...)`.
         batch_size: samples in a batch of one process; None where the loader does not say.
         data_parallel_size: processes that read different samples.
+        logged_batch_size: samples that DeepSpeed's log is to count to a batch of one process, whatever the loader
+            says; None for those of the loader.
     """
 
     accumulate_grad_batches: int
@@ -34,6 +36,7 @@ class TrainerNumbers:
     precision: str
     batch_size: int | None
     data_parallel_size: int
+    logged_batch_size: int | None = None
 
 
 def agree(config: Mapping[str, Any], trainer: TrainerNumbers) -> dict[str, Any]:
@@ -68,7 +71,9 @@ def _agree_on_numbers(config: dict[str, Any], trainer: TrainerNumbers) -> None:
         config.pop("train_batch_size", None)  # only DeepSpeed's own log reads it
     else:
         _agree_on_batch(config, trainer.batch_size, accumulate, trainer.data_parallel_size)
-    if config.get("train_micro_batch_size_per_gpu", _AUTO) == _AUTO:
+    if trainer.logged_batch_size is not None:
+        config["train_micro_batch_size_per_gpu"] = trainer.logged_batch_size
+    elif config.get("train_micro_batch_size_per_gpu", _AUTO) == _AUTO:
         config["train_micro_batch_size_per_gpu"] = trainer.batch_size or 1
     if clip is not None or config.get("gradient_clipping") == _AUTO:
         _take(config, "gradient_clipping", clip, f"Trainer(gradient_clip_val={clip})")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.utilities.types import _PATH
@@ -36,6 +36,8 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
             NVMe disk with the most free space. Needs stage 3.
         tensor_parallel_size: ranks that share each matrix and read the same samples; the module's
             `tensor_parallel_plan()` says how.
+        logging_batch_size_per_gpu: samples of a batch of one process in DeepSpeed's log of its speed, for loaders that
+            do not say it; `auto` takes the loader's. Nothing else depends on it, and it counts beside `config` too.
         cluster_environment: used instead of the job's launch where given.
         require_infiniband: stop a job of several nodes that NCCL does not carry over InfiniBand, instead of warning.
         kwargs: further arguments of `lightning.pytorch.strategies.DeepSpeedStrategy`, such as `offload_optimizer`,
@@ -55,6 +57,7 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
         config: _PATH | dict[str, Any] | None = None,
         offload_nvme: _PATH | None = None,
         tensor_parallel_size: int = 1,
+        logging_batch_size_per_gpu: int | Literal["auto"] = "auto",
         cluster_environment: ClusterEnvironment | None = None,
         require_infiniband: bool = False,
         **kwargs: Any,
@@ -69,6 +72,7 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
         if config is None:
             # With offload DeepSpeed would refuse the module's own optimizer, which torch runs on the host as well.
             self.config["zero_force_ds_cpu_optimizer"] = False
+        self._logged_batch_size = None if logging_batch_size_per_gpu == "auto" else logging_batch_size_per_gpu
         self._tensor_parallel_size = tensor_parallel.agreed_size(self.config, tensor_parallel_size)
         require_compiler(self.config)
 
@@ -92,6 +96,7 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
                 precision=self.precision_plugin.precision,
                 batch_size=self._batch_size(),
                 data_parallel_size=self.distributed_sampler_kwargs["num_replicas"],
+                logged_batch_size=self._logged_batch_size,
             ),
         )
         if self._tensor_parallel_size > 1:
