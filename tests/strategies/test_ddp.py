@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from tests.strategies.conftest import EnterJob
 
@@ -27,7 +28,7 @@ def test_arguments_reach_lightnings_ddp() -> None:
     ],
 )
 def test_what_is_refused(arguments: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(MisconfigurationException, match=words):
         AzureMLDDPStrategy(**arguments)
 
 

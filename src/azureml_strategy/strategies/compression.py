@@ -8,6 +8,8 @@ from typing import Any, Literal
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
+from azureml_strategy.strategies.errors import ConfigurationError
+
 Compression = Literal["bf16", "fp16", "powersgd"]
 Hook = Callable[..., Any]
 _HALF_HOOKS: dict[str, Hook] = {
@@ -42,14 +44,18 @@ def communication_hook(compression: str, rank: int = 1) -> tuple[object | None, 
         rank: rank of PowerSGD's factors.
 
     Raises:
-        ValueError: the name is not one of the three, or the rank is below 1.
+        ConfigurationError: the name is not one of the three, or the rank is below 1.
     """
     if compression in _HALF_HOOKS:
         return None, _HALF_HOOKS[compression]
     if compression != "powersgd":
-        raise ValueError(f"gradient_compression={compression!r} is unknown. Choose 'bf16', 'fp16' or 'powersgd'.")
+        raise ConfigurationError(
+            f"gradient_compression={compression!r} is unknown. Choose 'bf16', 'fp16' or 'powersgd'."
+        )
     if rank < 1:
-        raise ValueError(f"powersgd_rank={rank} gives matrices without columns. Use 1 or more; 1 to 4 are usual.")
+        raise ConfigurationError(
+            f"powersgd_rank={rank} gives matrices without columns. Use 1 or more; 1 to 4 are usual."
+        )
     state = PowerSGDState(
         process_group=None,
         matrix_approximation_rank=rank,

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from azureml_strategy.cluster.errors import LaunchError
 from azureml_strategy.strategies.compression import Compression, communication_hook, on_any_backend
+from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.launched import LaunchedStrategy
 
 
@@ -38,7 +39,7 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
 
     Raises:
         LaunchError: the job's variables give no rank to trust, or contradict the Trainer.
-        ValueError: an unknown compression, or two hooks.
+        ConfigurationError: an unknown compression, or two hooks.
     """
 
     def __init__(
@@ -56,7 +57,9 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
     ) -> None:
         if gradient_compression is not None:
             if ddp_comm_hook is not None:
-                raise ValueError("Both gradient_compression and ddp_comm_hook were given. Leave one of them out.")
+                raise ConfigurationError(
+                    "Both gradient_compression and ddp_comm_hook were given. Leave one of them out."
+                )
             ddp_comm_state, ddp_comm_hook = communication_hook(gradient_compression, powersgd_rank)
         super().__init__(
             cluster_environment=cluster_environment,

@@ -35,7 +35,7 @@ def test_another_model(folder: Path) -> None:
 
 
 def test_none(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="There is no checkpoint at"):
+    with pytest.raises(ValueError, match="There is no checkpoint at"):
         check_checkpoint(tmp_path / "typo.ckpt", SHAPES, strict=True)
 
 

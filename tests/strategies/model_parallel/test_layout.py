@@ -44,7 +44,7 @@ def test_auto_always_fits_the_job(num_nodes: int, per_node: int, cuts: bool) -> 
 def test_given_sizes_are_taken_or_refused(num_nodes: int, per_node: int, data: int, tensor: int) -> None:
     job: dict[str, Any] = {"num_nodes": num_nodes, "processes_per_node": per_node, "cuts_tensors": True}
     if data * tensor != num_nodes * per_node:
-        with pytest.raises(ValueError, match=f"is {data * tensor}, but there are {num_nodes * per_node} processes"):
+        with pytest.raises(RuntimeError, match=f"is {data * tensor}, but there are {num_nodes * per_node} processes"):
             plan_layout(data, tensor, **job)
     elif per_node % tensor:
         with pytest.raises(ValueError, match=f"tensor_parallel_size={tensor} does not divide the {per_node} process"):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.compile import from_compiled
@@ -42,7 +43,7 @@ def test_arguments_of_the_trainer(arguments: dict[str, Any], words: str) -> None
 def test_predictions() -> None:
     trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
     trainer.state.fn = TrainerFn.PREDICTING
-    with pytest.raises(PipelineError, match=r"Trainer\.predict.*Consolidate"):
+    with pytest.raises(MisconfigurationException, match=r"Trainer\.predict.*Consolidate"):
         refuse_unsupported(trainer, Three(), "32-true", sync_batchnorm=False)
 
 

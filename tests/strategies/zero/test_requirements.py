@@ -4,7 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from azureml_strategy.strategies.errors import NoDeepSpeedError
 from azureml_strategy.strategies.zero.requirements import require_compiler, require_deepspeed, uses_nvme
 
 NVME = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}
@@ -16,8 +18,9 @@ def test_deepspeed_is_asked_for_by_its_command(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr("sys.path", [str(tmp_path)])
     monkeypatch.setattr("sys.path_importer_cache", {})
     monkeypatch.delitem(__import__("sys").modules, "deepspeed", raising=False)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'azureml-strategy\[deepspeed\]'"):
+    with pytest.raises(MisconfigurationException, match=r"pip install 'azureml-strategy\[deepspeed\]'"):
         require_deepspeed()
+    assert issubclass(NoDeepSpeedError, ModuleNotFoundError)
 
 
 @pytest.mark.parametrize(("config", "words"), [(ADAM, "the optimizer 'Adam'"), (NVME, "the reader of NVMe disks")])

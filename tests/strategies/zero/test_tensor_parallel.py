@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from azureml_strategy.strategies.zero.tensor_parallel import agreed_size, check_divides, section
@@ -49,11 +50,13 @@ def test_the_size_by_configuration_or_argument(config: dict[str, object], asked:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"Linear has no tensor_parallel_plan\(\)"):
+    with pytest.raises(TypeError, match=r"Linear has no tensor_parallel_plan\(\)"):
         section(nn.Linear(1, 1))
     with pytest.raises(ValueError, match="'layers': 'sequence', but DeepSpeed has only colwise"):
         section(Planned({"layers": "sequence"}))
-    with pytest.raises(ValueError, match=r"tensor_parallel_size=4, but the DeepSpeed configuration says .*=2"):
+    with pytest.raises(
+        MisconfigurationException, match=r"tensor_parallel_size=4, but the DeepSpeed configuration says .*=2"
+    ):
         agreed_size({"tensor_parallel": {"autotp_size": 2}}, 4)
     check_divides(8, 4)
     with pytest.raises(ValueError, match="tensor_parallel_size=3 does not divide the 8 processes"):

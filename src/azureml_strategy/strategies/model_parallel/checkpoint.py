@@ -9,6 +9,8 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from azureml_strategy.strategies.errors import ConfigurationError, UnfitCheckpointError
+
 # What torch's distributed checkpoint writes last, and what Lightning writes after it.
 _INDEX, _REST = ".metadata", "meta.pt"
 _SHOWN = 3
@@ -27,11 +29,11 @@ def check_checkpoint(path: Path, weights: Mapping[str, torch.Size], strict: bool
         strict: whether the checkpoint must hold all of them.
 
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: a folder of another layout, an incomplete one, or one of another model.
+        UnfitCheckpointError: there is none.
+        ConfigurationError: a folder of another layout, an incomplete one, or one of another model.
     """
     if not path.exists():
-        raise FileNotFoundError(f"There is no checkpoint at {path}.")
+        raise UnfitCheckpointError(f"There is no checkpoint at {path}.")
     if path.is_dir():
         _check_complete(path)
         _check_weights(path, weights, strict)
@@ -40,10 +42,10 @@ def check_checkpoint(path: Path, weights: Mapping[str, torch.Size], strict: bool
 def _check_complete(folder: Path) -> None:
     missing = [name for name in (_INDEX, _REST) if not (folder / name).is_file()]
     if len(missing) == 1:
-        raise ValueError(f"The checkpoint {folder} is incomplete: {missing[0]} is missing. Use an earlier one.")
+        raise ConfigurationError(f"The checkpoint {folder} is incomplete: {missing[0]} is missing. Use an earlier one.")
     if missing:
         found = sorted(file.name for file in folder.iterdir())[:_SHOWN]
-        raise ValueError(
+        raise ConfigurationError(
             f"{folder} is no distributed checkpoint: it holds {', '.join(found) or 'nothing'}, but no {_INDEX}. "
             f"{_LAYOUTS}"
         )
@@ -58,13 +60,13 @@ def _check_weights(folder: Path, weights: Mapping[str, torch.Size], strict: bool
     }
     missing = [name for name in weights if name not in saved]
     if missing and strict:
-        raise ValueError(
+        raise ConfigurationError(
             f"The checkpoint {folder} has no {', '.join(missing[:_SHOWN])} ({len(missing)} of {len(weights)} weights "
             f"of this model are missing). Resume the model that it was written by. {_LAYOUTS}"
         )
     for name, shape in weights.items():
         if name in saved and saved[name] != shape:
-            raise ValueError(
+            raise ConfigurationError(
                 f"{name} is {tuple(shape)}, but {tuple(saved[name])} in the checkpoint {folder}. Resume with the sizes "
                 "of the model that it was written by."
             )

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from azureml_strategy.strategies.errors import MeshSizeError
+
 Size = int | Literal["auto"]
 
 
@@ -47,8 +49,8 @@ def plan_layout(
         across_nodes: whether a tensor-parallel group may span nodes.
 
     Raises:
-        ValueError: a size below 1, sizes that do not multiply to the world size, or a tensor-parallel group that would
-            span nodes.
+        MeshSizeError: a size below 1, sizes that do not multiply to the world size, or a tensor-parallel group that
+            would span nodes.
     """
     _check_positive(data_parallel_size=data_parallel_size, tensor_parallel_size=tensor_parallel_size)
     world_size = num_nodes * processes_per_node
@@ -59,9 +61,9 @@ def plan_layout(
         tensor = tensor_parallel_size
     data = max(1, world_size // tensor) if data_parallel_size == "auto" else data_parallel_size
     if data * tensor != world_size:
-        raise ValueError(_not_the_world(data, tensor, num_nodes, processes_per_node))
+        raise MeshSizeError(_not_the_world(data, tensor, num_nodes, processes_per_node))
     if processes_per_node % tensor and not across_nodes:
-        raise ValueError(_spans_nodes(tensor, num_nodes, processes_per_node))
+        raise MeshSizeError(_spans_nodes(tensor, num_nodes, processes_per_node))
     return MeshLayout(data, tensor)
 
 
@@ -73,12 +75,12 @@ def check_counts(tensor_parallel_size: int, counts: Mapping[str, int]) -> None:
         counts: what each number counts, such as `heads`, and the number.
 
     Raises:
-        ValueError: it does not divide one of them.
+        MeshSizeError: it does not divide one of them.
     """
     for name, count in counts.items():
         if count % tensor_parallel_size:
             fitting = [size for size in divisors(tensor_parallel_size) if not any(n % size for n in counts.values())]
-            raise ValueError(
+            raise MeshSizeError(
                 f"tensor_parallel_size={tensor_parallel_size}, but the model has {count} {name}, which cannot be "
                 f"shared out equally. Sizes that divide both: {', '.join(map(str, fitting))}. Write "
                 f"tensor_parallel_size={fitting[-1]}, or change the model."
@@ -93,7 +95,7 @@ def divisors(number: int) -> list[int]:
 def _check_positive(**sizes: Size) -> None:
     for name, size in sizes.items():
         if size != "auto" and size < 1:
-            raise ValueError(f"{name}={size} is no number of processes. Write 1 or more, or 'auto'.")
+            raise MeshSizeError(f"{name}={size} is no number of processes. Write 1 or more, or 'auto'.")
 
 
 def _not_the_world(data: int, tensor: int, num_nodes: int, processes_per_node: int) -> str:

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
+from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.model_parallel.ties import shared_parameters, tie_again
 
 STYLES = ("colwise", "colwise_gather_output", "rowwise")
@@ -35,7 +36,7 @@ def cut_tensors(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) ->
         plan: see `HasTensorParallelPlan`.
 
     Raises:
-        ValueError: the plan does not fit the module, or a matrix does not divide by the size of the mesh.
+        ConfigurationError: the plan does not fit the module, or a matrix does not divide by the size of the mesh.
     """
     styles = match_plan(module, plan)
     for name, style in styles.items():
@@ -51,15 +52,17 @@ def match_plan(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     """The style of each layer that a plan names, by the layer's full name.
 
     Raises:
-        ValueError: a style is unknown, a pattern names nothing, or a layer that cannot be cut.
+        ConfigurationError: a style is unknown, a pattern names nothing, or a layer that cannot be cut.
     """
     styles: dict[str, str] = {}
     for pattern, style in plan.items():
         if style not in STYLES:
-            raise ValueError(f"The tensor-parallel plan says {pattern!r}: {style!r}. Styles are {', '.join(STYLES)}.")
+            raise ConfigurationError(
+                f"The tensor-parallel plan says {pattern!r}: {style!r}. Styles are {', '.join(STYLES)}."
+            )
         names = list(_matching(module, pattern))
         if not names:
-            raise ValueError(
+            raise ConfigurationError(
                 f"The tensor-parallel plan names {pattern!r}, but {type(module).__name__} has no such layer. Names are "
                 "those of named_modules(), and `*` stands for one part between dots."
             )
@@ -80,7 +83,7 @@ def _matching(module: nn.Module, pattern: str) -> Iterator[str]:
 def _check_kind(name: str, layer: nn.Module, style: str) -> None:
     if isinstance(layer, nn.Linear) or (isinstance(layer, nn.Embedding) and style == "rowwise"):
         return
-    raise ValueError(
+    raise ConfigurationError(
         f"The tensor-parallel plan says {name!r}: {style!r}, but {name} is a {type(layer).__name__}. An nn.Linear can "
         "be cut in every style, an nn.Embedding `rowwise`. Leave other layers out: they compute the same on each rank."
     )
@@ -90,7 +93,7 @@ def _check_divides(name: str, layer: nn.Module, style: str, size: int) -> None:
     kept = 1 if style == "rowwise" and isinstance(layer, nn.Linear) else 0
     shape = layer.get_parameter("weight").shape
     if shape[kept] % size:
-        raise ValueError(
+        raise ConfigurationError(
             f"tensor_parallel_size={size}, but {name} ({style}) has a matrix of {shape[0]} x {shape[1]}, and "
             f"{shape[kept]} does not divide by {size}. Choose a size that divides it, or pad the layer."
         )

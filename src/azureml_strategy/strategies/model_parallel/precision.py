@@ -6,6 +6,7 @@ from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, P
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.model_parallel.clipping import clip_gradient_norm
 
 # Lightning's own list for this strategy, which it checks only where the strategy is given as an object.
@@ -34,10 +35,10 @@ def for_meshes(plugin: Precision) -> Precision:
     """The plugin to use instead of one that Lightning made; one of the user's own classes is kept.
 
     Raises:
-        ValueError: the precision is not supported.
+        ConfigurationError: the precision is not supported.
     """
     if plugin.precision not in SUPPORTED:
-        raise ValueError(
+        raise ConfigurationError(
             f"Trainer(precision={plugin.precision!r}) does not work with azureml_model_parallel. Choose one of "
             f"{', '.join(SUPPORTED)}; 'bf16-mixed' needs no loss scaling, which sharded gradients would not survive."
         )

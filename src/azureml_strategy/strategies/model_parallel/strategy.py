@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from azureml_strategy.checkpoint.plain_data import WRITTEN_APART, to_plain
+from azureml_strategy.strategies.errors import MissingPlanError
 from azureml_strategy.strategies.exchange import WriteStaged
 from azureml_strategy.strategies.launched import LaunchedStrategy
 from azureml_strategy.strategies.model_parallel.checkpoint import check_checkpoint
@@ -67,7 +68,7 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, ModelParallelStrategy):
 
     Raises:
         LaunchError: the job's variables give no rank to trust, or contradict the Trainer.
-        ValueError: at the start of training, sizes or a plan that fit neither the job nor the module.
+        ConfigurationError: at the start of training, sizes or a plan that fit neither the job nor the module.
     """
 
     def __init__(
@@ -183,7 +184,7 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, ModelParallelStrategy):
             across_nodes=self._across_nodes,
         )
         if layout.tensor_parallel_size > 1 and not _may_be_cut(module):
-            raise ValueError(_no_plan(module, layout.tensor_parallel_size))
+            raise MissingPlanError(_no_plan(module, layout.tensor_parallel_size))
         if isinstance(module, HasTensorParallelCounts):
             check_counts(layout.tensor_parallel_size, module.tensor_parallel_counts())
         return layout.data_parallel_size, layout.tensor_parallel_size
@@ -194,7 +195,7 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, ModelParallelStrategy):
         tensor_mesh = self.device_mesh["tensor_parallel"]
         if tensor_mesh.size() > 1:
             if not isinstance(module, HasTensorParallelPlan):
-                raise ValueError(_no_plan(module, tensor_mesh.size()))
+                raise MissingPlanError(_no_plan(module, tensor_mesh.size()))
             cut_tensors(module, tensor_mesh, module.tensor_parallel_plan())
         blocks = _blocks(module)
         if self._activation_checkpointing:

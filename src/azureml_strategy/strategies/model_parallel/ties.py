@@ -6,6 +6,8 @@ from collections import defaultdict
 
 from torch import nn
 
+from azureml_strategy.strategies.errors import ConfigurationError
+
 # Every place of one parameter: the name of the module, and the parameter's name in it.
 Places = list[tuple[str, str]]
 
@@ -27,12 +29,12 @@ def tie_again(module: nn.Module, shared: list[Places]) -> None:
         shared: what `shared_parameters` found before.
 
     Raises:
-        ValueError: they are cut in different ways.
+        ConfigurationError: they are cut in different ways.
     """
     for places in shared:
         parameters = [module.get_submodule(owner).get_parameter(name) for owner, name in places]
         if len({getattr(parameter, "placements", None) for parameter in parameters}) > 1:
-            raise ValueError(
+            raise ConfigurationError(
                 f"{' and '.join(f'{owner}.{name}' for owner, name in places)} are one parameter, but the "
                 "tensor-parallel plan cuts them in different ways. Rows of a tied embedding are columns of the output "
                 "matrix: write 'rowwise' for the one and 'colwise_gather_output' for the other, or name neither."

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from azureml_strategy.strategies.errors import ConfigurationError
 
-class PipelineError(ValueError):
+
+class PipelineError(ConfigurationError):
     """A module, a batch, a Trainer or a checkpoint that does not fit the pipeline; the message says what to change."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning.fabric.utilities.types import _PATH
 
-from azureml_strategy.strategies.zero.config import ConfigurationError
+from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.zero.local_disk import find_local_disk
 
 _STAGES = (0, 1, 2, 3)
@@ -24,7 +24,7 @@ def strategy_arguments(
     """The arguments of `lightning.pytorch.strategies.DeepSpeedStrategy`.
 
     Raises:
-        ValueError: an unknown stage, an argument that `config` makes void, or NVMe without stage 3.
+        ConfigurationError: an unknown stage, an argument that `config` makes void, or NVMe without stage 3.
         FileNotFoundError: `offload_nvme="auto"` where there is no such disk.
     """
     if config is not None:

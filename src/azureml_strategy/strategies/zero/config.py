@@ -7,14 +7,10 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
+from azureml_strategy.strategies.errors import ConfigurationError
 
 _AUTO = "auto"
 _HALVES = {"bf16": "bf16-", "fp16": "16-"}
-
-
-class ConfigurationError(MisconfigurationException, ValueError):
-    """Arguments or a configuration that cannot be; of the kind that Lightning raises for them as well."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +49,7 @@ def agree(config: Mapping[str, Any], trainer: TrainerNumbers) -> dict[str, Any]:
         A copy, without `gradient_accumulation_steps`, which Lightning sets itself.
 
     Raises:
-        ValueError: a number contradicts the Trainer's, or "auto" stands where nobody knows the value.
+        ConfigurationError: a number contradicts the Trainer's, or "auto" stands where nobody knows the value.
     """
     agreed = deepcopy(dict(config))
     _agree_on_numbers(agreed, trainer)

@@ -4,28 +4,34 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from azureml_strategy.strategies.errors import ConfigurationError, UnfitCheckpointError
+
 
 def require_zero_checkpoint(checkpoint: Path) -> None:
     """Stop unless the path is a folder that Lightning's DeepSpeed strategy wrote.
 
     Raises:
-        ValueError: it is something else; the message says what, and which strategy reads it.
+        UnfitCheckpointError: it is something else; the message says what, and which strategy reads it.
     """
     shards = checkpoint / "checkpoint"
     if any(shards.glob("layer_*-model_states.pt")):
-        raise ValueError(_refusal(checkpoint, "written by a pipeline", "azureml_deepspeed_pipeline"))
+        raise UnfitCheckpointError(_refusal(checkpoint, "written by a pipeline", "azureml_deepspeed_pipeline"))
     if any(shards.glob("*_optim_states.pt")):
         return
     if (checkpoint / ".metadata").is_file():
-        raise ValueError(_refusal(checkpoint, "one of torch.distributed.checkpoint", "azureml_model_parallel"))
+        raise UnfitCheckpointError(
+            _refusal(checkpoint, "one of torch.distributed.checkpoint", "azureml_model_parallel")
+        )
     if (checkpoint.parent / "latest").is_file():
-        raise ValueError(f"{checkpoint} is a part of a DeepSpeed checkpoint. Give the whole: {checkpoint.parent}")
+        raise UnfitCheckpointError(
+            f"{checkpoint} is a part of a DeepSpeed checkpoint. Give the whole: {checkpoint.parent}"
+        )
     if checkpoint.is_file():
-        raise ValueError(
+        raise UnfitCheckpointError(
             f"{_refusal(checkpoint, 'a single file', 'azureml_ddp')} Under ZeRO-3 "
             "AzureMLDeepSpeedStrategy(stage=3, load_full_weights=True) takes its weights, without the optimizer."
         )
-    raise FileNotFoundError(
+    raise UnfitCheckpointError(
         f"There is no DeepSpeed checkpoint at {checkpoint}. Give the folder that the Trainer wrote."
     )
 
@@ -39,10 +45,10 @@ def require_same_slices(checkpoint: Path, saved: int, size: int) -> None:
         size: over how many it is now.
 
     Raises:
-        ValueError: they differ.
+        ConfigurationError: they differ.
     """
     if saved != size:
-        raise ValueError(
+        raise ConfigurationError(
             f"{checkpoint} was saved with tensor_parallel_size={saved}, but this run has {size}, and each file holds "
             f"slices of that size. Write tensor_parallel_size={saved}."
         )

@@ -8,15 +8,17 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
+from azureml_strategy.strategies.errors import NoDeepSpeedError
+
 
 def require_deepspeed() -> None:
     """Stop where DeepSpeed is not installed.
 
     Raises:
-        ModuleNotFoundError: it is not.
+        NoDeepSpeedError: it is not.
     """
     if find_spec("deepspeed") is None:
-        raise ModuleNotFoundError(
+        raise NoDeepSpeedError(
             "This strategy needs DeepSpeed, which is not installed here. Type: "
             "pip install 'azureml-strategy[deepspeed]'; or choose strategy='azureml_ddp', which needs nothing more."
         )

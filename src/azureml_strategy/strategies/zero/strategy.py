@@ -44,9 +44,9 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
             `offload_parameters`, `load_full_weights`, `timeout`.
 
     Raises:
-        ModuleNotFoundError: DeepSpeed is not installed.
+        NoDeepSpeedError: DeepSpeed is not installed.
         LaunchError: the job's variables give no rank to trust, or contradict the Trainer.
-        ValueError: an unknown stage, or an argument beside a configuration that would be ignored.
+        ConfigurationError: an unknown stage, or an argument beside a configuration that would be ignored.
         FileNotFoundError: `offload_nvme="auto"` where there is no such disk.
     """
 

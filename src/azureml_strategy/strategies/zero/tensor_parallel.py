@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from azureml_strategy.strategies.errors import ConfigurationError, MissingPlanError
+
 # Styles of a plan, and what DeepSpeed calls them.
 _PARTITIONS: dict[str, dict[str, Any]] = {
     "colwise": {"partition_type": "column"},
@@ -24,11 +26,11 @@ def agreed_size(config: Mapping[str, Any], asked: int) -> int:
         asked: the argument; 1 where it was left out.
 
     Raises:
-        ValueError: they contradict one another.
+        ConfigurationError: they contradict one another.
     """
     said = config.get("tensor_parallel", {}).get("autotp_size") or asked
     if asked not in (1, said):
-        raise ValueError(
+        raise ConfigurationError(
             f"tensor_parallel_size={asked}, but the DeepSpeed configuration says tensor_parallel.autotp_size={said}. "
             "Leave one of them out."
         )
@@ -42,11 +44,11 @@ def section(module: nn.Module) -> dict[str, Any]:
         module: its `tensor_parallel_plan()` gives the style of each layer by a pattern of its name.
 
     Raises:
-        ValueError: the module has no such method, or a style that DeepSpeed has not.
+        ConfigurationError: the module has no such method (MissingPlanError), or a style that DeepSpeed has not.
     """
     plan = getattr(module, "tensor_parallel_plan", None)
     if plan is None:
-        raise ValueError(
+        raise MissingPlanError(
             f"Tensor parallelism was asked for, but {type(module).__name__} has no tensor_parallel_plan(), so nothing "
             "says which matrices to cut. Add it: return {'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}, "
             "or give a DeepSpeed configuration with a `tensor_parallel` section of its own."
@@ -59,10 +61,10 @@ def check_divides(world_size: int, size: int) -> None:
     """Refuse a group that the job's processes cannot be divided into.
 
     Raises:
-        ValueError: `size` does not divide `world_size`.
+        ConfigurationError: `size` does not divide `world_size`.
     """
     if world_size % size:
-        raise ValueError(
+        raise ConfigurationError(
             f"tensor_parallel_size={size} does not divide the {world_size} processes of the job. Choose a divisor of "
             f"{world_size}, at best of the number of GPUs in a node."
         )
@@ -70,7 +72,7 @@ def check_divides(world_size: int, size: int) -> None:
 
 def _partition(pattern: str, style: str) -> dict[str, Any]:
     if style not in _PARTITIONS:
-        raise ValueError(
+        raise ConfigurationError(
             f"The tensor-parallel plan says {pattern!r}: {style!r}, but DeepSpeed has only {', '.join(_PARTITIONS)}."
         )
     return _PARTITIONS[style]

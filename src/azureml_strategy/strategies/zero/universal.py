@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from torch.optim import Optimizer
 
+from azureml_strategy.strategies.errors import ConfigurationError
+
 # Lightning's name for the folder with the shards, and ours for the converted ones beside it.
 _SHARDS, _UNIVERSAL = "checkpoint", "checkpoint_universal"
 # DeepSpeed writes this last, so it says that a conversion is complete.
@@ -56,11 +58,11 @@ def require_convertible(checkpoint: Path) -> None:
         checkpoint: the folder that Lightning wrote.
 
     Raises:
-        ValueError: the optimizer was not of Adam's family, or matrices were cut (AutoTP).
+        ConfigurationError: the optimizer was not of Adam's family, or matrices were cut (AutoTP).
     """
     saved = saved_processes(checkpoint)
     if saved_slices(checkpoint) > 1:
-        raise ValueError(
+        raise ConfigurationError(
             f"{checkpoint} was saved by {saved} processes with tensor_parallel_size={saved_slices(checkpoint)}, and "
             f"DeepSpeed joins only what ZeRO cut. Use the same tensor_parallel_size and {saved} processes."
         )
@@ -69,7 +71,7 @@ def require_convertible(checkpoint: Path) -> None:
     base = state.get("base_optimizer_state", state.get("optimizer_state_dict"))["state"]
     names = set(next(iter(base.values()), {}))
     if not {"exp_avg", "exp_avg_sq"} <= names:
-        raise ValueError(
+        raise ConfigurationError(
             f"{checkpoint} was saved by {saved} process(es), and DeepSpeed converts only the "
             f"states of Adam's family to another number; this optimizer keeps {sorted(names)}. Resume with as many "
             f"processes, or start from its weights alone: azureml-strategy consolidate {checkpoint} weights.ckpt"
