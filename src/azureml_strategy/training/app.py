@@ -107,8 +107,8 @@ def run_recipe(recipe: str, arguments: Sequence[str]) -> None:
         from azureml_strategy.training.run import speaks_for_all, train
 
         tidy_console()
-        keep_secrets(config)
         try:
+            keep_secrets(config)
             train(config)
         except SIGTERMException:
             if launch is None and speaks_for_all():
