@@ -65,6 +65,7 @@ PLAIN_TEXTS = (
     *('token = os.environ["HF_TOKEN"]', "password=self.password, token: str | None = None", "token=get_token(path)"),
     *("azureml:imagenet@latest", "epoch 3, step 12345678: loss 0.25", "Process 3 terminated with exit code 1"),
     "forward has signature: (x: Tensor, token_budget=2b) -> Tensor",
+    "credentials: {}, secrets: []",
     "libnccl.so.2(ncclCommInitRank+0x1f0)[0x7f0a0b0c0d0e]",
 )
 

@@ -8,6 +8,7 @@ import pytest
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from azureml_strategy.network import roll_call
 from azureml_strategy.watching import HangWatch
 from azureml_strategy.watching.callback import _is_failure, _kills
 from azureml_strategy.watching.progress import Progress
@@ -29,7 +30,8 @@ class Told:
 
 
 @pytest.fixture
-def callback() -> HangWatch:
+def callback(monkeypatch: pytest.MonkeyPatch) -> HangWatch:
+    monkeypatch.setattr(roll_call, "_members", [])  # of another test of this process
     callback = HangWatch()
     callback._watch, callback._progress = Told(), Progress(600, 1800)  # type: ignore[assignment]
     return callback

@@ -45,8 +45,9 @@ _ABOUT = re.compile("path|file|dir|folder|home|cache|sock|name|type|expiry|expir
 # What is no secret but nobody else's business: the subscription, and where a job's identity is asked for.
 _PRIVATE_WORDS = ("subscription", "msi", "instrumentation")
 
-# Values that no secret has: words of YAML, what is looked up elsewhere, and the special tokens of a tokenizer.
-_HARMLESS = re.compile(r"|true|false|null|none|\$\{.*\}|\$\w+|<.*>|\[[A-Z]+\]|\*+", re.I | re.S)
+# Values that no secret has: words of YAML, brackets (of nothing, or of names and values that are looked at by
+# themselves), what is looked up elsewhere, and the special tokens of a tokenizer.
+_HARMLESS = re.compile(r"|true|false|null|none|[\[({]+[\])}]*|\$\{.*\}|\$\w+|<.*>|\[[A-Z]+\]|\*+", re.I | re.S)
 _NUMBER = re.compile(r"[-+.\de_]+", re.I)
 _ADDRESS = re.compile(r"~?/[a-z]{2,16}(?:/.*)?|\./.*|[A-Za-z]:\\.*")  # of a file; base64 may begin with a slash too
 # Python, in the lines of a traceback.
