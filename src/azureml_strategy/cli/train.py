@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import signal
 
 from azureml_strategy.cli.verbs import Verbs, add_verb, fail
 
@@ -46,6 +45,4 @@ def _run(options: argparse.Namespace) -> int:
         run_recipe(options.recipe, options.overrides)
     except RecipeError as error:
         return fail(error)
-    except KeyboardInterrupt:  # before there was anything to save
-        return 128 + signal.SIGINT
     return 0
