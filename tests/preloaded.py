@@ -8,6 +8,8 @@ that is about these starts an interpreter.
 from __future__ import annotations
 
 import atexit
+import faulthandler
+import gc
 import multiprocessing
 import os
 import runpy
@@ -29,8 +31,15 @@ from typing import IO, Any
 from azureml_strategy.cluster import variables
 from azureml_strategy.emulator import processes
 
-_IMPORTED_ONCE = ["torch", "torch._dynamo", "lightning.pytorch", "mlflow", "hydra", "omegaconf"]
+_IMPORTED_ONCE = [
+    *("torch", "torch._dynamo", "torch.distributed.checkpoint", "lightning.pytorch", "hydra", "omegaconf"),
+    *("mlflow", "mlflow.store.tracking.sqlalchemy_store", "git"),
+    # DeepSpeed's engine imports these when it starts, which takes longer than many a test's training.
+    *("torch._inductor.compile_fx", "networkx"),
+]
 _start_interpreter = processes._start
+# All threads' stacks are written to the errors; even while the interpreter's lock is held.
+_TELL_STACKS = signal.SIGUSR2
 
 
 class Forked:
@@ -73,13 +82,20 @@ class Forked:
         output: list[Any] = []
         reader = threading.Thread(target=lambda: output.append(self.stdout.read()), daemon=True)
         reader.start()
-        self.wait(timeout)
+        try:
+            self.wait(timeout)
+        except TimeoutExpired as too_long:
+            reader.join(10)
+            raise AssertionError(f"It did not end within {timeout} s: {output}") from too_long
         reader.join(10)
         return output[0], None
 
     def wait(self, timeout: float | None = None) -> int | None:
+        """Wait for the end; one that takes longer says where it and the processes it started are, and is killed."""
         self._process.join(timeout)
         if self._process.exitcode is None:
+            os.killpg(self.pid, _TELL_STACKS)
+            self._process.join(1)
             os.killpg(self.pid, signal.SIGKILL)
             raise TimeoutExpired(str(self.pid), timeout or 0)
         return self._process.exitcode
@@ -138,6 +154,8 @@ def _run_script(command: Sequence[str], environ: Mapping[str, str], folder: str,
     os.close(output)
     assert isinstance(sys.stdout, TextIOWrapper)
     sys.stdout.reconfigure(line_buffering=True)
+    faulthandler.register(_TELL_STACKS)
+    gc.freeze()  # nothing of what was there before: a collection would copy all of its memory
     _share(server)
     sys.argv = list(command)
     sys.path.insert(0, str(Path(command[0]).parent))

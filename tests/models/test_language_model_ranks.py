@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
 from typing import Any
 
 import pytest
+from tests.emulated import SHARED_MACHINE
+from tests.models.ranks import start_ranks, wait_for
+from tests.preloaded import Forked
 
 _RUN = """
 import json, sys
@@ -60,20 +62,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Facts, list[Facts]]:
     for number in range(7):
         (folder / "texts" / f"{number}.txt").write_text(f"{number} bottles, " * 31)
     (folder / "run.py").write_text(_RUN)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    commands = [[], torchrun]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, *command, str(folder / "run.py"), str(folder), str(devices)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for devices, command in enumerate(commands, start=1)
-    ]
-    for process in processes:
-        output, _ = process.communicate(timeout=240)
-        assert process.returncode == 0, output
+    script = folder / "run.py"
+    alone = Forked([str(script), str(folder), "1"], {**os.environ, **SHARED_MACHINE}, text=True)
+    wait_for([alone, *start_ranks(script, folder, 2, ranks=2)], timeout=240)
     facts = [json.loads((folder / f"{name}.json").read_text()) for name in ("0-of-1", "0-of-2", "1-of-2")]
     return facts[0], facts[1:]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.multiprocess.conftest import Job, RunJob
 
-# float32 sums in another order, over 24 optimizer steps
+# float32 sums in another order, over 12 optimizer steps
 LOSSES, WEIGHTS = {"rel": 1e-5}, {"rel": 1e-4, "abs": 1e-5}
 
 
@@ -40,7 +40,7 @@ def check_two_stages(job: Job, oracle: dict[str, Any], folder: Path) -> None:
     check_refusals(first["refused"])
     assert first["refused"] == last["refused"]
     # the second epoch alone, from the checkpoint of the first: the same to the last bit
-    assert first["pipeline again"]["losses"] == first["pipeline"]["losses"][12:]
+    assert first["pipeline again"]["losses"] == first["pipeline"]["losses"][6:]
     assert (first["stopped"]["epochs"], last["stopped"]["epochs"]) == (2, 2)
     assert first["pipeline"]["best"] == last["pipeline"]["best"] == oracle["plain"]["best"]
     assert first["max_steps"] == 5
@@ -49,8 +49,8 @@ def check_two_stages(job: Job, oracle: dict[str, Any], folder: Path) -> None:
 def check_numbers(job: Job, oracle: dict[str, Any]) -> None:
     """Clipping, a schedule by step and tied embeddings in all of them; by epoch and untied in one."""
     plain = oracle["plain"]
-    assert len(plain["losses"]) == 24
-    assert sum(plain["losses"][-4:]) < 0.9 * sum(plain["losses"][:4])
+    assert len(plain["losses"]) == 12
+    assert sum(plain["losses"][-4:]) < 0.95 * sum(plain["losses"][:4])
     assert mean_losses(job, "ddp", (0, 1)) == pytest.approx(plain["losses"], **LOSSES)
     assert oracle["one stage"]["losses"] == pytest.approx(plain["losses"], **LOSSES)
     first, last = job.results[0], job.results[1]
@@ -83,13 +83,13 @@ def check_logs(first: dict[str, Any], last: dict[str, Any], oracle: dict[str, An
     (file,) = (folder / "logs").rglob("metrics.csv")
     with file.open() as rows:
         hits = [float(row["hits_step"]) for row in csv.DictReader(rows) if row["hits_step"]]
-    assert len(hits) == 8  # every third step
+    assert len(hits) == 4  # every third step
     assert hits[-1] == first["by epoch"]["metrics"]["hits_step"]
 
 
 def check_hooks(first: dict[str, Any]) -> None:
-    assert first["pipeline"]["hooks"] == ["after_backward", "before_optimizer_step"] * 24
-    assert first["pipeline"]["global_steps"] == list(range(1, 25))
+    assert first["pipeline"]["hooks"] == ["after_backward", "before_optimizer_step"] * 12
+    assert first["pipeline"]["global_steps"] == list(range(1, 13))
 
 
 def check_memory(first: dict[str, Any], last: dict[str, Any], oracle: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests.multiprocess.conftest import RunJob
 
-STEPS = 24
+BATCHES = 12  # of an epoch
 LAYOUTS = ("ddp", "stage_1", "stage_2", "stage_3", "offload")
 Results = dict[str, Any]
 
@@ -49,8 +49,8 @@ def test_one_process_per_node_starts_the_others(run_job: RunJob) -> None:
 
 def check_losses(ranks: list[Results], oracle: Results) -> None:
     expected = oracle["ddp"]["losses"]
-    assert len(expected) == 2 * STEPS
-    assert sum(expected[-4:]) < 0.9 * sum(expected[:4])
+    assert len(expected) == 2 * BATCHES
+    assert sum(expected[-4:]) < 0.95 * sum(expected[:4])
     assert oracle["stage_3"]["losses"] == close(expected)
     for name in LAYOUTS:
         assert by_step(ranks, name) == close(by_step([oracle], "ddp")), name
@@ -64,8 +64,8 @@ def check_resuming(ranks: list[Results], oracle: Results, again: Results) -> Non
     """The second epoch from the first one's checkpoint: the same losses as without a break."""
     for name in ("stage_1", "stage_3"):
         for rank in ranks:
-            assert rank[f"{name}_from_2"]["losses"] == close(rank[name]["losses"][STEPS:], 1e-7), name
-        expected = by_step([oracle], name)[STEPS // 2 :]
+            assert rank[f"{name}_from_2"]["losses"] == close(rank[name]["losses"][BATCHES:], 1e-7), name
+        expected = by_step([oracle], name)[BATCHES // 2 :]
         assert by_step(ranks, f"{name}_from_1") == close(expected), name
         assert by_step([again], f"{name}_from_2") == close(expected), name
 

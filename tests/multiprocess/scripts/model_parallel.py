@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from azureml_strategy.models import GPTConfig, LanguageModel
 from azureml_strategy.strategies import AzureMLDDPStrategy, AzureMLModelParallelStrategy
 
-TOKENS, LENGTH, HEADS, SAMPLES, GLOBAL_BATCH, STEPS = 32, 8, 4, 160, 16, 20
+TOKENS, LENGTH, HEADS, SAMPLES, GLOBAL_BATCH, STEPS = 32, 8, 4, 80, 16, 10
 
 
 class Block(nn.Module):
@@ -172,7 +172,7 @@ def whole(parameter: Tensor) -> Tensor:
 def fit(
     strategy: Strategy, replicas: int = 2, model: Any = None, *, resume: Path | None = None, **arguments: Any
 ) -> dict[str, Any]:
-    """Two epochs of ten steps, each of a global batch of 16 rows, whatever the layout."""
+    """Two epochs of five steps, each of a global batch of 16 rows, whatever the layout."""
     model = Transformer() if model is None else model
     batches = loader(replicas)
     trainer = quiet_trainer(strategy=strategy, **{"max_epochs": 2, "gradient_clip_val": 0.5, **arguments})

@@ -20,8 +20,8 @@ from azureml_strategy.checkpoint.formats.pipeline import consolidate_pipeline
 from azureml_strategy.models import ChainLayer, GPTConfig, LanguageModel
 from azureml_strategy.strategies import AzureMLDDPStrategy, PipelineStrategy
 
-SEQUENCES, LENGTH, TOKENS = 192, 16, 64
-GLOBAL_BATCH = 16  # sequences of a step over all replicas: 12 steps an epoch, and 2 epochs
+SEQUENCES, LENGTH, TOKENS = 96, 16, 64
+GLOBAL_BATCH = 16  # sequences of a step over all replicas: 6 steps an epoch, and 2 epochs
 VALIDATED = 22  # sequences: the last batch is smaller than the number of micro-batches divides
 FOLDER = Path(os.environ["RESULTS"]).parent
 WORLD = int(os.environ["WORLD_SIZE"])
@@ -61,7 +61,7 @@ class Watch(Callback):
 
 def tiny_gpt(width: int = 32, layers: int = 2) -> LanguageModel:
     network = GPTConfig(TOKENS, LENGTH, layers, width, heads=4, mlp_width=2 * width)
-    return LanguageModel(network, learning_rate=5e-3, warmup_steps=4, seed=3)
+    return LanguageModel(network, learning_rate=5e-3, warmup_steps=2, seed=3)
 
 
 class ByEpoch(LanguageModel):

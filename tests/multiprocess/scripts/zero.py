@@ -20,9 +20,9 @@ from azureml_strategy.checkpoint.consolidate import consolidate
 from azureml_strategy.models import GPTConfig, LanguageModel
 from azureml_strategy.strategies import AzureMLDDPStrategy, AzureMLDeepSpeedStrategy
 
-SEQUENCES, LENGTH, TOKENS = 192, 16, 64
-# Sequences of a step over all processes: 12 steps an epoch, and 2 epochs.
-GLOBAL_BATCH = 16
+SEQUENCES, LENGTH, TOKENS = 96, 16, 64
+GLOBAL_BATCH = 16  # sequences of a step over all processes: 6 steps an epoch, and 2 epochs
+VALIDATED = 32  # sequences
 FOLDER = Path(os.environ["RESULTS"]).parent
 WORLD = int(os.environ["WORLD_SIZE"])
 
@@ -78,11 +78,11 @@ class Weight(Callback):
 
 def tiny_gpt(width: int = 32) -> LanguageModel:
     network = GPTConfig(vocab_size=TOKENS, context=LENGTH, layers=2, width=width, heads=4, mlp_width=2 * width)
-    return LanguageModel(network, learning_rate=5e-3, warmup_steps=4, seed=3)
+    return LanguageModel(network, learning_rate=5e-3, warmup_steps=2, seed=3)
 
 
-def batches_of(size: int) -> DataLoader[tuple[Tensor, ...]]:
-    tokens = torch.randint(TOKENS, (SEQUENCES, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+def batches_of(size: int, sequences: int = SEQUENCES) -> DataLoader[tuple[Tensor, ...]]:
+    tokens = torch.randint(TOKENS, (sequences, LENGTH + 1), generator=torch.Generator().manual_seed(1))
     tokens[:, 1::2] = tokens[:, 0:-1:2]  # something to learn
     return DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:].clone()), batch_size=size)
 
@@ -91,13 +91,13 @@ def fit(
     name: str, strategy: Strategy, resume: Path | None = None, replicas: int = WORLD, **arguments: Any
 ) -> dict[str, Any]:
     """Train two epochs, or only the second; each leaves a checkpoint in a folder of this name."""
-    seen, batches = Losses(), batches_of(GLOBAL_BATCH // replicas // STEP["accumulate_grad_batches"])
+    seen, size = Losses(), GLOBAL_BATCH // replicas // STEP["accumulate_grad_batches"]
     saver = ModelCheckpoint(FOLDER / f"{name}_{WORLD}", "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
     callbacks = [seen, saver]
     trainer = quiet_trainer(
         strategy=strategy, max_epochs=2, callbacks=callbacks, enable_checkpointing=True, **STEP, **arguments
     )
-    trainer.fit(tiny_gpt(), batches, batches, ckpt_path=resume)
+    trainer.fit(tiny_gpt(), batches_of(size), batches_of(size, VALIDATED), ckpt_path=resume)
     return {"losses": seen.losses, "val_loss": float(trainer.callback_metrics["val/loss"])}
 
 
@@ -118,7 +118,7 @@ def weights(name: str) -> list[float]:
 def validate(saved: Path) -> float:
     """The validation loss of a checkpoint, without a fit before it."""
     trainer = quiet_trainer(strategy=STRATEGIES["stage_3"]())
-    trainer.validate(tiny_gpt(), batches_of(GLOBAL_BATCH // WORLD), ckpt_path=saved, verbose=False)
+    trainer.validate(tiny_gpt(), batches_of(GLOBAL_BATCH // WORLD, VALIDATED), ckpt_path=saved, verbose=False)
     return float(trainer.callback_metrics["val/loss"])
 
 

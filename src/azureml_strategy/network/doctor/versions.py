@@ -10,7 +10,7 @@ from azureml_strategy.network.findings import Finding
 
 _NUMBER = re.compile(r"(\d+)\.(\d+)")
 # As in pyproject.toml.
-_OLDEST = {"torch": (2, 6), "lightning": (2, 5), "mlflow": (2, 19)}
+_OLDEST = {"torch": (2, 6), "lightning": (2, 6), "mlflow": (2, 19)}
 _MLFLOW_BEYOND_AZURE = (3, 16)
 
 
