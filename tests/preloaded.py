@@ -1,6 +1,6 @@
 """Python programs forked from a process that has imported torch and Lightning: an import takes seconds, a fork none.
 
-Each is a process of its own with its own variables, folder, session and output, as if a shell had started it. What it
+Each is a process of its own with its own variables, folder, group and output, as if a shell had started it. What it
 does not have is a command line that the kernel knows (`/proc/self/cmdline`), and its imports are in no order: a test
 that is about these starts an interpreter.
 """
@@ -15,6 +15,7 @@ import os
 import runpy
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import traceback
@@ -26,6 +27,7 @@ from multiprocessing.reduction import DupFd
 from pathlib import Path
 from subprocess import CompletedProcess, TimeoutExpired
 from tempfile import NamedTemporaryFile
+from types import ModuleType
 from typing import IO, Any
 
 from azureml_strategy.cluster import variables
@@ -52,14 +54,8 @@ class Forked:
     """
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str], text: bool = False) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_IMPORTED_ONCE)
-        forkserver.ensure_running()
-        server = forkserver._forkserver._forkserver_address
         reader, writer = os.pipe()
-        arguments = (list(command), dict(environ), os.getcwd(), _Inherited(writer), server)
-        self._process = context.Process(target=_run_script, args=arguments)
-        self._process.start()
+        self._process = _fork(command, environ, os.getcwd(), writer)
         os.close(writer)
         self.stdout: IO[Any] = os.fdopen(reader, "r" if text else "rb")
 
@@ -99,6 +95,55 @@ class Forked:
             os.killpg(self.pid, signal.SIGKILL)
             raise TimeoutExpired(str(self.pid), timeout or 0)
         return self._process.exitcode
+
+
+class _OfAScript:
+    """A script that a script starts, as a strategy does: with its output and in its group, as below a shell."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], cwd: str | None = None) -> None:
+        self._process = _fork(command, env, cwd or os.getcwd(), sys.stdout.fileno(), os.getpgrp())
+        multiprocessing.process._children.discard(self._process)  # type: ignore[attr-defined]  # nobody waits at the end
+        self.pid, self.kill, self.terminate = self._process.pid, self._process.kill, self._process.terminate
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self._process.is_alive():
+            os.kill(self.pid, number)
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise TimeoutExpired(str(self.pid), timeout or 0)
+        return self._process.exitcode
+
+
+class _Popen(subprocess.Popen[Any]):
+    """Forks a Python script that is given nothing but variables and a folder."""
+
+    def __new__(cls, args: Any, *others: Any, **options: Any) -> Any:
+        command = script_of(args, options["env"]) if options.keys() in ({"env"}, {"env", "cwd"}) else None
+        return super().__new__(cls) if command is None else _OfAScript(command, **options)
+
+
+def _fork(command: Sequence[str], environ: Mapping[str, str], folder: str, output: int, group: int = 0) -> Any:
+    """The process that runs a script; the leader of a process group, or one of another's."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED_ONCE)
+    forkserver.ensure_running()
+    server = forkserver._forkserver._forkserver_address
+    arguments = (list(command), dict(environ), folder, _Inherited(output), server, group)
+    process = context.Process(target=_run_script, args=arguments)
+    # multiprocessing has a child import its parent's program, which may be a script that knows nothing of it
+    program, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+    process.start()
+    sys.modules["__main__"] = program
+    return process
 
 
 class _Inherited:
@@ -142,9 +187,11 @@ def script_of(command: Sequence[str], environ: Mapping[str, str]) -> list[str] |
         return [program, *command[1:]] if b"python" in file.readline() else None
 
 
-def _run_script(command: Sequence[str], environ: Mapping[str, str], folder: str, output: int, server: str) -> None:
+def _run_script(
+    command: Sequence[str], environ: Mapping[str, str], folder: str, output: int, server: str, group: int
+) -> None:
     """What `python SCRIPT ARGUMENTS` does, in a process that is running already."""
-    os.setsid()
+    os.setpgid(0, group)
     os.chdir(folder)
     # Not as this process was started: workers of its data loaders are to be its children, and to end when it is killed.
     multiprocessing.set_start_method(None, force=True)
@@ -189,3 +236,4 @@ def _share(server: str) -> None:
     ours._forkserver_address = server
     ours.ensure_running = forkserver.ensure_running = lambda: None
     processes._start = start_forked
+    subprocess.Popen = _Popen  # type: ignore[misc]

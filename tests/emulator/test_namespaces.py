@@ -152,7 +152,7 @@ class TestIsolated:
     def test_the_command_that_it_tells_to_type_works(self, store: MlflowClient) -> None:
         """sudo gives it another PATH, where this environment's programs are not."""
         command = str(Path(sys.executable).with_name("azureml-strategy"))
-        arguments = [command, "emulate", "--nodes", "2", "--isolate", "--", "python", "-c", "import torch"]
+        arguments = [command, "emulate", "--nodes", "2", "--isolate", "--", "python", "-c", "import azureml_strategy"]
         # Not by setuid: another user need not be able to read this interpreter.
         code = f"import os, sys; sys.argv[0] = {command!r}; os.geteuid = lambda: 65534\n"
         code += "from azureml_strategy.cli import main; sys.exit(main())"

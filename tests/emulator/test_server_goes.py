@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
 import sys
 from pathlib import Path
 
 import pytest
 from mlflow.tracking import MlflowClient
+from tests.preloaded import Forked
 from tests.tracking.server import Server
 
 from azureml_strategy.cli import main
@@ -31,11 +32,6 @@ sys.exit(3)
 """
 
 
-def _emulate(script: Path) -> subprocess.Popen[str]:
-    emulate = [str(Path(sys.executable).with_name("azureml-strategy")), "emulate", "--", "python", str(script)]
-    return subprocess.Popen(emulate, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
 def test_the_exit_code_is_the_jobs_and_the_rest_is_sent_by_the_printed_command(
     store: MlflowClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -44,8 +40,8 @@ def test_the_exit_code_is_the_jobs_and_the_rest_is_sent_by_the_printed_command(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri)
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    emulator = _emulate(script)
-    assert emulator.stdout is not None
+    command = str(Path(sys.executable).with_name("azureml-strategy"))
+    emulator = Forked([command, "emulate", "--", "python", str(script)], os.environ, text=True)
     lines = []
     while "RUNNING" not in (line := emulator.stdout.readline()):
         lines.append(line)

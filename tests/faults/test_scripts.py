@@ -23,12 +23,13 @@ from tests.faults.trial import NO_RUN, Trial
 from tests.preloaded import Forked
 
 # Those that are killed at random in `make test`, too: they differ most in what a rank holds.
-KILLED = ("plain", "ema_module", "gan", "plateau_epoch")
+KILLED = ("ema_module", "plateau_epoch")
 # Further variants of what another one shows.
 VARIANTS = {
     *("reloaded", "augmentation", "iterable_stateful_sized", "iterable_plain_sized", "two_loaders_min_size", "swa"),
+    *("two_plain_loaders", "ema_own_callback", "target_network", "lookahead", "max_steps_at_epoch_end"),
     *("clamp_zero_grad", "accumulation", "epoch_schedule", "early_stopping_inside", "fixed_limits", "epoch_means"),
-    *(name for name in SCRIPTS if name.endswith("+resumable")),
+    *("validation_across_epochs", *(name for name in SCRIPTS if name.endswith("+resumable"))),
 }
 _JOBS = [(name, *job) for name, script in SCRIPTS.items() for job in script.jobs()]
 _CHAIN = ROOT / "tests" / "faults" / "scripts" / "chain.py"

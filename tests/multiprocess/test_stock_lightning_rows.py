@@ -99,7 +99,7 @@ def test_two_nodes_without_distribution_block_is_refused(run_job: RunJob) -> Non
 def test_multiprocessing_starts_the_ranks_of_one_node(run_job: RunJob) -> None:
     """Notebooks have no other way; a job of one process a node leaves the others to Lightning."""
     strategies = ["ddp_spawn", "ddp_fork", "ddp_notebook"]
-    job = run_job("multiprocessing_launchers.py", *strategies, fresh=True)
+    job = run_job("multiprocessing_launchers.py", *strategies)
     assert job.exit_code == 0, job.output
     assert sorted(job.results) == [0, 1, 10, 11, 20, 21]
     for place in range(len(strategies)):
@@ -114,7 +114,7 @@ def test_multiprocessing_starts_the_ranks_of_one_node(run_job: RunJob) -> None:
 
 def test_multiprocessing_beside_the_platforms_own_processes_is_refused(run_job: RunJob) -> None:
     """Each of the node's two processes would start two more, which collide."""
-    job = run_job("multiprocessing_launchers.py", "ddp_fork", processes_per_node=2, fresh=True)
+    job = run_job("multiprocessing_launchers.py", "ddp_fork", processes_per_node=2)
     assert_refused(job, "starts 2 processes", "2 process(es) on each node")
 
 

@@ -16,6 +16,7 @@ def test_torchrun_over_all_nodes(run_job: RunJob, strategy: str) -> None:
     assert sorted(row for rows in job.each("read") for row in rows) == list(range(64))
 
 
+@pytest.mark.exhaustive
 def test_torchrun_on_each_node_by_itself_is_refused(run_job: RunJob) -> None:
     job = run_job("under_torchrun.py", 1, 1, {"strategy": "azureml_ddp"}, nodes=2)
     assert job.exit_code == 1

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from mlflow.tracking import MlflowClient
+from tests.preloaded import start_forked
 
 from azureml_strategy.cli import main
 from azureml_strategy.studying import StudyOptions
@@ -16,10 +17,11 @@ TINY = ("data.image_size=32", "data.batch_size=2", "tracking.throughput.warmup_s
 
 
 @pytest.mark.slow
-def test_two_sizes(store: MlflowClient, capfd: pytest.CaptureFixture[str]) -> None:
+def test_two_sizes(store: MlflowClient, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("azureml_strategy.emulator.processes._start", start_forked)
     arguments = ["resnet50_synthetic", "--nodes", "1,2", "--local", "--steps", "4", *TINY]
     assert main(["study", *arguments, "tracking.cost.price_per_hour=3.6"]) == 0
-    output = capfd.readouterr().out
+    output = capsys.readouterr().out
     assert output.index("\n1 node\n") < output.index("\n2 nodes\n")
     assert "Emulated: all nodes share this machine's" in output
     runs = json.loads(Path("outputs/study.json").read_text())["runs"]

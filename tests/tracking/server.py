@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
-import subprocess
-import sys
+import time
 import urllib.request
 from pathlib import Path
 
-import psutil
+from tests.preloaded import Forked
 
 
 class Server:
@@ -21,22 +21,21 @@ class Server:
             self.port = probe.getsockname()[1]
         self.uri = f"http://127.0.0.1:{self.port}"
         self._folder, self._store = folder, store
+        self._log = folder / "server.log"
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "mlflow", "server", "--workers", "1", "--port", str(self.port)]
-        command += ["--backend-store-uri", self._store, "--default-artifact-root", str(self._folder / "artifacts")]
+        command = [str(Path(__file__).with_name("mlflow_server.py")), str(self._log), "--workers", "1"]
+        command += ["--port", str(self.port), "--backend-store-uri", self._store]
+        command += ["--default-artifact-root", str(self._folder / "artifacts")]
+        self._log.touch()
         # MLflow would start seven more processes, for jobs that nobody gives it
-        environ = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-        with (self._folder / "server.log").open("w") as output:
-            self._process = subprocess.Popen(command, env=environ, stdout=output, stderr=subprocess.STDOUT)
+        self._process = Forked(command, {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"})
         while not self._is_up():
-            assert self._process.poll() is None, (self._folder / "server.log").read_text()
+            assert self._process.poll() is None, self._process.stdout.read() + self._log.read_bytes()
+            time.sleep(0.05)
 
     def stop(self) -> None:
-        processes = [psutil.Process(self._process.pid), *psutil.Process(self._process.pid).children(recursive=True)]
-        for process in processes:
-            process.kill()
-        psutil.wait_procs(processes[1:], timeout=10)
+        os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def _is_up(self) -> bool:
