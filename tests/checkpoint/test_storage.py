@@ -53,6 +53,7 @@ class _Asks(Noisy):
         return super().configure_optimizers()
 
 
+@pytest.mark.filterwarnings("ignore:After a restart")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_module_that_asks_for_the_number_of_steps(tmp_path: Path, workers: int) -> None:
     whole = fit(tmp_path / "whole", module=_seeded_module(), workers=workers)
@@ -68,6 +69,7 @@ def _seeded_module() -> Noisy:
     return _Asks()
 
 
+@pytest.mark.filterwarnings("ignore:After a restart")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_killed_again_and_again(tmp_path: Path, variant: str) -> None:
     arguments = VARIANTS[variant]
@@ -152,6 +154,7 @@ class _Refuse(Callback):
             resource.setrlimit(resource.RLIMIT_FSIZE, (size, self.limits[1]))
 
 
+@pytest.mark.filterwarnings("ignore:No checkpoint at step")
 def test_a_full_disk_costs_a_warning_and_no_older_checkpoint(tmp_path: Path) -> None:
     checkpoint = {"monitor": None, "every_n_train_steps": 4, "asynchronous": False}  # what the disk takes, and when
     quiet = {"logger": False, "limit_val_batches": 0, "checkpoint": checkpoint}
@@ -178,6 +181,7 @@ class _Look(Callback):
         self.seen.append([each.step for each in self.folder.complete()])
 
 
+@pytest.mark.filterwarnings("ignore:No checkpoint at step")
 def test_a_disk_too_small_for_another_one_is_seen_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CheckpointFolder, "free_bytes", lambda folder: 1000)
     with pytest.warns(UserWarning, match=r"No checkpoint at step 4: the disk has 1,000 bytes left, and it takes about"):
@@ -185,6 +189,7 @@ def test_a_disk_too_small_for_another_one_is_seen_before(tmp_path: Path, monkeyp
     assert [each.step for each in CheckpointFolder(tmp_path / "run" / "checkpoints").complete()] == [2]
 
 
+@pytest.mark.filterwarnings("ignore:No checkpoint at step")
 def test_a_place_that_cannot_be_written_to_costs_a_warning(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").write_text("a file where the folder should be")
@@ -382,6 +387,7 @@ def test_what_cannot_be_saved_ends_the_training_at_its_first_checkpoint(tmp_path
         fit(tmp_path, _Unpicklable(), max_epochs=1, checkpoint={"asynchronous": asynchronous})
 
 
+@pytest.mark.filterwarnings("ignore:No checkpoint at step")
 def test_a_checkpoint_without_files_does_not_count(tmp_path: Path) -> None:
     saver = JobCheckpoint(tmp_path, every_n_train_steps=5, every_n_epochs=0, asynchronous=False)
     trainer = Trainer(

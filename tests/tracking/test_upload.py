@@ -169,6 +169,7 @@ def test_a_file_of_a_store_with_a_password_needs_its_address(
     assert (code, "Connection refused" in told, "hunter2" in told) == (1, True, False)
 
 
+@pytest.mark.filterwarnings("ignore:MLflow did not take everything")
 def test_a_password_is_never_shown(
     make_logger: MakeLogger, model: Any, data: Any, make_trainer: Any, capfd: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ from azureml_strategy.network.doctor.versions import check_versions, find_unsupp
     [
         ({"torch": None}, "problem", "torch: it is not installed. pip install 'torch>=2.6'"),
         ({"torch": "2.5.1+cu124"}, "warning", "torch: 2.5.1+cu124 is older than 2.6"),
-        ({"lightning": "2.4.0"}, "warning", "lightning: 2.4.0 is older than 2.5"),
+        ({"lightning": "2.5.3"}, "warning", "lightning: 2.5.3 is older than 2.6"),
         ({"mlflow": "3.16.0"}, "warning", "mlflow: 3.16.0 is newer than what azureml-mlflow 1.60.0"),
         ({"mlflow": "4.0"}, "warning", "pip install 'mlflow<3.16'"),
         ({"mlflow": None}, "problem", "mlflow: it is not installed"),
