@@ -12,21 +12,18 @@ OLDEST_TESTS = tests/strategies tests/training/test_conf.py tests/checkpoint/tes
 	tests/multiprocess/test_resume.py tests/tracking/test_logger.py \
 	--deselect tests/tracking/test_logger.py::test_a_server_that_goes_and_comes_back
 
-.PHONY: demo test test-newest test-oldest test-all soak lint clean
+.PHONY: demo test test-oldest test-all soak lint clean
 
 demo: .venv/installed
 	.venv/bin/azureml-strategy emulate --nodes 2 -- .venv/bin/azureml-strategy train resnet50_ddp
 
-# Lint and the oldest versions beside the tests, which leave a core idle now and then.
 test: .venv-test/oldest/installed
-	@$(MAKE) --no-print-directory --jobs 2 test-newest lint test-oldest
-
-test-newest: .venv-test/installed
+	@$(MAKE) --no-print-directory --jobs 2 lint test-oldest
 	.venv-test/bin/python -m pytest $(EVERY_CORE) --durations 25
 
-# The oldest versions that pyproject.toml allows come first on the path.
+# The oldest versions that pyproject.toml allows come first on the path. In one process: lint has the other core.
 test-oldest: .venv-test/oldest/installed
-	PYTHONPATH=$(CURDIR)/.venv-test/oldest .venv-test/bin/python -m pytest -q -W ignore $(EVERY_CORE) $(OLDEST_TESTS)
+	PYTHONPATH=$(CURDIR)/.venv-test/oldest .venv-test/bin/python -m pytest -q -W ignore $(OLDEST_TESTS)
 
 test-all: lint
 	.venv-test/bin/python -m pytest $(EVERY_CORE) -m ""

@@ -127,7 +127,8 @@ class _Popen(subprocess.Popen[Any]):
     """Forks a Python script that is given nothing but variables and a folder."""
 
     def __new__(cls, args: Any, *others: Any, **options: Any) -> Any:
-        command = script_of(args, options["env"]) if options.keys() in ({"env"}, {"env", "cwd"}) else None
+        bare = options.get("env") is not None and options.keys() <= {"env", "cwd"}
+        command = script_of(args, options["env"]) if bare else None
         return super().__new__(cls) if command is None else _OfAScript(command, **options)
 
 
@@ -202,7 +203,7 @@ def _run_script(
     assert isinstance(sys.stdout, TextIOWrapper)
     sys.stdout.reconfigure(line_buffering=True)
     faulthandler.register(_TELL_STACKS)
-    gc.freeze()  # nothing of what was there before: a collection would copy all of its memory
+    gc.freeze()  # a collection would visit, and thereby copy, all memory that is shared with the server
     _share(server)
     sys.argv = list(command)
     sys.path.insert(0, str(Path(command[0]).parent))

@@ -18,7 +18,7 @@ STRATEGIES = [
     "ddp",
     "deepspeed_stage_2",
     pytest.param("deepspeed_stage_3", marks=pytest.mark.exhaustive),
-    "pipeline",
+    pytest.param("pipeline", marks=pytest.mark.exhaustive),
     "model_parallel",
 ]
 VARIABLE = "AZUREML_STRATEGY_SCHEDULED_EVENTS"

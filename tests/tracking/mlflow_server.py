@@ -1,6 +1,6 @@
 """`mlflow server`, in the one process that runs this: MLflow's own command starts a second interpreter for uvicorn.
 
-mlflow_server.py LOG ARGUMENTS...
+Takes the path of a log, and what that command takes.
 """
 
 from __future__ import annotations
