@@ -34,6 +34,8 @@ _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell has its background jobs, and all that they start, ignore Ctrl-C; some tests send it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for name in list(os.environ):
         if name.startswith(_JOB_PREFIXES) or name in _RANK_VARIABLES:
             del os.environ[name]

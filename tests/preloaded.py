@@ -22,6 +22,7 @@ import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from io import TextIOWrapper
+from itertools import takewhile
 from multiprocessing import forkserver
 from multiprocessing.reduction import DupFd
 from pathlib import Path
@@ -171,10 +172,15 @@ def run_forked(command: Sequence[str], environ: Mapping[str, str], timeout: floa
 
 def start_forked(process: processes.Process) -> processes._Running:
     """In place of the emulator's own start; what is no Python script starts as ever."""
-    command = script_of(process.command, process.environ)
-    if command is None:
+    command, environ = process.command, dict(process.environ)
+    if command[0] == "env":
+        given = list(takewhile(lambda part: "=" in part, command[1:]))
+        command = command[1 + len(given) :]
+        environ.update(part.split("=", 1) for part in given)
+    script = script_of(command, environ)
+    if script is None:
         return _start_interpreter(process)
-    return processes._Running(process, Forked(command, process.environ))  # type: ignore[arg-type]
+    return processes._Running(process, Forked(script, environ))  # type: ignore[arg-type]
 
 
 def script_of(command: Sequence[str], environ: Mapping[str, str]) -> list[str] | None:
