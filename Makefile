@@ -7,6 +7,8 @@ SOAK =
 # Three at once, also on two cores, as some tests wait; more would be in each other's way.
 EVERY_CORE = -n 3 --dist loadfile --no-loadscope-reorder
 SOURCES = pyproject.toml constraints.txt
+# The tests start hundreds of processes, which need not compile the project each.
+export PYTHONDONTWRITEBYTECODE =
 # What meets most of Lightning, Hydra and MLflow. An old MLflow's server would need an old Flask as well; it is not ours.
 OLDEST_TESTS = tests/strategies tests/training/test_conf.py tests/checkpoint/test_exact_moment.py \
 	tests/multiprocess/test_resume.py tests/tracking/test_logger.py \

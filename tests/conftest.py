@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -48,6 +49,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files whose tests start processes come first: at the end one of them would keep the other cores waiting."""
     items.sort(key=lambda item: not _STARTS_PROCESSES.intersection(item.path.parts))
+
+
+def pytest_collection_finish() -> None:
+    """Python's garbage collector need not visit all libraries again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

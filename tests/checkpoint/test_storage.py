@@ -321,6 +321,7 @@ def test_the_next_one_waits_for_the_last(tmp_path: Path, monkeypatch: pytest.Mon
 
     def finish_and_let(saving: Saving) -> Any:
         if saving.under_way:
+            assert disk.came.wait(60)
             assert len(disk.threads) == 1 or disk.free.is_set()
             disk.free.set()
         return finish(saving)

@@ -20,6 +20,7 @@ def test_ranks_come_from_mpirun(run_job: RunJob) -> None:
     assert sorted(row for rows in job.each("read") for row in rows) == list(range(64))
 
 
+@pytest.mark.exhaustive
 def test_a_stock_trainer_is_guarded(run_job: RunJob) -> None:
     job = run_job("under_mpirun.py", 2, {"strategy": "auto", "plugin": False}, distribution="none")
     assert job.exit_code != 0

@@ -6,13 +6,20 @@ import pytest
 from tests.multiprocess.conftest import RunJob
 
 
-@pytest.mark.parametrize("strategy", ["azureml_ddp", pytest.param("ddp", marks=pytest.mark.exhaustive)])
-def test_torchrun_over_all_nodes(run_job: RunJob, strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "processes"),
+    [
+        ("azureml_ddp", 1),
+        pytest.param("azureml_ddp", 2, marks=pytest.mark.exhaustive),
+        pytest.param("ddp", 2, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_torchrun_over_all_nodes(run_job: RunJob, strategy: str, processes: int) -> None:
     """With Lightning's own ddp as well: the guard must not stop what is right."""
-    arguments = {"strategy": strategy, **({"num_nodes": 2, "devices": 2} if strategy == "ddp" else {})}
-    job = run_job("under_torchrun.py", 2, 2, arguments, nodes=2)
+    arguments = {"strategy": strategy, **({"num_nodes": 2, "devices": processes} if strategy == "ddp" else {})}
+    job = run_job("under_torchrun.py", 2, processes, arguments, nodes=2)
     assert job.exit_code == 0, job.output
-    assert job.each("world_size") == [4] * 4
+    assert job.each("world_size") == [2 * processes] * 2 * processes
     assert sorted(row for rows in job.each("read") for row in rows) == list(range(64))
 
 
