@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -76,9 +77,12 @@ def _leaves_no_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
             os.environ[name] = environment[name]
         else:
             del os.environ[name]
-    children = [child for child in psutil.Process().children(recursive=True) if _counts(child)]
+    # A worker of torch's data loader that is slow to end is told to, and not waited for.
+    ending = [child for child in psutil.Process().children(recursive=True) if _counts(child)]
+    _, children = psutil.wait_procs(ending, timeout=10)
     for child in children:
-        child.kill()
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
     group = _destroy_process_group()
     _be_rank_zero_again()
     sigterm, _ = signal.getsignal(signal.SIGTERM), signal.signal(signal.SIGTERM, handler)

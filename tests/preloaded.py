@@ -18,16 +18,17 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from io import TextIOWrapper
 from itertools import takewhile
 from multiprocessing import forkserver
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from subprocess import CompletedProcess, TimeoutExpired
-from tempfile import NamedTemporaryFile
 from types import ModuleType
 from typing import IO, Any
 
@@ -59,6 +60,9 @@ class Forked:
         self._process = _fork(command, environ, os.getcwd(), writer)
         os.close(writer)
         self.stdout: IO[Any] = os.fdopen(reader, "r" if text else "rb")
+        with suppress(ProcessLookupError):  # it has ended
+            while os.getpgid(self.pid) != self.pid:
+                time.sleep(0.001)
 
     @property
     def pid(self) -> int:
@@ -84,7 +88,8 @@ class Forked:
         except TimeoutExpired as too_long:
             reader.join(10)
             raise AssertionError(f"It did not end within {timeout} s: {output}") from too_long
-        reader.join(10)
+        reader.join(60)
+        assert output, "It has ended, but something it started still holds its output."
         return output[0], None
 
     def wait(self, timeout: float | None = None) -> int | None:
@@ -230,11 +235,10 @@ def _set_environ(environ: Mapping[str, str]) -> None:
     sys.path[:0] = environ.get("PYTHONPATH", "").split(os.pathsep) if "PYTHONPATH" in environ else []
     warnings.resetwarnings()
     warnings._processoptions(environ.get("PYTHONWARNINGS", "").split(","))  # type: ignore[attr-defined]
-    # The kernel keeps the variables a process was started with, and we read some back; here a file keeps them.
-    with NamedTemporaryFile(delete=False) as file:
-        file.write(b"".join(f"{name}={value}\0".encode() for name, value in environ.items()))
-    variables._INITIAL_ENVIRON = Path(file.name)
-    atexit.register(Path(file.name).unlink)
+    # The kernel keeps the variables a process was started with, and we read some back; here a file in memory does.
+    memory = os.memfd_create("environ")
+    os.write(memory, b"".join(f"{name}={value}\0".encode() for name, value in environ.items()))
+    variables._INITIAL_ENVIRON = Path(f"/proc/self/fd/{memory}")
 
 
 def _share(server: str) -> None:

@@ -55,6 +55,7 @@ def test_the_recipes_take_their_overrides() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_model_of_ones_own_as_its_page_says(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page's files, by the names in their first lines, and its commands, one after the other."""
     page = ROOT / "docs" / "own_model.md"

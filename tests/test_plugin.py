@@ -46,7 +46,7 @@ def inside(monkeypatch: pytest.MonkeyPatch, **changed: str) -> None:
 
 def python(code: str) -> str:
     """What the code prints in an interpreter of its own; it must succeed."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -36,7 +36,7 @@ def lines(nodes: int, *calls: tuple[str, dict[str, object]]) -> list[str]:
     addresses = [f"10.0.0.{node + 4}" for node in range(nodes)]
     environ = {**os.environ, **azure_variables(launch, "pytorch", addresses, run)}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, repr(calls)], capture_output=True, text=True, timeout=120, env=environ
+        [sys.executable, "-c", SCRIPT, repr(calls)], capture_output=True, text=True, timeout=250, env=environ
     )
     assert done.returncode == 0, done.stderr
     return [line for line in done.stdout.splitlines() if line.startswith("ended") or "Error" in line]

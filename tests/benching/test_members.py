@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from tests.multiprocess.conftest import free_port
+from tests.emulated import free_port
 
 from azureml_strategy.benching import BenchError, BenchOptions, run_bench
 from azureml_strategy.benching.members import join, require_launch

@@ -16,7 +16,7 @@ RANKS = 3
 
 def standing(pool: ThreadPoolExecutor, states: list[Callable[[], State]]) -> list[Future[bool]]:
     store = dist.HashStore()
-    return [pool.submit(Standstill(store, rank, len(states), state).goes_on) for rank, state in enumerate(states)]
+    return [pool.submit(Standstill(store, rank, len(states), state, 300).goes_on) for rank, state in enumerate(states)]
 
 
 def always(state: State) -> Callable[[], State]:
@@ -30,7 +30,7 @@ def until(seconds: float, before: State, after: State) -> Callable[[], State]:
 
 def test_all_free_go_on_at_once() -> None:
     with ThreadPoolExecutor(RANKS) as pool:
-        assert [each.result(10) for each in standing(pool, [always("free")] * RANKS)] == [True] * RANKS
+        assert [each.result(200) for each in standing(pool, [always("free")] * RANKS)] == [True] * RANKS
 
 
 @pytest.mark.parametrize("leaving", range(RANKS))
@@ -38,16 +38,16 @@ def test_one_that_leaves_takes_all_with_it(leaving: int) -> None:
     states: list[Callable[[], State]] = [always("waiting")] * RANKS
     states[leaving] = until(0.5, "waiting", "leaving")
     with ThreadPoolExecutor(RANKS) as pool:
-        assert [each.result(10) for each in standing(pool, states)] == [False] * RANKS
+        assert [each.result(200) for each in standing(pool, states)] == [False] * RANKS
 
 
 @pytest.mark.parametrize("waiting", range(RANKS))
 def test_all_wait_for_one_and_go_on_when_it_is_free(waiting: int) -> None:
     states = [always("free")] * RANKS
-    states[waiting] = until(1.0, "waiting", "free")
     started = time.monotonic()
+    states[waiting] = until(1.0, "waiting", "free")
     with ThreadPoolExecutor(RANKS) as pool:
-        assert [each.result(10) for each in standing(pool, states)] == [True] * RANKS
+        assert [each.result(200) for each in standing(pool, states)] == [True] * RANKS
     assert time.monotonic() - started >= 1
 
 
@@ -63,7 +63,7 @@ def test_a_rank_that_comes_late_is_waited_for() -> None:
         time.sleep(0.6)
         assert not first.done()
         assert Standstill(store, 1, 2, always("free")).goes_on()
-        assert first.result(10)
+        assert first.result(200)
 
 
 def test_a_rank_that_is_gone_ends_the_wait() -> None:
@@ -79,4 +79,4 @@ def test_rank_0_is_gone_and_the_store_with_it() -> None:
         other = pool.submit(Standstill(client, 1, 2, always("waiting")).goes_on)
         time.sleep(0.5)
         del server
-        assert not other.result(20)
+        assert not other.result(200)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.checkpoint.conftest import MakeCheckpoint
-from tests.multiprocess.conftest import free_port
+from tests.emulated import free_port
 
 from azureml_strategy.checkpoint import resume
 from azureml_strategy.checkpoint.manifest import manifest_path
@@ -117,7 +117,7 @@ class _Ranks:
         for each in threads:
             each.start()
         for each in threads:
-            each.join(30)
+            each.join(200)
         resume._kept_open.clear()
         return [self.found[0], self.found[1]]
 
@@ -148,7 +148,7 @@ def test_a_rank_waits_until_its_mount_shows_the_files(
     monkeypatch.setattr(resume, "_VISIBLE_SECONDS", 0.1)
     with pytest.raises(ResumeError, match=r"rank 3 does not see it: its manifest is missing\. All nodes need the same"):
         resume._visible(_path(tmp_path, 1), 3)
-    monkeypatch.setattr(resume, "_VISIBLE_SECONDS", 30)
+    monkeypatch.setattr(resume, "_VISIBLE_SECONDS", 200)
     later = threading.Timer(0.1, hidden.rename, [manifest])
     later.start()
     assert resume._visible(_path(tmp_path, 1), 3) == _path(tmp_path, 1)

@@ -103,7 +103,17 @@ def _silent(store: Store, rank: int) -> None:
 def test_a_rank_that_ends_in_the_middle_holds_nobody_up_without_end(
     make_checkpoint: MakeCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verification, "_LEAST_SECONDS", 1.0)
+    """Rank 0 has its own share checked when rank 1 has: then only rank 2 is out."""
+    before = verification.content_fault
+
+    def check(folder: Path, files: Any, deadline: float) -> str | None:
+        if threading.current_thread() is threading.main_thread():
+            job.store.wait(["0/verdict/1"])
+        return before(folder, files)
+
+    monkeypatch.setattr(verification, "content_fault", check)
+    monkeypatch.setattr(verification, "time_limit", lambda files, shares: 1.0)
+    monkeypatch.setattr(verification, "_FAREWELL_SECONDS", 0.1)
     manifest = make_checkpoint(1, shards=4)
     job = _Job({2: _silent})
     with pytest.raises(NotVerifiedError, match=r"step=1.ckpt is whole is not known: rank 2 has not checked its share"):

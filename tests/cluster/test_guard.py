@@ -132,7 +132,7 @@ def test_stock_lightning_may_start_the_processes_of_one_node(monkeypatch: pytest
         "trainer.fit(BoringModel())\n"
         "print(f'rank {trainer.global_rank} of {trainer.world_size} ended')\n"
     )
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     assert all(f"rank {rank} of 2 ended" in done.stdout for rank in (0, 1)), done.stdout
 

@@ -150,7 +150,7 @@ def test_a_worker_names_the_image_where_the_user_sees_it(tmp_path: Path, write_i
     folder = write_images(tmp_path / "a", 6)
     (folder / "003.jpg").write_bytes(b"")
     command = [sys.executable, "-c", _SCRIPT, str(tmp_path)]
-    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=250)
     assert run.stderr.count(f"Skipped an unreadable image: {folder}/003.jpg (UnidentifiedImageError") == 1
 
 
@@ -169,7 +169,7 @@ def test_substitutes_do_not_depend_on_the_workers(tmp_path: Path, write_images: 
 
 
 @pytest.mark.parametrize("kind", [EvaluationImages, TrainingImages])
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(200)
 def test_too_many_end_the_run_and_no_worker_hangs(
     tmp_path: Path, write_images: WriteImages, kind: type[EvaluationImages] | type[TrainingImages]
 ) -> None:
@@ -181,7 +181,7 @@ def test_too_many_end_the_run_and_no_worker_hangs(
         _labels(images, 2)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(200)
 def test_a_set_without_one_readable_image_is_an_error(tmp_path: Path, write_images: WriteImages) -> None:
     folder = write_images(tmp_path / "a", 2)
     for path in folder.iterdir():

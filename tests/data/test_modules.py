@@ -123,7 +123,7 @@ def test_folders_of_different_classes_are_refused(root: Path, write_images: Writ
         _module(root).setup("fit")
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(200)
 def test_an_error_in_a_worker_ends_the_run(root: Path) -> None:
     for path in (root / "train" / "a").iterdir():
         path.write_bytes(b"")

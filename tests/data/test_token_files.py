@@ -70,7 +70,7 @@ def writer(corpus: Corpus, tmp_path: Path) -> Iterator[tuple[BaseProcess, _Slow]
     tokenizer = _Slow()
     process = _FORK.Process(target=write_tokens, args=(tmp_path / "tokens", corpus, tokenizer, 0.0))
     process.start()
-    assert tokenizer.half.wait(30)
+    assert tokenizer.half.wait(120)
     yield process, tokenizer
     process.kill()
     process.join()

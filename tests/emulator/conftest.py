@@ -69,11 +69,11 @@ def run_code(store: MlflowClient, capsys: pytest.CaptureFixture[str]) -> RunCode
 
 
 def soon(action: Callable[[], object], when: Callable[[], bool]) -> threading.Thread:
-    """Act from another thread as soon as something has happened, within ten seconds."""
+    """Act from another thread as soon as something has happened, within some minutes."""
 
     def wait() -> None:
         pause = threading.Event()
-        for _ in range(200):
+        for _ in range(4000):
             if when():
                 action()
                 return

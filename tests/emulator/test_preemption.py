@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ from tests.emulator.conftest import RunCode
 from azureml_strategy.checkpoint.scheduled_events import read_events
 from azureml_strategy.cli import main
 from azureml_strategy.cluster.job import read_job
-from azureml_strategy.emulator import EmulatedJob, EmulationError, Preemption
+from azureml_strategy.emulator import EmulatedJob, EmulationError, Preemption, processes
 
 # Waits for its node's end in the first attempt, and says what its node was told.
 STORY = """
@@ -19,6 +22,7 @@ import json, os, signal, sys, time, urllib.request
 environ = dict(os.environ)
 said = None
 signal.signal(signal.SIGTERM, lambda *_: (print("told to end", flush=True), sys.exit(143)))
+open("ready." + environ["RANK"], "w").close()
 url = environ.get("AZUREML_STRATEGY_SCHEDULED_EVENTS")
 while json.loads(environ["AZUREML_CR_COMPUTE_CONTEXT"])["run_attempt_count"] == 0:
     if url and not said:
@@ -27,13 +31,22 @@ while json.loads(environ["AZUREML_CR_COMPUTE_CONTEXT"])["run_attempt_count"] == 
         if json.loads(answer)["Events"]:
             said = answer
             print(said, flush=True)
+            open("told", "w").close()
     time.sleep(0.02)
 print(json.dumps(environ), flush=True)
 """
 
 
+@pytest.fixture(autouse=True)
+def _the_power_stays_until_the_processes_are_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    def now() -> float:
+        return time.monotonic() if all(Path(name).exists() for name in ("ready.0", "told")) else 0.0
+
+    monkeypatch.setattr(processes, "time", SimpleNamespace(sleep=time.sleep, monotonic=now))
+
+
 def test_the_last_node_is_told_and_lost_and_the_run_starts_again(run_code: RunCode) -> None:
-    job = run_code(STORY, nodes=2, preemption=Preemption(after_s=1, notice_s=3))
+    job = run_code(STORY, nodes=2, preemption=Preemption(after_s=0.5, notice_s=0))
     assert (job.exit_code, job.status) == (0, "FINISHED")
     assert "node 1 was taken away. The job starts again: same run, attempt 1, 2 node(s)." in job.output
     (surviving, first_again), (announced, second_again) = job.of_rank(0), job.of_rank(1)
@@ -48,7 +61,7 @@ def test_the_last_node_is_told_and_lost_and_the_run_starts_again(run_code: RunCo
 
 
 def test_it_comes_back_with_fewer_nodes(run_code: RunCode) -> None:
-    job = run_code(STORY, nodes=2, preemption=Preemption(after_s=0, notice_s=2), nodes_after=1)
+    job = run_code(STORY, nodes=2, preemption=Preemption(after_s=0, notice_s=0), nodes_after=1)
     assert job.exit_code == 0
     assert "attempt 1, 1 node(s)." in job.output
     environ = json.loads(job.of_rank(0)[-1])

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -20,14 +21,14 @@ WAIT = "import time; time.sleep(60)"
 FAMILY = """
 import os, pathlib, signal, subprocess, sys, time
 stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
-stubborn += "; print('deaf', flush=True); time.sleep(60)"
+stubborn += "; print('deaf', flush=True); time.sleep(600)"
 child = subprocess.Popen([sys.executable, "-c", stubborn], stdout=subprocess.PIPE)
 child.stdout.readline()
 if {deaf}:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 pathlib.Path("pids", os.environ["RANK"] + ".part").write_text(f"{{os.getpid()}} {{child.pid}}")
 os.rename(f"pids/{{os.environ['RANK']}}.part", f"pids/{{os.environ['RANK']}}")
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -91,13 +92,18 @@ def test_a_signal_leaves_no_process_behind(
     thread.join()
     assert (job.exit_code, job.status) == (exit_code, "KILLED")
     assert len(started(pids)) == 4
-    psutil.wait_procs([psutil.Process(pid) for pid in started(pids) if psutil.pid_exists(pid)], timeout=2)
-    assert not [pid for pid in started(pids) if psutil.pid_exists(pid)]
+    for _ in range(1000):
+        left = [pid for pid in started(pids) if psutil.pid_exists(pid)]
+        if not left:
+            break
+        time.sleep(0.02)
+    assert not left
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
-def test_what_a_process_started_may_end_in_order_too(tmp_path: Path) -> None:
+def test_what_a_process_started_may_end_in_order_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that a strategy started is a grandchild: it has the grace as well, though its parent is gone at once."""
+    monkeypatch.setattr(processes, "_GRACE_SECONDS", 60)
     orderly = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(save()))\n"
     orderly += "def save():\n time.sleep(0.5); open('saved', 'w').close()\nprint('ready', flush=True); time.sleep(60)"
     parent = "import subprocess, sys\n"

@@ -48,7 +48,7 @@ def test_the_exit_code_is_the_jobs_and_the_rest_is_sent_by_the_printed_command(
         assert line, lines
     server.stop()
     (tmp_path / "go-on").touch()
-    output, _ = emulator.communicate(timeout=60)  # MLflow's own patience is four minutes for each request
+    output, _ = emulator.communicate(timeout=150)  # MLflow's own patience is four minutes for each request
     assert emulator.returncode == 3, output
     command = f"azureml-strategy jobs upload-metrics {tmp_path}"
     assert command in output

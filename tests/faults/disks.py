@@ -76,4 +76,4 @@ def read_only(moments: random.Random, checkpoints: Path) -> Fault:
 def _remount(how: str, checkpoints: Path) -> tuple[str, ...]:
     """Again and again: not while a file is open for writing."""
     mount = f"mount -o remount,{how} {shlex.quote(str(checkpoints))} 2>/dev/null"
-    return ("sh", "-c", f"for i in $(seq 200); do {mount} && exit; sleep 0.02; done; exit 1")
+    return ("sh", "-c", f"for i in $(seq 3000); do {mount} && exit; sleep 0.02; done; exit 1")

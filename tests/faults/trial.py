@@ -147,7 +147,7 @@ class _Stage:
             nodes = around.enter_context(IsolatedNodes(trial.ranks, None))
             self.attempt.addresses = nodes.addresses
             self.attempt.nodes = nodes
-            self.attempt.environ["FAULTS_TIMEOUT_S"] = "15"
+            self.attempt.environ["FAULTS_TIMEOUT_S"] = "30"
 
     def draw(self, moments: random.Random) -> Fault:
         trial, output = self._trial, self.attempt.output

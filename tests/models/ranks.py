@@ -5,20 +5,24 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tests.emulated import SHARED_MACHINE, free_port
+from tests.emulated import SHARED_MACHINE
 from tests.preloaded import Forked
 
-
-def start_ranks(script: Path, *arguments: object, ranks: int) -> list[Forked]:
-    """Start a script as each rank of one node."""
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCHELASTIC_RUN_ID": "none"}
-    sizes = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0"}
-    shared = {**os.environ, **SHARED_MACHINE, **meeting, **sizes}
-    command = [str(script), *map(str, arguments)]
-    return [Forked(command, {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, text=True) for rank in range(ranks)]
+from azureml_strategy.emulator.ports import reserved_port
 
 
-def wait_for(processes: list[Forked], timeout: float) -> None:
-    for process in processes:
-        output, _ = process.communicate(timeout)
-        assert process.returncode == 0, output
+def run_ranks(script: Path, *arguments: object, ranks: int, timeout: float) -> None:
+    """Run a script as each rank of one node, to its end."""
+    sizes = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}
+    with reserved_port(0) as port:
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        shared = {**os.environ, **SHARED_MACHINE, **meeting, **sizes}
+        each = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+        processes = [Forked([str(script), *map(str, arguments)], environ, text=True) for environ in each]
+        for process in processes:
+            wait_for(process, timeout)
+
+
+def wait_for(process: Forked, timeout: float) -> None:
+    output, _ = process.communicate(timeout)
+    assert process.returncode == 0, output

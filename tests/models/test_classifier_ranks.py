@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from PIL import Image
-from tests.models.ranks import start_ranks, wait_for
+from tests.models.ranks import run_ranks
 from torch import nn
 
 from azureml_strategy.data import ImageFolderDataModule
@@ -62,7 +62,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
     root = tmp_path_factory.mktemp("images")
     _write(root)
     (root / "rank.py").write_text(_RANK)
-    wait_for(start_ranks(root / "rank.py", root, _WORKERS, ranks=2), timeout=200)
+    run_ranks(root / "rank.py", root, _WORKERS, ranks=2, timeout=200)
     return root, [json.loads((root / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 

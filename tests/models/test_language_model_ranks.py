@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tests.emulated import SHARED_MACHINE
-from tests.models.ranks import start_ranks, wait_for
+from tests.models.ranks import run_ranks, wait_for
 from tests.preloaded import Forked
 
 _RUN = """
@@ -64,7 +64,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Facts, list[Facts]]:
     (folder / "run.py").write_text(_RUN)
     script = folder / "run.py"
     alone = Forked([str(script), str(folder), "1"], {**os.environ, **SHARED_MACHINE}, text=True)
-    wait_for([alone, *start_ranks(script, folder, 2, ranks=2)], timeout=240)
+    run_ranks(script, folder, 2, ranks=2, timeout=240)
+    wait_for(alone, timeout=240)
     facts = [json.loads((folder / f"{name}.json").read_text()) for name in ("0-of-1", "0-of-2", "1-of-2")]
     return facts[0], facts[1:]
 

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.emulated import SHARED_MACHINE, free_port, launches, loopback_addresses
+from tests.emulated import SHARED_MACHINE, launches, loopback_addresses
 from tests.preloaded import start_forked
 
 from azureml_strategy.cluster.emulated import EmulatedRun, azure_variables, without_job_variables
+from azureml_strategy.emulator.ports import reserved_port
 from azureml_strategy.emulator.processes import Outcome, Process, run_together
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -58,18 +59,17 @@ def run_job(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyt
         fresh: bool = False,
     ) -> Job:
         addresses = loopback_addresses(nodes)
-        port = free_port()
-        processes = []
-        for launch in launches(addresses, processes_per_node, port, distribution):
-            environ = {**without_job_variables(os.environ), **shared_machine(tmp_path)}
-            if in_job:
-                own_port = None if distribution in ("pytorch", "none") else port
-                environ |= azure_variables(launch, distribution, addresses, fake_run(tmp_path), own_port)
-            environ = {name: value for name, value in environ.items() if name not in without} | dict(extra or {})
-            command = [sys.executable, str(SCRIPTS / script), *map(str, arguments)]
-            processes.append(Process(f"rank {launch.rank}", f"node {launch.node_rank}", command, environ))
-        capsys.readouterr()
-        with monkeypatch.context() as patched:
+        with reserved_port(0) as port, monkeypatch.context() as patched:
+            processes = []
+            for launch in launches(addresses, processes_per_node, port, distribution):
+                environ = {**without_job_variables(os.environ), **shared_machine(tmp_path)}
+                if in_job:
+                    own_port = None if distribution in ("pytorch", "none") else port
+                    environ |= azure_variables(launch, distribution, addresses, fake_run(tmp_path), own_port)
+                environ = {name: value for name, value in environ.items() if name not in without} | dict(extra or {})
+                command = [sys.executable, str(SCRIPTS / script), *map(str, arguments)]
+                processes.append(Process(f"rank {launch.rank}", f"node {launch.node_rank}", command, environ))
+            capsys.readouterr()
             if not fresh:
                 patched.setattr("azureml_strategy.emulator.processes._start", start_forked)
             outcome = run_together(processes)

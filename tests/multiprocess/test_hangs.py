@@ -77,7 +77,7 @@ def test_a_process_that_is_alive_is_reported_and_trains_to_its_end(
     run_job: RunJob, tmp_path: Path, rank: int, fate: str, said: str
 ) -> None:
     """Each goes on when the report is there, and not before."""
-    job = run(run_job, rank, fate, dead_after_s=3, stall_after_s=3)
+    job = run(run_job, rank, fate, dead_after_s=60 if fate == "loader" else 3, stall_after_s=3)
     assert job.exit_code == 0, job.output
     assert job.each("finished") == [True, True]
     found = re.findall(rf"rank {rank} \(node {rank}, host {HOST}\) .*{said}", job.output)

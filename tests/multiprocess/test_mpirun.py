@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.emulated import free_port
 from tests.multiprocess.conftest import RunJob
 
 pytestmark = pytest.mark.skipif(
@@ -13,8 +14,13 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+def own_port() -> dict[str, str]:
+    """Nobody names one to these jobs; what they would take, another test's job may have."""
+    return {"MASTER_PORT": str(free_port())}
+
+
 def test_ranks_come_from_mpirun(run_job: RunJob) -> None:
-    job = run_job("under_mpirun.py", 2, {"strategy": "azureml_ddp"}, distribution="none")
+    job = run_job("under_mpirun.py", 2, {"strategy": "azureml_ddp"}, distribution="none", extra=own_port())
     assert job.exit_code == 0, job.output
     assert job.each("world_size") == [2, 2]
     assert sorted(row for rows in job.each("read") for row in rows) == list(range(64))
@@ -22,7 +28,7 @@ def test_ranks_come_from_mpirun(run_job: RunJob) -> None:
 
 @pytest.mark.exhaustive
 def test_a_stock_trainer_is_guarded(run_job: RunJob) -> None:
-    job = run_job("under_mpirun.py", 2, {"strategy": "auto", "plugin": False}, distribution="none")
+    job = run_job("under_mpirun.py", 2, {"strategy": "auto", "plugin": False}, distribution="none", extra=own_port())
     assert job.exit_code != 0
     assert "LaunchError" in job.output
     assert not job.results

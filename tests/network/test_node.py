@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import resource
 import shutil
+import socket
 import tempfile
 import threading
 from functools import partial
@@ -98,9 +99,15 @@ def test_outside_azure_nobody_is_asked(tree: Tree) -> None:
 
 def test_a_service_that_hangs_delays_the_start_by_its_time_out_only(tree: Tree) -> None:
     tree.azure()
-    answers = threading.Event()
-    with metadata_service(lambda connection: answers.wait()) as (url, requests):
+    asked, answers = threading.Event(), threading.Event()
+
+    def hang(connection: socket.socket) -> None:
+        asked.set()
+        answers.wait()
+
+    with metadata_service(hang) as (url, requests):
         assert sources(tree, {}, url) == (None, None)
+        assert asked.wait(60)
         answers.set()
         assert len(requests) == 1
 

@@ -30,28 +30,32 @@ def test_rank_0_serves_what_the_others_read(monkeypatch: pytest.MonkeyPatch) -> 
 
     def late() -> None:
         time.sleep(0.3)  # the other rank has to wait for the address to answer
-        served.append(open_store(launch(0, port), timedelta(seconds=30)))
+        served.append(open_store(launch(0, port), timedelta(seconds=120)))
         served[0].set("key", "value")
 
     thread = threading.Thread(target=late)
     thread.start()
-    assert open_store(launch(1, port), timedelta(seconds=30)).get("key") == b"value"
+    assert open_store(launch(1, port), timedelta(seconds=120)).get("key") == b"value"
     thread.join()
 
 
 def test_a_second_group_of_a_process_does_not_see_the_keys_of_the_first() -> None:
     port = free_port()
-    first = open_store(launch(0, port), timedelta(seconds=30))
+    first = open_store(launch(0, port), timedelta(seconds=120))
     first.set("key", "value")
-    second = open_store(launch(0, port), timedelta(seconds=30))  # the server is shared, as it is with torch's own store
+    second = open_store(
+        launch(0, port), timedelta(seconds=120)
+    )  # the server is shared, as it is with torch's own store
     assert first.check(["key"])
     assert not second.check(["key"])
 
 
 def test_no_rank_0_is_said_in_time_and_without_a_trace_of_torch(capfd: pytest.CaptureFixture[str]) -> None:
-    port = free_port()
-    with pytest.raises(LaunchError, match=f"found no rendezvous at 127.0.0.1:{port} within 0:00:00.500000: rank 0"):
-        open_store(launch(1, port), timedelta(seconds=0.5))
+    with socket.socket() as held:  # nobody listens there
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+        with pytest.raises(LaunchError, match=f"found no rendezvous at 127.0.0.1:{port} within 0:00:00.500000: rank 0"):
+            open_store(launch(1, port), timedelta(seconds=0.5))
     assert capfd.readouterr() == ("", "")
 
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed import HashStore
@@ -23,12 +24,14 @@ def launch(rank: int, nodes: int = 2, processes: int = 2) -> Launch:
 
 
 def outcomes(
-    present: Mapping[int, str | None], *, nodes: int = 2, processes: int = 2, timeout_s: float = 30
+    present: Mapping[int, str | None], *, nodes: int = 2, processes: int = 2, timeout_s: float = 120
 ) -> dict[int, str | None]:
     """What each present rank is told: the text of its error, or None."""
     store = HashStore()
 
     def arrive(rank: int) -> str | None:
+        if rank == 0:  # its time begins when the others are there
+            store.wait([f"arrived/{other}" for other in present if other != 0], timedelta(seconds=120))
         try:
             call_roll(store, launch(rank, nodes, processes), timedelta(seconds=timeout_s), present[rank])
         except LaunchError as error:
@@ -37,6 +40,11 @@ def outcomes(
 
     with ThreadPoolExecutor(len(present)) as pool:
         return dict(zip(present, pool.map(arrive, present), strict=True))
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roll_call, "_GRACE_SECONDS", 100.0)
 
 
 def test_all_there_and_well() -> None:
@@ -99,9 +107,12 @@ def test_different_problems_are_all_told() -> None:
 def test_a_long_wait_is_reported_while_it_lasts(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(roll_call, "_REMIND_SECONDS", 0.1)
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds))
+    monkeypatch.setattr(roll_call, "time", clock)
+    monkeypatch.setattr(roll_call, "_POLL_SECONDS", 1.0)
     with caplog.at_level(logging.WARNING, roll_call.__name__):
-        outcomes({0: None}, nodes=1, processes=2, timeout_s=0.35)
+        outcomes({0: None}, nodes=1, processes=2, timeout_s=150)
     assert [record.message.split(" (")[0] for record in caplog.records][:2] == ["Still waiting for rank 1"] * 2
 
 

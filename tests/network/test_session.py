@@ -174,12 +174,12 @@ def alone(num_nodes: int = 1) -> Launch:
 
 @pytest.mark.usefixtures("prepared")
 def test_a_job_of_one_node_needs_no_infiniband() -> None:
-    assert not prepare_network(alone(), "gloo", timedelta(seconds=20), require_infiniband=True).require_infiniband
+    assert not prepare_network(alone(), "gloo", timedelta(seconds=120), require_infiniband=True).require_infiniband
 
 
 @pytest.mark.usefixtures("prepared")
 def test_nccls_log_is_asked_for_and_the_plan_applied() -> None:
-    prepared = prepare_network(alone(), "nccl", timedelta(seconds=20))
+    prepared = prepare_network(alone(), "nccl", timedelta(seconds=120))
     assert os.environ["NCCL_DEBUG"] == "INFO"
     assert os.environ["NCCL_DEBUG_FILE"] == prepared.plan.variables["NCCL_DEBUG_FILE"]
     assert json.loads(os.environ["AZUREML_STRATEGY_PLANNED"]) == prepared.plan.variables
@@ -193,13 +193,13 @@ def test_gpus_are_not_numbered_anew_once_cuda_has_started(
     monkeypatch.setattr(session, "plan_nccl", lambda *_, **__: NetworkPlan((order,), (), (), infiniband=False))
     monkeypatch.setattr(session, "cuda_started", lambda: started)
     monkeypatch.delitem(os.environ, "CUDA_DEVICE_ORDER", raising=False)
-    prepare_network(alone(), "nccl", timedelta(seconds=20))
+    prepare_network(alone(), "nccl", timedelta(seconds=120))
     assert ("CUDA_DEVICE_ORDER" in os.environ) is not started
 
 
 @pytest.mark.usefixtures("prepared")
 def test_gloo_gets_no_setting_of_nccls() -> None:
-    prepared = prepare_network(alone(), "gloo", timedelta(seconds=20))
+    prepared = prepare_network(alone(), "gloo", timedelta(seconds=120))
     assert not [name for name in os.environ if name.startswith("NCCL_")]
     assert prepared.plan.variables == {"TORCH_FR_BUFFER_SIZE": "2000"}, "of torch alone"
 

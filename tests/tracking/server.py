@@ -16,9 +16,10 @@ class Server:
     """A real `mlflow server` on the loopback interface, which can be stopped and started again."""
 
     def __init__(self, folder: Path, store: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self._holder = socket.socket()  # nobody else gets the port, between a stop and a start either
+        self._holder.bind(("127.0.0.1", 0))
+        self._holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.port = self._holder.getsockname()[1]
         self.uri = f"http://127.0.0.1:{self.port}"
         self._folder, self._store = folder, store
         self._log = folder / "server.log"

@@ -144,4 +144,4 @@ def test_refuses_a_price_that_is_none() -> None:
 def test_the_age_of_a_process() -> None:
     import psutil
 
-    assert process_age_s() == pytest.approx(time.time() - psutil.Process(os.getpid()).create_time(), abs=1.0)
+    assert process_age_s() == pytest.approx(time.time() - psutil.Process(os.getpid()).create_time(), abs=3.0)

@@ -31,7 +31,7 @@ def run(run_script: RunScript, before: str = "", after: str = "time.sleep(60)", 
         lines.append(line)
     if terminate:
         process.terminate()
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=150)
     assert "Traceback" not in output, output
     return process.returncode
 

@@ -260,7 +260,7 @@ torch.distributed.destroy_process_group()
 )
 def test_two_ranks(data: str, expected: list[float], run_script: Callable[..., Forked]) -> None:
     process = run_script(RANKS, data)
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=250)
     assert process.returncode == 0, output
     result = next(line for line in output.splitlines() if line.startswith("RESULT"))
     assert json.loads(result.removeprefix("RESULT")) == expected

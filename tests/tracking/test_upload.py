@@ -69,7 +69,7 @@ def test_a_run_without_server_is_uploaded_by_the_command(
     away: Server, client: MlflowClient, run_script: Callable[..., Forked], capsys: Any, tmp_path: Path
 ) -> None:
     process = run_script(LOG, "away", "ends")
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=150)
     assert process.returncode == 0, output
     assert f"azureml-strategy jobs upload-metrics {tmp_path}" in output
     code, told = _upload(capsys, str(tmp_path))

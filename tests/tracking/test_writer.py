@@ -12,7 +12,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
 from mlflow.tracking import MlflowClient
 
-from azureml_strategy.tracking.batch import Metrics, Params, Tags, TextFile
+from azureml_strategy.tracking.batch import Metrics, Params, Record, Tags, TextFile
 from azureml_strategy.tracking.run import OpenRun, RunRequest, join_run
 from azureml_strategy.tracking.spool import find_spools
 from azureml_strategy.tracking.writer import BatchWriter
@@ -74,12 +74,22 @@ def history(client: MlflowClient, run_id: str, name: str) -> list[Metric]:
     return client.get_metric_history(run_id, name)
 
 
+def flushed(writer: BatchWriter, *records: Record) -> bool:
+    """Whether everything is written, these too, once the thread has tried."""
+    for record in records:
+        writer.put(record)
+    while not writer.is_away or writer._busy:
+        time.sleep(0.002)
+    return writer.flush(timeout_s=0.1)
+
+
 def test_gathers_and_writes_in_batches(
     strict: StrictClient, run_id: str, make_writer: Callable[..., BatchWriter]
 ) -> None:
     writer = make_writer()
-    for step in range(450):
-        writer.put(Metrics({"loss": step / 2}, step, 1000 + step))
+    with writer._moving:  # its thread takes none before all are there
+        for step in range(450):
+            writer.put(Metrics({"loss": step / 2}, step, 1000 + step))
     assert writer.flush()
     assert strict.sizes == [200, 200, 50]
     written = history(strict, run_id, "loss")
@@ -88,11 +98,9 @@ def test_gathers_and_writes_in_batches(
 
 def test_writes_tags_and_files(strict: StrictClient, run_id: str, make_writer: Callable[..., BatchWriter]) -> None:
     writer = make_writer()
-    writer.put(Tags({"network.transport": "ib"}))
-    writer.put(TextFile("network.json", '{"nodes": []}'))
     strict.away = True
     with pytest.warns(UserWarning, match="MLflow is away"):
-        assert not writer.flush(timeout_s=0.1)
+        assert not flushed(writer, Tags({"network.transport": "ib"}), TextFile("network.json", '{"nodes": []}'))
     strict.away = False
     assert writer.flush()
     assert strict.get_run(run_id).data.tags["network.transport"] == "ib"
@@ -103,7 +111,7 @@ def test_the_interval_writes_without_being_asked(
     strict: StrictClient, run_id: str, make_writer: Callable[..., BatchWriter]
 ) -> None:
     make_writer(interval_s=0.05).put(Metrics({"loss": 1.0}, 0, 0))
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not history(strict, run_id, "loss"):
         assert time.monotonic() < deadline
 
@@ -111,9 +119,8 @@ def test_the_interval_writes_without_being_asked(
 def test_an_outage_loses_nothing(strict: StrictClient, run_id: str, make_writer: Callable[..., BatchWriter]) -> None:
     writer = make_writer(interval_s=0.01)
     strict.away = True
-    writer.put(Metrics({"loss": 1.0}, 0, 0))
     with pytest.warns(UserWarning, match="is kept in .* and tried again") as warned:
-        assert not writer.flush(timeout_s=0.2)
+        assert not flushed(writer, Metrics({"loss": 1.0}, 0, 0))
     assert len(warned) == 1
     assert "secret" not in str(warned[0].message)
     writer.put(Metrics({"loss": 2.0}, 1, 0))
@@ -148,9 +155,8 @@ def test_a_disk_that_cannot_be_written_keeps_points_in_memory(
     (tmp_path / "unsent").write_text("a file where the folder should be")
     writer = make_writer(interval_s=0.01)
     strict.away = True
-    writer.put(Metrics({"loss": 1.0}, 0, 0))
     with pytest.warns(UserWarning, match="stay in memory"):
-        assert not writer.flush(timeout_s=0.2)
+        assert not flushed(writer, Metrics({"loss": 1.0}, 0, 0))
     with pytest.warns(UserWarning, match="1 batches of run .* are lost with this process"):
         assert not writer.close(timeout_s=0.1)
     strict.away = False
@@ -215,10 +221,8 @@ def test_what_the_store_has_not_taken(strict: StrictClient, make_writer: Callabl
     assert writer.flush()
     assert writer.unwritten() == []
     strict.away = True
-    writer.put(Metrics({"loss": 0.25, "top1": 0.1}, 2, 8))
-    writer.put(Params({"lr": "0.1"}))
     with pytest.warns(UserWarning, match="is kept in .* and tried again"):
-        assert not writer.flush(0.2)
+        assert not flushed(writer, Metrics({"loss": 0.25, "top1": 0.1}, 2, 8), Params({"lr": "0.1"}))
     writer.put(Metrics({"loss": 0.125}, 3, 9))
     kept = [(each.key, each.value, each.step, each.timestamp) for each in writer.unwritten()]
     assert kept == [("loss", 0.25, 2, 8), ("top1", 0.1, 2, 8), ("loss", 0.125, 3, 9)]

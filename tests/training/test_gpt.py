@@ -6,6 +6,7 @@ import re
 
 import pytest
 from mlflow import MlflowClient
+from mlflow.entities import Run
 from tests.training.conftest import COMMAND, Compose, run, the_run
 
 SMALL = [
@@ -14,6 +15,13 @@ SMALL = [
     *("trainer.max_steps=30", "trainer.val_check_interval=15", "data.cache=cache"),
     *("trainer.log_every_n_steps=1", "trainer.limit_val_batches=2"),
 ]
+
+
+def tokens_of_a_step(store: MlflowClient, run: Run) -> float:
+    """By its rate and its median, in the window in which the machine held up the fewest steps."""
+    names = ("samples_per_second", "step_time_median_s")
+    rates, medians = ([m.value for m in store.get_metric_history(run.info.run_id, f"throughput/{n}")] for n in names)
+    return max(rate * median for rate, median in zip(rates, medians, strict=True))
 
 
 def test_two_nodes_learn_from_the_standard_library_and_count_tokens(store: MlflowClient) -> None:
@@ -26,9 +34,9 @@ def test_two_nodes_learn_from_the_standard_library_and_count_tokens(store: Mlflo
     losses = [metric.value for metric in store.get_metric_history(mine.info.run_id, "train/loss")]
     assert losses[-1] < losses[0] - 0.5
     assert {"val/loss", "val/perplexity"} <= mine.data.metrics.keys()
-    median, rate = (mine.data.metrics[f"summary/{name}"] for name in ("step_time_median_s", "samples_per_second"))
+    rate = mine.data.metrics["summary/samples_per_second"]
     tokens = 2 * 8 * 32  # two ranks, batches of 8, sequences of 32
-    assert 0.3 < rate * median / tokens < 3, "of all ranks, and in tokens"
+    assert 0.3 < tokens_of_a_step(store, mine) / tokens < 3, "of all ranks, and in tokens"
     assert mine.data.metrics["summary/samples_per_second_per_device"] == pytest.approx(rate / 2)
 
 
@@ -60,4 +68,4 @@ def test_a_model_over_two_nodes_learns_and_counts_its_tokens_once(recipe: str, s
     replicas = 2 if recipe == "gpt_zero3" else 1
     rate, of_a_device = (mine.data.metrics[f"summary/samples_per_second{each}"] for each in ("", "_per_device"))
     assert of_a_device == pytest.approx(rate / 2)
-    assert 0.3 < rate * mine.data.metrics["summary/step_time_median_s"] / (replicas * 8 * 32) < 3
+    assert 0.3 < tokens_of_a_step(store, mine) / (replicas * 8 * 32) < 3

@@ -30,7 +30,7 @@ def test_the_losses_are_those_of_the_undisturbed_run(store: MlflowClient, tmp_pa
     undisturbed = the_run(store)
     store.delete_run(undisturbed.info.run_id)
     (tmp_path / "slow.py").write_text(SLOW)
-    emulate = [COMMAND, "emulate", "--nodes", "2", "--preempt-after", "5s", "--preempt-notice", "10s"]
+    emulate = [COMMAND, "emulate", "--nodes", "2", "--preempt-after", "0s", "--preempt-notice", "30s"]
     done = run(*emulate, "--", *TRAIN, "+callbacks.slow._target_=slow.Slow", variables={"PYTHONPATH": str(tmp_path)})
     assert "node 1 was taken away" in done.stdout
     preempted = the_run(store)
@@ -47,7 +47,7 @@ def test_it_comes_back_with_one_node_and_validates_as_the_undisturbed_run(store:
     undisturbed = the_run(store)
     store.delete_run(undisturbed.info.run_id)
     (tmp_path / "slow.py").write_text(SLOW)
-    emulate = [COMMAND, "emulate", "--nodes", "2", "--preempt-after", "5s", "--preempt-notice", "10s"]
+    emulate = [COMMAND, "emulate", "--nodes", "2", "--preempt-after", "0s", "--preempt-notice", "30s"]
     train = [*TRAIN, "+callbacks.slow._target_=slow.Slow"]
     done = run(*emulate, "--nodes-after", "1", "--", *train, variables={"PYTHONPATH": str(tmp_path)})
     assert "1 data-parallel rank(s) x accumulation 2" in done.stdout

@@ -9,6 +9,7 @@ from tests.watching.reports import beat
 from torch.distributed import HashStore
 
 from azureml_strategy.network.machine import Member, this_process
+from azureml_strategy.watching import hearing as hearing_module
 from azureml_strategy.watching.bounded import BoundedStore
 from azureml_strategy.watching.hearing import Hearing
 from azureml_strategy.watching.progress import START
@@ -19,6 +20,23 @@ Joins = Callable[..., Hearing]
 @pytest.fixture
 def shared() -> BoundedStore:
     return BoundedStore(HashStore(), timeout_s=60)
+
+
+class Clock:
+    """Stands still between two lines of a test, however long the machine takes for them."""
+
+    now = 100.0
+    time = staticmethod(time.time)
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(hearing_module, "time", clock)
+    return clock
 
 
 @pytest.fixture
@@ -58,28 +76,28 @@ def test_one_that_starts_may_be_silent_for_longer(joins: Joins, shared: BoundedS
     assert hearing.silent(time.monotonic()) == (1, 2)
 
 
-def test_one_that_has_met_the_others_and_never_speaks_is_as_late_as_one_that_starts(joins: Joins) -> None:
+def test_one_that_has_met_the_others_and_never_speaks_is_as_late_as_one_that_starts(clock: Clock, joins: Joins) -> None:
     hearing = joins(0)
     hearing.listen()
     assert hearing.dead(0) == ()
     hearing = joins(0, start_limit_s=0.01)
     hearing.listen()
-    time.sleep(0.02)
+    clock.now += 0.02
     assert hearing.dead(0.01) == (1, 2, 3)
 
 
-def test_only_those_are_silent_whom_one_listens_to(joins: Joins, shared: BoundedStore) -> None:
+def test_only_those_are_silent_whom_one_listens_to(clock: Clock, joins: Joins, shared: BoundedStore) -> None:
     """A rank other than the first listens to rank 0 alone, and to all when nothing moves."""
     hearing = joins(3)
     for rank in (0, 1, 2):
         shared.set(f"beat/{rank}", beat().to_json())
     hearing.listen()
-    time.sleep(0.02)
+    clock.now += 0.02
     hearing.listen([0])
     assert hearing.dead(0.01) == (0,)
     hearing.listen()
     assert hearing.dead(0.01) == (0,), "the others have just been asked again"
-    time.sleep(0.02)
+    clock.now += 0.02
     hearing.listen()
     assert hearing.dead(0.01) == (0, 1, 2)
 

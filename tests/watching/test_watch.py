@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -59,7 +60,7 @@ class Rank:
         self.notes: list[str] = []
         self.progress = Progress(limit_s, limit_s)
         self.watch = Watch(
-            BoundedStore(store, 10),
+            BoundedStore(store, 60),
             connect,
             rank,
             {each: this_process(each, 0) for each in (0, 1)} | {each.rank: each for each in others},
@@ -99,7 +100,7 @@ def inside_trainer(action: Callable[[], None]) -> None:
 
 
 def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -164,16 +165,17 @@ def test_a_call_that_nobody_has_closed_is_over_when_it_is_left(store: HashStore)
     until(lambda: is_over(store, 1))
 
 
-def test_rank_0_stays_until_the_others_have_left(store: HashStore) -> None:
+def test_rank_0_stays_until_the_others_have_left(store: HashStore, monkeypatch: pytest.MonkeyPatch) -> None:
     store.set("beat/1", beat().to_json())
+    monkeypatch.setattr(watching, "_CLOSE_SECONDS", 120)
     rank = Rank(0, store)
     closing = threading.Thread(target=rank.watch.close)
     closing.start()
+    until(lambda: is_over(store, 0))
     closing.join(0.5)
     assert closing.is_alive()
-    assert is_over(store, 0)
     store.set("beat/1", beat(over=True).to_json())
-    closing.join(5)
+    closing.join(60)
     assert not closing.is_alive()
 
 
@@ -250,7 +252,7 @@ def test_a_stall_is_reported_once_and_again_after_the_ranks_have_gone_on(store: 
             rank.progress._longest_s = 0
         assert rank.ends == []
         assert [(each.kind, each.final) for each in rank.verdicts] == [("stalled", False)] * 2
-        assert "rank 0: the ranks go on, 1 s after" in rank.notes[0].lower()
+        assert re.match(r"Rank 0: the ranks go on, \d+ s after", rank.notes[0])
         end()
         store.set("beat/1", beat(over=True).to_json())
         rank.watch.close()
@@ -270,10 +272,10 @@ def test_a_stall_ends_the_job_by_request(store: HashStore, quick: None) -> None:
     inside_trainer(hangs)
 
 
-def silent_rank(store: HashStore, other: Member) -> Rank:
+def silent_rank(store: HashStore, other: Member, dead_after_s: float = 0.3) -> Rank:
     """Rank 0 of two, when it has found out what is the matter with the other, which speaks no more."""
     store.set("beat/1", beat().to_json())
-    rank = Rank(0, store, others=[other], dead_after_s=0.3)
+    rank = Rank(0, store, others=[other], dead_after_s=dead_after_s)
     until(lambda: rank.verdicts)
     return rank
 
@@ -332,13 +334,13 @@ def test_a_node_that_has_vanished_ends_the_job_after_a_second_time_of_silence(
     vanished = Member(1, 1, "there", "another machine", 77, "1", *port.getsockname())
 
     def waits() -> None:
-        rank = silent_rank(store, vanished)  # which has met it, and filled the queue
+        rank = silent_rank(store, vanished, 2)  # which has met it, and filled the queue
         assert not rank.verdicts[0].final
         assert "its machine does not answer either" in rank.verdicts[0].headline
         until(lambda: len(rank.verdicts) == 2)
         assert (rank.verdicts[1].kind, rank.verdicts[1].final) == ("vanished", True)
         assert rank.verdicts[1].headline.startswith(
-            "rank 1 (node 1, host there) is gone with its node: for 1 s none of"
+            "rank 1 (node 1, host there) is gone with its node: for 4 s none of"
         )
         until(lambda: rank.ends)
 
@@ -382,8 +384,9 @@ def test_rank_0_of_another_machine_is_named_by_what_it_serves(server: str, monke
     assert fails_when_the_store_ends(elsewhere).startswith(said)
 
 
-def test_rank_0_waits_for_one_that_it_has_not_heard_yet(store: HashStore) -> None:
+def test_rank_0_waits_for_one_that_it_has_not_heard_yet(store: HashStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be slow to start, and would take the end of the store for that of rank 0."""
+    monkeypatch.setattr(watching, "_CLOSE_SECONDS", 120)
     rank = Rank(0, store)
     closing = threading.Thread(target=rank.watch.close)
     closing.start()
@@ -392,7 +395,7 @@ def test_rank_0_waits_for_one_that_it_has_not_heard_yet(store: HashStore) -> Non
     until(lambda: last_beat(store, 1))
     assert closing.is_alive()
     other.watch.close()
-    closing.join(5)
+    closing.join(60)
     assert not closing.is_alive()
     assert not store.check(["0/alarm"])
 
@@ -406,9 +409,8 @@ def test_a_store_that_is_lost_takes_no_less_than_a_stall(quick: None) -> None:
         until(lambda: last_beat(store, 1))
         time.sleep(0.1)
         store.ended = True
-        time.sleep(0.7)
-        assert rank.ends == []
         until(lambda: rank.ends)
+        assert rank.ends[0] > 1.5
         assert "is gone: the rendezvous store, which it serves, has ended" in rank.notes[0]
 
     inside_trainer(waits)

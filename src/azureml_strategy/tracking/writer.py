@@ -233,8 +233,10 @@ class BatchWriter:
                 return
             if woken or time.monotonic() >= self._resume_at:
                 self._drain()
-            else:
-                self._keep()
+                continue
+            self._busy = True
+            self._keep()
+            self._busy = False
 
     def _until_next(self) -> float:
         """Seconds until the thread has something to do by itself."""

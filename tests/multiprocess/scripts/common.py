@@ -100,6 +100,6 @@ def report(rank: int, **values: Any) -> None:
     """Write what the test compares; complete or not there at all."""
     folder = Path(os.environ["RESULTS"])
     folder.mkdir(exist_ok=True)
-    part = folder / f"{rank}.part"
+    part = folder / f"{rank}.{os.getpid()}.part"
     part.write_text(json.dumps(values))
     part.rename(folder / f"{rank}.json")

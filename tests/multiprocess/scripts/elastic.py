@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from common import report
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, Strategy
@@ -92,5 +93,6 @@ try:
     )
 except ResumeError as error:
     report(rank, refused=str(error))
+    torch.distributed.barrier()  # the first one to end has the others ended
     raise SystemExit(3) from error
 report(rank, **result)

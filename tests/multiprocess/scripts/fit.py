@@ -46,3 +46,5 @@ report(
     parameters=parameters(model),
     environ={name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK")},
 )
+if dist.is_initialized():
+    dist.barrier()  # the end of a node's first process is the end of those that it started

@@ -66,7 +66,7 @@ class EarlyFate(Callback):
 
 def go_on_after_the_report() -> None:
     """Have what hangs go on, once it is reported."""
-    while not REPORT.exists():
+    while not (REPORT.exists() and (GATE.exists() or STOPPED.exists())):
         time.sleep(0.05)
     if GATE.exists():
         os.close(os.open(GATE, os.O_WRONLY))

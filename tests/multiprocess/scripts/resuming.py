@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import os
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from tests.multiprocess.scripts.common import report
 
 from azureml_strategy.checkpoint import ResumeError, checkpoint_to_resume
+from azureml_strategy.checkpoint import resume as resuming
 
 read: dict[str, int] = {}
 
@@ -33,3 +35,6 @@ def _choose(resume: str, folder: Path) -> dict[str, Any]:
 
 sys.addaudithook(_audit)
 report(int(os.environ["RANK"]), choices=[_choose(each, Path(sys.argv[1])) for each in sys.argv[2:]])
+stores: list[Any] = resuming._kept_open  # of rank 0, from which the other may be reading still
+for store in stores:
+    store.wait(["told/1"], timedelta(seconds=60))
