@@ -28,7 +28,7 @@ test-oldest: .venv-test/oldest/installed
 	PYTHONPATH=$(CURDIR)/.venv-test/oldest .venv-test/bin/python -m pytest -q -W ignore $(OLDEST_TESTS)
 
 test-all: lint
-	.venv-test/bin/python -m pytest $(EVERY_CORE) -m ""
+	.venv-test/bin/python -m pytest $(EVERY_CORE) -m "" --hypothesis-profile random
 
 soak: .venv-test/installed
 	.venv-test/bin/python benchmarks/soak.py $(SOAK)

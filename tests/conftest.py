@@ -14,9 +14,10 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
-# How long an example takes says something about the machine only.
-settings.register_profile("any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("any-machine")
+# How long an example takes says something about the machine only. `make test` tries the same ones each time.
+settings.register_profile("random", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("the-same", settings.get_profile("random"), derandomize=True)
+settings.load_profile("the-same")
 
 # pytest and hypothesis write these themselves.
 _OWN_VARIABLES = {"PYTEST_CURRENT_TEST", "COLUMNS", "LINES"}

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.checkpoint.conftest import MakeCheckpoint, forge, put_checkpoint, put_new
 from torch.distributed import HashStore
@@ -89,6 +89,7 @@ def test_no_value_of_any_field_crashes_anything(field: str, value: Any) -> None:
 
 
 @given(st.sampled_from(["size", "crc32", "name", "more"]), _JSON)
+@example("size", 1 << 60)  # more than the disk has left
 def test_no_value_about_a_file_crashes_anything(field: str, value: Any) -> None:
     with TemporaryDirectory() as temporary:
         folder = Path(temporary) / "checkpoints"

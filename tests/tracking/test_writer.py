@@ -78,6 +78,7 @@ def flushed(writer: BatchWriter, *records: Record) -> bool:
     """Whether everything is written, these too, once the thread has tried."""
     for record in records:
         writer.put(record)
+    writer.wake()
     while not writer.is_away or writer._busy:
         time.sleep(0.002)
     return writer.flush(timeout_s=0.1)

@@ -11,7 +11,7 @@ from pathlib import Path
 from lightning.pytorch.utilities import rank_zero_warn
 
 from azureml_strategy.checkpoint.exchange import Exchange, StepError
-from azureml_strategy.checkpoint.manifest import Manifest, StoredFile
+from azureml_strategy.checkpoint.manifest import Manifest, StoredFile, look
 from azureml_strategy.checkpoint.storage_folder import CheckpointFolder, Summed, by_score, superfluous
 
 log = logging.getLogger(__name__)
@@ -88,9 +88,12 @@ class CheckpointWriter:
     def _begin(self, name: str) -> str:
         """The name to write under. Known beforehand, a full disk does not stop one rank in the middle."""
         name = self.folder.begin(name)
-        complete = self.folder.complete()
-        needed = _SPARE_BYTES + sum(file.size for file in complete[0].files.values()) if complete else 0
         free = self.folder.free_bytes()
+        sizes = (
+            (_SPARE_BYTES + sum(file.size for file in each.files.values()), each) for each in self.folder.complete()
+        )
+        # A manifest that says too much, and is not true, must not end all saving.
+        needed = next((size for size, each in sizes if size <= free or look(self.folder.path, each.files) is None), 0)
         if free < needed:
             self.folder.remove(name)
             raise OSError(f"the disk has {free:,} bytes left, and it takes about {needed:,}")
