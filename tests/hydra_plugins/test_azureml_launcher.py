@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import initialize
+from hydra import initialize_config_module
 from hydra._internal.callbacks import Callbacks
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
@@ -179,7 +179,7 @@ def launch() -> Any:
     register_resolvers()
 
     def of(combinations: Sequence[Sequence[str]], *settings: str, task: Any = run_recipe) -> Sequence[JobReturn]:
-        with initialize(None, version_base="1.3"):
+        with initialize_config_module("azureml_strategy.recipes", version_base="1.3"):
             loader = GlobalHydra.instance().config_loader()
             overrides = [*LAUNCHER, *settings]
             config = loader.load_configuration("resnet50_synthetic", overrides, RunMode.MULTIRUN)

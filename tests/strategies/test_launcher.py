@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 import pytest
-from hydra import compose, initialize
+from hydra import compose, initialize_config_module
 from hydra.core.hydra_config import HydraConfig
 from lightning.fabric.plugins.environments import LightningEnvironment
 from omegaconf import OmegaConf
@@ -38,7 +38,7 @@ def hydra_job() -> Iterator[Callable[..., None]]:
     register_resolvers()
 
     def enter(*overrides: str) -> None:
-        with initialize(None, version_base="1.3"):
+        with initialize_config_module("azureml_strategy.recipes", version_base="1.3"):
             config = compose("resnet50_synthetic", list(overrides), return_hydra_config=True)
         OmegaConf.set_readonly(config, False)
         config.hydra.runtime.output_dir = "/out/my run/1"

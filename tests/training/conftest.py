@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize
+from hydra import compose, initialize_config_module
 from mlflow import MlflowClient
 from mlflow.entities import Run
 from omegaconf import DictConfig, OmegaConf
@@ -33,7 +33,9 @@ Compose = Callable[..., DictConfig]
 def composed() -> Iterator[Compose]:
     """A recipe with overrides; what only a running application knows has a fixed value."""
     register_resolvers()
-    with initialize(None, version_base="1.3"):  # which registers its own `hydra` resolver
+    with initialize_config_module(
+        "azureml_strategy.recipes", version_base="1.3"
+    ):  # which registers its own `hydra` resolver
         OmegaConf.register_new_resolver("hydra", lambda key: f"<{key}>", replace=True)
         yield lambda recipe, *overrides: compose(recipe, list(overrides))
     OmegaConf.clear_resolver("hydra")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
-from hydra import compose, initialize, initialize_config_dir
+from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
@@ -60,7 +61,10 @@ def compose_recipe(recipe: Recipe, overrides: Sequence[str]) -> DictConfig:
         RecipeError: Hydra refuses; the message names the override and its near matches.
     """
     folder, overrides = recipe.folder, list(overrides)
-    with initialize_config_dir(folder, version_base="1.3") if folder else initialize(None, version_base="1.3"):
+    # Not by `initialize`, which reads the source of each module on the stack to find out who calls.
+    shipped = "azureml_strategy.recipes"
+    initialize = partial(initialize_config_dir, folder) if folder else partial(initialize_config_module, shipped)
+    with initialize(version_base="1.3"):
         try:
             config = compose(recipe.name, overrides, return_hydra_config=True)
         except _UNCOMPOSABLE as error:
