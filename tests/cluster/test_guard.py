@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from tests.preloaded import run_forked
 
 import azureml_strategy  # noqa: F401 - registers azureml_ddp
 from azureml_strategy.cluster import AzureMLEnvironment
@@ -132,8 +132,8 @@ def test_stock_lightning_may_start_the_processes_of_one_node(monkeypatch: pytest
         "trainer.fit(BoringModel())\n"
         "print(f'rank {trainer.global_rank} of {trainer.world_size} ended')\n"
     )
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stderr
+    done = run_forked([str(script)], os.environ, timeout=250)
+    assert done.returncode == 0, done.stdout
     assert all(f"rank {rank} of 2 ended" in done.stdout for rank in (0, 1)), done.stdout
 
 
