@@ -90,6 +90,14 @@ class Listener(Callback):
         HEARD.touch()
 
 
+class Unhurried(Callback):
+    """Leaves the watch the time to see that training goes on after its report."""
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if REPORT.exists():
+            time.sleep(1)
+
+
 class Recorder(Callback):
     """How the fit ends."""
 
@@ -139,7 +147,7 @@ def main(rank: int, fate: str, strategy: str = "azureml_ddp", machines: bool = F
     if passes and rank != RANK:
         threading.Thread(target=go_on_after_the_report, daemon=True).start()
     early = [EarlyFate()] if rank == RANK and fate == "killed before" else []
-    own = [Fate(fate) if rank == RANK else Listener(rank)]
+    own = [Fate(fate) if rank == RANK else Listener(rank), *([Unhurried()] if passes else [])]
     trainer = quiet_trainer(
         strategy=strategy,
         max_epochs=1 if fate == "none" or passes else 50,
