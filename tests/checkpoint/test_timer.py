@@ -1,30 +1,21 @@
 from __future__ import annotations
 
 import pytest
+from tests.clock import Clock
 
 from azureml_strategy.checkpoint import timer
 from azureml_strategy.checkpoint.timer import SharedTimer
 
 
-class _Clock:
-    """Seconds that pass when the test says so."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
-    clock = _Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
     monkeypatch.setattr(timer, "time", clock)
     return clock
 
 
 @pytest.mark.parametrize("batch_s", [0.001, 0.3, 7.0, 1000.0])
-def test_due_soon_after_the_interval_with_few_collectives(clock: _Clock, batch_s: float) -> None:
+def test_due_soon_after_the_interval_with_few_collectives(clock: Clock, batch_s: float) -> None:
     asked: list[tuple[int, bool]] = []
 
     def broadcast(said: tuple[int, bool]) -> tuple[int, bool]:
@@ -46,7 +37,7 @@ def test_due_soon_after_the_interval_with_few_collectives(clock: _Clock, batch_s
     assert not each.due(broadcast)
 
 
-def test_other_ranks_follow_rank_0_whatever_their_clocks(clock: _Clock) -> None:
+def test_other_ranks_follow_rank_0_whatever_their_clocks(clock: Clock) -> None:
     each = SharedTimer(10.0)
     clock.now += 1000.0
     assert not each.due(lambda own: (3, False))

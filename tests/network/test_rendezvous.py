@@ -43,9 +43,8 @@ def test_a_second_group_of_a_process_does_not_see_the_keys_of_the_first() -> Non
     port = free_port()
     first = open_store(launch(0, port), timedelta(seconds=120))
     first.set("key", "value")
-    second = open_store(
-        launch(0, port), timedelta(seconds=120)
-    )  # the server is shared, as it is with torch's own store
+    # The server is shared, as it is with torch's own store.
+    second = open_store(launch(0, port), timedelta(seconds=120))
     assert first.check(["key"])
     assert not second.check(["key"])
 

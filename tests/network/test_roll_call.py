@@ -7,9 +7,9 @@ import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from types import SimpleNamespace
 
 import pytest
+from tests.clock import Clock
 from torch.distributed import HashStore
 
 from azureml_strategy.cluster.errors import LaunchError
@@ -107,9 +107,7 @@ def test_different_problems_are_all_told() -> None:
 def test_a_long_wait_is_reported_while_it_lasts(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    now = [0.0]
-    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds))
-    monkeypatch.setattr(roll_call, "time", clock)
+    monkeypatch.setattr(roll_call, "time", Clock())
     monkeypatch.setattr(roll_call, "_POLL_SECONDS", 1.0)
     with caplog.at_level(logging.WARNING, roll_call.__name__):
         outcomes({0: None}, nodes=1, processes=2, timeout_s=150)

@@ -234,13 +234,13 @@ def test_what_one_attempt_has_not_written_the_next_one_does(
     assert client.get_metric_history(job_run, "loss")[1].timestamp == kept[0][3], "when it was logged"
 
 
-@pytest.mark.slow
 def _logged(logger: JobMLFlowLogger, steps: range) -> bool:
     for step in steps:
         logger.log_metrics({"loss": float(step)}, step=step)
     return logger.flush(timeout_s=8)
 
 
+@pytest.mark.slow
 def test_a_server_that_goes_and_comes_back(
     server: Any, client: MlflowClient, make_logger: MakeLogger, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,8 @@ from mlflow.tracking import MlflowClient
 
 from azureml_strategy.tracking.batch import Metrics, Params, Record, Tags, TextFile
 from azureml_strategy.tracking.run import OpenRun, RunRequest, join_run
-from azureml_strategy.tracking.spool import find_spools
+from azureml_strategy.tracking.spool import Spool, find_spools
+from azureml_strategy.tracking.store import StoreAwayError
 from azureml_strategy.tracking.writer import BatchWriter
 
 
@@ -150,6 +151,28 @@ def test_memory_is_bounded_and_the_rest_is_in_a_file(
 
 
 @pytest.mark.filterwarnings("ignore:MLflow is away")
+def test_what_is_being_moved_to_the_file_is_not_written(
+    strict: StrictClient, make_writer: Callable[..., BatchWriter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, left, create = make_writer(interval_s=0.01), list[bool](), Spool.create
+    writer.start()
+    assert writer.flush()
+
+    def look(*arguments: Any) -> Spool:
+        left.append(writer._is_anything_left())
+        return create(*arguments)
+
+    monkeypatch.setattr(Spool, "create", look)
+    writer._away, writer._resume_at = StoreAwayError("gone"), time.monotonic() + 600  # until then records are kept
+    writer.put(Metrics({"loss": 1.0}, 0, 0))
+    deadline = time.monotonic() + 60
+    while not writer._spool:
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    assert left == [True]
+    assert writer.flush()
+
+
 def test_a_disk_that_cannot_be_written_keeps_points_in_memory(
     strict: StrictClient, run_id: str, make_writer: Callable[..., BatchWriter], tmp_path: Path
 ) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from tests.clock import Clock
 from tests.watching.reports import beat
 from torch.distributed import HashStore
 
@@ -20,16 +21,6 @@ Joins = Callable[..., Hearing]
 @pytest.fixture
 def shared() -> BoundedStore:
     return BoundedStore(HashStore(), timeout_s=60)
-
-
-class Clock:
-    """Stands still between two lines of a test, however long the machine takes for them."""
-
-    now = 100.0
-    time = staticmethod(time.time)
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -1,17 +1,10 @@
 from __future__ import annotations
 
 import pytest
+from tests.clock import Clock
 
 from azureml_strategy.watching import progress
 from azureml_strategy.watching.progress import CHECKPOINT, STANDSTILL, START, Progress
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -181,7 +181,7 @@ def _end(running: Sequence[_Running]) -> None:
     _signal(running, signal.SIGKILL)
     for one in running:
         one.popen.wait()
-        one.reader.join(timeout=30)  # what it left running was ended as well
+        one.reader.join(timeout=2)
 
 
 def _signal(running: Sequence[_Running], signum: int) -> None:
