@@ -440,6 +440,7 @@ def test_a_metric_that_nobody_logs_is_an_error_at_once(tmp_path: Path) -> None:
     assert trainer.global_step == 30, "after the first epoch"
 
 
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 def test_one_of_lightnings_own_callback_is_resumed_as_lightning_does_it(tmp_path: Path) -> None:
     """With a warning: it was taken in the middle of a step."""
     with pytest.raises(Killed):

@@ -150,7 +150,6 @@ def test_memory_is_bounded_and_the_rest_is_in_a_file(
     assert find_spools(tmp_path) == []
 
 
-@pytest.mark.filterwarnings("ignore:MLflow is away")
 def test_what_is_being_moved_to_the_file_is_not_written(
     strict: StrictClient, make_writer: Callable[..., BatchWriter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,6 +172,7 @@ def test_what_is_being_moved_to_the_file_is_not_written(
     assert writer.flush()
 
 
+@pytest.mark.filterwarnings("ignore:MLflow is away")
 def test_a_disk_that_cannot_be_written_keeps_points_in_memory(
     strict: StrictClient, run_id: str, make_writer: Callable[..., BatchWriter], tmp_path: Path
 ) -> None:
