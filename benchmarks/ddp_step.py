@@ -32,7 +32,7 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from azureml_strategy.cluster.errors import CALLBACKS_SWITCH
+from azureml_strategy.cluster.environ import CALLBACKS_SWITCH
 from azureml_strategy.models import Bottleneck, ResNet50
 from azureml_strategy.strategies import AzureMLDDPStrategy
 

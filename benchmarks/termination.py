@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from azureml_strategy.checkpoint import JobCheckpoint
-from azureml_strategy.cluster.errors import CALLBACKS_SWITCH
+from azureml_strategy.cluster.environ import CALLBACKS_SWITCH
 from azureml_strategy.emulator import EmulatedJob, emulate
 from azureml_strategy.models import Bottleneck, ResNet50
 

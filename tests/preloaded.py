@@ -32,7 +32,7 @@ from subprocess import CompletedProcess, TimeoutExpired
 from types import ModuleType
 from typing import IO, Any
 
-from azureml_strategy.cluster import variables
+from azureml_strategy.cluster import environ as cluster_environ
 from azureml_strategy.emulator import processes
 
 _IMPORTED_ONCE = [
@@ -238,7 +238,7 @@ def _set_environ(environ: Mapping[str, str]) -> None:
     # The kernel keeps the variables a process was started with, and we read some back; here a file in memory does.
     memory = os.memfd_create("environ")
     os.write(memory, b"".join(f"{name}={value}\0".encode() for name, value in environ.items()))
-    variables._INITIAL_ENVIRON = Path(f"/proc/self/fd/{memory}")
+    cluster_environ._INITIAL_ENVIRON = Path(f"/proc/self/fd/{memory}")
 
 
 def _share(server: str) -> None:

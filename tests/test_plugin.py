@@ -9,7 +9,7 @@ import pytest
 from lightning.pytorch import Trainer
 
 from azureml_strategy.checkpoint.termination import TerminateTogether
-from azureml_strategy.cluster.errors import (
+from azureml_strategy.cluster.environ import (
     CALLBACKS_SWITCH,
     DATA_CHECK_SWITCH,
     GUARD_SWITCH,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from azureml_strategy.cluster.errors import (
+from azureml_strategy.cluster.environ import (
     CALLBACKS_SWITCH,
     DATA_CHECK_SWITCH,
     GUARD_SWITCH,
@@ -66,7 +66,7 @@ def pytorch_lightning_callbacks() -> list[Callback]:
 
 def _launch() -> Launch | None:
     """This process's place; None where nothing needs it."""
-    from azureml_strategy.cluster.launch import detect_launch
+    from azureml_strategy.cluster.launchers import detect_launch
 
     if switched_off(os.environ, CALLBACKS_SWITCH):
         return None

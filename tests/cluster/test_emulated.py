@@ -3,9 +3,10 @@ from __future__ import annotations
 import pytest
 
 from azureml_strategy.cluster.emulated import DISTRIBUTIONS, EmulatedRun, azure_variables, without_job_variables
-from azureml_strategy.cluster.errors import SWITCHES, LaunchError
+from azureml_strategy.cluster.environ import SWITCHES, LaunchError
 from azureml_strategy.cluster.job import read_job
-from azureml_strategy.cluster.launch import Launch, detect_launch
+from azureml_strategy.cluster.launch import Launch
+from azureml_strategy.cluster.launchers import detect_launch
 
 RUN = EmulatedRun("quirky_plum", "resnet50", "17", "sqlite:///mlflow.db")
 LAUNCH = Launch("pytorch", 5, 8, 1, 4, 1, 2, "127.0.0.2", 6105)

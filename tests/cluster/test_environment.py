@@ -10,8 +10,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from azureml_strategy.cluster.emulated import EmulatedRun, azure_variables
+from azureml_strategy.cluster.environ import LaunchError
 from azureml_strategy.cluster.environment import AzureMLEnvironment
-from azureml_strategy.cluster.errors import LaunchError
 from azureml_strategy.cluster.launch import Launch
 
 RUN = EmulatedRun("quirky_plum", "resnet50", "1", "file:mlruns")

@@ -15,7 +15,7 @@ from tests.preloaded import run_forked
 import azureml_strategy  # noqa: F401 - registers azureml_ddp
 from azureml_strategy.cluster import AzureMLEnvironment
 from azureml_strategy.cluster.emulated import EmulatedRun, azure_variables
-from azureml_strategy.cluster.errors import GUARD_SWITCH, LaunchError
+from azureml_strategy.cluster.environ import GUARD_SWITCH, LaunchError
 from azureml_strategy.cluster.guard import LaunchGuard
 from azureml_strategy.cluster.launch import Launch
 

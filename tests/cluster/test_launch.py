@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from azureml_strategy.cluster.emulated import EmulatedRun, azure_variables
-from azureml_strategy.cluster.errors import LaunchError
-from azureml_strategy.cluster.launch import Launch, detect_launch
-from azureml_strategy.cluster.launchers import local
-from azureml_strategy.cluster.nodes import ADDRESS_VARIABLES, NODE_VARIABLES
+from azureml_strategy.cluster.environ import ADDRESS_VARIABLES, NODE_VARIABLES, LaunchError
+from azureml_strategy.cluster.launch import Launch
+from azureml_strategy.cluster.launchers import detect_launch, local
 
 RUN = EmulatedRun("quirky_plum", "resnet50", "1", "file:mlruns")
 LAUNCHERS = ("pytorch", "mpi", "tensorflow", "ray", "torchrun", "deepspeed", "local")

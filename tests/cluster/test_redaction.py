@@ -13,10 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from azureml_strategy.cluster.errors import LaunchError
+from azureml_strategy.cluster.environ import ADDRESS_VARIABLES, NODE_VARIABLES, LaunchError
 from azureml_strategy.cluster.job import read_job
-from azureml_strategy.cluster.launch import detect_launch
-from azureml_strategy.cluster.nodes import ADDRESS_VARIABLES, NODE_VARIABLES
+from azureml_strategy.cluster.launchers import detect_launch
 from azureml_strategy.cluster.redaction import REDACTED, is_secret_name, redact, redact_text
 
 SECRET = "hunter2-Zm9vYmFy"

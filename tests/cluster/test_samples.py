@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from azureml_strategy.cluster.errors import LaunchError
-from azureml_strategy.cluster.launch import detect_launch
-from azureml_strategy.cluster.nodes import node_count
+from azureml_strategy.cluster.environ import LaunchError, node_count
+from azureml_strategy.cluster.launchers import detect_launch
 
 FILES = sorted((Path(__file__).parent / "samples").glob("*.json"))
 ATTRIBUTES = {"master_addr": "main_address", "master_port": "main_port"}

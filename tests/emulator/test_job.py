@@ -11,8 +11,8 @@ import pytest
 from mlflow import MlflowClient
 from tests.emulator.conftest import RunCode
 
-from azureml_strategy.cluster.launch import detect_launch
-from azureml_strategy.cluster.variables import DEFAULT_PORT
+from azureml_strategy.cluster.environ import DEFAULT_PORT
+from azureml_strategy.cluster.launchers import detect_launch
 from azureml_strategy.emulator import EmulatedJob, EmulationError, emulate
 
 PRINT_ENVIRON = "import json, os; print(json.dumps(dict(os.environ)))"

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore
 
-from azureml_strategy.cluster.variables import BATCH_PORT
+from azureml_strategy.cluster.environ import BATCH_PORT
 from azureml_strategy.emulator.ports import reserved_port
 
 

@@ -13,7 +13,7 @@ from tests.checkpoint.scheduled_events_service import Answer, Service, event, ev
 from tests.faults.fault import WELL, Attempt, Fault
 from tests.faults.orders import Order
 
-from azureml_strategy.cluster.variables import EVENTS_VARIABLE
+from azureml_strategy.cluster.environ import EVENTS_VARIABLE
 
 _KINDS = ("Preempt", "Redeploy", "Reboot", "Terminate")
 _NONSENSE = (b"", b"\xff\xfe\x00", b"[1, 2", b'{"Events": 7}', b"[]", b'{"Events": [{"EventId": {}}]}', b"{" * 10**5)

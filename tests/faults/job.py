@@ -19,7 +19,7 @@ from tests.faults.oracle import newest_whole
 from tests.faults.orders import NAMESPACE_VARIABLE, VARIABLE, to_text
 
 from azureml_strategy.cluster.emulated import EmulatedAttempt, EmulatedRun, azure_variables, without_job_variables
-from azureml_strategy.cluster.variables import EVENTS_VARIABLE
+from azureml_strategy.cluster.environ import EVENTS_VARIABLE
 from azureml_strategy.emulator import processes
 from azureml_strategy.emulator.ports import reserved_port
 from azureml_strategy.emulator.processes import Outcome, Process, run_together

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.multiprocess.conftest import RunJob
 
-from azureml_strategy.cluster.errors import HANG_WATCH_SWITCH, NETWORK_RECORD_SWITCH, TERMINATION_SWITCH
+from azureml_strategy.cluster.environ import HANG_WATCH_SWITCH, NETWORK_RECORD_SWITCH, TERMINATION_SWITCH
 
 # what fails: (the hook that is named, the switch)
 FAULTS = {

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import pytest
 
-from azureml_strategy.cluster.errors import LaunchError
+from azureml_strategy.cluster.environ import LaunchError
 from azureml_strategy.cluster.launch import Launch
 from azureml_strategy.network import rendezvous
 from azureml_strategy.network.rendezvous import open_store

@@ -12,7 +12,7 @@ import pytest
 from tests.clock import Clock
 from torch.distributed import HashStore
 
-from azureml_strategy.cluster.errors import LaunchError
+from azureml_strategy.cluster.environ import LaunchError
 from azureml_strategy.cluster.launch import Launch
 from azureml_strategy.network import roll_call
 from azureml_strategy.network.roll_call import call_roll

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from azureml_strategy.cluster.errors import LaunchError
+from azureml_strategy.cluster.environ import LaunchError
 from azureml_strategy.cluster.launch import Launch
 from azureml_strategy.network import session
 from azureml_strategy.network.nccl import NetworkPlan

@@ -9,7 +9,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from tests.strategies.conftest import EnterJob
 
-from azureml_strategy.cluster.errors import LaunchError
+from azureml_strategy.cluster.environ import LaunchError
 from azureml_strategy.strategies import AzureMLDDPStrategy
 from azureml_strategy.strategies.launcher import NodeLauncher
 

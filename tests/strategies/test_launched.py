@@ -7,8 +7,8 @@ import torch
 from lightning.pytorch import Trainer
 from tests.strategies.conftest import EnterJob
 
+from azureml_strategy.cluster.environ import LaunchError
 from azureml_strategy.cluster.environment import AzureMLEnvironment
-from azureml_strategy.cluster.errors import LaunchError
 from azureml_strategy.strategies import AzureMLDDPStrategy
 
 CPU = torch.device("cpu")

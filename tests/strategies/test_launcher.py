@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from tests.strategies.conftest import EnterJob
 
 from azureml_strategy.cluster.environment import AzureMLEnvironment
-from azureml_strategy.cluster.launch import detect_launch
+from azureml_strategy.cluster.launchers import detect_launch
 from azureml_strategy.strategies.launcher import NodeLauncher, _command
 from azureml_strategy.training.resolvers import register_resolvers
 

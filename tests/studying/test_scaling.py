@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from azureml_strategy.cluster.price import Price
+from azureml_strategy.cluster.job import Price
 from azureml_strategy.studying import StudyError
 from azureml_strategy.studying.figures import Figures
 from azureml_strategy.studying.scaling import compare

@@ -9,7 +9,7 @@ import pytest
 from lightning.pytorch import Callback, Trainer
 from mlflow.tracking import MlflowClient
 
-from azureml_strategy.cluster.price import Price
+from azureml_strategy.cluster.job import Price
 from azureml_strategy.tracking import CostTracker, JobMLFlowLogger, RunReport, ThroughputCallback
 from azureml_strategy.tracking.cost import process_age_s
 

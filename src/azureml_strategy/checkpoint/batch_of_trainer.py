@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from azureml_strategy.checkpoint.global_batch import GlobalBatch
-from azureml_strategy.cluster.replicas import batch_size_of, data_parallel_size
+from azureml_strategy.cluster.data_parallel import batch_size_of, data_parallel_size
 
 
 def running_global_batch(trainer: Trainer) -> GlobalBatch:

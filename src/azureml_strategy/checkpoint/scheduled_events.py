@@ -18,7 +18,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.request import OpenerDirector, ProxyHandler, Request, build_opener
 
-from azureml_strategy.cluster.variables import EVENTS_VARIABLE
+from azureml_strategy.cluster.environ import EVENTS_VARIABLE
 from azureml_strategy.network.metadata import is_azure_vm
 
 log = logging.getLogger(__name__)

@@ -27,10 +27,9 @@ from azureml_strategy.checkpoint.pausing import paused
 from azureml_strategy.checkpoint.preemption import Standstill, State
 from azureml_strategy.checkpoint.random_state import gather
 from azureml_strategy.checkpoint.scheduled_events import EventPoller, events_url
-from azureml_strategy.cluster.errors import TERMINATION_SWITCH
+from azureml_strategy.cluster.environ import TERMINATION_SWITCH
 from azureml_strategy.cluster.isolation import Attempt, IsolatedCallback, passed_through
-from azureml_strategy.cluster.launch import detect_launch
-from azureml_strategy.cluster.launchers import local
+from azureml_strategy.cluster.launchers import detect_launch, local
 from azureml_strategy.network.rendezvous import another_connection
 
 log = logging.getLogger(__name__)

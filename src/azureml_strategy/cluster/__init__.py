@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from azureml_strategy.cluster.errors import LaunchError
+from azureml_strategy.cluster.environ import LaunchError
 from azureml_strategy.cluster.job import Job, read_job
-from azureml_strategy.cluster.launch import Launch, detect_launch
+from azureml_strategy.cluster.launch import Launch
+from azureml_strategy.cluster.launchers import detect_launch
 from azureml_strategy.lazy import lazy_attributes
 
 if TYPE_CHECKING:

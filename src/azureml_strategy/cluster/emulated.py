@@ -6,9 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from azureml_strategy.cluster.errors import SWITCHES
+from azureml_strategy.cluster.environ import BATCH_PORT, SWITCHES
 from azureml_strategy.cluster.launch import Launch
-from azureml_strategy.cluster.variables import BATCH_PORT
 
 DISTRIBUTIONS = ("pytorch", "mpi", "tensorflow", "none")
 # What a job must not inherit from the shell that emulates it: another job's variables, or a launcher's.

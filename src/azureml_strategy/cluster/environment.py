@@ -7,8 +7,9 @@ import logging
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from typing_extensions import override
 
-from azureml_strategy.cluster.errors import LaunchError
-from azureml_strategy.cluster.launch import Launch, detect_launch
+from azureml_strategy.cluster.environ import LaunchError
+from azureml_strategy.cluster.launch import Launch
+from azureml_strategy.cluster.launchers import detect_launch
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from typing_extensions import override
 
-from azureml_strategy.cluster.errors import GUARD_SWITCH, LaunchError, seen
+from azureml_strategy.cluster.environ import GUARD_SWITCH, LaunchError, seen
 from azureml_strategy.cluster.isolation import IsolatedCallback
 from azureml_strategy.cluster.launch import Launch
 

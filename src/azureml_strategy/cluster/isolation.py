@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from lightning.pytorch import Callback, Trainer
 
-from azureml_strategy.cluster.errors import LaunchError
+from azureml_strategy.cluster.environ import LaunchError
 from azureml_strategy.cluster.redaction import redact_text
 
 log = logging.getLogger(__name__)

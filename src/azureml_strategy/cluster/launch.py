@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
-from azureml_strategy.cluster.errors import LaunchError
-from azureml_strategy.cluster.variables import own_environ
+from azureml_strategy.cluster.environ import LaunchError
 
 _LOOPBACK = ("127.", "localhost", "::1")
 
@@ -83,23 +81,3 @@ class Launch:
             local_rank=local_rank,
             local_world_size=processes,
         )
-
-
-def detect_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
-    """How Azure ML started this process.
-
-    Azure's own facts win over what Lightning or DeepSpeed wrote into the environment later.
-
-    Args:
-        environ: the environment to read; that of this process by default.
-
-    Returns:
-        None outside Azure ML, and in a job of one node without a `distribution` block: there is nothing to
-        follow, and Lightning's own defaults are right.
-
-    Raises:
-        LaunchError: the variables are incomplete or contradict one another, so that no rank can be trusted.
-    """
-    from azureml_strategy.cluster.launchers import read_launch  # it builds Launch
-
-    return read_launch(own_environ() if environ is None else environ)

@@ -21,7 +21,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.utils.data import DistributedSampler
 from typing_extensions import override
 
-from azureml_strategy.cluster.errors import DATA_CHECK_SWITCH
+from azureml_strategy.cluster.environ import DATA_CHECK_SWITCH
 from azureml_strategy.cluster.isolation import IsolatedCallback
 from azureml_strategy.network.rendezvous import another_connection
 

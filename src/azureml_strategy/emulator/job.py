@@ -16,9 +16,9 @@ from azureml_strategy.cluster.emulated import (
     azure_variables,
     without_job_variables,
 )
+from azureml_strategy.cluster.environ import DEFAULT_PORT, EVENTS_VARIABLE
 from azureml_strategy.cluster.launch import Launch
 from azureml_strategy.cluster.redaction import redact_text
-from azureml_strategy.cluster.variables import DEFAULT_PORT, EVENTS_VARIABLE
 from azureml_strategy.emulator.errors import EmulationError
 from azureml_strategy.emulator.namespaces import IsolatedNodes
 from azureml_strategy.emulator.ports import reserved_port

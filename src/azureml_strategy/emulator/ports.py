@@ -6,7 +6,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from azureml_strategy.cluster.variables import BATCH_PORT, DEFAULT_PORT
+from azureml_strategy.cluster.environ import BATCH_PORT, DEFAULT_PORT
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypedDict
 
-from azureml_strategy.cluster.price import Price
+from azureml_strategy.cluster.job import Price
 from azureml_strategy.cluster.redaction import redact_text
 from azureml_strategy.jobs.errors import JobError
 from azureml_strategy.jobs.retail_prices import ADDRESS, TIERS, PricesUnavailable, prices_by_tier

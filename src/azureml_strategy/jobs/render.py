@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from azureml_strategy.cluster.price import Price
+from azureml_strategy.cluster.job import Price
 from azureml_strategy.jobs.data_runtime import data_runtime_variables
 from azureml_strategy.jobs.environments import check_image, job_environment
 from azureml_strategy.jobs.errors import JobError

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from azureml_strategy.cluster.replicas import batch_size_of, data_parallel_size
+from azureml_strategy.cluster.data_parallel import batch_size_of, data_parallel_size
 from azureml_strategy.models.schedule import warmup_cosine
 
 

@@ -10,7 +10,7 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from azureml_strategy.cluster.errors import LaunchError
+from azureml_strategy.cluster.environ import LaunchError
 from azureml_strategy.cluster.launch import Launch
 
 if TYPE_CHECKING:

@@ -12,9 +12,8 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from azureml_strategy.cluster.errors import LaunchError
+from azureml_strategy.cluster.environ import LaunchError, node_addresses
 from azureml_strategy.cluster.launch import Launch
-from azureml_strategy.cluster.nodes import node_addresses
 from azureml_strategy.network.machine import Member, address_towards, this_process
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from azureml_strategy.cluster.errors import LaunchError
+from azureml_strategy.cluster.environ import LaunchError
 from azureml_strategy.cluster.launch import Launch
 from azureml_strategy.network.configured import configured_settings
 from azureml_strategy.network.flight_recorder import recorder_settings

@@ -11,7 +11,7 @@ from lightning.pytorch.strategies.ddp import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from azureml_strategy.cluster.errors import LaunchError
+from azureml_strategy.cluster.environ import LaunchError
 from azureml_strategy.strategies.compression import Compression, communication_hook, on_any_backend
 from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.launched import LaunchedStrategy

@@ -16,9 +16,10 @@ from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
 from azureml_strategy.checkpoint.plain_data import PlainDataStrategy
+from azureml_strategy.cluster.environ import LaunchError
 from azureml_strategy.cluster.environment import AzureMLEnvironment
-from azureml_strategy.cluster.errors import LaunchError
-from azureml_strategy.cluster.launch import Launch, detect_launch
+from azureml_strategy.cluster.launch import Launch
+from azureml_strategy.cluster.launchers import detect_launch
 from azureml_strategy.network.record import RunNetwork
 from azureml_strategy.network.session import prepare_network
 from azureml_strategy.strategies.launcher import NodeLauncher

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from azureml_strategy.cluster.price import Price
+from azureml_strategy.cluster.job import Price
 from azureml_strategy.cluster.redaction import redact_text
 from azureml_strategy.studying.errors import StudyError
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from azureml_strategy.cluster.price import Price
+from azureml_strategy.cluster.job import Price
 from azureml_strategy.studying.errors import StudyError
 
 # Enough to leave the warm-up of the shipped recipes behind (50 steps where it is longest) and to measure as many.

@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from azureml_strategy.cluster.price import format_money
+from azureml_strategy.cluster.job import format_money
 from azureml_strategy.studying.options import StudyOptions
 from azureml_strategy.studying.scaling import Row, Scaling
 from azureml_strategy.studying.sizes import count

@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_only
 from typing_extensions import override
 
-from azureml_strategy.cluster.price import Price, read_price
+from azureml_strategy.cluster.job import Price, read_price
 from azureml_strategy.tracking.logger import JobMLFlowLogger
 from azureml_strategy.tracking.throughput import find_throughput
 

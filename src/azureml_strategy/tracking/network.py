@@ -6,7 +6,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_only
 from typing_extensions import override
 
-from azureml_strategy.cluster.errors import NETWORK_RECORD_SWITCH
+from azureml_strategy.cluster.environ import NETWORK_RECORD_SWITCH
 from azureml_strategy.cluster.isolation import IsolatedCallback
 from azureml_strategy.network.record import RunNetwork
 from azureml_strategy.tracking.logger import JobMLFlowLogger

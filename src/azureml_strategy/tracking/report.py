@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
 
-from azureml_strategy.cluster.price import format_money
+from azureml_strategy.cluster.job import format_money
 from azureml_strategy.tracking.cost import CostTracker, find_cost
 from azureml_strategy.tracking.logger import JobMLFlowLogger
 from azureml_strategy.tracking.network import run_network

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from azureml_strategy.cluster.replicas import data_parallel_size
+from azureml_strategy.cluster.data_parallel import data_parallel_size
 from azureml_strategy.tracking.clocks import CudaClock, HostClock
 from azureml_strategy.tracking.flops import flops_of
 from azureml_strategy.tracking.peaks import peak_flops

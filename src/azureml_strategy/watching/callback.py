@@ -25,7 +25,7 @@ from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
 from azureml_strategy.checkpoint.random_state import gather
-from azureml_strategy.cluster.errors import HANG_WATCH_SWITCH
+from azureml_strategy.cluster.environ import HANG_WATCH_SWITCH
 from azureml_strategy.cluster.isolation import Attempt, IsolatedCallback
 from azureml_strategy.cluster.launchers import local
 from azureml_strategy.cluster.redaction import redact_text

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from azureml_strategy.cluster.errors import LaunchError
-from azureml_strategy.cluster.launch import Launch, detect_launch
+from azureml_strategy.cluster.environ import LaunchError
+from azureml_strategy.cluster.launch import Launch
+from azureml_strategy.cluster.launchers import detect_launch
 
 # Process 5 of `deepspeed --no_ssh --node_rank=1 --master_addr=10.0.0.4 ...`, one of four on the second node.
 WORKER = {

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from azureml_strategy.cluster.errors import LaunchError
-from azureml_strategy.cluster.launch import Launch, detect_launch
-from azureml_strategy.cluster.launchers import local
+from azureml_strategy.cluster.environ import LaunchError
+from azureml_strategy.cluster.launch import Launch
+from azureml_strategy.cluster.launchers import detect_launch, local
 
 # What one of our strategies gives its second process on the second node.
 CHILD = Launch("mpi", 5, 8, 1, 4, 1, 2, "10.0.0.4", 6105)

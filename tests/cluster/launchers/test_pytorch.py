@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from azureml_strategy.cluster.errors import LaunchError
-from azureml_strategy.cluster.launch import Launch, detect_launch
+from azureml_strategy.cluster.environ import LaunchError
+from azureml_strategy.cluster.launch import Launch
+from azureml_strategy.cluster.launchers import detect_launch
 
 JOB = {"AZUREML_RUN_ID": "quirky_plum"}
 # Node 1 of 2 with 4 processes each, on AmlCompute.

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from azureml_strategy.cluster.errors import LaunchError
-from azureml_strategy.cluster.launch import Launch, detect_launch
+from azureml_strategy.cluster.environ import LaunchError
+from azureml_strategy.cluster.launch import Launch
+from azureml_strategy.cluster.launchers import detect_launch
 
 WORKERS = ["10.0.0.4:2222", "10.0.0.5:2222"]
 

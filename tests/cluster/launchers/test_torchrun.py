@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from azureml_strategy.cluster.errors import LaunchError
-from azureml_strategy.cluster.launch import Launch, detect_launch
+from azureml_strategy.cluster.environ import LaunchError
+from azureml_strategy.cluster.launch import Launch
+from azureml_strategy.cluster.launchers import detect_launch
 
 # Worker 5 of `torchrun --nnodes 2 --nproc-per-node 4`, below a job of two nodes with one process each.
 WORKER = {

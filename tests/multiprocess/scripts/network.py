@@ -10,7 +10,7 @@ from typing import Any
 from common import Regression, loader, quiet_trainer, report
 
 from azureml_strategy import AzureMLDDPStrategy
-from azureml_strategy.cluster.errors import LaunchError
+from azureml_strategy.cluster.environ import LaunchError
 from azureml_strategy.tracking import JobMLFlowLogger
 
 arguments: dict[str, Any] = eval(sys.argv[1])

@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from tests.strategies.conftest import EnterJob
 from torch.utils.data import DataLoader, TensorDataset
 
-from azureml_strategy.cluster.errors import LaunchError
+from azureml_strategy.cluster.environ import LaunchError
 from azureml_strategy.strategies import AzureMLDeepSpeedStrategy
 from azureml_strategy.strategies.launcher import NodeLauncher
 from azureml_strategy.strategies.zero.device import AnyDeviceDeepSpeedStrategy

@@ -1,4 +1,4 @@
-"""One reader for each launcher; `read_launch` asks them in turn.
+"""How Azure ML started this process: `detect_launch` asks one reader for each launcher in turn.
 
 The order is from the innermost launcher to the outermost: a torchrun started below mpirun overrides it. MPI comes
 before PyTorch because mpirun's own variables cannot be confused, while DeepSpeed and Lightning write the PyTorch
@@ -9,25 +9,40 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from azureml_strategy.cluster.errors import LaunchError, seen
-from azureml_strategy.cluster.launch import Launch
-from azureml_strategy.cluster.launchers import (
-    absent,
-    deepspeed,
-    local,
-    mpi,
-    pytorch,
-    ray,
-    tensorflow,
-    torchrun,
+from azureml_strategy.cluster.environ import (
+    GUARD_SWITCH,
+    NODE_VARIABLES,
+    LaunchError,
+    declared_node_rank,
+    in_azure_ml,
+    is_placeholder,
+    node_count,
+    own_environ,
+    seen,
 )
-from azureml_strategy.cluster.nodes import NODE_VARIABLES, in_azure_ml, node_count
+from azureml_strategy.cluster.launch import Launch
+from azureml_strategy.cluster.launchers import deepspeed, local, mpi, pytorch, ray, tensorflow, torchrun
+from azureml_strategy.cluster.launchers.pytorch import PYTORCH_VARIABLES
 
 _READERS = (local.read, torchrun.read, deepspeed.read, mpi.read, pytorch.read, tensorflow.read, ray.read)
 
 
-def read_launch(environ: Mapping[str, str]) -> Launch | None:
-    """See `azureml_strategy.cluster.detect_launch`."""
+def detect_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
+    """How Azure ML started this process.
+
+    Azure's own facts win over what Lightning or DeepSpeed wrote into the environment later.
+
+    Args:
+        environ: the environment to read; that of this process by default.
+
+    Returns:
+        None outside Azure ML, and in a job of one node without a `distribution` block: there is nothing to
+        follow, and Lightning's own defaults are right.
+
+    Raises:
+        LaunchError: the variables are incomplete or contradict one another, so that no rank can be trusted.
+    """
+    environ = own_environ() if environ is None else environ
     if not in_azure_ml(environ):
         return None
     for read in _READERS:
@@ -35,7 +50,7 @@ def read_launch(environ: Mapping[str, str]) -> Launch | None:
         if launch is not None:
             _refuse_part_of_the_job(environ, launch)
             return launch
-    absent.refuse_if_distributed(environ)
+    _refuse_if_distributed(environ)
     return None
 
 
@@ -49,3 +64,35 @@ def _refuse_part_of_the_job(environ: Mapping[str, str], launch: Launch) -> None:
             "alone. Start it over all nodes, or let Azure ML start the processes: `distribution: {type: pytorch, "
             "process_count_per_instance: 1}` and Trainer(strategy='azureml_ddp')."
         )
+
+
+def _refuse_if_distributed(environ: Mapping[str, str]) -> None:
+    """Refuse to run as rank 0 of 1 where other processes run too.
+
+    Raises:
+        LaunchError: the job has several nodes, or half of a launcher's variables are there.
+    """
+    nodes = node_count(environ) or 1
+    if nodes > 1 or (declared_node_rank(environ) or 0) > 0:
+        raise LaunchError(
+            f"This job has several nodes ({_set(environ, NODE_VARIABLES)}), but no launcher gave this process a "
+            f"rank ({seen(environ, PYTORCH_VARIABLES)}): every node would train alone on all the data. "
+            "Add to the job: `distribution: {type: pytorch, process_count_per_instance: 1}`. If each process is meant "
+            f"to work alone, as in a parallel job, set {GUARD_SWITCH}=off."
+        )
+    half = [name for name in ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR") if name in environ]
+    if half and not _written_by_lightning(environ):
+        raise LaunchError(
+            f"Some of the launcher's variables are set, but RANK is not ({seen(environ, PYTORCH_VARIABLES)}): this "
+            "process cannot know its rank. Let Azure ML set all of them with "
+            "`distribution: {type: pytorch}`, or remove those that are set in the job's `environment_variables`."
+        )
+
+
+def _written_by_lightning(environ: Mapping[str, str]) -> bool:
+    """Lightning's own launcher on one node writes everything but RANK, with MASTER_ADDR=127.0.0.1."""
+    return is_placeholder(environ.get("MASTER_ADDR", ""))
+
+
+def _set(environ: Mapping[str, str], names: tuple[str, ...]) -> str:
+    return seen(environ, [name for name in (*names, "NODE_RANK", "AZUREML_CR_NODE_RANK") if name in environ])

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from azureml_strategy.cluster.environ import main_address, main_port, required_number
 from azureml_strategy.cluster.launch import Launch
-from azureml_strategy.cluster.nodes import main_address
-from azureml_strategy.cluster.variables import main_port, required_number
 
 # Set together by deepspeed/launcher/launch.py, and by nothing else.
 _MARKERS = ("CROSS_RANK", "CROSS_SIZE", "LOCAL_SIZE")

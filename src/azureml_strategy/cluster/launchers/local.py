@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from azureml_strategy.cluster.environ import required_number
 from azureml_strategy.cluster.launch import Launch
-from azureml_strategy.cluster.variables import required_number
 
 # Names the job's launcher, and marks the environment as written by `variables` below.
 MARKER = "AZUREML_STRATEGY_LAUNCHER"

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from azureml_strategy.cluster.errors import LaunchError, seen
-from azureml_strategy.cluster.launch import Launch
-from azureml_strategy.cluster.nodes import main_address, node_count
-from azureml_strategy.cluster.variables import (
+from azureml_strategy.cluster.environ import (
+    LaunchError,
     first_number,
     is_placeholder,
+    main_address,
     main_port,
+    node_count,
     required_number,
+    seen,
 )
+from azureml_strategy.cluster.launch import Launch
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from azureml_strategy.cluster.errors import LaunchError, seen
+from azureml_strategy.cluster.environ import (
+    NODE_VARIABLES,
+    LaunchError,
+    declared_node_rank,
+    is_placeholder,
+    main_address,
+    main_port,
+    node_count,
+    required_number,
+    seen,
+    whole_number,
+)
 from azureml_strategy.cluster.launch import Launch
-from azureml_strategy.cluster.nodes import NODE_VARIABLES, declared_node_rank, main_address, node_count
-from azureml_strategy.cluster.variables import is_placeholder, main_port, required_number, whole_number
 
 PYTORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 

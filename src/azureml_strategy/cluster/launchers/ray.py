@@ -8,10 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from azureml_strategy.cluster.errors import LaunchError, seen
+from azureml_strategy.cluster.environ import (
+    LaunchError,
+    declared_node_rank,
+    is_placeholder,
+    main_address,
+    main_port,
+    node_count,
+    seen,
+)
 from azureml_strategy.cluster.launch import Launch
-from azureml_strategy.cluster.nodes import declared_node_rank, main_address, node_count
-from azureml_strategy.cluster.variables import is_placeholder, main_port
 
 _USED = ("RAY_ADDRESS", "AZUREML_NODE_COUNT", "AZUREML_CR_NODE_RANK", "AZ_BATCHAI_JOB_MASTER_NODE_IP")
 

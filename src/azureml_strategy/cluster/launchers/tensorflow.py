@@ -6,9 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from azureml_strategy.cluster.errors import LaunchError
+from azureml_strategy.cluster.environ import LaunchError, host_of, is_placeholder, main_port
 from azureml_strategy.cluster.launch import Launch
-from azureml_strategy.cluster.variables import host_of, is_placeholder, main_port
 
 # A chief is a worker with extra duties and comes first, as in TensorFlow's own numbering.
 _TRAINING_TASKS = ("chief", "master", "worker")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from azureml_strategy.cluster.environ import required_number, whole_number
 from azureml_strategy.cluster.launch import Launch
-from azureml_strategy.cluster.variables import required_number, whole_number
 
 # Set for every worker by torch/distributed/elastic/agent/server/local_elastic_agent.py.
 _MARKER = "TORCHELASTIC_RUN_ID"

@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from azureml_strategy.cluster.errors import LaunchError
+from azureml_strategy.cluster.environ import LaunchError
 from azureml_strategy.cluster.job import Job, read_job
-from azureml_strategy.cluster.launch import Launch, detect_launch
+from azureml_strategy.cluster.launch import Launch
+from azureml_strategy.cluster.launchers import detect_launch
 from azureml_strategy.network.nccl import NetworkPlan, plan_nccl
 from azureml_strategy.network.node import Node, read_node
 

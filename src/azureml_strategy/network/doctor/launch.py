@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from azureml_strategy.cluster.environ import in_azure_ml
 from azureml_strategy.cluster.job import Job
 from azureml_strategy.cluster.launch import Launch
-from azureml_strategy.cluster.nodes import in_azure_ml
 from azureml_strategy.network.doctor.facts import Facts
 from azureml_strategy.network.findings import Finding
 

@@ -6,9 +6,9 @@ import pytest
 from lightning.pytorch import Trainer
 from torch.utils.data import BatchSampler, DataLoader
 
+from azureml_strategy.cluster.data_parallel import batch_size_of, data_parallel_size
 from azureml_strategy.cluster.environment import AzureMLEnvironment
 from azureml_strategy.cluster.launch import Launch
-from azureml_strategy.cluster.replicas import batch_size_of, data_parallel_size
 
 QUIET: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from azureml_strategy.cluster.errors import LaunchError
-from azureml_strategy.cluster.launch import detect_launch
+from azureml_strategy.cluster.environ import LaunchError
+from azureml_strategy.cluster.launchers import detect_launch
 
 JOB = {"AZUREML_RUN_ID": "quirky_plum"}
 # What Lightning's own launcher writes on one machine, in the process it started and in those it starts.

@@ -1,0 +1,231 @@
+"""Reads the variables of a job: numbers, nodes and addresses, with errors that name the variable.
+
+It also has the one error of a launch, and the switches of the callbacks that every Trainer of a job gets.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+# Each leaves out one of the callbacks that every Trainer of a job gets, when it is `off`. The guard's is for Trainers
+# that are meant to train alone in each process, as in a parallel job.
+GUARD_SWITCH = "AZUREML_STRATEGY_GUARD"
+HANG_WATCH_SWITCH = "AZUREML_STRATEGY_HANG_WATCH"
+TERMINATION_SWITCH = "AZUREML_STRATEGY_TERMINATION"
+NETWORK_RECORD_SWITCH = "AZUREML_STRATEGY_NETWORK_RECORD"
+DATA_CHECK_SWITCH = "AZUREML_STRATEGY_DATA_CHECK"
+# Leaves out all five.
+CALLBACKS_SWITCH = "AZUREML_STRATEGY_CALLBACKS"
+SWITCHES = (
+    *(GUARD_SWITCH, HANG_WATCH_SWITCH, TERMINATION_SWITCH, NETWORK_RECORD_SWITCH, DATA_CHECK_SWITCH),
+    CALLBACKS_SWITCH,
+)
+
+
+class LaunchError(RuntimeError):
+    """The environment or the Trainer contradicts how the job was launched.
+
+    The message says what was seen (variables and their values), why it cannot be right, and what to type instead.
+    """
+
+
+def switched_off(environ: Mapping[str, str], switch: str) -> bool:
+    """Whether a callback's own switch, or the one of all of them, is off.
+
+    Args:
+        environ: variables and their values.
+        switch: the name of the callback's own.
+    """
+    return any(environ.get(name, "").strip().lower() == "off" for name in (switch, CALLBACKS_SWITCH))
+
+
+def seen(environ: Mapping[str, str], names: Iterable[str]) -> str:
+    """`NAME='value'` for each name, or `NAME is not set`, joined for an error message."""
+    return ", ".join(f"{name}={environ[name]!r}" if name in environ else f"{name} is not set" for name in names)
+
+
+# Azure Batch's own port on the master node (`AZ_BATCH_MASTER_NODE=10.0.0.4:6000`): it is taken.
+BATCH_PORT = 6000
+# What Azure ML gives as MASTER_PORT on AmlCompute, and what its own guides use where it gives none.
+DEFAULT_PORT = 6105
+# Where to ask for Azure's Scheduled Events instead of at Azure's own address, on any machine; `off` asks nobody.
+EVENTS_VARIABLE = "AZUREML_STRATEGY_SCHEDULED_EVENTS"
+_WHOLE_NUMBER = re.compile(r"[0-9]{1,9}")
+_INITIAL_ENVIRON = Path("/proc/self/environ")
+_PLACEHOLDERS = ("localhost", "localhost.localdomain", "ip6-localhost", "127.0.0.1", "127.0.1.1", "::1", "0.0.0.0")
+
+
+def own_environ() -> Mapping[str, str]:
+    """This process's environment, made whole where Lightning left half a set in it.
+
+    Lightning's default environment deletes WORLD_SIZE at the end of each `fit`: a second Trainer in the same script
+    gets back the one that the process was started with, which Linux keeps. Where it was started without RANK,
+    Lightning's DeepSpeed strategy wrote that too, and it goes the same way.
+    """
+    if "WORLD_SIZE" in os.environ or "RANK" not in os.environ or not _INITIAL_ENVIRON.exists():
+        return os.environ
+    entries = _INITIAL_ENVIRON.read_bytes().decode(errors="replace").split("\0")
+    initial = dict(entry.split("=", 1) for entry in entries if "=" in entry)
+    if "RANK" not in initial:
+        return {name: value for name, value in os.environ.items() if name != "RANK"}
+    if "WORLD_SIZE" not in initial or initial["RANK"] != os.environ["RANK"]:
+        return os.environ
+    return {**os.environ, "WORLD_SIZE": initial["WORLD_SIZE"]}
+
+
+def whole_number(environ: Mapping[str, str], name: str) -> int | None:
+    """The variable as a number of at least 0, or None where it is not set or empty.
+
+    Raises:
+        LaunchError: it is set to something else.
+    """
+    text = environ.get(name, "").strip()
+    if not text:
+        return None
+    if not _WHOLE_NUMBER.fullmatch(text):
+        raise LaunchError(
+            f"{name}={environ[name]!r} is not a whole number, so this process cannot know its place in the job. "
+            f"Set it to a number of at least 0, or remove it so that the platform's own value is used."
+        )
+    return int(text)
+
+
+def required_number(environ: Mapping[str, str], name: str, why: str) -> int:
+    """The variable as a number of at least 0.
+
+    Raises:
+        LaunchError: it is missing; `why` says which variables make it necessary.
+    """
+    value = whole_number(environ, name)
+    if value is None:
+        raise LaunchError(
+            f"{name} is not set, although {why}: the set is incomplete and no rank "
+            "can be trusted. Let one launcher set all of its variables, and remove those that you set yourself."
+        )
+    return value
+
+
+def first_number(environ: Mapping[str, str], names: tuple[str, ...]) -> int | None:
+    """The first of the variables that is set, as a number, or None."""
+    for name in names:
+        value = whole_number(environ, name)
+        if value is not None:
+            return value
+    return None
+
+
+def is_placeholder(address: str) -> bool:
+    """Whether the address says "this machine" and so cannot be node 0's on a job of several nodes.
+
+    Lightning writes 127.0.0.1 into MASTER_ADDR and Azure ML `localhost` into AZ_BATCHAI_MPI_MASTER_NODE; Debian
+    gives a machine's own name 127.0.1.1. The other addresses of 127.0.0.0/8 are left alone: the emulator gives one
+    to each of its nodes.
+    """
+    return address.strip().lower() in _PLACEHOLDERS
+
+
+def host_of(address: str) -> str:
+    """The host of `host`, `host:port`, `[v6]:port` or a bare IPv6 address."""
+    address = address.strip()
+    if address.startswith("["):
+        return address[1:].partition("]")[0]
+    return address if address.count(":") > 1 else address.partition(":")[0]
+
+
+def main_port(environ: Mapping[str, str], *, trusted: bool) -> int:
+    """The port of the rendezvous on node 0; never 6000, which Azure Batch holds there.
+
+    Args:
+        environ: the process's environment.
+        trusted: whether MASTER_PORT can come from the platform or the user. Beside a MASTER_ADDR of 127.0.0.1
+            it was drawn at random by Lightning, in each process for itself.
+
+    Raises:
+        LaunchError: MASTER_PORT is no port.
+    """
+    port = whole_number(environ, "MASTER_PORT") if trusted else None
+    if port is not None and not 0 < port < 65536:
+        raise LaunchError(f"MASTER_PORT={port} is no TCP port. Remove it, or set one between 1 and 65535.")
+    return DEFAULT_PORT if port in (None, BATCH_PORT) else port
+
+
+_COUNTS = ("AZUREML_NODE_COUNT", "NODE_COUNT")  # AmlCompute; the Singularity back end
+_KUBERNETES_COUNTS = ("AMLARC_NUM_WORKER", "VC_WORKER_NUM")  # Azure Arc and AKS: one pod is one node
+_INDICES = ("AZUREML_CR_NODE_RANK", "VK_TASK_INDEX", "VC_TASK_INDEX")
+# In this order: the address alone, or with Batch's port, which host_of cuts off.
+_MASTERS = (
+    "AZ_BATCH_MASTER_NODE",
+    "AZ_BATCHAI_MPI_MASTER_NODE",
+    "AZ_BATCHAI_JOB_MASTER_NODE_IP",
+    "MASTER_IP",
+)
+
+NODE_VARIABLES = (*_COUNTS, "AZ_BATCH_HOST_LIST", "AZ_BATCH_NODE_LIST", *_KUBERNETES_COUNTS)
+ADDRESS_VARIABLES = ("MASTER_ADDR", *_MASTERS)
+
+
+def in_azure_ml(environ: Mapping[str, str]) -> bool:
+    """Whether this process belongs to an Azure ML job: a managed cluster's, or one on attached Kubernetes."""
+    if environ.get("AZUREML_RUN_ID") or environ.get("AZUREML_EXPERIMENT_ID"):
+        return True
+    return any(name.startswith(("AZ_BATCHAI_", "AMLARC_")) for name in environ)
+
+
+def node_count(environ: Mapping[str, str]) -> int | None:
+    """The number of nodes of the job, or None where nothing says it.
+
+    Raises:
+        LaunchError: a count is 0 or no number.
+    """
+    count = first_number(environ, _COUNTS)
+    if count is None:
+        count = len(node_addresses(environ)) or first_number(environ, _KUBERNETES_COUNTS)
+    if count == 0:
+        raise LaunchError(f"The job has 0 nodes ({seen(environ, NODE_VARIABLES)}). Remove the wrong variable.")
+    return count
+
+
+def node_addresses(environ: Mapping[str, str]) -> list[str]:
+    """Addresses or names of the job's nodes as Azure Batch lists them; nothing where it does not."""
+    return _entries(environ, "AZ_BATCH_HOST_LIST", ",") or _entries(environ, "AZ_BATCH_NODE_LIST", ";")
+
+
+def declared_node_rank(environ: Mapping[str, str]) -> int | None:
+    """NODE_RANK, else this node's index by the common runtime or by Kubernetes, else None."""
+    node_rank = whole_number(environ, "NODE_RANK")
+    return first_number(environ, _INDICES) if node_rank is None else node_rank
+
+
+def main_address(environ: Mapping[str, str], num_nodes: int, *, given_by_platform: bool = False) -> str:
+    """The host of global rank 0, without any port.
+
+    Args:
+        environ: the process's environment.
+        num_nodes: nodes in the job.
+        given_by_platform: whether the launcher sets MASTER_ADDR. Where it does not, a script or a library wrote what
+            stands there, perhaps each node its own address, and Azure Batch's variables come first.
+
+    Raises:
+        LaunchError: several nodes, and nothing names the first one.
+    """
+    given = host_of(environ.get("MASTER_ADDR", ""))
+    masters = [host_of(environ.get(name, "")) for name in _MASTERS]
+    masters += _entries(environ, "VC_WORKER_HOSTS", ",")[:1]
+    candidates = [given, *masters] if given_by_platform else [*masters, given]
+    for address in candidates:
+        if address and not is_placeholder(address):
+            return address
+    if num_nodes == 1:
+        return next(filter(None, candidates), "127.0.0.1")
+    raise LaunchError(
+        f"The job has {num_nodes} nodes, but nothing names an address of the first one that the others can reach "
+        f"({seen(environ, ADDRESS_VARIABLES)}). Set MASTER_ADDR to the address of node 0 on every node; "
+        "a `distribution: {type: pytorch}` block in the job does it."
+    )
+
+
+def _entries(environ: Mapping[str, str], name: str, separator: str) -> list[str]:
+    return [entry.strip() for entry in environ.get(name, "").split(separator) if entry.strip()]
