@@ -22,7 +22,7 @@ from typing import Any
 
 from harness import RESULTS, interleave, save, show, spread
 
-from azureml_strategy.network.transport import describe, read_transport
+from azureml_strategy.network.nccl_log import describe, read_transport
 
 MEGABYTE = 10**6
 TARGET_MB_PER_S = 50
@@ -37,7 +37,7 @@ PREFIXES = {
 }
 # VmHWM, because the peak that getrusage gives of a new process is at least that of the process which started it.
 PEAK = (
-    "import sys, pathlib; from azureml_strategy.network.transport import read_transport;"
+    "import sys, pathlib; from azureml_strategy.network.nccl_log import read_transport;"
     "read_transport(pathlib.Path(sys.argv[1])); status = pathlib.Path('/proc/self/status').read_text();"
     "print(status.partition('VmHWM:')[2].split()[0])"
 )

@@ -2,16 +2,238 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.network.conftest import NOBODY, Tree, job
+from torch._C import _distributed_c10d
 
-from azureml_strategy.network.configured import PLANNED_VARIABLES
-from azureml_strategy.network.nccl import NetworkPlan, plan_nccl
+from azureml_strategy.network.nccl import (
+    PLANNED_VARIABLES,
+    NetworkPlan,
+    configured_settings,
+    log_folder,
+    log_settings,
+    own_log,
+    plan_nccl,
+    recorder_settings,
+)
 from azureml_strategy.network.node import Node, read_node
+
+NAME = "NCCL_IB_HCA"
+PLACES = ("environment", "NCCL_CONF_FILE", "home", "etc")
+
+
+@pytest.fixture
+def environ(tree: Tree) -> dict[str, str]:
+    """A home folder and nothing else."""
+    return {"HOME": str(tree.root / "home")}
+
+
+@pytest.mark.parametrize("places", [PLACES[i:j] for i in range(4) for j in range(i + 1, 5)], ids="-".join)
+def test_which_place_wins(tree: Tree, environ: dict[str, str], places: tuple[str, ...]) -> None:
+    """The environment, then NCCL_CONF_FILE or else the home folder's file, then that in /etc: initEnv of NCCL."""
+    sources = {"environment": "environment"}
+    for place, file in (("NCCL_CONF_FILE", "own.conf"), ("home", "home/.nccl.conf"), ("etc", "etc/nccl.conf")):
+        if place in places:
+            sources[place] = str(tree.write(file, f"{NAME}={place}\n"))
+    if "NCCL_CONF_FILE" in places:
+        environ["NCCL_CONF_FILE"] = sources["NCCL_CONF_FILE"]
+    if "environment" in places:
+        environ[NAME] = "environment"
+    assert configured_settings(environ, root=tree.root)[NAME] == (places[0], sources[places[0]])
+
+
+def test_the_places_add_up(tree: Tree, environ: dict[str, str]) -> None:
+    home, etc = tree.write("home/.nccl.conf", "NCCL_ALGO=Ring"), tree.write("etc/nccl.conf", "NCCL_PROTO=Simple")
+    assert configured_settings(environ | {"NCCL_DEBUG": "WARN"}, root=tree.root) == {
+        "NCCL_DEBUG": ("WARN", "environment"),
+        "NCCL_ALGO": ("Ring", str(home)),
+        "NCCL_PROTO": ("Simple", str(etc)),
+    }
+
+
+def test_a_file_that_the_user_names_stands_for_that_at_home_even_if_it_is_not_there(
+    tree: Tree, environ: dict[str, str]
+) -> None:
+    tree.write("home/.nccl.conf", f"{NAME}=home")
+    environ["NCCL_CONF_FILE"] = "/nonexistent"
+    assert NAME not in configured_settings(environ, root=tree.root)
+    environ["NCCL_CONF_FILE"] = ""
+    assert configured_settings(environ, root=tree.root)[NAME][0] == "home"
+
+
+def test_rccl_has_files_of_its_own(tree: Tree, environ: dict[str, str]) -> None:
+    tree.write("etc/nccl.conf", f"{NAME}=nccl")
+    tree.write("home/.rccl.conf", "NCCL_DEBUG=rccl")
+    tree.write("etc/rccl.conf", f"{NAME}=rccl")
+    found = configured_settings(environ, root=tree.root, library="rccl")
+    assert {name: value for name, (value, _) in found.items()} == {NAME: "rccl", "NCCL_DEBUG": "rccl"}
+    assert configured_settings(environ, root=tree.root)[NAME][0] == "nccl"
+
+
+def test_lines_are_read_as_nccl_reads_them(tree: Tree, environ: dict[str, str]) -> None:
+    lines = (
+        "# NCCL_ALGO=Ring",
+        "NCCL_SOCKET_IFNAME==eth0",
+        "",
+        "NCCL_PROTO",
+        " NCCL_NET=IB",  # a variable whose name begins with a blank
+        "NCCL_IB_SL =1",
+        "NCCL_DEBUG= INFO",
+        "NCCL_IB_TC=",
+        "LD_PRELOAD=/evil.so",
+    )
+    tree.write("etc/nccl.conf", "\n".join(lines))
+    found = configured_settings(environ, root=tree.root)
+    assert {name: value for name, (value, _) in found.items()} == {
+        "NCCL_SOCKET_IFNAME": "=eth0",
+        "NCCL_IB_SL ": "1",
+        "NCCL_DEBUG": " INFO",
+        "NCCL_IB_TC": "",
+    }
+
+
+def test_only_variables_about_communication_are_read(environ: dict[str, str]) -> None:
+    mine = {"NCCL_IB_DISABLE": "1", "RCCL_MSCCL_ENABLE": "0", "GLOO_SOCKET_IFNAME": "eth0", "CUDA_LAUNCH_BLOCKING": "1"}
+    others = {"AZUREML_RUN_TOKEN": "secret", "CUDA_VISIBLE_DEVICES": "0", "MY_NCCL_DEBUG": "x"}
+    assert configured_settings(environ | mine | others, root="/nonexistent").keys() == mine.keys()
+
+
+def test_what_an_earlier_plan_has_set_is_not_the_users(environ: dict[str, str]) -> None:
+    environ |= {NAME: "=mlx5_ib0:1", "NCCL_DEBUG": "INFO", "NCCL_ALGO": "Ring", PLANNED_VARIABLES: ""}
+    environ[PLANNED_VARIABLES] = json.dumps({NAME: "=mlx5_ib0:1", "NCCL_DEBUG": "INFO"})
+    assert configured_settings(environ, root="/nonexistent") == {"NCCL_ALGO": ("Ring", "environment")}
+
+
+def test_this_process_is_read_by_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("NCCL_IB_SL", "3")
+    assert configured_settings(root=tmp_path)["NCCL_IB_SL"] == ("3", "environment")
+
+
+@pytest.mark.parametrize("kind", ["folder", "dangling"])
+def test_a_file_that_cannot_be_read(tree: Tree, environ: dict[str, str], kind: str) -> None:
+    path = tree.write("etc/nccl.conf", "")
+    path.unlink()
+    path.mkdir() if kind == "folder" else path.symlink_to("gone")
+    assert configured_settings(environ, root=tree.root) == {}
+
+
+@given(st.binary(max_size=80))
+def test_no_bytes_raise(content: bytes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        Tree(Path(folder)).write("etc/nccl.conf", b"NCCL_IB_SL=1\n" + content)
+        assert "NCCL_IB_SL" in configured_settings({}, root=folder)
+
+
+def planned(folder: Path, **configured: str) -> dict[str, str]:
+    sources = {name: (value, "environment") for name, value in configured.items()}
+    return {setting.variable: setting.value for setting in log_settings(sources, folder)}
+
+
+def test_nccl_writes_one_file_for_each_process(tmp_path: Path) -> None:
+    settings = planned(tmp_path)
+    assert settings == {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": f"{tmp_path}/nccl.%h.%p.log"}
+    host = socket.gethostname().partition(".")[0]
+    assert own_log(settings) == tmp_path / f"nccl.{host}.{os.getpid()}.log"
+
+
+def test_a_log_that_the_user_wants_is_left_as_it_is(tmp_path: Path) -> None:
+    assert planned(tmp_path, NCCL_DEBUG="WARN") == {}
+    assert planned(tmp_path, NCCL_DEBUG="INFO", NCCL_DEBUG_FILE="/mine") == {}
+    assert planned(tmp_path, NCCL_DEBUG_FILE="/mine.%p") == {"NCCL_DEBUG": "INFO"}
+
+
+@pytest.mark.parametrize("level", ["INFO", "info", "TRACE", "ABORT"])
+def test_the_users_own_file_is_read_back(level: str) -> None:
+    assert own_log({"NCCL_DEBUG": level, "NCCL_DEBUG_FILE": "/logs/a.%p.%p"}) == Path(
+        f"/logs/a.{os.getpid()}.{os.getpid()}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        ({"NCCL_DEBUG": "WARN", "NCCL_DEBUG_FILE": "/a"}, "NCCL_DEBUG=WARN keeps NCCL from telling it. Remove"),
+        ({"NCCL_DEBUG": "VERSION"}, "NCCL_DEBUG=VERSION keeps NCCL from telling it."),
+        ({"NCCL_DEBUG": "INFO"}, "NCCL_DEBUG=INFO writes to standard output, .* `azureml-strategy doctor --log FILE`"),
+    ],
+)
+def test_why_there_is_no_log_to_read(variables: dict[str, str], text: str) -> None:
+    with pytest.raises(LookupError, match=text):
+        own_log(variables)
+
+
+@pytest.mark.parametrize(
+    ("subsystems", "told"),
+    [("COLL", False), ("^INIT,ENV", False), ("INIT,ENV", True), ("net", True), ("ALL", True), ("^COLL", True)],
+)
+def test_subsystems_that_leave_the_transport_out(subsystems: str, told: bool) -> None:
+    variables = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": "/tmp/log", "NCCL_DEBUG_SUBSYS": subsystems}
+    if told:
+        assert own_log(variables) == Path("/tmp/log")
+    else:
+        with pytest.raises(LookupError, match="Remove NCCL_DEBUG_SUBSYS"):
+            own_log(variables)
+
+
+def test_in_a_job_the_log_is_among_those_that_are_uploaded(tmp_path: Path) -> None:
+    assert log_folder(azure=True) == tmp_path / "logs/nccl"  # each test has a working folder of its own
+    assert (tmp_path / "logs/nccl").is_dir()
+
+
+def test_elsewhere_it_is_temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    assert log_folder(azure=False) == tmp_path / "tmp/azureml_strategy_nccl"
+    assert not (tmp_path / "logs").exists()
+
+
+def test_a_working_folder_that_takes_no_logs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "logs").write_text("a file where a folder should be")
+    assert log_folder(azure=True) == tmp_path / "azureml_strategy_nccl"
+    assert log_folder(azure=True).is_dir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "logs"))
+    assert log_folder(azure=True) == tmp_path / "logs/azureml_strategy_nccl"  # NCCL fails to open its log, and goes on
+
+
+FOLDER = Path("/logs/nccl")
+
+
+def values(configured: dict[str, str], folder: Path | None = FOLDER) -> dict[str, str]:
+    found = {name: (value, "environment") for name, value in configured.items()}
+    return {setting.variable: setting.value for setting in recorder_settings(found, folder)}
+
+
+def test_it_is_switched_on_and_kept() -> None:
+    assert values({}) == {
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_DUMP_TEMP_FILE": "/logs/nccl/flight_recorder.rank_",
+    }
+    assert values({}, folder=None) == {"TORCH_FR_BUFFER_SIZE": "2000"}
+
+
+def test_older_releases_have_other_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(_distributed_c10d, "_dump_fr_trace")
+    assert values({}) == {
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/logs/nccl/flight_recorder.rank_",
+    }
+
+
+@pytest.mark.parametrize("name", ["TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"])
+def test_what_the_user_has_set_stays(name: str) -> None:
+    assert values({name: "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_FR_DUMP_TEMP_FILE": "/mine"}) == {}
+
 
 H100 = "Standard_ND96isr_H100_v5"
 

@@ -19,7 +19,7 @@ from typing import Any
 from urllib.request import OpenerDirector, ProxyHandler, Request, build_opener
 
 from azureml_strategy.cluster.environ import EVENTS_VARIABLE
-from azureml_strategy.network.metadata import is_azure_vm
+from azureml_strategy.network.node import is_azure_vm
 
 log = logging.getLogger(__name__)
 

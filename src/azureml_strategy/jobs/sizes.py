@@ -6,8 +6,7 @@ import datetime
 import re
 
 from azureml_strategy.jobs.errors import JobError
-from azureml_strategy.network.vm_names import bare_name
-from azureml_strategy.network.vm_sizes import UnknownVMSize, VMSize, known_vm_sizes, lookup_vm_size
+from azureml_strategy.network.vm_sizes import UnknownVMSize, VMSize, bare_name, known_vm_sizes, lookup_vm_size
 
 TIERS = ("dedicated", "low_priority")
 

@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from azureml_strategy.network.findings import Finding
     from azureml_strategy.network.infiniband import HCA, read_hcas
     from azureml_strategy.network.nccl import NetworkPlan, plan_nccl
+    from azureml_strategy.network.nccl_log import Transport, read_transport
     from azureml_strategy.network.node import Node, read_node
     from azureml_strategy.network.settings import Setting
-    from azureml_strategy.network.transport import Transport, read_transport
     from azureml_strategy.network.vm_sizes import UnknownVMSize, VMSize, lookup_vm_size
 
 __all__ = [
@@ -42,8 +42,8 @@ __getattr__ = lazy_attributes(
         "Node": "azureml_strategy.network.node",
         "read_node": "azureml_strategy.network.node",
         "Setting": "azureml_strategy.network.settings",
-        "Transport": "azureml_strategy.network.transport",
-        "read_transport": "azureml_strategy.network.transport",
+        "Transport": "azureml_strategy.network.nccl_log",
+        "read_transport": "azureml_strategy.network.nccl_log",
         "UnknownVMSize": "azureml_strategy.network.vm_sizes",
         "VMSize": "azureml_strategy.network.vm_sizes",
         "lookup_vm_size": "azureml_strategy.network.vm_sizes",

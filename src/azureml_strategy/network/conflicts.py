@@ -1,18 +1,57 @@
-"""Settings of the user's that the hardware contradicts, with what they cost."""
+"""The user's own NCCL settings that contradict the hardware of the node."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from azureml_strategy.network.filters import DeviceFilter, hca_list
 from azureml_strategy.network.findings import Finding, Verdict
 from azureml_strategy.network.hardware import total_gbytes
 from azureml_strategy.network.infiniband import HCA
-from azureml_strategy.network.interfaces import Interface
 from azureml_strategy.network.node import Node
+from azureml_strategy.network.sysfs import Interface
+
+
+@dataclass(frozen=True)
+class DeviceFilter:
+    """Which devices a list selects: `mlx5` by prefix, `=mlx5_0:1` exactly, `^mlx5_8` all but these.
+
+    Source: NCCL user guide, NCCL_IB_HCA and NCCL_SOCKET_IFNAME, and parseStringList and matchIfList in NCCL's sources.
+    A bare name is a prefix: `mlx5_1` selects `mlx5_10` as well. A port follows a colon; without one every port counts.
+    A blank is part of a name: after `a, b` NCCL finds no device ` b`. A list without a name stands for every device.
+    """
+
+    names: tuple[str, ...]
+    exact: bool
+    exclude: bool
+
+    @classmethod
+    def parse(cls, text: str) -> DeviceFilter:
+        """Read a variable's value."""
+        exclude = text.startswith("^")
+        text = text.removeprefix("^")
+        exact = text.startswith("=")
+        entries = text.removeprefix("=").split(",")
+        return cls(tuple(entry for entry in entries if entry.partition(":")[0]), exact, exclude)
+
+    def selects(self, name: str, port: int | None = None) -> bool:
+        """Whether a device (and port) is selected."""
+        listed = not self.names or any(self._matches(entry, name, port) for entry in self.names)
+        return listed != self.exclude
+
+    def _matches(self, entry: str, name: str, port: int | None) -> bool:
+        wanted, _, wanted_port = entry.partition(":")
+        if wanted_port and port is not None and wanted_port != str(port):
+            return False
+        return name == wanted if self.exact else name.startswith(wanted)
+
+
+def hca_list(hcas: Iterable[HCA]) -> str:
+    """The value of NCCL_IB_HCA that selects exactly these ports."""
+    return "=" + ",".join(f"{hca.name}:{hca.port}" for hca in hcas)
+
 
 # NCCL reads a flag as a number (strtoll): `true` and `yes` are 0 to it.
 _NUMBER = re.compile(r"\s*[+-]?(\d+)", re.A)

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from azureml_strategy.network.files import entries, read_number, read_text
+from azureml_strategy.network.sysfs import entries, read_number, read_text
 
 # The top bit of a partition key says full membership (InfiniBand Architecture Specification, 10.9.3).
 _FULL_MEMBERSHIP = 0x8000

@@ -1,20 +1,164 @@
-"""Which settings NCCL (on AMD GPUs RCCL, which reads the same variables) needs on this node, and why."""
+"""Plans the NCCL settings of a node, with a reason for each.
+
+Settings that a user or a configuration file of NCCL has made already stay.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Iterable, Mapping, MutableMapping
+import socket
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from azureml_strategy.network.configured import PLANNED_VARIABLES, configured_settings, planned_earlier
 from azureml_strategy.network.conflicts import find_conflicts
 from azureml_strategy.network.findings import Finding
 from azureml_strategy.network.hardware import find_faults
-from azureml_strategy.network.log_file import log_settings
 from azureml_strategy.network.node import Node, read_node
 from azureml_strategy.network.settings import Setting, wanted_settings
+from azureml_strategy.network.sysfs import read_text
+
+# Holds what an earlier plan of ours has set in this process or its parent, as JSON: these values are no user's.
+PLANNED_VARIABLES = "AZUREML_STRATEGY_PLANNED"
+_PREFIXES = ("NCCL_", "RCCL_", "TORCH_NCCL_", "TORCH_FR_", "GLOO_")
+_NAMES = ("CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING")
+
+
+def configured_settings(
+    environ: Mapping[str, str] | None = None, *, root: str | Path = "/", library: str = "nccl"
+) -> dict[str, tuple[str, str]]:
+    """Value and source of each variable about communication, as NCCL will see them.
+
+    The environment wins over NCCL_CONF_FILE (else the home folder's file), and that over the one in /etc (NCCL user
+    guide, "Environment Variables"; RCCL the same with names of its own).
+
+    Args:
+        environ: the environment; that of this process by default.
+        root: the folder that holds `etc`.
+        library: `nccl` or `rccl`.
+    """
+    environ = os.environ if environ is None else environ
+    home = Path(environ.get("HOME", "/nonexistent")) / f".{library}.conf"
+    files = [Path(root) / f"etc/{library}.conf", Path(environ.get("NCCL_CONF_FILE") or home)]
+    settings = {name: (value, str(path)) for path in files for name, value in _read(path).items()}
+    planned = planned_earlier(environ)
+    given = {name: (value, "environment") for name, value in environ.items() if planned.get(name) != value}
+    return {name: found for name, found in (settings | given).items() if _is_ours_to_read(name)}
+
+
+def planned_earlier(environ: Mapping[str, str]) -> dict[str, str]:
+    """What an earlier plan has set; nothing where the note was damaged."""
+    try:
+        noted = json.loads(environ.get(PLANNED_VARIABLES, "{}"))
+    except ValueError:
+        return {}
+    return noted if isinstance(noted, dict) else {}
+
+
+def _is_ours_to_read(name: str) -> bool:
+    return name.startswith(_PREFIXES) or name in _NAMES
+
+
+def _read(path: Path) -> dict[str, str]:
+    """Lines of NAME=VALUE; `#` in the first column starts a comment, and blanks belong to the name and the value."""
+    lines = (read_text(path) or "").split("\n")
+    pairs = (line.partition("=") for line in lines if not line.startswith("#"))
+    return {name: value for name, separator, value in pairs if separator}
+
+
+# NCCL tells its transport from this level on.
+_TELLING_LEVELS = ("INFO", "TRACE", "ABORT")
+# Channel lines are logged under INIT and NET (NCCL's src/transport/net.cc).
+_TELLING_SUBSYSTEMS = ("INIT", "NET", "ALL")
+_REASON = "The transport is read back from NCCL's own log"
+
+
+def log_settings(configured: Mapping[str, tuple[str, str]], folder: Path) -> Iterator[Setting]:
+    """Have NCCL write its log into a folder, unless the user wants it elsewhere.
+
+    A log level or a file that is set already stays as it is. The level INFO costs some hundred lines at the start.
+
+    Args:
+        configured: value and source of each variable, from `configured_settings`.
+        folder: for the logs, one for each process.
+    """
+    if "NCCL_DEBUG" in configured:
+        return
+    yield Setting("NCCL_DEBUG", "INFO", f"{_REASON}.", "NVIDIA NCCL user guide, NCCL_DEBUG")
+    if "NCCL_DEBUG_FILE" not in configured:
+        path = str(folder / "nccl.%h.%p.log")
+        yield Setting("NCCL_DEBUG_FILE", path, f"{_REASON}; %h is the host, %p the process.", "ditto, NCCL_DEBUG_FILE")
+
+
+def own_log(variables: Mapping[str, str]) -> Path:
+    """The file that NCCL writes its log to in this process.
+
+    Args:
+        variables: what NCCL reads.
+
+    Raises:
+        LookupError: there will be none to read; the text says why, and what to do.
+    """
+    level, file = variables.get("NCCL_DEBUG", ""), variables.get("NCCL_DEBUG_FILE", "")
+    if level.upper() not in _TELLING_LEVELS:
+        raise LookupError(f"not known: NCCL_DEBUG={level} keeps NCCL from telling it. Remove NCCL_DEBUG.")
+    subsystems = variables.get("NCCL_DEBUG_SUBSYS", "INIT").upper()
+    if subsystems.startswith("^") == any(name in subsystems for name in _TELLING_SUBSYSTEMS):
+        raise LookupError(f"not known: NCCL_DEBUG_SUBSYS={subsystems} leaves it out. Remove NCCL_DEBUG_SUBSYS.")
+    if not file:
+        raise LookupError(
+            f"not known: NCCL_DEBUG={level} writes to standard output, which cannot be read back. Remove NCCL_DEBUG, "
+            "or read the job's log with `azureml-strategy doctor --log FILE`."
+        )
+    host = socket.gethostname().partition(".")[0]  # as NCCL cuts it
+    return Path(file.replace("%h", host).replace("%p", str(os.getpid())))
+
+
+def log_folder(azure: bool) -> Path:
+    """A folder for NCCL's logs: in an Azure ML job `logs/nccl`, which is uploaded while the job runs."""
+    temporary = Path(tempfile.gettempdir()) / "azureml_strategy_nccl"
+    for folder in [Path("logs/nccl").resolve()] * azure + [temporary]:
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            if os.access(folder, os.W_OK):
+                return folder
+    return temporary
+
+
+# Some hundred bytes each, and torch's own default where it has one: a step of a large model has some hundreds.
+_ENTRIES = 2000
+_SOURCE = "PyTorch, ProcessGroupNCCL environment variables"
+
+
+def recorder_settings(configured: Mapping[str, tuple[str, str]], folder: Path | None) -> Iterator[Setting]:
+    """Have torch remember the last collectives, and NCCL's watchdog write them down when one times out.
+
+    Older releases of torch record nothing unless they are told, and only for NCCL; newer ones have other names, and
+    warn of the old ones.
+
+    Args:
+        configured: value and source of each variable that is set already.
+        folder: for what the watchdog writes; None leaves it where torch puts it, in the node's /tmp.
+    """
+    from torch._C import _distributed_c10d
+
+    new = hasattr(_distributed_c10d, "_dump_fr_trace")
+    size, file = ("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE")
+    old_size, old_file = ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+    if size not in configured and old_size not in configured:
+        reason = f"torch remembers the last {_ENTRIES} collectives, by which a rank that hangs is found."
+        yield Setting(size if new else old_size, str(_ENTRIES), reason, _SOURCE)
+    if folder is None:
+        return
+    if "TORCH_NCCL_DUMP_ON_TIMEOUT" not in configured:
+        reason = "NCCL's watchdog writes them down before it ends the process."
+        yield Setting("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", reason, _SOURCE)
+    if file not in configured and old_file not in configured:
+        reason = "They must not go with the node, as /tmp does."
+        yield Setting(file if new else old_file, str(folder / "flight_recorder.rank_"), reason, _SOURCE)
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,97 @@
-"""What this node is and has: its VM size, GPUs, adapters, interfaces and limits."""
+"""What is known of this node: its VM size, adapters, interfaces and NCCL's topology file."""
 
 from __future__ import annotations
 
+import http.client
 import os
 import re
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from azureml_strategy.cluster.job import read_job
-from azureml_strategy.network.files import read_text
-from azureml_strategy.network.gpus import GPUs, gpudirect_support, read_gpus
 from azureml_strategy.network.infiniband import HCA, read_hcas
-from azureml_strategy.network.interfaces import Interface, bootstrap_interface, read_interfaces
-from azureml_strategy.network.metadata import VM_SIZE_URL, instance_vm_size, is_azure_vm
-from azureml_strategy.network.topology import has_default_topology, topology_file
+from azureml_strategy.network.sysfs import (
+    GPUs,
+    Interface,
+    bootstrap_interface,
+    gpudirect_support,
+    read_gpus,
+    read_interfaces,
+    read_text,
+)
 from azureml_strategy.network.vm_sizes import UnknownVMSize, VMSize, known_vm_sizes, lookup_vm_size
+
+# The same for every Azure VM; "MSFT AZURE VM" in ASCII. cloud-init and Azure's own agents decide by it.
+_AZURE_ASSET_TAG = "7783-7084-3265-9085-8269-3286-77"
+VM_SIZE_URL = "http://169.254.169.254/metadata/instance/compute/vmSize?api-version=2021-01-01&format=text"
+# The service answers from the host itself, in milliseconds; in a container it may be blocked.
+TIMEOUT_SECONDS = 0.5
+_NAME = re.compile(r"[\w-]{1,64}", re.A)  # Standard_ND96isr_H100_v5, Standard_HB120-16rs_v3
+
+
+def is_azure_vm(sysfs: str | Path = "/sys") -> bool:
+    """Whether this machine is an Azure VM, by its chassis; no network is touched."""
+    return read_text(Path(sysfs) / "class/dmi/id/chassis_asset_tag") == _AZURE_ASSET_TAG
+
+
+def instance_vm_size(url: str = VM_SIZE_URL, timeout_s: float = TIMEOUT_SECONDS) -> str | None:
+    """The VM size that the metadata service names; None where it does not answer in time.
+
+    Asked directly, past any proxy, on a thread: a socket's own time-out starts anew with each byte that drips in.
+
+    Args:
+        url: the service's address.
+        timeout_s: the longest this may take, in seconds.
+    """
+    answers: list[str] = []
+    thread = threading.Thread(target=_ask, args=(url, timeout_s, answers), name="instance-metadata", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return answers[0] if answers else None
+
+
+def _ask(url: str, timeout_s: float, answers: list[str]) -> None:
+    address = urlsplit(url)
+    connection = http.client.HTTPConnection(address.netloc, timeout=timeout_s)
+    try:
+        connection.request("GET", f"{address.path}?{address.query}", headers={"Metadata": "true"})
+        response = connection.getresponse()
+        text = response.read(256).decode("ascii", "replace").strip()
+    except (OSError, http.client.HTTPException):
+        return
+    finally:
+        connection.close()
+    if response.status == 200 and _NAME.fullmatch(text):
+        answers.append(text)
+
+
+# Where Azure's HPC images put them (azhpc-images, components/customizations); a container sees them only if they
+# are mounted or copied in.
+_PLACES = ("opt/microsoft/{series}-topo.xml", "opt/microsoft/{series}/topo.xml")
+# NCCL reads this one by itself.
+_NCCL_DEFAULT = "var/run/nvidia-topologyd/virtualTopology.xml"
+
+
+def topology_file(size: VMSize | None, root: str | Path = "/") -> Path | None:
+    """The topology file for a VM size, if this node has it.
+
+    Args:
+        size: the node's size.
+        root: the folder that holds `opt`.
+    """
+    if size is None or size.topology is None:
+        return None
+    paths = (Path(root) / place.format(series=size.topology) for place in _PLACES)
+    return next((path for path in paths if os.path.isfile(path)), None)
+
+
+def has_default_topology(root: str | Path = "/") -> bool:
+    """Whether NCCL finds a topology file without being told."""
+    return os.path.isfile(Path(root) / _NCCL_DEFAULT)
+
 
 _MEMLOCK = re.compile(r"^Max locked memory\s+(\S+)", re.M)
 _MEMORY_IN_MODEL = re.compile(r"(\d+)\s*GB")

@@ -11,8 +11,8 @@ from azureml_strategy.cluster.launch import Launch
 from azureml_strategy.network.findings import Finding
 from azureml_strategy.network.infiniband import natural_order
 from azureml_strategy.network.nccl import NetworkPlan
+from azureml_strategy.network.nccl_log import Transport, describe
 from azureml_strategy.network.node import Node
-from azureml_strategy.network.transport import Transport, describe
 
 # From the transport that slows a job most to the one that does so least; a job is as fast as its slowest node.
 _SLOWEST_FIRST = ("unknown", "socket", "ofi", "roce", "ib", "p2p-only")

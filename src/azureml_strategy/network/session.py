@@ -9,16 +9,20 @@ from typing import TYPE_CHECKING
 
 from azureml_strategy.cluster.environ import LaunchError
 from azureml_strategy.cluster.launch import Launch
-from azureml_strategy.network.configured import configured_settings
-from azureml_strategy.network.flight_recorder import recorder_settings
-from azureml_strategy.network.gpus import cuda_started
-from azureml_strategy.network.log_file import log_folder, own_log
-from azureml_strategy.network.nccl import NetworkPlan, plan_nccl
+from azureml_strategy.network.nccl import (
+    NetworkPlan,
+    configured_settings,
+    log_folder,
+    own_log,
+    plan_nccl,
+    recorder_settings,
+)
+from azureml_strategy.network.nccl_log import Transport, read_transport
 from azureml_strategy.network.node import Node, read_node
 from azureml_strategy.network.record import NodeRecord, RunNetwork, record_node
 from azureml_strategy.network.rendezvous import open_store
 from azureml_strategy.network.roll_call import call_roll
-from azureml_strategy.network.transport import Transport, read_transport
+from azureml_strategy.network.sysfs import cuda_started
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]

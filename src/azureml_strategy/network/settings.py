@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from azureml_strategy.network.filters import hca_list
+from azureml_strategy.network.conflicts import hca_list
 from azureml_strategy.network.node import Node
 
 _IMAGES = "Azure/azhpc-images, components/customizations"

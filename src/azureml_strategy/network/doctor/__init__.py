@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from azureml_strategy.network.doctor.examination import examine
 from azureml_strategy.network.doctor.log import UnreadableLog, explain_log
-from azureml_strategy.network.doctor.report import Report, Section
-from azureml_strategy.network.doctor.text import render
+from azureml_strategy.network.doctor.report import Report, Section, render
 
 __all__ = ["Report", "Section", "UnreadableLog", "examine", "explain_log", "render"]

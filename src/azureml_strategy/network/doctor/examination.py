@@ -6,19 +6,12 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from azureml_strategy.network.doctor.adapters import check_adapters
+from azureml_strategy.network.doctor.disks import check_limits, check_storage
 from azureml_strategy.network.doctor.facts import Facts, read_facts
-from azureml_strategy.network.doctor.gpus import check_gpus
-from azureml_strategy.network.doctor.installed import installed_versions
-from azureml_strategy.network.doctor.launch import check_launch
-from azureml_strategy.network.doctor.limits import check_limits
-from azureml_strategy.network.doctor.report import Report, Section
-from azureml_strategy.network.doctor.secrets import without_secrets
-from azureml_strategy.network.doctor.settings import check_settings
-from azureml_strategy.network.doctor.size import check_size
-from azureml_strategy.network.doctor.storage import check_storage
-from azureml_strategy.network.doctor.tracking import check_tracking
-from azureml_strategy.network.doctor.versions import check_versions
+from azureml_strategy.network.doctor.machine import check_adapters, check_gpus, check_size
+from azureml_strategy.network.doctor.report import Report, Section, without_secrets
+from azureml_strategy.network.doctor.software import check_tracking, check_versions, installed_versions
+from azureml_strategy.network.doctor.variables import check_launch, check_settings
 from azureml_strategy.network.findings import Finding
 
 _SECTIONS: tuple[tuple[str, tuple[Callable[[Facts], Iterable[Finding]], ...]], ...] = (

@@ -8,11 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from azureml_strategy.network.doctor.report import Report, Section
-from azureml_strategy.network.doctor.secrets import without_secrets
+from azureml_strategy.network.doctor.report import Report, Section, without_secrets
 from azureml_strategy.network.findings import Finding, Verdict
 from azureml_strategy.network.infiniband import read_hcas
-from azureml_strategy.network.transport import LogError, Transport, describe, read_transport
+from azureml_strategy.network.nccl_log import LogError, Transport, describe, read_transport
 
 _VERDICTS: Mapping[str, Verdict] = {"problem": "problem", "warning": "warning", "info": "ok"}
 _EVIDENCE = {

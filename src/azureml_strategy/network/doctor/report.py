@@ -1,12 +1,15 @@
-"""A report: sections of findings, their sum, and the facts they rest on."""
+"""The report of an examination: its sections, as text or as a JSON document, and without secrets."""
 
 from __future__ import annotations
 
 import json
+import re
+import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from azureml_strategy.cluster.redaction import redact
 from azureml_strategy.network.findings import Finding, Verdict
 
 _WORST_FIRST: tuple[Verdict, ...] = ("problem", "warning", "ok")
@@ -70,3 +73,94 @@ class Report:
 
 def _count(number: int, word: str) -> str:
     return f"{number or 'no'} {word}{'' if number == 1 else 's'}"
+
+
+# A log may hold escape sequences, which a terminal would obey.
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]+")
+
+
+def without_secrets(report: Report, environ: Mapping[str, str]) -> Report:
+    """The report, fit to print and to pass on.
+
+    Args:
+        report: what was found.
+        environ: what its variables with secret names hold is struck out, besides what looks like a secret.
+    """
+    sections = tuple(
+        Section(
+            section.title,
+            tuple(
+                replace(
+                    finding,
+                    subject=printable(finding.subject, environ),
+                    text=printable(finding.text, environ),
+                    advice=printable(finding.advice, environ),
+                )
+                for finding in section.findings
+            ),
+        )
+        for section in report.sections
+    )
+    return Report(sections, printable(report.facts, environ))
+
+
+def printable(value: Any, environ: Mapping[str, str]) -> Any:
+    """The same text, or list or dictionary of texts, without secrets and without what a terminal would obey."""
+    return _plain(redact("", value, environ))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, str):
+        # A variable that is no UTF-8 cannot be printed as it is.
+        return _CONTROL.sub(" ", value).encode(errors="replace").decode()
+    if isinstance(value, dict):
+        return {name: _plain(entry) for name, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    return value
+
+
+_MARKS = {"ok": "ok", "warning": "WARNING", "problem": "PROBLEM"}
+_MARK_WIDTH = max(map(len, _MARKS.values()))
+# A longer subject, which a variable with its value may be, gets a line of its own.
+_WIDEST_SUBJECT = 22
+_NARROWEST_TEXT = 30
+
+
+def render(report: Report, width: int) -> str:
+    """The report as aligned lines, the sum last.
+
+    Args:
+        report: what was found.
+        width: columns to wrap at.
+    """
+    subjects = [len(finding.subject) for finding in report.findings]
+    column = max((length for length in subjects if length <= _WIDEST_SUBJECT), default=0)
+    lines = []
+    for section in report.sections:
+        lines += [section.title, *(line for finding in section.findings for line in _entry(finding, column, width)), ""]
+    return "\n".join([*lines, report.summary])
+
+
+def _entry(finding: Finding, column: int, width: int) -> Iterator[str]:
+    head = f"  {_MARKS[finding.verdict]:{_MARK_WIDTH}}  {finding.subject:{column}}  "
+    indent = _MARK_WIDTH + column + 6
+    body = _wrap(finding.text, width - indent, "")
+    if finding.advice:
+        body += _wrap(finding.advice, width - indent, "-> ")
+    if len(head) > indent:
+        yield head.rstrip()
+    else:
+        yield head + body.pop(0)
+    yield from (" " * indent + line for line in body)
+
+
+def _wrap(text: str, width: int, prefix: str) -> list[str]:
+    # What is to be typed must stay whole.
+    return textwrap.wrap(
+        prefix + text,
+        max(width, _NARROWEST_TEXT),
+        subsequent_indent=" " * len(prefix),
+        break_long_words=False,
+        break_on_hyphens=False,
+    ) or [""]

@@ -1,0 +1,10 @@
+"""What NCCL really uses between nodes, read from its own log."""
+
+from __future__ import annotations
+
+from azureml_strategy.network.nccl_log.devices import Kind
+from azureml_strategy.network.nccl_log.failures import LogError
+from azureml_strategy.network.nccl_log.reader import read_transport
+from azureml_strategy.network.nccl_log.transport import Transport, describe
+
+__all__ = ["Kind", "LogError", "Transport", "describe", "read_transport"]

@@ -1,0 +1,156 @@
+"""NCCL's words for networks, adapters and the routes of channels."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Literal, NamedTuple, TypeVar
+
+LIMIT = 1 << 13
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+def remember(kept: dict[Key, Value], key: Key, value: Value) -> None:
+    """Keep the value unless the key has one already or `LIMIT` keys are kept."""
+    if len(kept) < LIMIT:
+        kept.setdefault(key, value)
+
+
+def count(counts: dict[Key, int], key: Key, more: int) -> None:
+    """Add to the key's count; a new key is left out once `LIMIT` keys are counted."""
+    if key in counts or len(counts) < LIMIT:
+        counts[key] = counts.get(key, 0) + more
+
+
+Kind = Literal["ib", "roce", "socket", "ofi", "p2p-only", "unknown"]
+Family = Literal["verbs", "socket", "ofi"]
+
+_FAMILIES: tuple[tuple[Family, re.Pattern[str]], ...] = (
+    # `IBext` and `NCCL RDMA Plugin` are HPC-X, `gIB` is Google's RoCE; SHARP runs inside InfiniBand switches.
+    ("verbs", re.compile(r"IB\b|IBext|NCCL RDMA Plugin|UCX|gIB\b|SHARP\b")),
+    ("socket", re.compile(r"(?:Fast)?Socket\b")),
+    ("ofi", re.compile(r"(?:AWS )?Libfabric|OFI\b", re.I)),
+)
+_SLOWEST_FIRST: tuple[Kind, ...] = ("socket", "ofi", "roce", "ib")
+
+
+def family(network: str) -> Family | None:
+    """The family of a network's or plugin's name, such as `IBext_v8`; None for a plugin that is not known."""
+    return next((name for name, pattern in _FAMILIES if pattern.match(network)), None)
+
+
+def slowest(kinds: Iterable[Kind]) -> Kind:
+    """The slowest of the transports in use: it sets the pace of a collective. Names not known count last."""
+    seen = set(kinds)
+    return next((kind for kind in _SLOWEST_FIRST if kind in seen), "unknown")
+
+
+def fastest(kinds: Iterable[Kind]) -> Kind:
+    """The fastest of the transports that could be used."""
+    seen = set(kinds)
+    return next((kind for kind in reversed(_SLOWEST_FIRST) if kind in seen), "unknown")
+
+
+# `[0]mlx5_0:1/IB/SHARP`; a fused adapter is `[2]={[0] mlx5_0:1/IB, [1] mlx5_1:1/IB}` (NCCL 2.22, 2.23).
+_ENTRY = re.compile(r"\[(\d{1,6})\](?:=\{([^}]*)|\s*([^\s\[;{]+))")
+_DEVICE = re.compile(r"([^\s\[\]{},;:/]{1,64}):(?:uverbs\d+:)?\d+/(IB|RoCE)\b(/SHARP)?")
+
+
+class Devices:
+    """Devices by name and by the index that channel lines use.
+
+    Attributes:
+        links: `IB`, `RoCE` or None (not shown) of each device.
+        sharp: a device says that its fabric aggregates (SHARP).
+        gids: an error showed GIDs, which NCCL prints for Ethernet links only.
+    """
+
+    def __init__(self) -> None:
+        self.links: dict[str, str | None] = {}
+        self.sharp = False
+        self.gids = False
+        self._by_index: dict[tuple[str | None, int], set[str]] = {}
+
+    def add_list(self, host: str | None, text: str) -> bool:
+        """Read the devices of a line; whether it lists any."""
+        found = False
+        for entry in _ENTRY.finditer(text):
+            for name, link, sharp in _DEVICE.findall(entry[2] or entry[3] or ""):
+                self._add(host, int(entry[1]), name, link)
+                self.sharp |= bool(sharp)
+                found = True
+        return found
+
+    def add_name(self, name: str, link: str | None = None) -> None:
+        """A device whose link layer the line shows or not; a fused one is `mlx5_0+mlx5_1`."""
+        for part in filter(None, name.split("+")):
+            if link and part in self.links:
+                self.links[part] = self.links[part] or link
+            remember(self.links, part, link)
+
+    def _add(self, host: str | None, index: int, name: str, link: str) -> None:
+        self.add_name(name, link)
+        remember(self._by_index, (host, index), set())
+        self._by_index.get((host, index), set()).add(link)
+
+    def is_ethernet(self, host: str | None = None, index: int | None = None) -> bool:
+        """Whether a channel over this device, or any channel if the device is not listed, runs over Ethernet."""
+        links = self._by_index.get((host, index)) if index is not None else None
+        links = links or {link for link in self.links.values() if link}
+        return links == {"RoCE"} or (not links and self.gids)
+
+    def with_link(self, *links: str | None) -> Iterator[str]:
+        """Names of the devices with one of these link layers, in natural order."""
+        return iter(sorted((name for name, link in self.links.items() if link in links), key=_natural))
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+# net.cc writes NET/<network>/<device>[(<proxy rank>)][/GDRDMA[(PCI)]][/Shared], coll_net.cc COLLNET/SHARP/<device>.
+# The device must be there: without it the line was cut off, perhaps within the network's name.
+_NETWORK = re.compile(r"(COLL)?NET/([^/]{1,64})/(\d{1,6})(\(\d+\))?")
+# p2p.cc and shm.cc; RCCL adds ` comm 0x... nRanks N` behind them.
+_LOCAL = re.compile(
+    r"P2P/(?:direct pointer|indirect|[A-Z]{1,16})(?:/read)?(?:/CE)?"
+    r"|SHM/[a-zA-Z]{1,16}(?:/[a-zA-Z]{1,16})?|direct shared memory"
+)
+
+
+class Route(NamedTuple):
+    """One way between two ranks.
+
+    Attributes:
+        name: `NET/IB`, `COLLNET/SHARP`, or a way inside the node such as `P2P/IPC/read`.
+        network: the network's name; None inside a node.
+        device: index of the network device; None inside a node.
+        gpudirect: the adapter reads and writes GPU memory.
+        proxied: another GPU of the node, closer to the adapter, passes the data on (PXN).
+        collnet: the switches reduce (SHARP).
+    """
+
+    name: str
+    network: str | None = None
+    device: int | None = None
+    gpudirect: bool = False
+    proxied: bool = False
+    collnet: bool = False
+
+
+def parse_route(text: str) -> Route | None:
+    """The route of what stands behind `via`; None if it is none."""
+    if network := _NETWORK.match(text):
+        name = network[2].strip()
+        return Route(
+            name=f"{'COLLNET' if network[1] else 'NET'}/{name}",
+            network=name,
+            device=int(network[3]),
+            gpudirect="/GDRDMA" in text,
+            proxied=network[4] is not None,
+            collnet=network[1] is not None,
+        )
+    local = _LOCAL.match(text)
+    return Route(local[0]) if local else None

@@ -1,0 +1,206 @@
+"""NCCL's messages in a log: whatever stands before or around them is taken off, and repeats are left out."""
+
+from __future__ import annotations
+
+import os
+import re
+from codecs import getincrementaldecoder
+from collections.abc import Iterable, Iterator
+from typing import Protocol, Union, runtime_checkable
+
+from azureml_strategy.network.nccl_log.devices import LIMIT, Route, parse_route
+
+PIECE = 1 << 17  # characters or bytes read at once: what stays in a core's cache
+# NCCL formats a message into 1 KiB, its list of devices into 2 KiB; launchers put a prefix before it.
+MAX_LINE = 1 << 14
+
+
+@runtime_checkable
+class Stream(Protocol):
+    """An open file, text or binary."""
+
+    def read(self, size: int, /) -> str | bytes:
+        """At most `size` characters or bytes, none at the end."""
+
+
+Log = Union[str, bytes, "os.PathLike[str]", Stream, Iterable[str]]
+
+
+def read_lines(log: Log) -> Iterator[list[str]]:
+    """The lines of a log, in lists of those that a piece of it completes.
+
+    A carriage return ends a line too: progress bars write gigabytes between two line feeds. What of a line lies
+    beyond `MAX_LINE` may be missing. Bytes that are no UTF-8 are replaced.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    carry = ""
+    for piece in _pieces(log):
+        *lines, carry = (carry + piece).replace("\r", "\n").split("\n")
+        carry = carry[:MAX_LINE]
+        yield lines
+    yield [carry]
+
+
+def _pieces(log: Log) -> Iterator[str]:
+    if isinstance(log, bytes):
+        return _decoded(log[start : start + PIECE] for start in range(0, len(log), PIECE))
+    if isinstance(log, str):
+        return (log[start : start + PIECE] for start in range(0, len(log), PIECE))
+    if isinstance(log, os.PathLike):
+        return _file(log)
+    if isinstance(log, Stream):
+        return _decoded(_stream(log))
+    return (f"{line}\n" for line in log)
+
+
+def _file(path: os.PathLike[str]) -> Iterator[str]:
+    with open(path, "rb") as file:
+        yield from _decoded(_stream(file))
+
+
+def _stream(stream: Stream) -> Iterator[str | bytes]:
+    while piece := stream.read(PIECE):
+        yield piece
+
+
+def _decoded(pieces: Iterable[str | bytes]) -> Iterator[str]:
+    decoder = getincrementaldecoder("utf-8")(errors="replace")
+    for piece in pieces:
+        yield piece if isinstance(piece, str) else decoder.decode(piece)
+
+
+# `[time] host:pid:tid [device] NCCL INFO text`, `... [device] file:line (function) NCCL WARN text` (NCCL's debug.cc);
+# RCCL writes the same.
+_MARK = re.compile(r"NCCL (INFO|WARN) ")
+_COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_PROCESS = re.compile(r"([\w.-]{1,255}):\d+:\d+$")
+# How long messages that matter begin, and what comes late in them: without it, an editor or a terminal wrapped them.
+_LONG = (
+    (re.compile(r"NET/IB ?: Using "), re.compile(r"OOB \S+:")),
+    (re.compile(r"NET/IB ?: Got completion"), re.compile(r"vendor.err.\d+")),
+    (re.compile(r"(?:Channel|Ring|CollNet) \d+[^>]*->"), re.compile(r" via ")),
+)
+_MOST_LINES = 5  # of one message
+_LONGEST_KEY = 256  # characters of a process and a route
+
+_Open = tuple[str | None, str, list[str]]  # host, level and the lines of a message so far
+
+
+class Sink(Protocol):
+    """What takes the messages."""
+
+    def channel(self, host: str | None, route: Route, lines: int) -> None:
+        """Connections of channels, one a line, that a host takes this way."""
+
+    def message(self, host: str | None, level: str, text: str) -> None:
+        """Any other message; the level is `INFO` or `WARN`."""
+
+    def other(self, text: str) -> int:
+        """A line that names NCCL and is no message of its own; returns how many lines behind it are wanted too."""
+
+
+class Messages:
+    """Hands the messages of NCCL to a sink, without the prefixes of launchers.
+
+    Args:
+        sink: takes them.
+    """
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._wanted = 0
+        self._open: _Open | None = None
+        self._counted: dict[tuple[str, str], int] = {}
+
+    def read(self, lines: list[str]) -> None:
+        """Read lines, without their ends."""
+        counted = self._counted
+        for line in lines:
+            if "CCL" in line or "ccl" in line:
+                head, _, route = line.rpartition(" via ")
+                # `host:pid:tid` is the last word but one before the mark.
+                key = (head.partition(" NCCL INFO ")[0].rpartition(" ")[0].rpartition(" ")[2], route)
+                if key in counted and head.count("NCCL ") == 1 and not self._open:
+                    counted[key] += 1
+                else:
+                    self._line(line[:MAX_LINE], key)
+            elif (self._open or self._wanted) and line.strip():
+                self._line_behind(line[:MAX_LINE].strip())
+
+    def close(self) -> None:
+        """Hand over what was counted, and the beginning of a message whose end has not come."""
+        self._close_message()
+        for (process, text), lines in self._counted.items():
+            if route := parse_route(text):
+                self._sink.channel(_host(process), route, lines)
+        self._counted.clear()
+
+    def _close_message(self) -> None:
+        if self._open:
+            host, level, lines = self._open
+            self._open = None
+            self._hand_over(host, level, lines[0])
+
+    def _line(self, line: str, key: tuple[str, str]) -> None:
+        self._close_message()
+        if "\x1b" in line:
+            line = _COLOUR.sub("", line)
+        prefix, *parts = _MARK.split(line)
+        if not parts:
+            self._wanted = self._sink.other(line)
+        elif len(parts) == 2 and self._can_count(prefix, parts[0], key):
+            self._counted[key] = 1
+        else:
+            # Processes that share a pipe sometimes write into one line; whose the later ones are is not known.
+            hosts = [_host(_process(prefix)), *[None] * len(parts)]
+            for host, level, text in zip(hosts, parts[::2], parts[1::2], strict=False):
+                self._message(host, level, text)
+
+    def _can_count(self, prefix: str, level: str, key: tuple[str, str]) -> bool:
+        process, route = key
+        is_short = len(process) + len(route) <= _LONGEST_KEY and len(self._counted) < LIMIT
+        return is_short and level == "INFO" and _process(prefix) == process and parse_route(route) is not None
+
+    def _message(self, host: str | None, level: str, text: str) -> None:
+        via = text.rfind(" via ")
+        route = parse_route(text[via + 5 :]) if via >= 0 and level == "INFO" else None
+        if route:
+            self._sink.channel(host, route, 1)
+        elif _is_cut(text):
+            self._close_message()
+            self._open = (host, level, [text])
+        else:
+            self._hand_over(host, level, text)
+
+    def _line_behind(self, line: str) -> None:
+        if self._open is None:
+            self._wanted = max(self._wanted - 1, self._sink.other(line))
+            return
+        host, level, lines = self._open
+        lines.append(line)
+        whole = " ".join(lines)
+        if not _is_cut(whole):
+            self._open = None
+            self._message(host, level, whole)
+        elif len(lines) == _MOST_LINES:
+            self._close_message()
+
+    def _hand_over(self, host: str | None, level: str, text: str) -> None:
+        self._sink.message(host, level, text.rstrip())
+
+
+def _process(prefix: str) -> str:
+    """`host:pid:tid`, with what a launcher glued to it, of what stands before a message."""
+    end = max(prefix.rfind(" ["), 0)
+    return prefix[prefix.rfind(" ", 0, end) + 1 : end]
+
+
+def _host(process: str) -> str | None:
+    found = _PROCESS.search(process)
+    return found[1] if found else None
+
+
+def _is_cut(text: str) -> bool:
+    return any(begin.match(text) and not late.search(text) for begin, late in _LONG)

@@ -1,0 +1,118 @@
+"""`read_transport`: from a log to what NCCL uses."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+
+from azureml_strategy.network.nccl_log.devices import Kind
+from azureml_strategy.network.nccl_log.evidence import Evidence
+from azureml_strategy.network.nccl_log.lines import Log, Messages, read_lines
+from azureml_strategy.network.nccl_log.transport import Sharp, Transport
+from azureml_strategy.network.nccl_log.verdict import Verdict, find, find_fallback, judge
+
+
+def uses_gpudirect(evidence: Evidence, kind: Kind) -> bool | None:
+    """Whether adapters reach GPU memory: channel lines say so, else what NCCL decided for each GPU, or adapter."""
+    over_network = [route.gpudirect for _, route in evidence.routes if route.network]
+    if over_network:
+        return any(over_network)
+    if kind == "socket":
+        return False
+    decided = evidence.gpudirect.get("GPU") or evidence.gpudirect.get("HCA")
+    return False if decided == {False} else None
+
+
+def list_hcas(evidence: Evidence, kind: Kind) -> tuple[str, ...]:
+    """The adapters of the verdict's link layer; one whose link layer is not shown belongs to it."""
+    return tuple(evidence.devices.with_link("RoCE" if kind == "roce" else "IB", None))
+
+
+def list_other_devices(evidence: Evidence, hcas: Collection[str]) -> tuple[str, ...]:
+    """The adapters that are not among these."""
+    known = set(hcas)
+    return tuple(name for name in evidence.devices.with_link("IB", "RoCE", None) if name not in known)
+
+
+def count_channels(evidence: Evidence) -> tuple[int, Counter[str]]:
+    """Channel lines over networks, and those inside nodes by their way."""
+    network, local = 0, Counter[str]()
+    for (_, route), lines in evidence.routes.items():
+        if route.network:
+            network += lines
+        else:
+            local[route.name] += lines
+    return network, local
+
+
+def name_plugin(evidence: Evidence, verdict: Verdict) -> str | None:
+    """The network that is responsible for the verdict, or else the one that was selected."""
+    used = [use.network for use in verdict.uses if use.kind == verdict.kind and use.network != "SHARP"]
+    selected = [network for _, network in evidence.selected]
+    return next(iter(used + selected), None)
+
+
+def relaxed_ordering(evidence: Evidence, plugin: str | None) -> bool | None:
+    """Whether adapters may write out of order; only NCCL's own network is sure to say so, since 2.12."""
+    if evidence.relaxed_ordering:
+        return True
+    version = tuple(int(part) for part in (evidence.version or "0").split("."))
+    is_told = evidence.relaxed_ordering is False and plugin == "IB" and version >= (2, 12)
+    return False if is_told else None
+
+
+def sharp_state(evidence: Evidence) -> Sharp | None:
+    """Whether the switches reduce: an error at start outweighs channel lines, which come before it."""
+    if any(error.name == "sharp" for error in evidence.errors):
+        return "failed"
+    if any(route.collnet for _, route in evidence.routes):
+        return "used"
+    return "available" if evidence.devices.sharp else None
+
+
+def read_transport(log: Log) -> Transport:
+    """Read what NCCL uses between nodes from its log.
+
+    NCCL writes such a log with `NCCL_DEBUG=INFO`. It may be mixed with anything, hold several ranks and hosts, and be
+    cut off or damaged. Memory stays bounded for any file or stream.
+
+    Args:
+        log: the text itself; or a path object of a file, an open file, text or binary, or lines.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    evidence = Evidence()
+    messages = Messages(evidence)
+    for lines in read_lines(log):
+        messages.read(lines)
+    messages.close()
+    return _conclude(evidence, judge(evidence))
+
+
+def _conclude(evidence: Evidence, verdict: Verdict) -> Transport:
+    hcas = list_hcas(evidence, verdict.kind)
+    plugin = name_plugin(evidence, verdict)
+    network, local = count_channels(evidence)
+    return Transport(
+        kind=verdict.kind,
+        gpudirect=uses_gpudirect(evidence, verdict.kind),
+        hcas=hcas,
+        interface=next(iter(evidence.interfaces), None),
+        errors=(*evidence.errors, *find_fallback(evidence, verdict)),
+        findings=tuple(find(evidence, verdict)),
+        evidence=verdict.basis,
+        plugin=plugin,
+        nccl_version=evidence.version,
+        library=evidence.library,
+        hosts=tuple(sorted(evidence.hosts)),
+        ranks=evidence.ranks,
+        network_channels=network,
+        local_channels=local.total(),
+        intra_node=next((name for name, _ in local.most_common(1)), None),
+        other_devices=list_other_devices(evidence, hcas),
+        interfaces=tuple(evidence.interfaces),
+        relaxed_ordering=relaxed_ordering(evidence, plugin),
+        sharp=sharp_state(evidence),
+        pxn=any(route.proxied for _, route in evidence.routes),
+    )

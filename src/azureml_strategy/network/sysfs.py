@@ -1,0 +1,169 @@
+"""What Linux's files in /sys and /proc say of network interfaces and GPUs."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+_MOST_BYTES = 64 * 1024  # an attribute of sysfs holds at most a page
+
+
+def read_text(path: Path) -> str | None:
+    """The content without surrounding blanks; None where it cannot be read: a diagnostic must not stop training."""
+    try:
+        with path.open("rb") as file:
+            return file.read(_MOST_BYTES).decode("utf-8", "replace").strip()
+    except OSError:
+        return None
+
+
+def read_number(path: Path, base: int = 10) -> int | None:
+    """The whole number in a file; None where there is none."""
+    text = read_text(path)
+    try:
+        return int(text, base) if text else None
+    except ValueError:
+        return None
+
+
+def entries(folder: Path) -> list[Path]:
+    """What a folder holds, by name; nothing where it cannot be listed."""
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
+
+
+_INFINIBAND, _LOOPBACK = 32, 772  # ARPHRD_INFINIBAND and ARPHRD_LOOPBACK of the kernel's if_arp.h
+_DEFAULT_ROUTE = "00000000"
+
+
+@dataclass(frozen=True)
+class Interface:
+    """One network interface.
+
+    Attributes:
+        name: such as `eth0`.
+        up: whether it can carry traffic; the kernel says `unknown` of many virtual ones, which counts as up.
+        kind: `ethernet`, `ipoib` (IP over InfiniBand) or `loopback`.
+        speed_gbps: link rate in Gb/s; None where the driver does not say it.
+        default_route: whether the default route goes through it.
+    """
+
+    name: str
+    up: bool
+    kind: str
+    speed_gbps: float | None
+    default_route: bool
+
+
+def read_interfaces(sysfs: str | Path = "/sys", proc: str | Path = "/proc") -> tuple[Interface, ...]:
+    """The interfaces of this process's network namespace, by name."""
+    default = _default_interfaces(Path(proc) / "net/route")
+    folders = entries(Path(sysfs) / "class/net")
+    return tuple(_read(folder, folder.name in default) for folder in folders if read_text(folder / "operstate"))
+
+
+def bootstrap_interface(interfaces: tuple[Interface, ...]) -> Interface | None:
+    """The interface by which nodes meet: `eth0`, which every Azure VM has, else that of the default route."""
+    usable = [interface for interface in interfaces if interface.up and interface.kind == "ethernet"]
+    eth0 = next((interface for interface in usable if interface.name == "eth0"), None)
+    return eth0 or next((interface for interface in usable if interface.default_route), None)
+
+
+def _read(folder: Path, default_route: bool) -> Interface:
+    kinds = {_INFINIBAND: "ipoib", _LOOPBACK: "loopback"}
+    speed = read_number(folder / "speed")  # in Mb/s, -1 where unknown
+    return Interface(
+        name=folder.name,
+        up=read_text(folder / "operstate") in ("up", "unknown"),
+        kind=kinds.get(read_number(folder / "type") or 0, "ethernet"),
+        speed_gbps=speed / 1000 if speed and speed > 0 else None,
+        default_route=default_route,
+    )
+
+
+def _default_interfaces(route: Path) -> set[str]:
+    """Interfaces of default routes: lines of `Iface Destination Gateway ...`, addresses in hexadecimal."""
+    rows = [line.split() for line in (read_text(route) or "").splitlines()[1:]]
+    return {row[0] for row in rows if len(row) > 7 and row[1] == row[7] == _DEFAULT_ROUTE}
+
+
+_NVIDIA_MODEL = re.compile(r"^Model:\s*(.+)$", re.M)
+_CUDA_NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED of CUresult, the driver's cuda.h
+_AMD_NODE = re.compile(r"^simd_count\s+([1-9]\d*)$", re.M)
+
+
+@dataclass(frozen=True)
+class GPUs:
+    """The node's GPUs.
+
+    Attributes:
+        vendor: whose they are; `nvidia` has NCCL, `amd` has RCCL. None without GPUs.
+        models: one name for each GPU, such as `NVIDIA H100 80GB HBM3`; an empty one where the driver hides it, as
+            AMD's does.
+    """
+
+    vendor: Literal["nvidia", "amd"] | None
+    models: tuple[str, ...]
+
+
+def read_gpus(sysfs: str | Path = "/sys", proc: str | Path = "/proc", devices: str | Path = "/dev") -> GPUs:
+    """The GPUs that the NVIDIA or the AMD driver shows.
+
+    A container may have the device files without the driver's folder in /proc; then only the number is known.
+    """
+    nvidia = [read_text(folder / "information") for folder in entries(Path(proc) / "driver/nvidia/gpus")]
+    if nvidia:
+        return GPUs("nvidia", tuple(_nvidia_model(text or "") for text in nvidia))
+    files = [entry for entry in entries(Path(devices)) if re.fullmatch(r"nvidia\d+", entry.name)]
+    if files:
+        return GPUs("nvidia", ("",) * len(files))
+    # CPUs are nodes of this topology too, with no SIMD units.
+    amd = [
+        folder
+        for folder in entries(Path(sysfs) / "class/kfd/kfd/topology/nodes")
+        if _AMD_NODE.search(read_text(folder / "properties") or "")
+    ]
+    # What the folder has for a name is that of a chip family: `ip discovery` for MI300X, `aldebaran` for MI200.
+    return GPUs("amd", ("",) * len(amd)) if amd else GPUs(None, ())
+
+
+def gpudirect_support(sysfs: str | Path = "/sys", proc: str | Path = "/proc") -> str | None:
+    """What lets an adapter read and write GPU memory by itself (GPUDirect RDMA); None where nothing does.
+
+    The kernel module of either vendor, or DMA-BUF, which NVIDIA's open driver has and NCCL uses since 2.13.
+    """
+    for module in ("nvidia_peermem", "nv_peer_mem"):
+        if (Path(sysfs) / "module" / module).is_dir():
+            return module
+    if read_text(Path(sysfs) / "kernel/mm/memory_peers/nv_mem/version"):
+        return "nv_mem"
+    if "Open Kernel Module" in (read_text(Path(proc) / "driver/nvidia/version") or ""):
+        return "DMA-BUF"
+    if (Path(sysfs) / "module/amdgpu").is_dir():
+        return "amdgpu"
+    return None
+
+
+def cuda_started(library: str = "libcuda.so.1") -> bool:
+    """Whether this process has started CUDA, which numbers the GPUs then and never again.
+
+    torch.cuda.is_initialized() does not know it: torch.cuda.is_available() may start the driver as well.
+
+    Args:
+        library: CUDA's driver; asked for the number of GPUs, which it refuses to tell before it was started.
+    """
+    try:
+        driver = ctypes.CDLL(library)
+    except OSError:
+        return False
+    return int(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int()))) != _CUDA_NOT_INITIALIZED
+
+
+def _nvidia_model(information: str) -> str:
+    model = _NVIDIA_MODEL.search(information)
+    return model[1].strip() if model else ""
