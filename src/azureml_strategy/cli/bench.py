@@ -42,7 +42,7 @@ def add_to(verbs: Verbs) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from azureml_strategy.benching import BenchError, BenchOptions, parse_sizes, run_bench
+    from azureml_strategy.bench import BenchError, BenchOptions, parse_sizes, run_bench
     from azureml_strategy.cluster import LaunchError
 
     try:

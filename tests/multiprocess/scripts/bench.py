@@ -8,10 +8,9 @@ import torch.distributed as dist
 from common import report
 from torch import Tensor
 
+from azureml_strategy.bench.collectives import COLLECTIVES, AllReduce, Place
 from azureml_strategy.cli import main
 from azureml_strategy.cluster import detect_launch
-from azureml_strategy.network.collectives import COLLECTIVES, Place
-from azureml_strategy.network.collectives.operations import AllReduce
 
 
 class WrongSum(AllReduce):

@@ -10,18 +10,21 @@ import torch.distributed as dist
 from common import report
 from torch import Tensor
 
-from azureml_strategy.cluster import detect_launch
-from azureml_strategy.network.collectives import (
+from azureml_strategy.bench import collectives
+from azureml_strategy.bench.collectives import (
     COLLECTIVES,
+    AllGather,
+    AllReduce,
+    Broadcast,
     Collective,
     Place,
-    Procedure,
-    checking,
-    measure,
-    measure_pairs,
+    ReduceScatter,
+    SendReceive,
+    check,
 )
-from azureml_strategy.network.collectives.checking import check
-from azureml_strategy.network.collectives.operations import AllGather, AllReduce, Broadcast, ReduceScatter, SendReceive
+from azureml_strategy.bench.measure import Procedure, measure
+from azureml_strategy.bench.pairs import measure_pairs
+from azureml_strategy.cluster import detect_launch
 
 TOTAL = 12
 
@@ -91,9 +94,9 @@ def found(collective: Collective, place: Place, total: int = 300) -> list[int]:
 
 def found_in_sample(collective: Collective, place: Place) -> list[int]:
     """The same where a sample must do: one element in three."""
-    most, checking._MOST_COMPUTED = checking._MOST_COMPUTED, 300
+    most, collectives._MOST_COMPUTED = collectives._MOST_COMPUTED, 300
     result = found(collective, place)
-    checking._MOST_COMPUTED = most
+    collectives._MOST_COMPUTED = most
     return result
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from azureml_strategy.benching import BenchError, BenchOptions
-from azureml_strategy.benching.plan import _sizes
+from azureml_strategy.bench import BenchError, BenchOptions
+from azureml_strategy.bench.plan import _sizes
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 

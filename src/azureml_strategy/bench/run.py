@@ -4,23 +4,15 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from azureml_strategy.benching.errors import BenchError
-from azureml_strategy.benching.members import Member, join, require_launch
-from azureml_strategy.benching.options import BenchOptions
-from azureml_strategy.benching.plan import Plan, make_plan
-from azureml_strategy.benching.plot import plot
-from azureml_strategy.benching.report import print_results, print_start
-from azureml_strategy.benching.results import Pairs, Results, Sweep, write_atomically
-from azureml_strategy.benching.tracked import log_results
-from azureml_strategy.benching.verdict import Verdict, judge
-from azureml_strategy.network.collectives import (
-    COLLECTIVES,
-    Measurement,
-    Unavailable,
-    diagnose,
-    measure,
-    measure_pairs,
-)
+from azureml_strategy.bench.collectives import COLLECTIVES
+from azureml_strategy.bench.measure import Measurement, Unavailable, measure
+from azureml_strategy.bench.members import Member, join, require_launch
+from azureml_strategy.bench.options import BenchError, BenchOptions
+from azureml_strategy.bench.pairs import diagnose, measure_pairs
+from azureml_strategy.bench.plan import Plan, make_plan
+from azureml_strategy.bench.report import plot, print_results, print_start
+from azureml_strategy.bench.results import Pairs, Results, Sweep, log_results, write_atomically
+from azureml_strategy.bench.verdict import Verdict, judge
 
 
 def run_bench(options: BenchOptions) -> int:

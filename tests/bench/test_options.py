@@ -1,15 +1,14 @@
-"""Message sizes, as users and tables write them."""
-
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from azureml_strategy.benching import BenchError, parse_sizes
-from azureml_strategy.benching.sizes import format_size
+from azureml_strategy.bench import BenchError, BenchOptions, parse_sizes
+from azureml_strategy.bench.options import format_size
 
 
 @pytest.mark.parametrize(
@@ -83,3 +82,29 @@ def test_how_it_is_written(size: int, text: str) -> None:
 @given(st.integers(1, 10**15))
 def test_what_is_written_can_be_read(size: int) -> None:
     assert parse_sizes(format_size(size))[0] == pytest.approx(size, rel=1e-3)
+
+
+def test_nothing_has_to_be_said() -> None:
+    assert BenchOptions().collectives is None
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"collectives": ["allreduce"]}, "there is no 'allreduce'. Use all-reduce, all-gather, reduce-scatter"),
+        ({"collectives": [""]}, "there is no ''"),
+        ({"dtype": "float64"}, "Use float32, bfloat16, float16"),
+        ({"backend": "mpi"}, "Use nccl, gloo"),
+        ({"iterations": 0}, "--iterations 0 is too few: give 1 or more"),
+        ({"warmup": -1}, "--warmup -1 is too few: give 0 or more"),
+        ({"timeout_s": 0}, "--timeout 0 cannot be"),
+        ({"timeout_s": float("nan")}, "--timeout nan cannot be"),
+        ({"expect": -1.0}, "--expect -1 cannot be"),
+        ({"expect": float("inf")}, "--expect inf cannot be"),
+        ({"pairs": True, "collectives": ["all-reduce"]}, "Leave --collectives out, or --pairs"),
+    ],
+)
+def test_what_cannot_be(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(BenchError) as caught:
+        BenchOptions(**options)
+    assert words in str(caught.value)

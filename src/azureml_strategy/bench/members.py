@@ -11,9 +11,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from azureml_strategy.benching.errors import BenchError
+from azureml_strategy.bench.collectives import Place
+from azureml_strategy.bench.options import BenchError
 from azureml_strategy.cluster import Launch, detect_launch
-from azureml_strategy.network.collectives import Place
 from azureml_strategy.network.session import NetworkSession, prepare_network
 
 # Largest share of a device's memory for one message: most collectives need a second buffer as large.

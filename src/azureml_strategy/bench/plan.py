@@ -7,13 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from azureml_strategy.benching.errors import BenchError
-from azureml_strategy.benching.members import Member
-from azureml_strategy.benching.options import BenchOptions
-from azureml_strategy.benching.results import Conditions
-from azureml_strategy.benching.sizes import format_size
-from azureml_strategy.benching.verdict import Expectation, expect
-from azureml_strategy.network.collectives import COLLECTIVES, Procedure
+from azureml_strategy.bench.collectives import COLLECTIVES
+from azureml_strategy.bench.measure import Procedure
+from azureml_strategy.bench.members import Member
+from azureml_strategy.bench.options import BenchError, BenchOptions, format_size
+from azureml_strategy.bench.results import Conditions
+from azureml_strategy.bench.verdict import Expectation, expect
 
 _KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
 # Azure's health checks of nodes run all-reduce at 8 and 16 GiB; gloo's slower networks are full at less.

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from azureml_strategy.network.collectives import COLLECTIVES, Place, Procedure, Unavailable, measure
-from azureml_strategy.network.collectives.operations import AllReduce, Broadcast
+from azureml_strategy.bench.collectives import COLLECTIVES, AllReduce, Broadcast, Place
+from azureml_strategy.bench.measure import Procedure, Unavailable, measure
 
 FAST = Procedure(torch.float32, iterations=3, warmup=1)
 

@@ -1,15 +1,19 @@
-"""Results made by hand."""
+"""Results made by hand, and a process group of one process."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from azureml_strategy.benching.results import Conditions, Pairs, Results, Sweep
-from azureml_strategy.benching.verdict import Expectation, judge
-from azureml_strategy.network.collectives import Measurement, PairBandwidths, diagnose
+from azureml_strategy.bench.collectives import Place
+from azureml_strategy.bench.measure import Measurement
+from azureml_strategy.bench.pairs import PairBandwidths, diagnose
+from azureml_strategy.bench.results import Conditions, Pairs, Results, Sweep
+from azureml_strategy.bench.verdict import Expectation, judge
 from azureml_strategy.network.record import NodeRecord, RunNetwork
 
 Pair = tuple[int, int]
@@ -65,3 +69,10 @@ def pairs() -> MakePairs:
         return Results(replace(CONDITIONS, nodes=nodes), measured, None, network(nodes))
 
     return make
+
+
+@pytest.fixture
+def alone() -> Iterator[Place]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield Place(0, 1, torch.device("cpu"))
+    dist.destroy_process_group()

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.benching.conftest import MakePairs, row
+from tests.bench.conftest import MakePairs, row
 
-from azureml_strategy.benching.results import Results, Sweep, write_atomically
+from azureml_strategy.bench.results import Results, Sweep, write_atomically
 
 
 def test_a_sweep(sweep: Results) -> None:

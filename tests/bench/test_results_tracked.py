@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
-from tests.benching.conftest import MakePairs
+from tests.bench.conftest import MakePairs
 
-from azureml_strategy.benching.results import Results
-from azureml_strategy.benching.tracked import log_results
+from azureml_strategy.bench.results import Results, log_results
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from tests.emulated import free_port
 
-from azureml_strategy.benching import BenchError, BenchOptions, run_bench
-from azureml_strategy.benching.members import join, require_launch
+from azureml_strategy.bench import BenchError, BenchOptions, run_bench
+from azureml_strategy.bench.members import join, require_launch
 from azureml_strategy.cluster import Launch
 
 TIMEOUT = timedelta(seconds=20)

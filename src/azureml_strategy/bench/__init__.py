@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from azureml_strategy.benching.errors import BenchError
-from azureml_strategy.benching.options import BenchOptions
-from azureml_strategy.benching.run import run_bench
-from azureml_strategy.benching.sizes import parse_sizes
+from azureml_strategy.bench.options import BenchError, BenchOptions, parse_sizes
+from azureml_strategy.bench.run import run_bench
 
 __all__ = ["BenchError", "BenchOptions", "parse_sizes", "run_bench"]

@@ -10,9 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from azureml_strategy.network.collectives.checking import Check, check
-from azureml_strategy.network.collectives.operations import Collective
-from azureml_strategy.network.collectives.place import Place
+from azureml_strategy.bench.collectives import Check, Collective, Place, check
 
 # How c10d's Backend ("Backend gloo does not support ..."), gloo and NCCL refuse an operation or a data type.
 _REFUSAL = re.compile(r"not support|unsupported|invalid scalar type", re.I)
