@@ -33,8 +33,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from azureml_strategy.checkpoint.termination import TerminateTogether
 from azureml_strategy.cluster.environ import CALLBACKS_SWITCH
+from azureml_strategy.preemption.termination import TerminateTogether
 from azureml_strategy.watching import HangWatch
 
 STEP_S = 0.05

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from lightning.pytorch import Trainer
 
-from azureml_strategy.checkpoint.termination import TerminateTogether
 from azureml_strategy.cluster.environ import (
     CALLBACKS_SWITCH,
     DATA_CHECK_SWITCH,
@@ -21,6 +20,7 @@ from azureml_strategy.cluster.environ import (
 from azureml_strategy.cluster.guard import LaunchGuard
 from azureml_strategy.data.check import DataCheck
 from azureml_strategy.plugin import _STRATEGIES, job_callbacks, pytorch_lightning_callbacks
+from azureml_strategy.preemption.termination import TerminateTogether
 from azureml_strategy.tracking.network import NetworkRecorder
 from azureml_strategy.watching import HangWatch
 

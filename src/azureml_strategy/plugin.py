@@ -109,7 +109,7 @@ def _hang_watch(launch: Launch) -> Callback:
 
 
 def _termination(launch: Launch) -> Callback:
-    from azureml_strategy.checkpoint.termination import TerminateTogether
+    from azureml_strategy.preemption.termination import TerminateTogether
 
     return TerminateTogether()
 

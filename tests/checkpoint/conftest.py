@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from azureml_strategy.checkpoint.exchange import Exchange
+from azureml_strategy.checkpoint.folder import CheckpointFolder
 from azureml_strategy.checkpoint.manifest import Manifest
-from azureml_strategy.checkpoint.storage_folder import CheckpointFolder
+from azureml_strategy.control.gather import Exchange
 
 MakeCheckpoint = Callable[..., Manifest]
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from azureml_strategy.checkpoint import ElasticRestart, ResumeError, checkpoint_to_resume
 from azureml_strategy.checkpoint.elastic import warn_unless_elastic
-from azureml_strategy.checkpoint.storage_folder import CheckpointFolder
+from azureml_strategy.checkpoint.folder import CheckpointFolder
 
 # Other batches add up float32 in another order.
 CLOSE = 1e-5

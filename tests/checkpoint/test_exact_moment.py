@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from azureml_strategy.checkpoint import JobCheckpoint
-from azureml_strategy.checkpoint.storage_folder import CheckpointFolder
+from azureml_strategy.checkpoint.folder import CheckpointFolder
 
 # Later than the first checkpoints of a fit, of each kind.
 _FROM_STEP = 6

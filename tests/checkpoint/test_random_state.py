@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from azureml_strategy.checkpoint.random_state import gather, random_state, set_random_state
+from azureml_strategy.checkpoint.random_state import random_state, set_random_state
+from azureml_strategy.control.gather import gather
 
 
 def _draw() -> tuple[list[float], list[float], list[float]]:

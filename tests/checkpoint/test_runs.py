@@ -10,8 +10,8 @@ import pytest
 from tests.checkpoint.conftest import MakeCheckpoint, put_checkpoint
 from tests.multiprocess.scripts.noisy import Killed, StopAt, fit
 
+from azureml_strategy.checkpoint.folder import CheckpointFolder
 from azureml_strategy.checkpoint.resume import ResumeError, checkpoint_to_resume
-from azureml_strategy.checkpoint.storage_folder import CheckpointFolder
 
 BY_STEP: dict[str, Any] = {"logger": False, "limit_val_batches": 0}
 

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from tests.checkpoint.conftest import MakeCheckpoint, forge, put_checkpoint, put_new
 from torch.distributed import HashStore
 
-from azureml_strategy.checkpoint.exchange import StoreExchange
+from azureml_strategy.checkpoint.folder import CheckpointFolder, by_score, superfluous
 from azureml_strategy.checkpoint.manifest import Manifest, manifest_path
 from azureml_strategy.checkpoint.resume import newest_valid
-from azureml_strategy.checkpoint.storage_folder import CheckpointFolder, by_score, superfluous
-from azureml_strategy.checkpoint.storage_write import CheckpointWriter
+from azureml_strategy.checkpoint.writer import CheckpointWriter
+from azureml_strategy.control.gather import StoreExchange
 
 
 @pytest.fixture

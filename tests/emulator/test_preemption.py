@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from tests.emulator.conftest import RunCode
 
-from azureml_strategy.checkpoint.scheduled_events import read_events
 from azureml_strategy.cli import main
 from azureml_strategy.cluster.job import read_job
 from azureml_strategy.emulator import EmulatedJob, EmulationError, Preemption, processes
+from azureml_strategy.preemption.scheduled_events import read_events
 
 # Waits for its node's end in the first attempt, and says what its node was told.
 STORY = """

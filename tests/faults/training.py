@@ -20,8 +20,8 @@ from tests.faults.agent import Agent, enter_namespace
 from tests.multiprocess.scripts.common import report
 from tests.multiprocess.scripts.noisy import Curve, Tokens, fit
 
-from azureml_strategy.checkpoint.termination import TerminateTogether
 from azureml_strategy.models import GPTConfig, LanguageModel
+from azureml_strategy.preemption.termination import TerminateTogether
 from azureml_strategy.strategies import (
     AzureMLDDPStrategy,
     AzureMLDeepSpeedStrategy,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.multiprocess.conftest import RunJob
 
-from azureml_strategy.checkpoint.storage_folder import CheckpointFolder
+from azureml_strategy.checkpoint.folder import CheckpointFolder
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from azureml_strategy.network import roll_call
+from azureml_strategy.control import roll_call
 from azureml_strategy.watching import HangWatch
 from azureml_strategy.watching.callback import _is_failure, _kills
 from azureml_strategy.watching.progress import Progress

@@ -9,9 +9,9 @@ from tests.clock import Clock
 from tests.watching.reports import beat
 from torch.distributed import HashStore
 
-from azureml_strategy.network.machine import Member, this_process
+from azureml_strategy.control.channel import BoundedStore
+from azureml_strategy.control.process import Member, this_process
 from azureml_strategy.watching import hearing as hearing_module
-from azureml_strategy.watching.bounded import BoundedStore
 from azureml_strategy.watching.hearing import Hearing
 from azureml_strategy.watching.progress import START
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from tests.watching.reports import beat, collective, report
 
-from azureml_strategy.network.machine import Member
+from azureml_strategy.control.process import Member
 from azureml_strategy.watching.report import Alarm, Kind, Report
 from azureml_strategy.watching.verdict import Evidence, reach_verdict
 

@@ -20,10 +20,10 @@ from lightning.pytorch.trainer import call
 from tests.watching.reports import beat, report
 from torch.distributed import HashStore, Store
 
-from azureml_strategy.network import machine
-from azureml_strategy.network.machine import Member, this_process
+from azureml_strategy.control import process
+from azureml_strategy.control.channel import BoundedStore
+from azureml_strategy.control.process import Member, this_process
 from azureml_strategy.watching import watch as watching
-from azureml_strategy.watching.bounded import BoundedStore
 from azureml_strategy.watching.progress import CHECKPOINT, END, Progress
 from azureml_strategy.watching.report import Beat
 from azureml_strategy.watching.verdict import Verdict
@@ -329,7 +329,7 @@ def test_a_node_that_has_vanished_ends_the_job_after_a_second_time_of_silence(
     store: HashStore, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of whose kernel nothing comes back, as where a queue of connections is full."""
-    monkeypatch.setattr(machine, "_ASK_SECONDS", 0.2)
+    monkeypatch.setattr(process, "_ASK_SECONDS", 0.2)
     port = socket.create_server(("127.0.0.1", 0), backlog=0)
     vanished = Member(1, 1, "there", "another machine", 77, "1", *port.getsockname())
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from azureml_strategy.checkpoint.formats import FORMATS, CheckpointFormat, CheckpointFormatError
+from azureml_strategy.checkpoint.plain_coding import decode
 from azureml_strategy.checkpoint.plain_data import MOVED, to_plain
-from azureml_strategy.checkpoint.plain_decoding import decode
 
 # What `LightningModule.load_from_checkpoint` reads, and where in the training the weights are from. Optimizers, loops
 # and callbacks stay behind: they belong to a layout and a number of processes.

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from isal.isal_zlib import crc32
 
 from azureml_strategy.checkpoint.global_batch import GlobalBatch
+from azureml_strategy.control.messages import register
 
 AnyPath = TypeVar("AnyPath", Path, PurePosixPath)
 # What lies beside a checkpoint, by how its name goes on: no checkpoint's own name ends so.
@@ -142,6 +143,9 @@ class Manifest:
         """
         fault = look(folder, self.files)
         return content_fault(folder, self.files) if content and fault is None else fault
+
+
+register(StoredFile, Manifest, GlobalBatch)
 
 
 def look(folder: Path, files: Mapping[str, StoredFile]) -> str | None:

@@ -22,8 +22,7 @@ from lightning_utilities.core.rank_zero import WarningCache
 from torch import Tensor, nn
 from typing_extensions import override
 
-from azureml_strategy.checkpoint.plain_decoding import decode
-from azureml_strategy.checkpoint.plain_encoding import NotEncodableError, encode, is_plain
+from azureml_strategy.checkpoint.plain_coding import NotEncodableError, decode, encode, is_plain
 
 MOVED = "azureml_strategy_moved"
 """The entry of a checkpoint with what was moved: a list of `{"at": its keys, "value": its plain form}`."""

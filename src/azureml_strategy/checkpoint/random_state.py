@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch import nn
 from torch.utils.data import DataLoader
@@ -70,15 +69,6 @@ def find_generators(owners: Mapping[str, object]) -> dict[str, Generator]:
     for name, owner in owners.items():
         found |= dict(_search(name, owner, _DEPTH, seen))
     return found
-
-
-def gather(value: Any) -> list[Any]:
-    """What each rank gave, by rank and on all of them; a collective."""
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return [value]
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
-    return gathered
 
 
 def _search(name: str, owner: object, depth: int, seen: set[int]) -> Iterator[tuple[str, Generator]]:

@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from azureml_strategy.cluster.environ import DATA_CHECK_SWITCH
 from azureml_strategy.cluster.isolation import IsolatedCallback
-from azureml_strategy.network.rendezvous import another_connection
+from azureml_strategy.control.channel import another_connection
 
 log = logging.getLogger(__name__)
 

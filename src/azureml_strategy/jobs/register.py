@@ -9,8 +9,8 @@ from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from azureml_strategy.checkpoint.folder import by_score, newest_first
 from azureml_strategy.checkpoint.manifest import Manifest, manifest_path
-from azureml_strategy.checkpoint.storage_folder import by_score, newest_first
 from azureml_strategy.jobs.errors import JobError
 from azureml_strategy.jobs.listing import show_job
 from azureml_strategy.jobs.output_files import OutputFiles

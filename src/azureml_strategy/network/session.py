@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from azureml_strategy.cluster.environ import LaunchError
 from azureml_strategy.cluster.launch import Launch
+from azureml_strategy.control.channel import open_store
+from azureml_strategy.control.roll_call import call_roll
 from azureml_strategy.network.nccl import (
     NetworkPlan,
     configured_settings,
@@ -20,8 +22,6 @@ from azureml_strategy.network.nccl import (
 from azureml_strategy.network.nccl_log import Transport, read_transport
 from azureml_strategy.network.node import Node, read_node
 from azureml_strategy.network.record import NodeRecord, RunNetwork, record_node
-from azureml_strategy.network.rendezvous import open_store
-from azureml_strategy.network.roll_call import call_roll
 from azureml_strategy.network.sysfs import cuda_started
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from omegaconf import DictConfig
 
 from azureml_strategy.checkpoint.elastic import ElasticRestart
 from azureml_strategy.checkpoint.resume import ANY, AUTO, checkpoint_to_resume, told_to_children
-from azureml_strategy.checkpoint.termination import TerminateTogether
 from azureml_strategy.cluster import detect_launch, read_job
 from azureml_strategy.cluster.environ import TERMINATION_SWITCH, switched_off
+from azureml_strategy.preemption.termination import TerminateTogether
 from azureml_strategy.tracking import JobMLFlowLogger
 from azureml_strategy.training.checking import check_config
 from azureml_strategy.training.errors import RecipeError

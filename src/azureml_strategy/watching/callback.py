@@ -24,15 +24,14 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
-from azureml_strategy.checkpoint.random_state import gather
 from azureml_strategy.cluster.environ import HANG_WATCH_SWITCH
 from azureml_strategy.cluster.isolation import Attempt, IsolatedCallback
 from azureml_strategy.cluster.launchers import local
 from azureml_strategy.cluster.redaction import redact_text
-from azureml_strategy.network import roll_call
-from azureml_strategy.network.machine import Member, address_towards, this_process
-from azureml_strategy.network.rendezvous import another_connection
-from azureml_strategy.watching.bounded import BoundedStore
+from azureml_strategy.control import roll_call
+from azureml_strategy.control.channel import BoundedStore, another_connection
+from azureml_strategy.control.gather import gather
+from azureml_strategy.control.process import Member, address_towards, this_process
 from azureml_strategy.watching.inquiry import name_the_gone
 from azureml_strategy.watching.progress import CHECKPOINT, END, STANDSTILL, TRAINING, Progress
 from azureml_strategy.watching.records import Records, say

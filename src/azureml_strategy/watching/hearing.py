@@ -6,8 +6,8 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from azureml_strategy.network.machine import Member, Sight, is_gone, is_seen, look_for
-from azureml_strategy.watching.bounded import BoundedStore
+from azureml_strategy.control.channel import BoundedStore
+from azureml_strategy.control.process import Member, Sight, is_gone, is_seen, look_for
 from azureml_strategy.watching.progress import START
 from azureml_strategy.watching.report import Beat
 

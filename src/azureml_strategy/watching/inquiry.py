@@ -7,10 +7,9 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 
-from azureml_strategy.network.machine import Member, is_gone
-from azureml_strategy.network.rendezvous import agent_serves_store
+from azureml_strategy.control.channel import BoundedStore, agent_serves_store, within
+from azureml_strategy.control.process import Member, is_gone
 from azureml_strategy.watching import recorder
-from azureml_strategy.watching.bounded import BoundedStore, within
 from azureml_strategy.watching.hearing import Hearing
 from azureml_strategy.watching.records import Records, say
 from azureml_strategy.watching.report import PASSING, Alarm, Beat, Report

@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 
 from azureml_strategy.cluster.job import read_job
 from azureml_strategy.cluster.redaction import redact_text
-from azureml_strategy.watching.bounded import within
+from azureml_strategy.control.channel import within
 from azureml_strategy.watching.recorder import Trace
 from azureml_strategy.watching.verdict import Verdict
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from azureml_strategy.network.machine import Member
+from azureml_strategy.control.process import Member
 from azureml_strategy.watching.culprits import disagreement, held_up_by
 from azureml_strategy.watching.report import PASSING, Alarm, Beat, Kind, Report
 from azureml_strategy.watching.stack import lines

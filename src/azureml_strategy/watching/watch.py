@@ -11,9 +11,9 @@ from types import FrameType
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from azureml_strategy.network.machine import Member, Sight, let_in, why_silent
+from azureml_strategy.control.channel import BoundedStore, StoreLostError, within
+from azureml_strategy.control.process import Member, Sight, let_in, why_silent
 from azureml_strategy.watching import recorder
-from azureml_strategy.watching.bounded import BoundedStore, StoreLostError, within
 from azureml_strategy.watching.hearing import Hearing
 from azureml_strategy.watching.inquiry import Inquiry, Outcome, store_server
 from azureml_strategy.watching.progress import CHECKPOINT, END, STANDSTILL, Progress

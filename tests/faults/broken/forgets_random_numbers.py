@@ -7,9 +7,9 @@ from pathlib import Path
 
 from tests.faults import training
 
-from azureml_strategy.checkpoint import storage
+from azureml_strategy.checkpoint import job_checkpoint
 
-storage.set_random_state = lambda *state: None
+job_checkpoint.set_random_state = lambda *state: None
 
 if __name__ == "__main__":
     training.main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:] == ["tracked"])

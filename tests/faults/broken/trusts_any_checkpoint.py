@@ -9,7 +9,7 @@ from typing import Any
 from tests.faults import training
 
 from azureml_strategy.checkpoint import resume
-from azureml_strategy.checkpoint.verification import Leader
+from azureml_strategy.checkpoint.resume import Leader
 
 
 def _none(*arguments: Any) -> None:

@@ -23,7 +23,7 @@ from tests.multiprocess.scripts.noisy import Curve
 
 from azureml_strategy.checkpoint import JobCheckpoint
 from azureml_strategy.checkpoint.resume import checkpoint_to_resume
-from azureml_strategy.checkpoint.termination import TerminateTogether
+from azureml_strategy.preemption.termination import TerminateTogether
 from azureml_strategy.strategies import AzureMLDDPStrategy, AzureMLDeepSpeedStrategy
 
 # What the script adds goes to DDP only. ONE_PROCESS is for `chain.py`: it needs no process group.

@@ -13,9 +13,9 @@ from common import report
 from lightning.pytorch import Callback, Trainer
 from noisy import Tokens, fit
 
-from azureml_strategy.checkpoint import JobCheckpoint, saving
+from azureml_strategy.checkpoint import JobCheckpoint, writer
+from azureml_strategy.checkpoint.folder import CheckpointFolder
 from azureml_strategy.checkpoint.host_copy import HostCopyBuffer
-from azureml_strategy.checkpoint.storage_folder import CheckpointFolder
 from strategies import OPTIONS, STRATEGIES, tiny_gpt
 
 strategy, output = sys.argv[1], Path(sys.argv[2])
@@ -25,7 +25,7 @@ folder = CheckpointFolder(output / "checkpoints")
 rank = int(os.environ["RANK"])
 threads: set[str] = set()
 copies: list[int] = []
-stage, copy = saving.stage, HostCopyBuffer.copy
+stage, copy = writer.stage, HostCopyBuffer.copy
 
 
 def take_time(path: Path) -> None:
@@ -71,7 +71,7 @@ class StopHere(Callback):
             self.complete = [each.step for each in folder.complete()]
 
 
-saving.stage = stage_slowly
+writer.stage = stage_slowly
 HostCopyBuffer.copy = copy_but_once
 stop = StopHere()
 own = {} if strategy == "ddp" else {"module": tiny_gpt(), "data": Tokens()}

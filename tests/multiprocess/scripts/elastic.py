@@ -19,7 +19,7 @@ from noisy import Tokens, fit
 from torch import Tensor
 
 from azureml_strategy.checkpoint import ElasticRestart, ResumeError, checkpoint_to_resume
-from azureml_strategy.checkpoint.storage_folder import CheckpointFolder
+from azureml_strategy.checkpoint.folder import CheckpointFolder
 from azureml_strategy.models import GPTConfig, LanguageModel
 from azureml_strategy.strategies import (
     AzureMLDDPStrategy,

@@ -9,7 +9,8 @@ from unittest.mock import patch
 import torch
 from common import Regression, loader, quiet_trainer, report
 
-from azureml_strategy.checkpoint import agreement, termination
+from azureml_strategy.control import agreement
+from azureml_strategy.preemption import termination
 from azureml_strategy.tracking import network
 from azureml_strategy.watching import callback as watching
 

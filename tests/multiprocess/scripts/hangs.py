@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import azureml_strategy  # noqa: F401 - registers the names
-from azureml_strategy.network import machine
+from azureml_strategy.control import process
 from azureml_strategy.watching import HangWatch
 from azureml_strategy.watching.hearing import Hearing
 from azureml_strategy.watching.progress import START
@@ -142,7 +142,7 @@ def main(rank: int, fate: str, strategy: str = "azureml_ddp", machines: bool = F
     if rank == RANK and fate in ("killed", "killed at once", "killed before", "stopped") and not passes:
         vanish()
     if machines:
-        machine._table = lambda: str(RANK)  # type: ignore[assignment]
+        process._table = lambda: str(RANK)  # type: ignore[assignment]
     rows = StallingRows(passes) if rank == RANK and fate == "loader" else Rows()
     if passes and rank != RANK:
         threading.Thread(target=go_on_after_the_report, daemon=True).start()

@@ -32,7 +32,8 @@ from torchmetrics.wrappers import (
 )
 
 from azureml_strategy.checkpoint.metric_state import metric_settings, metric_state, restore_metric_state
-from azureml_strategy.checkpoint.random_state import gather, random_state, set_random_state
+from azureml_strategy.checkpoint.random_state import random_state, set_random_state
+from azureml_strategy.control.gather import gather
 
 QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
 

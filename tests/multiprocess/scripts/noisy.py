@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from azureml_strategy.checkpoint import JobCheckpoint
 from azureml_strategy.checkpoint.consolidate import checkpoint_format
+from azureml_strategy.checkpoint.folder import CheckpointFolder
 from azureml_strategy.checkpoint.resume import checkpoint_to_resume
-from azureml_strategy.checkpoint.storage_folder import CheckpointFolder
 from azureml_strategy.cluster import read_job
 from azureml_strategy.data import ResumableLoader, ResumableSampler
 from azureml_strategy.data.sampler import replica

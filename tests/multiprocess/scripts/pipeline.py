@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from azureml_strategy.checkpoint.formats.pipeline import consolidate_pipeline
+from azureml_strategy.checkpoint.formats import consolidate_pipeline
 from azureml_strategy.models import ChainLayer, GPTConfig, LanguageModel
 from azureml_strategy.strategies import AzureMLDDPStrategy, PipelineStrategy
 

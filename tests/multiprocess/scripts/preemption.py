@@ -21,9 +21,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import Strategy
 from torch.utils.data import DataLoader, TensorDataset
 
-from azureml_strategy.checkpoint.storage import JobCheckpoint
-from azureml_strategy.checkpoint.termination import TerminateTogether
+from azureml_strategy.checkpoint.job_checkpoint import JobCheckpoint
 from azureml_strategy.models import GPTConfig, LanguageModel
+from azureml_strategy.preemption.termination import TerminateTogether
 
 STEPS = 80
 TOKENS, LENGTH = 64, 16

@@ -6,15 +6,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter  # type: ignore[attr-defined]
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, filesystem, metadata, planner, storage  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from azureml_strategy.checkpoint.plain_data import require_loadable
-from azureml_strategy.strategies.exchange import Exchange
+from azureml_strategy.control.gather import Exchange
+from azureml_strategy.control.messages import register
 
 # What Lightning writes beside the shards.
 _REST = "meta.pt"
+
+# What the ranks tell one another of what each has and has written.
+register(
+    *(metadata.ChunkStorageMetadata, metadata.MetadataIndex, metadata.TensorProperties),
+    *(planner.SavePlan, planner.WriteItem, planner.WriteItemType, planner.BytesIOWriteData),
+    *(planner.TensorWriteData, storage.WriteResult, filesystem._StorageInfo, filesystem._StoragePrefix),
+)
 
 
 def write_distributed(content: tuple[dict[str, Any], dict[str, Any] | None], path: Path, exchange: Exchange) -> None:
@@ -29,24 +37,24 @@ def write_distributed(content: tuple[dict[str, Any], dict[str, Any] | None], pat
     """
     state, rest = content
     leads = exchange.rank == 0
-    planner, writer = DefaultSavePlanner(), FileSystemWriter(path)
+    saving, writer = DefaultSavePlanner(), FileSystemWriter(path)
 
     def plan_own() -> SavePlan:
-        planner.set_up_planner(state, is_coordinator=leads)
+        saving.set_up_planner(state, is_coordinator=leads)
         writer.set_up_storage_writer(leads)
-        return writer.prepare_local_plan(planner.create_local_plan())
+        return writer.prepare_local_plan(saving.create_local_plan())
 
     own = exchange.together(plan_own)
 
     index: list[Metadata] = []  # rank 0's only
 
     def plan_all() -> list[SavePlan]:
-        plans, metadata = planner.create_global_plan(own)
-        index.append(metadata)
+        plans, merged = saving.create_global_plan(own)
+        index.append(merged)
         return writer.prepare_global_plan(plans)
 
-    plan = planner.finish_plan(exchange.on_rank_zero(plan_all)[exchange.rank])
-    results = exchange.together(lambda: writer.write_data(plan, planner).wait())
+    plan = saving.finish_plan(exchange.on_rank_zero(plan_all)[exchange.rank])
+    results = exchange.together(lambda: writer.write_data(plan, saving).wait())
 
     def finish() -> None:
         writer.finish(index[0], results)

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from azureml_strategy.checkpoint.checkpoint_io import WriteStaged
 from azureml_strategy.checkpoint.plain_data import WRITTEN_APART, to_plain
 from azureml_strategy.strategies.errors import MissingPlanError
-from azureml_strategy.strategies.exchange import WriteStaged
 from azureml_strategy.strategies.launched import LaunchedStrategy
 from azureml_strategy.strategies.model_parallel.checkpoint import check_checkpoint
 from azureml_strategy.strategies.model_parallel.copies import (

@@ -9,8 +9,9 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.strategies.deepspeed import DeepSpeedStrategy
 from typing_extensions import override
 
+from azureml_strategy.checkpoint.checkpoint_io import WriteStaged
 from azureml_strategy.checkpoint.plain_data import WRITTEN_APART, PlainDataStrategy, to_plain
-from azureml_strategy.strategies.exchange import Exchange, WriteStaged
+from azureml_strategy.control.gather import Exchange
 from azureml_strategy.strategies.zero.device import AnyDeviceDeepSpeedStrategy
 
 

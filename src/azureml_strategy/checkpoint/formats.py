@@ -1,0 +1,328 @@
+"""The layouts of checkpoints that one process can read."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+from typing_extensions import override
+
+
+class CheckpointFormatError(ValueError):
+    """A checkpoint that cannot be read; the message says what was found and what to give instead."""
+
+
+@dataclass(frozen=True)
+class CheckpointFormat:
+    """A layout of checkpoints on disk.
+
+    Args:
+        name: for messages, as in "is DeepSpeed ZeRO shards".
+        found: whether a path is of this layout, by the names of files alone. At most one layout may answer yes.
+        reader: reads a checkpoint; see `read`.
+    """
+
+    name: str
+    found: Callable[[Path], bool]
+    reader: Callable[[Path, bool], dict[str, Any]]
+
+    def read(self, path: Path, trust_pickles: bool = False) -> dict[str, Any]:
+        """Read a whole checkpoint, as Lightning's single file has it.
+
+        Args:
+            path: of this layout.
+            trust_pickles: run whatever code the files ask for.
+
+        Returns:
+            `state_dict` with full CPU tensors under the names of the unsharded module, beside `hyper_parameters` and
+            the rest that Lightning saved.
+
+        Raises:
+            CheckpointFormatError: something is missing, or reading would run code.
+        """
+        return self.reader(path, trust_pickles)
+
+
+_FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+# Of DeepSpeed's files: its loss scaler, its enums, learning rates that numpy computed. No weights are made of these.
+_INERT_MODULES = ("deepspeed.", "numpy.")
+_STAGE = "deepspeed.runtime.zero.config.ZeroStageEnum"
+# What the index of torch's distributed checkpoints consists of.
+_INDEX: dict[tuple[str, str], Any] = {
+    (kind.__module__, kind.__name__): kind
+    for kind in (
+        metadata.Metadata,
+        metadata.MetadataIndex,
+        metadata.StorageMeta,
+        metadata.TensorStorageMetadata,
+        metadata.BytesStorageMetadata,
+        metadata.ChunkStorageMetadata,
+        metadata.TensorProperties,
+        metadata._MEM_FORMAT_ENCODING,
+        filesystem._StorageInfo,
+        torch.Size,
+        torch.serialization._get_layout,
+    )
+}
+
+
+def read_file(file: Path, trust_pickles: bool) -> Any:
+    """What `torch.save` has written; tensors stay on disk until they are used.
+
+    Args:
+        file: of a checkpoint.
+        trust_pickles: run whatever it asks for.
+
+    Raises:
+        CheckpointFormatError: it asks for more than values and tensors.
+    """
+    try:
+        return torch.load(file, map_location="cpu", mmap=True, weights_only=not trust_pickles)
+    except pickle.UnpicklingError as error:
+        raise CheckpointFormatError(_refusal(file, _unsafe(file))) from error
+
+
+@contextmanager
+def reading_deepspeed(files: Iterable[Path], trust_pickles: bool) -> Iterator[None]:
+    """Inside, `torch.load` runs no code for these files, whoever calls it: DeepSpeed's tools would have it do so.
+
+    Objects of DeepSpeed's and numpy's classes become empty ones, and none of the classes' code runs.
+
+    Args:
+        files: that DeepSpeed has written.
+        trust_pickles: run whatever they ask for, and change nothing.
+
+    Raises:
+        CheckpointFormatError: one of them asks for something else.
+    """
+    if trust_pickles:
+        yield
+        return
+    wanted = {file: _unsafe(file) for file in files}
+    for file, names in wanted.items():
+        if not all(name.startswith(_INERT_MODULES) for name in names):
+            raise CheckpointFormatError(_refusal(file, names))
+    harmless: list[Any] = [(int if name == _STAGE else _Inert, name) for names in wanted.values() for name in names]
+    before = os.environ.get(_FORCE)
+    os.environ[_FORCE] = "1"
+    try:
+        with torch.serialization.safe_globals(harmless):
+            yield
+    except pickle.UnpicklingError as error:
+        raise CheckpointFormatError(_refusal(next(iter(wanted)).parent, [])) from error
+    finally:
+        os.environ.pop(_FORCE)
+        if before is not None:
+            os.environ[_FORCE] = before
+
+
+class _Inert:
+    """In the place of an object that nobody needs."""
+
+    def __init__(self, *arguments: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+class IndexReader(FileSystemReader):
+    """Torch's reader of sharded checkpoints, whose index is a pickle: nothing else than an index is made of it.
+
+    Args:
+        path: the folder.
+        trust_pickles: run whatever the index asks for.
+    """
+
+    def __init__(self, path: Path, trust_pickles: bool) -> None:
+        super().__init__(path)
+        self._trust_pickles = trust_pickles
+
+    @override
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._trust_pickles:
+            return super().read_metadata(*args, **kwargs)
+        file = Path(self._get_metadata_path(kwargs.get("rank")))
+        with file.open("rb") as stream:
+            index: Metadata = _IndexUnpickler(stream, file).load()
+        index.storage_meta = None  # when and by whom it was written
+        return index
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def __init__(self, stream: IO[bytes], file: Path) -> None:
+        super().__init__(stream)
+        self._file = file
+
+    @override
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if module == "pathlib" and name.endswith("Path"):
+            return _Inert  # where it was written
+        if (module, name) not in _INDEX:
+            raise CheckpointFormatError(_refusal(self._file, [f"{module}.{name}"]))
+        return _INDEX[module, name]
+
+
+def _unsafe(file: Path) -> list[str]:
+    """The names of what a file asks for and torch refuses."""
+    try:
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
+    except (ValueError, RuntimeError, pickle.UnpicklingError) as error:
+        raise CheckpointFormatError(f"{file} is no file that torch.save has written: {error}") from error
+
+
+def _refusal(file: Path, names: list[str]) -> str:
+    what = ", ".join(names) or "what torch's weights-only unpickler refuses"
+    return (
+        f"{file} asks for {what}. Reading it would run code that whoever wrote it has chosen, so it is not read. If "
+        "you trust them, type --trust-pickles (in Python: trust_pickles=True)."
+    )
+
+
+def _read_single_file(path: Path, trust_pickles: bool) -> dict[str, Any]:
+    checkpoint: dict[str, Any] = read_file(path, trust_pickles)
+    if "state_dict" not in checkpoint:
+        raise CheckpointFormatError(
+            f"{path} holds no `state_dict`, so Lightning did not save it as a checkpoint. A file inside a sharded "
+            "checkpoint is one part of it: give the whole folder."
+        )
+    return checkpoint
+
+
+SINGLE_FILE = CheckpointFormat("a single Lightning file", Path.is_file, _read_single_file)
+
+
+# What Lightning writes beside the shards.
+_REST = "meta.pt"
+# What FSDPStrategy and ModelParallelStrategy call the weights.
+_ROOTS = ("model", "state_dict")
+
+
+def _is_distributed(path: Path) -> bool:
+    return (path / ".metadata").is_file()
+
+
+def _read_distributed(path: Path, trust_pickles: bool) -> dict[str, Any]:
+    import torch
+    from torch.distributed.checkpoint import CheckpointException, load  # type: ignore[attr-defined]
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    reader = IndexReader(path, trust_pickles)
+    weights: dict[str, dict[str, torch.Tensor]] = {}
+    for name, entry in reader.read_metadata().state_dict_metadata.items():
+        root, _, inner = name.partition(".")
+        if root in _ROOTS and isinstance(entry, TensorStorageMetadata):
+            weights.setdefault(root, {})[inner] = torch.empty(entry.size, dtype=entry.properties.dtype)
+    try:
+        load(weights, storage_reader=reader)  # only what is named, so the optimizer's two thirds stay on disk
+    except CheckpointException as error:  # which holds the errors of all ranks, with their stacks
+        reason = str(next(iter(error.failures.values()))[0])
+        if "Weights only load failed" in reason:  # and advice that does not apply here
+            reason = reason.partition("\n\n")[2].strip().partition("\n")[0]
+        raise CheckpointFormatError(f"{path}: a part cannot be read, and no part may be left out: {reason}") from error
+    beside = path / _REST
+    rest: dict[str, Any] = read_file(beside, trust_pickles) if beside.is_file() else {}
+    return {**rest, "state_dict": {name: tensor for each in weights.values() for name, tensor in each.items()}}
+
+
+DISTRIBUTED = CheckpointFormat("torch.distributed.checkpoint shards", _is_distributed, _read_distributed)
+
+
+# Written by PipelineStrategy beside the folder with DeepSpeed's files.
+_LAYOUT, _SHARDS = "pipeline.json", "checkpoint"
+
+
+def consolidate_pipeline(folder: Path, trust_pickles: bool = False) -> dict[str, Tensor]:
+    """The weights of all stages, under the names that they have in the module that was not cut.
+
+    Args:
+        folder: the checkpoint, as the Trainer wrote it.
+        trust_pickles: run whatever code its files ask for.
+
+    Returns:
+        What the module's `load_state_dict` takes, on the CPU, in the dtype of training; tied parameters under each of
+        their names.
+
+    Raises:
+        CheckpointFormatError: the file of a layer is missing, or reading it would run code.
+    """
+    weights: dict[str, Tensor] = {}
+    for index, place in enumerate(json.loads((folder / _LAYOUT).read_text())["places"]):
+        if place is not None:
+            weights |= {f"{place}.{name}": value for name, value in _layer(folder, index, trust_pickles).items()}
+    return weights
+
+
+def _layer(folder: Path, index: int, trust_pickles: bool) -> dict[str, Tensor]:
+    file = folder / _SHARDS / f"layer_{index:02d}-model_states.pt"
+    if not file.is_file():
+        raise CheckpointFormatError(
+            f"{folder} lacks {file.relative_to(folder)}: was it copied from one node of several, or while it was being "
+            "written? Give a folder that all nodes wrote to."
+        )
+    layer: dict[str, Tensor] = read_file(file, trust_pickles)
+    return layer
+
+
+def _is_pipeline(path: Path) -> bool:
+    return (path / _LAYOUT).is_file()
+
+
+def _read_pipeline(path: Path, trust_pickles: bool) -> dict[str, Any]:
+    # Lightning's own entries, the same on all ranks; the pickled tensors of this file stay on disk.
+    first = path / _SHARDS / "mp_rank_00_model_states.pt"
+    with reading_deepspeed([first], trust_pickles):
+        saved = read_file(first, trust_pickles)
+    return {**saved, "state_dict": consolidate_pipeline(path, trust_pickles)}
+
+
+PIPELINE = CheckpointFormat("DeepSpeed pipeline stages", _is_pipeline, _read_pipeline)
+
+
+def _is_zero(path: Path) -> bool:
+    # A pipeline with ZeRO inside writes optimizer shards as well, but its weights into files of each layer.
+    shards, layers = _zero_files(path, "*zero_pp_rank_*_optim_states.pt"), _zero_files(path, "layer_*-model_states.pt")
+    return bool(shards) and not layers
+
+
+def _read_zero(path: Path, trust_pickles: bool) -> dict[str, Any]:
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    if _zero_files(path, "*mp_rank_01_model_states.pt"):
+        raise CheckpointFormatError(
+            f"{path} was saved with tensor_parallel_size above 1: each file holds a slice of each matrix, and "
+            "DeepSpeed joins only what ZeRO cut. It resumes with the same tensor_parallel_size. For one file of "
+            "weights, train with tensor_parallel_size=1 (stage 3 cuts parameters too) or with azureml_model_parallel, "
+            "whose checkpoints are consolidated whatever their tensor_parallel_size."
+        )
+    # Lightning's own entries, the same on all ranks; the pickled tensors of this file stay on disk.
+    with reading_deepspeed(_zero_files(path, "*.pt"), trust_pickles):
+        saved = read_file(_zero_files(path, "*_model_states.pt")[0], trust_pickles)
+        return {**saved, "state_dict": get_fp32_state_dict_from_zero_checkpoint(str(path))}
+
+
+def _zero_files(path: Path, pattern: str) -> list[Path]:
+    """The files of the folder that `latest` names; none where there is no such thing."""
+    latest = path / "latest"
+    return sorted((path / latest.read_text().strip()).glob(pattern)) if latest.is_file() else []
+
+
+ZERO = CheckpointFormat("DeepSpeed ZeRO shards", _is_zero, _read_zero)
+
+
+__all__ = ["FORMATS", "CheckpointFormat", "CheckpointFormatError"]
+
+FORMATS: tuple[CheckpointFormat, ...] = (ZERO, PIPELINE, DISTRIBUTED, SINGLE_FILE)

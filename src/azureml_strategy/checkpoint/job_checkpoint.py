@@ -1,0 +1,415 @@
+"""JobCheckpoint: when a checkpoint is due, what goes into it, and what is put back at a resume."""
+
+from __future__ import annotations
+
+import difflib
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from typing_extensions import override
+
+from azureml_strategy.checkpoint import exactness
+from azureml_strategy.checkpoint.checkpoint_io import AtomicCheckpointIO, reads_through_io
+from azureml_strategy.checkpoint.elastic import warn_unless_elastic
+from azureml_strategy.checkpoint.exactness import warn_of_ranks_apart, warn_of_what_is_lost
+from azureml_strategy.checkpoint.folder import CheckpointFolder, this_run
+from azureml_strategy.checkpoint.global_batch import running_global_batch
+from azureml_strategy.checkpoint.loop_state import FitLoopState
+from azureml_strategy.checkpoint.manifest import Manifest
+from azureml_strategy.checkpoint.metric_state import Settings, metric_settings, metric_state, restore_metric_state
+from azureml_strategy.checkpoint.pausing import waits_for_checkpoint
+from azureml_strategy.checkpoint.random_state import find_generators, random_state, set_random_state
+from azureml_strategy.checkpoint.writer import CheckpointWriter, Saving, Written
+from azureml_strategy.control.gather import gather
+
+Broadcast = Callable[[tuple[int, bool]], tuple[int, bool]]
+
+
+class SharedTimer:
+    """An interval of time, measured by rank 0 and known to all ranks at the cost of a few collectives.
+
+    Clocks differ, so that rank 0 has to tell the others. It does not at each batch: it says after how many batches,
+    by their duration so far, half of the time that is left will be over, and nobody asks before.
+
+    Args:
+        interval_s: seconds.
+    """
+
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s = interval_s
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin the interval; on all ranks at the same batch."""
+        self._since = time.monotonic()
+        self._batches = 0
+        self._ask_at = 1
+
+    def due(self, broadcast: Broadcast) -> bool:
+        """Count a batch; whether the interval is over.
+
+        Args:
+            broadcast: gives every rank what rank 0 gave.
+        """
+        self._batches += 1
+        if self._batches < self._ask_at:
+            return False
+        elapsed = time.monotonic() - self._since
+        left = self._interval_s - elapsed
+        pause, due = broadcast((max(1, int(left / elapsed * self._batches / 2)), left <= 0))
+        self._ask_at = self._batches + pause
+        return due
+
+
+# Of one logger: name, value, step and milliseconds since 1970 of each metric.
+Unwritten = list[list[Any]]
+
+
+@runtime_checkable
+class _KeepingLogger(Protocol):
+    """A logger that writes later than it is called, as a `JobMLFlowLogger`; this package does not know the tracking."""
+
+    def unwritten(self) -> Unwritten: ...
+
+    def log_again(self, metrics: Unwritten) -> None: ...
+
+
+def unwritten(trainer: Trainer) -> list[Unwritten]:
+    """What each such logger still has in memory: a resumed run would not log it again."""
+    return [logger.unwritten() for logger in trainer.loggers if isinstance(logger, _KeepingLogger)]
+
+
+def log_again(trainer: Trainer, kept: list[Unwritten]) -> None:
+    """Give it back to them; what the store has meanwhile, they leave out."""
+    loggers = [logger for logger in trainer.loggers if isinstance(logger, _KeepingLogger)]
+    for logger, metrics in zip(loggers, kept, strict=False):  # whoever added a logger meanwhile has nothing to give it
+        logger.log_again(metrics)
+
+
+# Our own entry among those of Lightning's checkpoint.
+_OURS = "azureml_strategy"
+
+
+class JobCheckpoint(ModelCheckpoint):
+    """Checkpoints from which a killed run goes on as if nothing had happened.
+
+    Differences to Lightning's ModelCheckpoint: a checkpoint counts only when all its files are on disk and its
+    manifest, with their sizes and checksums, is written; it holds the random numbers of every rank and what was about
+    to be logged; it is written once, whether it is among the last or the best; a disk that is full or fails costs a
+    warning, not the run. What dead attempts left half-written is removed at the start of training.
+
+    Training stands still only while its state is copied; see `HostCopyBuffer`. A thread of each rank writes, one
+    checkpoint at a time: the next one waits for the last, and so does the end of training.
+
+    It is written after each validation, or each epoch where there is none, and besides that by step and by time. The
+    interval in time begins anew with each checkpoint. Which ones stay is decided by the manifests on disk, so that
+    it survives restarts; the newest is never deleted. Newest is by the start that wrote it and by step, not by a clock.
+    Those that were passed over when the run was resumed, damaged or not wanted, count for nothing: they take no sound
+    one's place, and are not deleted. Neither are those of another Azure ML run in the same folder.
+
+    Args:
+        dirpath: the folder; else `checkpoints` below the Trainer's `default_root_dir`.
+        filename: as in ModelCheckpoint, without its extension.
+        monitor: the metric that says which are the best; None for no best.
+        mode: whether a `min` or a `max` of it is better.
+        save_top_k: how many of the best stay; -1 for all.
+        keep_last: how many of the newest stay, 1 or more; two, so that one can be damaged.
+        every_n_train_steps: optimizer steps between two; None for no such interval.
+        every_minutes: the longest time between two; None for no such interval.
+        every_n_epochs: which epochs' ends count.
+        asynchronous: write behind the training, which takes as much of the host's memory as a rank writes. False has
+            training wait; and so it does under strategies of others that write several files.
+        read_again: a loader that does not know its place, within an epoch, is read again up to it, which takes time.
+            False refuses to resume there.
+
+    Raises:
+        ValueError: `keep_last` or an interval is out of range.
+    """
+
+    def __init__(
+        self,
+        dirpath: _PATH | None = None,
+        filename: str | None = None,
+        monitor: str | None = None,
+        mode: str = "min",
+        save_top_k: int = 1,
+        keep_last: int = 2,
+        every_n_train_steps: int | None = None,
+        every_minutes: float | None = None,
+        every_n_epochs: int = 1,
+        asynchronous: bool = True,
+        read_again: bool = True,
+    ) -> None:
+        super().__init__(dirpath, filename, monitor=monitor, mode=mode, save_top_k=save_top_k)
+        _require("keep_last", keep_last, keep_last >= 1)
+        _require("every_n_train_steps", every_n_train_steps, every_n_train_steps is None or every_n_train_steps >= 1)
+        _require("every_minutes", every_minutes, every_minutes is None or every_minutes > 0)
+        self.keep_last = keep_last
+        self.asynchronous = asynchronous
+        self.read_again = read_again
+        self._every_n_epochs = every_n_epochs
+        self._every_steps = every_n_train_steps
+        self._timer = SharedTimer(60 * every_minutes) if every_minutes is not None else None
+        self._due = ""
+        self._measured = False
+        self._steps = 0
+        self._unwritten: list[Unwritten] = []
+        self._metric_settings: Settings = {}
+        self._passed_over: frozenset[str] = frozenset()
+        self._attempt = 1
+        self._saving = Saving()
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self.dirpath is None:
+            self.dirpath = str(Path(trainer.default_root_dir, "checkpoints"))
+        with warnings.catch_warnings():
+            # a restarted job finds its own checkpoints there
+            warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
+            super().setup(trainer, pl_module, stage)
+        FitLoopState.of(trainer).forget()
+        strategy = trainer.strategy
+        if type(strategy._checkpoint_io) in (type(None), TorchCheckpointIO):
+            strategy._checkpoint_io = AtomicCheckpointIO(plain=reads_through_io(strategy))
+        if trainer.is_global_zero and stage == "fit":
+            self._clean_up()
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._metric_settings = metric_settings(trainer)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.asynchronous:
+            self._saving.connect(trainer)
+        if self._timer is not None:
+            self._timer.restart()
+        self._steps = trainer.global_step
+        warn_of_what_is_lost(trainer)
+        log_again(trainer, self._unwritten)
+        self._unwritten = []
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not (trainer.enable_validation and any(trainer.num_val_batches)):
+            self._note_measurement(trainer)
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            self._note_measurement(trainer)
+
+    def on_step_boundary(self, trainer: Trainer) -> None:
+        """Save, if it is time: between two steps nothing of the last one is missing."""
+        before, self._steps = self._steps, trainer.global_step
+        every = self._every_steps
+        passed = every is not None and self._steps // every > before // every  # a batch may have several steps
+        timed = self._timer is not None and self._timer.due(trainer.strategy.broadcast)
+        if passed or timed:
+            self._due = self._due or "interval"
+        if self._due and not self._should_skip_saving_checkpoint(trainer):
+            self._save(trainer, self._due)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._finish(trainer)  # Lightning would add a checkpoint that is there already
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """No new one: other ranks may not have met it, and a checkpoint needs all of them."""
+        self._adopt(trainer, self._saving.close())
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._adopt(trainer, self._saving.close())
+
+    def save_now(self, trainer: Trainer, reason: str) -> str | None:
+        """Write a checkpoint, if this step has none; a collective.
+
+        Args:
+            trainer: on all ranks between the same two steps, as in `on_step_boundary`.
+            reason: why, for the manifest and the log.
+
+        Returns:
+            The path of this step's checkpoint, complete on disk; None where it could not be written.
+        """
+        self._finish(trainer)
+        if self._last_global_step_saved != trainer.global_step or not self._last_checkpoint_saved:
+            self._save(trainer, reason)
+            self._finish(trainer)
+        return self._last_checkpoint_saved or None
+
+    @override
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        loop = FitLoopState.of(trainer)
+        own = {
+            "random": random_state(_generators(trainer)),
+            "data": loop.data.state_dict(),
+            "metrics": metric_state(trainer, self._metric_settings),
+        }
+        checkpoint[_OURS] = {
+            "between_steps": loop.between_steps,
+            "ranks": gather(own),
+            "callbacks": exactness.save(trainer, checkpoint),
+            "unwritten": unwritten(trainer),
+        }
+
+    @override
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        self._last_global_step_saved = checkpoint["global_step"]
+        self._passed_over = self._folder.newer_than(Path(str(trainer.ckpt_path)))
+        ours = checkpoint.get(_OURS)
+        if ours is None or not ours["between_steps"]:
+            rank_zero_warn(
+                f"{trainer.ckpt_path} was not written by JobCheckpoint, between two steps. Lightning goes on from it "
+                "in its own way: what came later in that step, random numbers and the place in the data may be lost."
+            )
+            return
+        self._unwritten = ours["unwritten"]
+        own = ours["ranks"][trainer.global_rank] if len(ours["ranks"]) == trainer.world_size else None
+        if own is None:
+            rank_zero_info(
+                f"The checkpoint has the random numbers of {len(ours['ranks'])} ranks, and there are "
+                f"{trainer.world_size} now: each draws new ones."
+            )
+            warn_unless_elastic(trainer)
+        exactness.stop_again(trainer, ours["callbacks"])
+
+        def restore(within_epoch: bool) -> None:
+            exactness.restore(trainer, ours["callbacks"], within_epoch)
+            if own is not None:
+                restore_metric_state(trainer, own["metrics"])
+                set_random_state(own["random"], _generators(trainer))
+
+        FitLoopState.of(trainer).resume(own["data"] if own is not None else None, restore, self.read_again)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {}  # which ones are kept is read from the manifests
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        pass
+
+    def _note_measurement(self, trainer: Trainer) -> None:
+        """A validation has ended, or an epoch where there is none."""
+        self._measured = True
+        if self._every_n_epochs >= 1 and (trainer.current_epoch + 1) % self._every_n_epochs == 0:
+            self._due = "epoch"
+
+    def _save(self, trainer: Trainer, reason: str) -> None:
+        """Write, commit and clear away, or begin to; every failure ends as a warning, on all ranks alike."""
+        self._finish(trainer)
+        warn_of_ranks_apart(trainer)
+        self._last_global_step_saved, self._last_checkpoint_saved = trainer.global_step, ""
+        writer = CheckpointWriter(self._folder, self.keep_last, self.save_top_k, self._passed_over)
+        self._saving.save(trainer, self._draft(trainer, reason), writer)
+        self._due, self._measured = "", False
+        if self._timer is not None:
+            self._timer.restart()
+        if not self._saving.under_way:
+            self._finish(trainer)
+
+    def _finish(self, trainer: Trainer) -> None:
+        """Wait for the checkpoint that is being written, if there is one; on all ranks."""
+        if self._saving.under_way:
+            waits_for_checkpoint(trainer)
+        self._adopt(trainer, self._saving.finish())
+
+    def _draft(self, trainer: Trainer, reason: str) -> Manifest:
+        return Manifest(
+            name=self._wanted_name(trainer),
+            step=trainer.global_step,
+            epoch=trainer.current_epoch,
+            saved_at=time.time(),
+            world_size=trainer.world_size,
+            reason=reason,
+            score=self._score(trainer),
+            mode=self.mode,
+            files={},
+            global_batch=running_global_batch(trainer),
+            attempt=self._attempt,
+            run_id=self._folder.run_id,
+        )
+
+    @property
+    def _folder(self) -> CheckpointFolder:
+        return CheckpointFolder(Path(str(self.dirpath)), this_run())
+
+    def _wanted_name(self, trainer: Trainer) -> str:
+        return Path(self.format_checkpoint_name(self._monitor_candidates(trainer))).name
+
+    def _score(self, trainer: Trainer) -> float | None:
+        """What the last validation has measured, if it came after the checkpoint before.
+
+        Raises:
+            MisconfigurationException: nobody logs the metric; on all ranks.
+        """
+        if not self.monitor or not self._measured:
+            return None
+        value = trainer.callback_metrics.get(self.monitor)
+        if not trainer.strategy.broadcast(value is not None):
+            raise MisconfigurationException(_not_logged(self.monitor, trainer.callback_metrics))
+        return None if value is None else float(value)
+
+    def _clean_up(self) -> None:
+        try:
+            self._attempt = self._folder.next_attempt()
+            left = self._folder.remove_leftovers()
+        except OSError as error:
+            rank_zero_warn(f"What an earlier attempt left half-written in {self.dirpath} cannot be removed: {error}")
+            return
+        if left:
+            rank_zero_info(f"Removed what an earlier attempt left half-written: {', '.join(left)}")
+
+    def _adopt(self, trainer: Trainer, written: Written | None) -> None:
+        """What Lightning and its loggers ask of a ModelCheckpoint, equal on all ranks."""
+        if written is None:
+            return
+        self._last_checkpoint_saved = self.last_model_path = str(self._folder.path / written.manifest.name)
+        self.best_k_models = {path: torch.tensor(score) for path, score in written.scores.items()}
+        self.best_model_path = next(iter(self.best_k_models), self.last_model_path if self.monitor is None else "")
+        self.best_model_score = self.best_k_models.get(self.best_model_path)
+        if trainer.is_global_zero:
+            for logger in trainer.loggers:
+                logger.after_save_checkpoint(self)
+
+
+def _generators(trainer: Trainer) -> dict[str, Any]:
+    """Random generators that the parts of a training keep for themselves."""
+    loaders = trainer.fit_loop._combined_loader
+    return find_generators(
+        {
+            "loaders": loaders.flattened if loaders is not None else [],
+            "module": trainer.lightning_module,
+            "data module": trainer.datamodule,  # type: ignore[attr-defined]
+            "callbacks": trainer.callbacks,  # type: ignore[attr-defined]
+        }
+    )
+
+
+def _not_logged(monitor: str, metrics: Mapping[str, Any]) -> str:
+    near = difflib.get_close_matches(monitor, metrics, n=3) or sorted(metrics)
+    there = f"Logged are: {', '.join(near)}." if near else "Nothing is logged."
+    return (
+        f"JobCheckpoint(monitor={monitor!r}), but nobody has logged that. {there} Give one of these (in a recipe, "
+        f"`checkpoint.monitor=NAME`), call self.log({monitor!r}, value) in the module, or leave `monitor` out."
+    )
+
+
+def _require(name: str, value: float | None, valid: bool) -> None:
+    if not valid:
+        raise ValueError(f"{name}={value} is out of range: it must be above 0, or left out.")

@@ -1,0 +1,93 @@
+"""What ranks tell one another through the rendezvous store, as JSON.
+
+Whoever reaches the store's port can write into it, and a pickle runs code when it is read: nothing from there is ever
+unpickled. What has a form here: plain values, and the classes that were registered, by their fields.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from enum import Enum
+from typing import Any
+
+import torch
+
+# By name; see `register`.
+_CLASSES: dict[str, type] = {}
+# torch's constants, such as torch.float32, by their names.
+_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
+
+
+def register(*classes: type) -> None:
+    """Let objects of these classes be told, by their fields.
+
+    Args:
+        classes: data classes whose fields are plain values or objects of registered classes, and enumerations.
+    """
+    _CLASSES.update({each.__name__: each for each in classes})
+
+
+def to_json(value: Any) -> str:
+    """A value as text.
+
+    Raises:
+        TypeError: it has no form here.
+    """
+    return json.dumps(_encoded(value))
+
+
+def from_json(text: str | bytes) -> Any:
+    """The value of a text, in the types that it had.
+
+    Raises:
+        ValueError: it is none of `to_json`'s.
+    """
+    try:
+        return _decoded(json.loads(text))
+    except (AttributeError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"it is no message of a rank ({type(error).__name__}: {error})") from error
+
+
+def _encoded(value: Any) -> Any:
+    if value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, Enum)):
+        return value
+    if type(value) is list:
+        return [_encoded(each) for each in value]
+    if type(value) in (tuple, torch.Size):
+        return {type(value).__name__: [_encoded(each) for each in value]}
+    if isinstance(value, dict):
+        return {"dict": [[_encoded(key), _encoded(each)] for key, each in value.items()]}
+    if isinstance(value, _CONSTANTS):
+        return {"torch": str(value).removeprefix("torch.")}
+    name = type(value).__name__
+    if _CLASSES.get(name) is not type(value):
+        raise TypeError(f"a {type(value).__module__}.{name} cannot be told to other ranks")
+    if isinstance(value, Enum):
+        return {name: value.name}
+    return {name: {each.name: _encoded(getattr(value, each.name)) for each in dataclasses.fields(_CLASSES[name])}}
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decoded(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind in ("tuple", "Size"):
+        return (tuple if kind == "tuple" else torch.Size)(_decoded(each) for each in content)
+    if kind == "dict":
+        return {_decoded(key): _decoded(each) for key, each in content}
+    if kind == "torch":
+        return _constant(content)
+    cls = _CLASSES[kind]
+    if issubclass(cls, Enum):
+        return cls[content]
+    return cls(**{name: _decoded(each) for name, each in content.items()})
+
+
+def _constant(name: str) -> Any:
+    found = getattr(torch, name)
+    if not isinstance(found, _CONSTANTS):
+        raise ValueError(f"torch.{name} is no constant of a tensor")
+    return found

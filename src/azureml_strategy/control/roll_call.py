@@ -1,0 +1,182 @@
+"""Who has come to the start: names the processes that are missing, instead of a time-out without a name."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from azureml_strategy.cluster.environ import LaunchError, node_addresses
+from azureml_strategy.cluster.launch import Launch
+from azureml_strategy.control.process import Member, address_towards, this_process
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+log = logging.getLogger(__name__)
+
+_REMIND_SECONDS = 60.0
+_POLL_SECONDS = 0.01
+# How long others wait for rank 0's word after its own time is up, and rank 0 for the others to read it.
+_GRACE_SECONDS = 5.0
+# Who came to the last roll call of this process: one of them that dies before anything else was heard of it is known.
+_members: list[Member] = []
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """What a process says of itself."""
+
+    member: Member
+    address: str
+    problem: str | None
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> _Arrival:
+        """The arrival from its text."""
+        values: dict[str, Any] = json.loads(text)
+        return cls(**values | {"member": Member(**values["member"])})
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """Rank 0's word to all: who is there, and what is wrong, or nothing."""
+
+    members: Sequence[Member]
+    error: str | None
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> _Outcome:
+        """The outcome from its text."""
+        values: dict[str, Any] = json.loads(text)
+        return cls([Member(**each) for each in values["members"]], values["error"])
+
+
+def members() -> dict[int, Member]:
+    """The processes that were at the last roll call of this one, by rank; none where there was no roll call."""
+    return {member.rank: member for member in _members}
+
+
+def call_roll(store: Store, launch: Launch, timeout: timedelta, problem: str | None = None) -> None:
+    """Wait until every process of the job is here and none of them has a problem.
+
+    Args:
+        store: from `rendezvous.open_store`.
+        launch: this process's place.
+        timeout: how long rank 0 waits for the others.
+        problem: why this process cannot go on; the others then stop with it, instead of waiting for it.
+
+    Raises:
+        LaunchError: processes are missing, and which; or some have a problem. The same on every process.
+    """
+    arrival = _Arrival(
+        this_process(launch.rank, launch.node_rank), address_towards(launch.main_address, launch.main_port), problem
+    )
+    store.set(f"arrived/{launch.rank}", json.dumps(asdict(arrival)))
+    if store.add("count", 1) == launch.world_size:
+        store.set("complete", "1")
+    outcome = _lead(store, launch, timeout) if launch.rank == 0 else _follow(store, launch, timeout)
+    if outcome.error:
+        raise LaunchError(outcome.error)
+    _members[:] = outcome.members
+
+
+def _lead(store: Store, launch: Launch, timeout: timedelta) -> _Outcome:
+    complete = _await_all(store, launch, timeout)
+    arrivals = _arrivals(store, launch.world_size)
+    error = _problems(arrivals) if complete else _absence(launch, arrivals, timeout)
+    outcome = _Outcome([arrival.member for arrival in arrivals], error)
+    store.set("outcome", json.dumps(asdict(outcome)))
+    if outcome.error:
+        # This process serves the store: the others must read the outcome before it ends.
+        deadline = time.monotonic() + _GRACE_SECONDS
+        while store.add("read", 0) < len(arrivals) - 1 and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+    return outcome
+
+
+def _follow(store: Store, launch: Launch, timeout: timedelta) -> _Outcome:
+    from torch.distributed import DistError
+
+    try:
+        store.wait(["outcome"], timeout + timedelta(seconds=_GRACE_SECONDS))
+        outcome = _Outcome.from_json(store.get("outcome"))
+        store.add("read", 1)
+    except DistError as error:
+        raise LaunchError(_lost(launch, error)) from error
+    return outcome
+
+
+def _await_all(store: Store, launch: Launch, timeout: timedelta) -> bool:
+    """Whether all arrive in time; says every minute who is missing."""
+    now = time.monotonic()
+    deadline, reminder = now + timeout.total_seconds(), now + _REMIND_SECONDS
+    # Asks instead of waiting: torch warns on standard error of each wait that ends by its time-out.
+    while not store.check(["complete"]):
+        time.sleep(_POLL_SECONDS)
+        if time.monotonic() > deadline:
+            return False
+        if time.monotonic() > reminder:
+            reminder += _REMIND_SECONDS
+            log.warning("Still waiting for %s.", _missing(launch, _arrivals(store, launch.world_size)))
+    return True
+
+
+def _arrivals(store: Store, world_size: int) -> list[_Arrival]:
+    keys = (f"arrived/{rank}" for rank in range(world_size))
+    return [_Arrival.from_json(store.get(key)) for key in keys if store.check([key])]
+
+
+def _problems(arrivals: list[_Arrival]) -> str | None:
+    """The problems, each with the ranks that have it; None if there are none."""
+    texts = dict.fromkeys(arrival.problem for arrival in arrivals if arrival.problem)
+    described = []
+    for text in texts:
+        found = [arrival for arrival in arrivals if arrival.problem == text]
+        hosts = ", ".join(dict.fromkeys(arrival.member.host for arrival in found))
+        described.append(f"{_ranks([arrival.member.rank for arrival in found])} on {hosts}: {text}")
+    return "\n".join(described) or None
+
+
+def _absence(launch: Launch, arrivals: list[_Arrival], timeout: timedelta) -> str:
+    return (
+        f"{len(arrivals)} of {launch.world_size} processes came to the rendezvous at {launch.main_address}:"
+        f"{launch.main_port} within {timeout}. Missing: {_missing(launch, arrivals)}. Look at their logs "
+        "(user_logs/std_log_process_RANK.txt): a process that failed before this point, a node that never started, or "
+        "a network that keeps it from the address does this."
+    )
+
+
+def _missing(launch: Launch, arrivals: list[_Arrival]) -> str:
+    """The missing ranks by node, with hosts where they are known."""
+    absent = sorted(set(range(launch.world_size)) - {arrival.member.rank for arrival in arrivals})
+    hosts = {arrival.member.node: arrival.member.host for arrival in arrivals}
+    parts = []
+    for node_rank, ranks in itertools.groupby(absent, key=lambda rank: rank // launch.local_world_size):
+        host = f", host {hosts[node_rank]}" if node_rank in hosts else ""
+        parts.append(f"{_ranks(list(ranks))} (node {node_rank}{host})")
+    silent = sorted(set(node_addresses(os.environ)) - {arrival.address for arrival in arrivals})
+    if silent and len(silent) == launch.num_nodes - len(hosts):
+        parts.append(f"nothing came from {', '.join(silent)}")
+    return "; ".join(parts)
+
+
+def _ranks(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    return "ranks " + ", ".join(map(str, ranks))
+
+
+def _lost(launch: Launch, error: Exception) -> str:
+    return (
+        f"Rank {launch.rank} lost rank 0 (node 0, {launch.main_address}:{launch.main_port}) while waiting for the "
+        f"others to start. Look at rank 0's log (user_logs/std_log_process_0.txt). {error}"
+    )

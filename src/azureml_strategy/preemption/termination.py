@@ -1,0 +1,394 @@
+"""Stops all ranks after the same step, saves, and ends them or goes on: after SIGTERM or a Scheduled Event."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import signal
+import threading
+import uuid
+from datetime import timedelta
+from types import FrameType
+from typing import Any, Protocol, runtime_checkable
+
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from typing_extensions import override
+
+from azureml_strategy.checkpoint.job_checkpoint import JobCheckpoint
+from azureml_strategy.checkpoint.loop_state import FitLoopState
+from azureml_strategy.checkpoint.pausing import paused
+from azureml_strategy.cluster.environ import TERMINATION_SWITCH
+from azureml_strategy.cluster.isolation import Attempt, IsolatedCallback, passed_through
+from azureml_strategy.cluster.job import read_job
+from azureml_strategy.cluster.launchers import detect_launch, local
+from azureml_strategy.control.agreement import Standstill, State, StopAgreement
+from azureml_strategy.control.channel import another_connection
+from azureml_strategy.control.gather import gather
+from azureml_strategy.preemption.scheduled_events import EventPoller, events_url
+
+log = logging.getLogger(__name__)
+
+# Of the 30 seconds that Azure gives a low-priority node; a server that does not answer must not use them up.
+_FLUSH_SECONDS = 8.0
+
+
+@runtime_checkable
+class _RunLogger(Protocol):
+    """What a `JobMLFlowLogger` can; this package does not know the tracking."""
+
+    def log_tags(self, tags: dict[str, str]) -> None: ...
+
+    def flush(self, timeout_s: float) -> bool: ...
+
+
+def save_and_record(trainer: Trainer, reason: str) -> None:
+    """Save on all ranks together, and write the reason into the run and on the console.
+
+    A `JobCheckpoint` saves; so does every other checkpoint callback that saves on an exception.
+
+    Args:
+        trainer: on all ranks between the same two steps.
+        reason: why, the same on all ranks.
+    """
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, JobCheckpoint):
+            callback.save_now(trainer, reason)
+        else:
+            callback.on_exception(trainer, trainer.lightning_module, SIGTERMException(reason))
+    _record(trainer, f"{reason}, after step {trainer.global_step}")
+
+
+def record_going_on(trainer: Trainer, reason: str) -> None:
+    """Write down that nothing came of it.
+
+    Args:
+        trainer: about to train on.
+        reason: why it had stopped.
+    """
+    _record(trainer, f"{reason}, after step {trainer.global_step}; it did not come, and training went on")
+
+
+def _record(trainer: Trainer, text: str) -> None:
+    """One tag for each attempt of the job: `stopped.attempt_0`."""
+    if trainer.is_global_zero:
+        log.warning("All ranks have stopped: %s", text)
+    job = read_job()
+    for logger in trainer.loggers:
+        if isinstance(logger, _RunLogger):
+            logger.log_tags({f"stopped.attempt_{job.attempt if job else 0}": text})
+            logger.flush(_FLUSH_SECONDS)
+
+
+# A shell reports this plus the number of the signal that ended a process: Azure ML must not take the job for completed.
+_OF_SIGNAL = 128
+# How a reason to stop begins that is a signal.
+_NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
+_ON_CTRL_C = b"\nCtrl-C: stopping after one of the next steps, to save. Press it again to end at once.\n"
+_STORE_TIMEOUT = timedelta(seconds=60)
+
+
+class TerminateTogether(IsolatedCallback):
+    """Stops all ranks after the same step, saves, and ends them with exit code 143, or goes on.
+
+    Two things stop them: SIGTERM on any rank, and a Scheduled Event for any node: Azure gives a low-priority node at
+    least 30 seconds. On both, the ranks agree on a step, save together with every checkpoint callback that saves on
+    an exception, and write why into the MLflow run. After SIGTERM they end then. After an event they wait for their
+    end: a process that exits would be a job that has completed. If the event is withdrawn, training goes on.
+
+    Stock Lightning broadcasts from rank 0 inside the signal handler: a signal to another rank breaks the group, and
+    one to rank 0 ends all of them with exit code 0; and each step begins with a broadcast that GPUs have to wait for.
+    Here the handler only notes the signal, and there is no broadcast. At the end callbacks see an exception on every
+    rank, so that loggers work as for any other.
+
+    Handlers of the script's own, set before the `fit` or during it, are called when the ranks have stopped and saved,
+    on the rank that got the signal. One that is set during the `fit` acts alone until the end of that step. From the
+    stop on, `trainer.received_sigterm` is true on all ranks.
+
+    Python catches signals on the main thread only. A `fit` on another one stops for events; SIGTERM ends its process,
+    as in stock Lightning.
+
+    Every Trainer of a job has one; of several in a Trainer the first acts, so that one of your own replaces it.
+
+    Args:
+        events_url: where to ask for Scheduled Events; by default AZUREML_STRATEGY_SCHEDULED_EVENTS, or Azure's own
+            address on an Azure VM. `off` asks nobody.
+        notice_s: how long before an event the ranks stop, in seconds.
+        patience_s: how long they wait for an event after its time has come, before they go on, in seconds.
+        poll_s: pause between two questions for events, in seconds; one process of each node asks.
+        agree_s: pause between two looks at whether a rank wants to stop, in seconds.
+        ctrl_c: whether Ctrl-C stops as SIGTERM does, with exit code 130; a second one ends the processes at once.
+    """
+
+    switch = TERMINATION_SWITCH
+
+    def __init__(
+        self,
+        events_url: str | None = None,
+        notice_s: float = 60.0,
+        patience_s: float = 120.0,
+        poll_s: float = 1.0,
+        agree_s: float = 0.5,
+        ctrl_c: bool = False,
+    ) -> None:
+        self._events_url = events_url
+        self._times = (notice_s, patience_s, poll_s)
+        self._agree_s = agree_s
+        self._ctrl_c = ctrl_c
+        self._requested: signal.Signals | None = None
+        self._rank = 0
+        self._world_size = 1
+        self._stops = 0
+        self._replaced: list[Any] = []
+        self._calling: list[Any] = []
+        self._store: Store | None = None
+        self._agreement: StopAgreement | None = None
+        self._events: EventPoller | None = None
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if stage != "fit" or next(each for each in callbacks if isinstance(each, TerminateTogether)) is not self:
+            return
+        # A name of this fit's own: below torchrun the store outlives the processes. It comes first, as a collective
+        # learns at once that another rank has ended, and a connection to its store does not.
+        name = trainer.strategy.broadcast(uuid.uuid4().hex)
+        # Whatever fails here on one rank, the others must not wait for it.
+        ready = Attempt(lambda: self._prepare(trainer))
+        all_ready = _on_all(trainer, ready.value is not None)
+        ready.settle()
+        store = ready.value
+        if store is None or not all_ready:
+            return
+        self._store = PrefixStore(f"azureml_strategy/stop/{name}", store)
+        self._rank, self._world_size = trainer.global_rank, trainer.world_size
+        self._listen_with_lightning(trainer)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._store is None:
+            return
+        begun = Attempt(lambda: self._begin(trainer))
+        if not _on_all(trainer, begun.fault is None):
+            self._give_up(trainer)
+            begun.settle()
+            return
+        # Lightning asks rank 0 in each step whether it got SIGTERM, for which a GPU has to come to an end.
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _ask_nobody  # type: ignore[method-assign]
+
+    def on_step_boundary(self, trainer: Trainer) -> None:
+        """Stop here if the ranks have agreed on this step."""
+        if self._agreement is None:
+            return
+        self._listen()
+        if self._agreement.step_done():
+            self._stop(trainer)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._close(trainer)  # Lightning calls no teardown then
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._close(trainer)
+        if self._requested is None or stage != "fit":
+            return
+        requested, self._requested = self._requested, None
+        # It came too late to agree on.
+        if requested == signal.SIGINT:
+            raise SIGTERMException(_exit_code(trainer, requested))
+        trainer._signal_connector.received_sigterm = True
+        # Lightning has put the original handler back: that one ends the process.
+        passed_through(lambda: signal.raise_signal(signal.SIGTERM))
+
+    @override
+    def _give_up(self, trainer: Trainer | None) -> None:
+        """End the threads, and leave SIGTERM to whoever had it before the `fit`.
+
+        Lightning's broadcast in each step stays as it is: the other ranks would not take part.
+        """
+        self._end_threads()
+        if trainer is None or signal.getsignal(signal.SIGTERM) != self._note:
+            return
+        original = trainer._signal_connector._original_handlers.get(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, original or signal.SIG_DFL)  # type: ignore[arg-type]
+        requested, self._requested = self._requested, None
+        if self._ctrl_c:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if requested is not None:
+            passed_through(lambda: signal.raise_signal(requested))
+
+    def _prepare(self, trainer: Trainer) -> Store | None:
+        self._close(trainer)  # what a run that has failed may have left
+        FitLoopState.of(trainer)
+        return _store(trainer)
+
+    def _begin(self, trainer: Trainer) -> None:
+        assert self._store is not None
+        self._events = self._poller() if trainer.local_rank == 0 else None
+        self._watch(self._store)
+        self._listen()
+
+    def _stop(self, trainer: Trainer) -> None:
+        """Save; then end or go on, all together."""
+        agreement, store = self._agreement, self._store
+        assert agreement is not None
+        assert store is not None
+        interrupted = agreement.reason.startswith(_NAMES[signal.SIGINT])
+        trainer._signal_connector.received_sigterm = agreement.reason.startswith(_NAMES[signal.SIGTERM])
+        # All ranks have agreed to stop here, and do so even if this one cannot save.
+        saved = Attempt(lambda: save_and_record(trainer, agreement.reason))
+        if saved.fault is not None:
+            self._report("save_and_record", saved.fault)
+        standstill = PrefixStore(f"standstill/{self._stops}", store)
+        with paused(trainer):
+            goes_on = Standstill(standstill, self._rank, self._world_size, self._state).goes_on()
+        if not goes_on:
+            trainer._signal_connector.received_sigterm = not interrupted
+            self._call_replaced_handlers()
+            raise SIGTERMException(_exit_code(trainer, signal.SIGINT if interrupted else signal.SIGTERM))
+        record_going_on(trainer, agreement.reason)
+        self._watch(store)
+
+    def _watch(self, store: Store) -> None:
+        """Begin to look for a reason to stop, under names that no earlier stop has used."""
+        self._stops += 1
+        names = PrefixStore(f"agreement/{self._stops}", store)
+        self._agreement = StopAgreement(names, self._rank, self._world_size, self._reason, self._agree_s)
+
+    def _poller(self) -> EventPoller | None:
+        url = events_url(self._events_url, os.environ)
+        return EventPoller(url, *self._times) if url is not None else None
+
+    def _reason(self) -> str | None:
+        if self._requested is not None:
+            return f"{_NAMES[self._requested]} on rank {self._rank}"
+        event = self._events.imminent if self._events is not None else None
+        return f"{event.kind} of the node of rank {self._rank}" if event is not None else None
+
+    def _state(self) -> State:
+        if self._requested is not None:
+            return "leaving"
+        return "free" if self._reason() is None else "waiting"
+
+    def _close(self, trainer: Trainer) -> None:
+        trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
+        for name in ("_sigterm_notifier_fn", "register_signal_handlers"):
+            trainer._signal_connector.__dict__.pop(name, None)
+        self._replaced = []
+        self._end_threads()
+
+    def _end_threads(self) -> None:
+        for watcher in (self._agreement, self._events):
+            if watcher is not None:
+                watcher.close()
+        self._agreement = self._events = self._store = None
+
+    def _listen_with_lightning(self, trainer: Trainer) -> None:
+        """Listen as soon as Lightning does, which is some time before training starts."""
+        connector = trainer._signal_connector
+        register = connector.register_signal_handlers
+
+        def register_and_listen() -> None:
+            register()
+            self._listen()
+            if self._ctrl_c and _on_main_thread():
+                self._listen_to_ctrl_c(trainer)
+            if self._rank == 0 and not _on_main_thread():
+                log.info("This fit is off the main thread, where no signal is caught: only Scheduled Events stop it.")
+
+        # Among the handlers that Lightning composes; its own would broadcast.
+        connector._sigterm_notifier_fn = self._note  # type: ignore[method-assign, assignment]
+        connector.register_signal_handlers = register_and_listen  # type: ignore[method-assign]
+
+    def _listen(self) -> None:
+        """Take the place of the handler that is there, be it Lightning's or one that was set during the fit."""
+        if not _on_main_thread():
+            return
+        there = signal.getsignal(signal.SIGTERM)
+        if there != self._note:
+            self._replaced.append(there)
+            signal.signal(signal.SIGTERM, self._note)
+
+    def _listen_to_ctrl_c(self, trainer: Trainer) -> None:
+        """Lightning puts back the handler that was there, as it does for all signals."""
+        own_process = os.getpid()
+
+        def end(signum: int, frame: FrameType | None) -> None:
+            launcher = trainer.strategy.launcher
+            if isinstance(launcher, _SubprocessScriptLauncher):
+                launcher.kill(signal.SIGKILL)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGINT)
+
+        def note(signum: int, frame: FrameType | None) -> None:
+            if os.getpid() != own_process:
+                return  # a data loader's worker, which this process still needs
+            self._requested = self._requested or signal.SIGINT
+            signal.signal(signal.SIGINT, end)
+            if self._rank == 0:
+                os.write(2, _ON_CTRL_C)  # a buffered stream may be in use below this handler
+
+        signal.signal(signal.SIGINT, note)
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        """Only leave a note: in a signal handler nothing else is safe."""
+        self._requested = signal.SIGTERM
+        if self._calling:  # by a handler that calls the one before, as it found it
+            self._call_next(frame)
+
+    def _call_replaced_handlers(self) -> None:
+        """What would have been called at once without us, on the rank that got the signal: the newest, which may go on
+        to those before.
+        """
+        requested, self._requested = self._requested, None
+        if requested != signal.SIGTERM:
+            return
+        self._calling = list(self._replaced)
+        try:
+            passed_through(lambda: self._call_next(inspect.currentframe()))
+        finally:
+            self._calling = []
+            self._requested = None
+
+    def _call_next(self, frame: FrameType | None) -> None:
+        handler = self._calling.pop() if self._calling else None
+        if callable(handler):
+            handler(signal.SIGTERM, frame)
+
+
+def _on_main_thread() -> bool:
+    """Python catches signals nowhere else."""
+    return threading.current_thread() is threading.main_thread()
+
+
+def _ask_nobody() -> None:
+    """In place of a broadcast: what it would tell, the ranks agree on by themselves."""
+
+
+def _exit_code(trainer: Trainer, ended_by: signal.Signals) -> int:
+    """0 in the processes that a strategy started: Lightning kills their parent at once when one ends otherwise."""
+    started = trainer.local_rank > 0 and (local.MARKER in os.environ or detect_launch() is None)
+    return 0 if started else _OF_SIGNAL + ended_by
+
+
+def _on_all(trainer: Trainer, mine: bool) -> bool:
+    """Whether it is true on all ranks of this Trainer, which may be one that runs alone beside a process group."""
+    return mine if trainer.world_size == 1 else all(gather(mine))
+
+
+def _store(trainer: Trainer) -> Store | None:
+    """A connection of our own to the store through which the ranks found one another; None where there is none."""
+    store = another_connection(trainer.world_size, _STORE_TIMEOUT)
+    if store is None and dist.is_initialized():
+        rank_zero_warn(
+            "The ranks cannot agree on a step to stop at after SIGTERM: the process group was not made with "
+            "MASTER_ADDR and MASTER_PORT, or nothing answers there. Training goes on; SIGTERM does what it does in "
+            "stock Lightning."
+        )
+    return store

@@ -1,0 +1,82 @@
+"""Ranks as threads over one in-memory store, which wait, leave, fall silent or are set free."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from azureml_strategy.control.agreement import Standstill, State
+
+RANKS = 3
+
+
+def standing(pool: ThreadPoolExecutor, states: list[Callable[[], State]]) -> list[Future[bool]]:
+    store = dist.HashStore()
+    return [pool.submit(Standstill(store, rank, len(states), state, 300).goes_on) for rank, state in enumerate(states)]
+
+
+def always(state: State) -> Callable[[], State]:
+    return lambda: state
+
+
+def until(seconds: float, before: State, after: State) -> Callable[[], State]:
+    end = time.monotonic() + seconds
+    return lambda: before if time.monotonic() < end else after
+
+
+def test_all_free_go_on_at_once() -> None:
+    with ThreadPoolExecutor(RANKS) as pool:
+        assert [each.result(200) for each in standing(pool, [always("free")] * RANKS)] == [True] * RANKS
+
+
+@pytest.mark.parametrize("leaving", range(RANKS))
+def test_one_that_leaves_takes_all_with_it(leaving: int) -> None:
+    states: list[Callable[[], State]] = [always("waiting")] * RANKS
+    states[leaving] = until(0.5, "waiting", "leaving")
+    with ThreadPoolExecutor(RANKS) as pool:
+        assert [each.result(200) for each in standing(pool, states)] == [False] * RANKS
+
+
+@pytest.mark.parametrize("waiting", range(RANKS))
+def test_all_wait_for_one_and_go_on_when_it_is_free(waiting: int) -> None:
+    states = [always("free")] * RANKS
+    started = time.monotonic()
+    states[waiting] = until(1.0, "waiting", "free")
+    with ThreadPoolExecutor(RANKS) as pool:
+        assert [each.result(200) for each in standing(pool, states)] == [True] * RANKS
+    assert time.monotonic() - started >= 1
+
+
+def test_one_rank_alone() -> None:
+    assert Standstill(dist.HashStore(), 0, 1, always("free")).goes_on()
+    assert not Standstill(dist.HashStore(), 0, 1, always("leaving")).goes_on()
+
+
+def test_a_rank_that_comes_late_is_waited_for() -> None:
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(Standstill(store, 0, 2, always("free")).goes_on)
+        time.sleep(0.6)
+        assert not first.done()
+        assert Standstill(store, 1, 2, always("free")).goes_on()
+        assert first.result(200)
+
+
+def test_a_rank_that_is_gone_ends_the_wait() -> None:
+    store = dist.HashStore()
+    store.set("state/1", "waiting 3")  # its last word
+    assert not Standstill(store, 0, 2, always("free"), gone_s=0.8).goes_on()
+
+
+def test_rank_0_is_gone_and_the_store_with_it() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(Standstill(client, 1, 2, always("waiting")).goes_on)
+        time.sleep(0.5)
+        del server
+        assert not other.result(200)
