@@ -34,8 +34,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from azureml_strategy.cluster.environ import CALLBACKS_SWITCH
+from azureml_strategy.hang_detection import HangWatch
 from azureml_strategy.preemption.termination import TerminateTogether
-from azureml_strategy.watching import HangWatch
 
 STEP_S = 0.05
 TARGET = 0.001  # of a step

@@ -19,10 +19,10 @@ from azureml_strategy.cluster.environ import (
 )
 from azureml_strategy.cluster.guard import LaunchGuard
 from azureml_strategy.data.check import DataCheck
+from azureml_strategy.hang_detection import HangWatch
 from azureml_strategy.plugin import _STRATEGIES, job_callbacks, pytorch_lightning_callbacks
 from azureml_strategy.preemption.termination import TerminateTogether
 from azureml_strategy.tracking.network import NetworkRecorder
-from azureml_strategy.watching import HangWatch
 
 NODE_1 = {
     "AZUREML_RUN_ID": "quirky_plum",

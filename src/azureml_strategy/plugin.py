@@ -103,7 +103,7 @@ def _pytorch_lightning_guard(launch: Launch) -> Callback:
 
 
 def _hang_watch(launch: Launch) -> Callback:
-    from azureml_strategy.watching import HangWatch
+    from azureml_strategy.hang_detection import HangWatch
 
     return HangWatch()
 

@@ -10,9 +10,9 @@ import torch
 from common import Regression, loader, quiet_trainer, report
 
 from azureml_strategy.control import agreement
+from azureml_strategy.hang_detection import callback as watching
 from azureml_strategy.preemption import termination
 from azureml_strategy.tracking import network
-from azureml_strategy.watching import callback as watching
 
 RANK = int(os.environ["RANK"])
 # (where, what): each is called by a hook, or by what a hook calls

@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader
 
 import azureml_strategy  # noqa: F401 - registers the names
 from azureml_strategy.control import process
-from azureml_strategy.watching import HangWatch
-from azureml_strategy.watching.hearing import Hearing
-from azureml_strategy.watching.progress import START
+from azureml_strategy.hang_detection import HangWatch
+from azureml_strategy.hang_detection.main_thread import START
+from azureml_strategy.hang_detection.peers import Hearing
 
 RANK = int(os.environ["RANK"])
 HEARD = Path(os.environ["RESULTS"]).with_name("heard")

@@ -13,13 +13,19 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from azureml_strategy.control.channel import BoundedStore, StoreLostError, within
 from azureml_strategy.control.process import Member, Sight, let_in, why_silent
-from azureml_strategy.watching import recorder
-from azureml_strategy.watching.hearing import Hearing
-from azureml_strategy.watching.inquiry import Inquiry, Outcome, store_server
-from azureml_strategy.watching.progress import CHECKPOINT, END, STANDSTILL, Progress
-from azureml_strategy.watching.records import Records, say
-from azureml_strategy.watching.report import PASSING, Alarm, Beat
-from azureml_strategy.watching.stack import communicates, frames_of, is_inside, trainer_frame
+from azureml_strategy.hang_detection import flight_recorder
+from azureml_strategy.hang_detection.alarm import Inquiry, Outcome, Records, say, store_server
+from azureml_strategy.hang_detection.main_thread import (
+    CHECKPOINT,
+    END,
+    STANDSTILL,
+    Progress,
+    communicates,
+    frames_of,
+    is_inside,
+    trainer_frame,
+)
+from azureml_strategy.hang_detection.peers import PASSING, Alarm, Beat, Hearing
 
 # So many signs of life may be missing before a rank counts as gone, when a connection to it has been closed.
 _BEATS_MISSING = 3
@@ -254,7 +260,7 @@ class Watch:
 
     def _notice(self) -> tuple[int, dict[str, int]]:
         """Steps and collectives until now: they are progress as well, where no hook is called."""
-        done = (self._step(), recorder.counts())
+        done = (self._step(), flight_recorder.counts())
         if done != self._done:
             self._done = done
             self._progress.touch()

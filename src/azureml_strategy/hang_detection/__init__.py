@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from azureml_strategy.lazy import lazy_attributes
 
 if TYPE_CHECKING:
-    from azureml_strategy.watching.callback import HangWatch
+    from azureml_strategy.hang_detection.callback import HangWatch
 
 __all__ = ["HangWatch"]
 
-__getattr__ = lazy_attributes(__name__, {"HangWatch": "azureml_strategy.watching.callback"})
+__getattr__ = lazy_attributes(__name__, {"HangWatch": "azureml_strategy.hang_detection.callback"})

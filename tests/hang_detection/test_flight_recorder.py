@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from azureml_strategy.watching import recorder
+from azureml_strategy.hang_detection import flight_recorder
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +41,6 @@ def test_the_trace_is_what_torchs_analyser_reads(recorded: tuple[Path, str]) -> 
 
 
 def test_no_recorder_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(recorder.c10d, "_dump_fr_trace")
-    assert recorder.record(True, 0) is None
-    assert recorder.counts() == {}
+    monkeypatch.delattr(flight_recorder.c10d, "_dump_fr_trace")
+    assert flight_recorder.record(True, 0) is None
+    assert flight_recorder.counts() == {}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from azureml_strategy.watching.recorder import Collective
-from azureml_strategy.watching.report import Beat, Report
+from azureml_strategy.hang_detection.flight_recorder import Collective
+from azureml_strategy.hang_detection.peers import Beat, Report
 
 
 def beat(step: int = 7, idle_s: float = 9.0, over: bool = False) -> Beat:

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 from tests.clock import Clock
-from tests.watching.reports import beat
+from tests.hang_detection.reports import beat
 from torch.distributed import HashStore
 
 from azureml_strategy.control.channel import BoundedStore
 from azureml_strategy.control.process import Member, this_process
-from azureml_strategy.watching import hearing as hearing_module
-from azureml_strategy.watching.hearing import Hearing
-from azureml_strategy.watching.progress import START
+from azureml_strategy.hang_detection import peers as hearing_module
+from azureml_strategy.hang_detection.main_thread import START
+from azureml_strategy.hang_detection.peers import Hearing
 
 Joins = Callable[..., Hearing]
 

@@ -17,17 +17,17 @@ from typing import Any
 
 import pytest
 from lightning.pytorch.trainer import call
-from tests.watching.reports import beat, report
+from tests.hang_detection.reports import beat, report
 from torch.distributed import HashStore, Store
 
 from azureml_strategy.control import process
 from azureml_strategy.control.channel import BoundedStore
 from azureml_strategy.control.process import Member, this_process
-from azureml_strategy.watching import watch as watching
-from azureml_strategy.watching.progress import CHECKPOINT, END, Progress
-from azureml_strategy.watching.report import Beat
-from azureml_strategy.watching.verdict import Verdict
-from azureml_strategy.watching.watch import Failure, Watch
+from azureml_strategy.hang_detection import watch as watching
+from azureml_strategy.hang_detection.diagnosis import Verdict
+from azureml_strategy.hang_detection.main_thread import CHECKPOINT, END, Progress
+from azureml_strategy.hang_detection.peers import Beat
+from azureml_strategy.hang_detection.watch import Failure, Watch
 
 
 class Ending(HashStore):

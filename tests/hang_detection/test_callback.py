@@ -9,10 +9,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from azureml_strategy.control import roll_call
-from azureml_strategy.watching import HangWatch
-from azureml_strategy.watching.callback import _is_failure, _kills
-from azureml_strategy.watching.progress import Progress
-from azureml_strategy.watching.watch import Failure
+from azureml_strategy.hang_detection import HangWatch
+from azureml_strategy.hang_detection.callback import _is_failure, _kills
+from azureml_strategy.hang_detection.main_thread import Progress
+from azureml_strategy.hang_detection.watch import Failure
 
 
 class Told:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from azureml_strategy.watching import recorder
+from azureml_strategy.hang_detection import flight_recorder
 
 
 def main() -> None:
@@ -29,18 +29,18 @@ def main() -> None:
     trace = _when_over(since)
     (folder / "traces").mkdir()
     (folder / "traces" / "rank_0").write_bytes(pickle.dumps(trace))
-    shown = [{**dataclasses.asdict(each), "text": str(each)} for each in recorder.collectives(trace)]
+    shown = [{**dataclasses.asdict(each), "text": str(each)} for each in flight_recorder.collectives(trace)]
     print(json.dumps({"shown": shown, "names": [each["profiling_name"] for each in trace["entries"]]}))
     dist.destroy_process_group()
 
 
-def _when_over(since: float) -> recorder.Trace:
+def _when_over(since: float) -> flight_recorder.Trace:
     """The trace once all is over in it: gloo says so in a thread of its own, after the call has returned."""
     deadline = time.monotonic() + 60
     while True:
-        trace = recorder.record(False, since)
+        trace = flight_recorder.record(False, since)
         assert trace is not None
-        if all(each.over for each in recorder.collectives(trace)) or time.monotonic() > deadline:
+        if all(each.over for each in flight_recorder.collectives(trace)) or time.monotonic() > deadline:
             return trace
         time.sleep(0.01)
 

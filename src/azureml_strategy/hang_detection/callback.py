@@ -32,10 +32,9 @@ from azureml_strategy.control import roll_call
 from azureml_strategy.control.channel import BoundedStore, another_connection
 from azureml_strategy.control.gather import gather
 from azureml_strategy.control.process import Member, address_towards, this_process
-from azureml_strategy.watching.inquiry import name_the_gone
-from azureml_strategy.watching.progress import CHECKPOINT, END, STANDSTILL, TRAINING, Progress
-from azureml_strategy.watching.records import Records, say
-from azureml_strategy.watching.watch import Failure, Watch
+from azureml_strategy.hang_detection.alarm import Records, name_the_gone, say
+from azureml_strategy.hang_detection.main_thread import CHECKPOINT, END, STANDSTILL, TRAINING, Progress
+from azureml_strategy.hang_detection.watch import Failure, Watch
 
 # What AZUREML_STRATEGY_HANG_WATCH may be. With `off`, a Trainer has no watch but one of your own, which reports.
 _MODES = ("off", "report", "kill")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 
-from azureml_strategy.watching.stack import own_place
+from azureml_strategy.hang_detection.main_thread import own_place
 
 _SIZES = {name: dtype.itemsize for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
 # The recorder has names of ATen for them.
