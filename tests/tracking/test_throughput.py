@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,32 @@ from tests.preloaded import Forked
 from torch.utils.data import DataLoader, TensorDataset
 
 from azureml_strategy.tracking import ThroughputCallback
+from azureml_strategy.tracking.throughput import count_samples
+
+Pair = namedtuple("Pair", ["images", "labels"])
+
+
+@pytest.mark.parametrize(
+    ("batch", "samples"),
+    [
+        (torch.zeros(3, 2), 3),
+        ([torch.zeros(5, 2), torch.zeros(5)], 5),
+        ({"input_ids": torch.zeros(7, 2), "mask": torch.zeros(7)}, 7),
+        ({"name": "a", "nested": [{"x": torch.zeros(2, 9)}]}, 2),
+        (Pair(torch.zeros(4, 1), torch.zeros(4)), 4),
+        ([torch.tensor(1.0), torch.zeros(6, 1)], 6),  # a scalar has no samples
+        (torch.zeros(0, 3), 0),
+    ],
+)
+def test_leading_dimension_of_the_first_tensor(batch: Any, samples: int) -> None:
+    assert count_samples(batch) == samples
+
+
+@pytest.mark.parametrize("batch", [{"text": "abc"}, [], torch.tensor(1.0), object()])
+def test_uncountable_batch_names_the_fix(batch: Any) -> None:
+    with pytest.raises(TypeError, match=r"ThroughputCallback\(batch_size="):
+        count_samples(batch)
+
 
 MakeTrainer = Callable[..., Trainer]
 WORK_S, WAIT_S = 0.25, 0.0625  # powers of two: sums are exact

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from argparse import Namespace
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
@@ -13,7 +14,7 @@ import torch
 from mlflow.tracking import MlflowClient
 
 from azureml_strategy.tracking import JobMLFlowLogger
-from azureml_strategy.tracking.values import as_number, as_step
+from azureml_strategy.tracking.values import as_number, as_step, as_texts, fit_azure, new_params
 
 NUMBERS: list[Any] = [
     *(2, 2.0, np.float16(2), np.float64(2), np.int8(2), np.array(2.0), np.array([2]), np.array([[2.0]])),
@@ -140,3 +141,36 @@ def test_a_gpu_value_is_read_later_and_does_not_change_until_then() -> None:
     assert not behind.query()  # nobody waited for the GPU
     tensor.zero_()
     assert float(value) == 1.5
+
+
+def test_nested_long_and_other_types_become_text() -> None:
+    params = Namespace(model={"width": 4, "act": None}, shape=(1, 2), note="x" * 300)
+    assert as_texts(params) == {"model/width": "4", "model/act": "None", "shape": "(1, 2)", "note": "x" * 250}
+
+
+def test_no_secret_is_among_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_TOKEN", "opaque-4711")
+    params = {"hub": {"hf_token": "abc", "url": "https://me:pw@host/"}, "list": ["opaque-4711", {"password": 1}]}
+    assert as_texts(params) == {
+        "hub/hf_token": "<redacted>",
+        "hub/url": "https://<redacted>@host/",
+        "list": "['<redacted>', {'password': '<redacted>'}]",
+    }
+    assert as_texts({"max_tokens": 4096, "pad_token": "<pad>"}) == {"max_tokens": "4096", "pad_token": "<pad>"}
+
+
+def test_only_new_ones_are_left_and_a_changed_one_warns() -> None:
+    with pytest.warns(UserWarning, match=r"lr=0\.1 \(now 0\.2\)"):
+        assert new_params({"lr": "0.1", "seed": "0"}, {"lr": "0.2", "seed": "0", "depth": "3"}) == {"depth": "3"}
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_same_again_is_silent() -> None:
+    assert new_params({"lr": "0.1"}, {"lr": "0.1"}) == {}
+
+
+def test_azure_takes_two_hundred_a_run() -> None:
+    recorded = {f"old{n}": "x" for n in range(190)}
+    with pytest.warns(UserWarning, match="the last 5 are not logged, from new10 on"):
+        kept = fit_azure(recorded, {f"new{n}": "x" for n in range(15)})
+    assert list(kept) == [f"new{n}" for n in range(10)]

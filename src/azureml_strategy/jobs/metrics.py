@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from azureml_strategy.cluster.redaction import REDACTED
 from azureml_strategy.jobs.service_errors import service_errors
-from azureml_strategy.tracking.location import describe_store
+from azureml_strategy.tracking.run import describe_store
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient

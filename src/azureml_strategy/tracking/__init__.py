@@ -8,10 +8,10 @@ from azureml_strategy.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from azureml_strategy.tracking.cost import CostTracker
-    from azureml_strategy.tracking.location import RunLocation
     from azureml_strategy.tracking.logger import JobMLFlowLogger
     from azureml_strategy.tracking.progress import ThroughputProgressBar
     from azureml_strategy.tracking.report import RunReport
+    from azureml_strategy.tracking.run import RunLocation
     from azureml_strategy.tracking.store import TrackingError
     from azureml_strategy.tracking.summary import ThroughputSummary
     from azureml_strategy.tracking.throughput import ThroughputCallback
@@ -32,7 +32,7 @@ __getattr__ = lazy_attributes(
     __name__,
     {
         "CostTracker": "azureml_strategy.tracking.cost",
-        "RunLocation": "azureml_strategy.tracking.location",
+        "RunLocation": "azureml_strategy.tracking.run",
         "JobMLFlowLogger": "azureml_strategy.tracking.logger",
         "ThroughputProgressBar": "azureml_strategy.tracking.progress",
         "RunReport": "azureml_strategy.tracking.report",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from azureml_strategy.cluster.redaction import redact, redact_text
-from azureml_strategy.tracking.limits import METRICS_PER_BATCH, PARAMS_PER_BATCH, TAG_VALUE_LENGTH, TAGS_PER_BATCH
+from azureml_strategy.tracking.metric_names import METRICS_PER_BATCH, PARAMS_PER_BATCH, TAG_VALUE_LENGTH, TAGS_PER_BATCH
 
 if TYPE_CHECKING:
     from mlflow.entities import Metric, Param, RunTag

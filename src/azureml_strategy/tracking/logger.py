@@ -22,12 +22,18 @@ from typing_extensions import override
 from azureml_strategy.cluster.job import read_job
 from azureml_strategy.cluster.redaction import redact_text
 from azureml_strategy.tracking.batch import End, Metrics, Params, Tags, TextFile
-from azureml_strategy.tracking.hyperparams import as_texts, fit_azure, new_params
-from azureml_strategy.tracking.location import RunLocation, locate
-from azureml_strategy.tracking.names import clean_name
-from azureml_strategy.tracking.run import OpenRun, RunRequest, is_remote, request_run, resolve_tracking_uri
+from azureml_strategy.tracking.metric_names import clean_name
+from azureml_strategy.tracking.run import (
+    OpenRun,
+    RunLocation,
+    RunRequest,
+    is_remote,
+    locate,
+    request_run,
+    resolve_tracking_uri,
+)
 from azureml_strategy.tracking.termination import TerminationFlush
-from azureml_strategy.tracking.values import as_number, as_step, type_name
+from azureml_strategy.tracking.values import as_number, as_step, as_texts, fit_azure, new_params, type_name
 from azureml_strategy.tracking.writer import BatchWriter
 
 if TYPE_CHECKING:

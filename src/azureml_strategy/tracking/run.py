@@ -1,24 +1,96 @@
-"""The MLflow run to log into: the job's own, or a new one."""
+"""The MLflow run of this job: found or opened, its store, and its last step before a restart."""
 
 from __future__ import annotations
 
+import math
 import os
+import re
+import shlex
 import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from azureml_strategy.cluster.redaction import redact, redact_text
-from azureml_strategy.tracking.limits import TAG_VALUE_LENGTH
-from azureml_strategy.tracking.names import clean_name
+from azureml_strategy.tracking.metric_names import TAG_VALUE_LENGTH, clean_name
 from azureml_strategy.tracking.store import TrackingError as TrackingError
 from azureml_strategy.tracking.store import one_attempt_client
 
 if TYPE_CHECKING:
-    from mlflow.entities import Run
+    from mlflow.entities import Metric, Run
     from mlflow.tracking import MlflowClient
+
+
+# azureml://REGION.api.azureml.ms/mlflow/v1.0/subscriptions/S/resourceGroups/G/providers/.../workspaces/W
+_WORKSPACE = re.compile(r"/resourcegroups/(?P<group>[^/?]+)/.*/workspaces/(?P<workspace>[^/?]+)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class RunLocation:
+    """A run, in words fit to print: no credentials.
+
+    Attributes:
+        store: the tracking store.
+        experiment: the experiment's name.
+        run_id: the run's id.
+        run_name: the run's name.
+        open_with: a command or an address that shows the run.
+    """
+
+    store: str
+    experiment: str
+    run_id: str
+    run_name: str
+    open_with: str
+
+
+def locate(tracking_uri: str, experiment: str, experiment_id: str, run_id: str, run_name: str) -> RunLocation:
+    """Describe a run of a store."""
+    store = describe_store(tracking_uri)
+    open_with = _how_to_open(store, experiment_id, run_id)
+    return RunLocation(store, experiment, run_id, run_name, open_with)
+
+
+def describe_store(tracking_uri: str) -> str:
+    """A store's address without secrets; a SQLite file is named relative to where training ran, here in full."""
+    prefix, path = "sqlite:///", tracking_uri.removeprefix("sqlite:///")
+    return redact_text(f"{prefix}{Path(path).absolute()}" if tracking_uri.startswith(prefix) else tracking_uri)
+
+
+def _how_to_open(store: str, experiment_id: str, run_id: str) -> str:
+    if store.startswith("azureml:"):
+        found = _WORKSPACE.search(store)
+        where = f" --resource-group {found['group']} --workspace-name {found['workspace']}" if found else ""
+        return f"az ml job show --name {run_id}{where} --web"
+    if store.startswith(("http://", "https://")):
+        return f"{store.rstrip('/')}/#/experiments/{experiment_id}/runs/{run_id}"
+    return f"mlflow ui --backend-store-uri {shlex.quote(store)}"
+
+
+class EarlierMetrics:
+    """The metrics of a run up to the step that each has when this attempt first writes it.
+
+    Attempts end at any moment, and each metric is written in order: what the store has of one is all up to some step.
+
+    Args:
+        client: reads the store, once a metric; used on the writer's thread.
+        run_id: the run.
+    """
+
+    def __init__(self, client: MlflowClient, run_id: str) -> None:
+        self._client = client
+        self._run_id = run_id
+        self._last: dict[str, float] = {}
+
+    def __contains__(self, metric: Metric) -> bool:
+        if metric.key not in self._last:
+            history = self._client.get_metric_history(self._run_id, metric.key)
+            self._last[metric.key] = max((each.step for each in history), default=-math.inf)
+        return bool(metric.step <= self._last[metric.key])
+
 
 # MLflow 3 refuses its older default, a folder of files.
 DEFAULT_TRACKING_URI = "sqlite:///mlflow.db"

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from azureml_strategy.tracking.batch import LIMITS, Batch, chunks, is_finite, tag
-from azureml_strategy.tracking.earlier import EarlierMetrics
-from azureml_strategy.tracking.run import OpenRun
+from azureml_strategy.tracking.run import EarlierMetrics, OpenRun
 from azureml_strategy.tracking.store import StoreAwayError, StoreRefusedError, store_errors
 
 if TYPE_CHECKING:

@@ -22,8 +22,7 @@ from typing import IO, Any
 
 from azureml_strategy.cluster.redaction import redact_text
 from azureml_strategy.tracking.batch import LIMITS, Batch, End, TextFile, param, tag
-from azureml_strategy.tracking.location import describe_store
-from azureml_strategy.tracking.run import RunRequest
+from azureml_strategy.tracking.run import RunRequest, describe_store
 
 _SUFFIX = ".unsent.jsonl"
 

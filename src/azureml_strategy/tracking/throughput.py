@@ -1,24 +1,52 @@
-"""How fast training runs, measured without slowing it down."""
+"""Samples per second of the whole job, from the samples that each rank has counted."""
 
 from __future__ import annotations
 
 import math
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 from typing_extensions import override
 
 from azureml_strategy.cluster.data_parallel import data_parallel_size
-from azureml_strategy.tracking.clocks import CudaClock, HostClock
-from azureml_strategy.tracking.flops import flops_of
-from azureml_strategy.tracking.peaks import peak_flops
-from azureml_strategy.tracking.samples import count_samples
-from azureml_strategy.tracking.steps import Step, StepRecorder
+from azureml_strategy.tracking.flops import flops_of, peak_flops
+from azureml_strategy.tracking.step_timer import CudaClock, HostClock, Step, StepRecorder
 from azureml_strategy.tracking.summary import ThroughputSummary, Totals, summarize
+
+
+def count_samples(batch: Any) -> int:
+    """The leading dimension of the first tensor of a batch.
+
+    Args:
+        batch: a tensor, or a mapping or sequence (nested at will) that holds one.
+
+    Raises:
+        TypeError: the batch holds no tensor with a leading dimension.
+    """
+    samples = _leading_dimension(batch)
+    if samples is None:
+        raise TypeError(
+            f"Cannot count the samples of a batch of type {type(batch).__name__}: it holds no tensor with a leading "
+            "dimension, and throughput must count real samples. Say how to count them: "
+            "ThroughputCallback(batch_size=lambda batch: len(batch.labels))."
+        )
+    return samples
+
+
+def _leading_dimension(batch: Any) -> int | None:
+    if isinstance(batch, Tensor):
+        return batch.shape[0] if batch.ndim else None
+    if isinstance(batch, Mapping):
+        batch = tuple(batch.values())
+    if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
+        found = (_leading_dimension(item) for item in batch)
+        return next((samples for samples in found if samples is not None), None)
+    return None
 
 
 class ThroughputCallback(Callback):

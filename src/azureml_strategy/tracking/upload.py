@@ -9,8 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from azureml_strategy.tracking.location import describe_store
-from azureml_strategy.tracking.run import RunRequest
+from azureml_strategy.tracking.run import RunRequest, describe_store
 from azureml_strategy.tracking.sender import SECOND_LOOK_S, Sender
 from azureml_strategy.tracking.spool import Spool, find_spools
 from azureml_strategy.tracking.store import StoreAwayError, StoreRefusedError, TrackingError, store_errors

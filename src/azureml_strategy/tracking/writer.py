@@ -20,9 +20,7 @@ from typing import TYPE_CHECKING
 
 from azureml_strategy.cluster.redaction import redact_text
 from azureml_strategy.tracking.batch import Batch, Record, make_batches
-from azureml_strategy.tracking.earlier import EarlierMetrics
-from azureml_strategy.tracking.location import describe_store
-from azureml_strategy.tracking.run import OpenRun, RunRequest, is_remote
+from azureml_strategy.tracking.run import EarlierMetrics, OpenRun, RunRequest, describe_store, is_remote
 from azureml_strategy.tracking.sender import SECOND_LOOK_S, Sender
 from azureml_strategy.tracking.spool import Spool
 from azureml_strategy.tracking.store import StoreAwayError, StoreRefusedError, TrackingError, store_errors

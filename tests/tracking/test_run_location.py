@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from azureml_strategy.tracking.location import locate
+from azureml_strategy.tracking.run import locate
 
 AZURE = (
     "azureml://westeurope.api.azureml.ms/mlflow/v1.0/subscriptions/11111111-2222-3333-4444-555555555555"

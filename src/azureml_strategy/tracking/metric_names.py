@@ -1,10 +1,4 @@
-"""Names of metrics, parameters and tags as MLflow takes them: one to one.
-
-MLflow takes letters and digits of any script, `_`, `-`, `.`, space, and `/` between parts that are neither empty nor
-`.` or `..` (mlflow.utils.validation). Every other character becomes `_xHEX-`, HEX being its code point: `acc@1` is
-logged as `acc_x40-1`, and a name that already looks so has the code of its underscore there (`_x5f-`). The colon is
-among the others: MLflow before 2.16 and servers on Windows refuse it.
-"""
+"""The names of metrics, and what MLflow's stores take: lengths, counts, characters."""
 
 from __future__ import annotations
 
@@ -12,6 +6,24 @@ import hashlib
 import re
 import warnings
 from functools import lru_cache
+
+# Azure ML refuses a batch with more metrics: https://github.com/mlflow/mlflow/issues/2441 (the service limits list
+# 250 rows a batch: https://learn.microsoft.com/azure/machine-learning/resource-limits-capacity).
+METRICS_PER_BATCH = 200
+
+# MLflow's REST interface and Azure ML: https://mlflow.org/docs/latest/rest-api.html#log-batch
+PARAMS_PER_BATCH = 100
+TAGS_PER_BATCH = 100
+
+# Older servers, Azure ML among them, take no longer one; Lightning's MLFlowLogger cuts here too.
+PARAM_VALUE_LENGTH = 250
+
+# Azure ML's service limits, at the address above, for a run's tags.
+TAG_VALUE_LENGTH = 1000
+
+# Azure ML refuses more in one run: https://github.com/Azure/azure-sdk-for-python/issues/35685
+AZURE_PARAMS_PER_RUN = 200
+
 
 # mlflow.utils.validation.MAX_ENTITY_KEY_LENGTH
 _LONGEST = 250

@@ -11,7 +11,7 @@ from mlflow.tracking import MlflowClient
 from mlflow.utils.validation import _validate_metric
 
 from azureml_strategy.tracking import JobMLFlowLogger
-from azureml_strategy.tracking.names import clean_name
+from azureml_strategy.tracking.metric_names import clean_name
 
 # Characters that the rule is about come often.
 _NAMES = st.text(st.sampled_from("_x40f-/.@% :") | st.characters(codec="utf-8"), max_size=40)
