@@ -6,8 +6,54 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 
-from azureml_strategy.strategies.model_parallel.layout import MeshLayout, check_counts, divisors, plan_layout
+from azureml_strategy.strategies.model_parallel.layout import (
+    FullPrecision,
+    HalfMeshPrecision,
+    MeshLayout,
+    MixedMeshPrecision,
+    check_counts,
+    divisors,
+    for_meshes,
+    plan_layout,
+)
+
+
+@pytest.mark.parametrize(
+    ("precision", "kind"),
+    [
+        ("32-true", FullPrecision),
+        ("bf16-true", HalfMeshPrecision),
+        ("16-true", HalfMeshPrecision),
+        ("bf16-mixed", MixedMeshPrecision),
+    ],
+)
+def test_every_precision_clips_over_meshes(precision: Any, kind: type[Precision]) -> None:
+    plugin = Trainer(
+        accelerator="cpu", devices=1, strategy="azureml_model_parallel", precision=precision
+    ).precision_plugin
+    assert type(plugin) is kind
+    assert plugin.precision == precision
+
+
+def test_a_plugin_of_the_users_own_is_kept() -> None:
+    class Own(MixedPrecision):
+        pass
+
+    own = Own("bf16-mixed", "cpu")
+    assert for_meshes(own) is own
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"precision='64-true'\) does not work with azureml_model_parallel. Choose one"
+    ):
+        Trainer(accelerator="cpu", devices=1, strategy="azureml_model_parallel", precision="64-true")
+    with pytest.raises(ValueError, match="precision='16-mixed'"):
+        for_meshes(MixedPrecision("16-mixed", "cpu"))
+
 
 nodes = st.integers(1, 64)
 processes = st.integers(1, 16)

@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from azureml_strategy.strategies.model_parallel.plan import cut_tensors, match_plan
-from azureml_strategy.strategies.model_parallel.ties import shared_parameters
+from azureml_strategy.strategies.model_parallel.plan import cut_tensors, match_plan, shared_parameters
 
 
 class Network(nn.Module):

@@ -1,5 +1,3 @@
-"""Where a chain is cut."""
-
 from __future__ import annotations
 
 from itertools import pairwise
@@ -7,9 +5,12 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.pytorch import LightningModule
+from tests.strategies.pipeline.modules import Layer, Three
+from torch import nn
 
-from azureml_strategy.strategies.pipeline import PipelineError
-from azureml_strategy.strategies.pipeline.partition import check_method, stage_bounds
+from azureml_strategy.strategies.pipeline import PipelineError, PipelineReady
+from azureml_strategy.strategies.pipeline.partition import chain_of, check_method, place_of, stage_bounds
 
 GPT = ["embedding", *["block"] * 6, "norm", "output"]
 
@@ -52,3 +53,30 @@ def test_what_cannot_be_cut(parameters: list[int], stages: int, partition: str, 
 def test_unknown_ways_of_cutting(partition: str) -> None:
     with pytest.raises(PipelineError, match="'uniform'"):
         check_method(partition)
+
+
+def test_layers_are_found_by_name_and_functions_nowhere() -> None:
+    module = Three()
+    assert isinstance(module, PipelineReady)
+    layers = chain_of(module)
+    places = [place_of(module, index, layer) for index, layer in enumerate(layers)]
+    assert places == ["network.first", None, "network.last"]
+
+
+def test_a_list_called_layers_needs_no_names() -> None:
+    module = LightningModule()
+    module.layers = nn.ModuleList([nn.Linear(1, 1)])
+    assert place_of(module, 0, Layer(nn.Identity, "embedding")) == "layers.0"
+    assert place_of(module, 1, Layer(nn.Identity, "output")) is None
+
+
+def test_a_module_without_the_protocol() -> None:
+    with pytest.raises(PipelineError, match=r"LightningModule cannot be cut.*pipeline_layers\(\).*azureml_ddp"):
+        chain_of(LightningModule())
+
+
+def test_two_layers_of_one_name() -> None:
+    module = Three()
+    module.pipeline_layers = lambda: [Layer(nn.Identity, "same"), Layer(nn.Identity, "same")]
+    with pytest.raises(PipelineError, match="several layers called same"):
+        chain_of(module)

@@ -1,18 +1,147 @@
-"""Refuses a checkpoint that does not fit, before torch fails in the middle of reading it."""
+"""A distributed checkpoint: what it holds, written by threads, and read again."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader  # type: ignore[attr-defined]
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+import torch.distributed as dist
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint import (  # type: ignore[attr-defined]
+    DefaultSavePlanner,
+    FileSystemReader,
+    FileSystemWriter,
+    filesystem,
+    metadata,
+    planner,
+    storage,
+)
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.tensor import DTensor
 
+from azureml_strategy.checkpoint.plain_data import require_loadable
+from azureml_strategy.control.gather import Exchange
+from azureml_strategy.control.messages import register
 from azureml_strategy.strategies.errors import ConfigurationError, UnfitCheckpointError
 
-# What torch's distributed checkpoint writes last, and what Lightning writes after it.
+
+def copy_from_rank_zero(module: nn.Module, device: torch.device) -> None:
+    """Give every rank the parameters and buffers of rank 0, as DDP does, one tensor at a time on the device.
+
+    Without it each rank would contribute the shards of its own initial values. Tensors on the meta device have no
+    values yet and are left alone.
+    """
+    for tensor in itertools.chain(module.parameters(), module.buffers()):
+        if not tensor.is_meta:
+            values = tensor.detach().to(device)
+            dist.broadcast(values, src=0)
+            tensor.detach().copy_(values)
+
+
+def copy_batch(batch: Any, group: ProcessGroup) -> Any:
+    """Each tensor of a batch as the first rank of the group has it.
+
+    The ranks read the same samples, but what a worker of a data loader or a hook draws at random differs: Lightning
+    seeds each rank's workers by its global rank. Ranks that compute parts of one layer would mix different inputs.
+
+    Args:
+        batch: tensors on the device, nested at will, of the same shapes on each rank.
+        group: the tensor-parallel group.
+    """
+    source = dist.get_global_rank(group, 0)
+
+    def copied(tensor: Tensor) -> Tensor:
+        tensor = tensor.contiguous()
+        dist.broadcast(tensor, source, group=group)
+        return tensor
+
+    return apply_to_collection(batch, Tensor, copied)
+
+
+def uncut_parameters(module: nn.Module, axis: str) -> list[nn.Parameter]:
+    """The parameters of which each rank along an axis of the mesh holds the same part."""
+    return [parameter for parameter in module.parameters() if not _is_cut(parameter, axis)]
+
+
+def copy_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup) -> None:
+    """Give each rank of the group the first one's gradients of parameters that all of them have.
+
+    They are equal but for their last bits, which depend on where a kernel's buffers lie in memory, or on its atomic
+    additions. The copies would drift apart step by step, and a checkpoint holds one of them.
+    """
+    source = dist.get_global_rank(group, 0)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    for work in [dist.broadcast(gradient, source, group=group, async_op=True) for gradient in local]:
+        assert work is not None
+        work.wait()
+
+
+def _is_cut(parameter: nn.Parameter, axis: str) -> bool:
+    if not isinstance(parameter, DTensor):
+        return False
+    names = parameter.device_mesh.mesh_dim_names
+    assert names is not None
+    return axis in names and not parameter.placements[names.index(axis)].is_replicate()
+
+
+# What Lightning writes beside the shards.
 _INDEX, _REST = ".metadata", "meta.pt"
+
+# What the ranks tell one another of what each has and has written.
+register(
+    *(metadata.ChunkStorageMetadata, metadata.MetadataIndex, metadata.TensorProperties),
+    *(planner.SavePlan, planner.WriteItem, planner.WriteItemType, planner.BytesIOWriteData),
+    *(planner.TensorWriteData, storage.WriteResult, filesystem._StorageInfo, filesystem._StoragePrefix),
+)
+
+
+def write_distributed(content: tuple[dict[str, Any], dict[str, Any] | None], path: Path, exchange: Exchange) -> None:
+    """Write a folder as `torch.distributed.checkpoint.save` and Lightning do.
+
+    The same steps by the same planner and writer as in torch; only what they tell one another goes another way.
+
+    Args:
+        content: the state with this rank's shards; and on rank 0 the rest of the checkpoint.
+        path: of the folder.
+        exchange: between the ranks.
+    """
+    state, rest = content
+    leads = exchange.rank == 0
+    saving, writer = DefaultSavePlanner(), FileSystemWriter(path)
+
+    def plan_own() -> SavePlan:
+        saving.set_up_planner(state, is_coordinator=leads)
+        writer.set_up_storage_writer(leads)
+        return writer.prepare_local_plan(saving.create_local_plan())
+
+    own = exchange.together(plan_own)
+
+    index: list[Metadata] = []  # rank 0's only
+
+    def plan_all() -> list[SavePlan]:
+        plans, merged = saving.create_global_plan(own)
+        index.append(merged)
+        return writer.prepare_global_plan(plans)
+
+    plan = saving.finish_plan(exchange.on_rank_zero(plan_all)[exchange.rank])
+    results = exchange.together(lambda: writer.write_data(plan, saving).wait())
+
+    def finish() -> None:
+        writer.finish(index[0], results)
+        require_loadable(rest)
+        torch.save(rest, path / _REST)
+
+    exchange.on_rank_zero(finish)
+
+
+# What torch's distributed checkpoint writes last, and what Lightning writes after it.
 _SHOWN = 3
 _LAYOUTS = (
     "azureml_model_parallel reads the folders that it writes, and single files of it or of DDP. Weights of another "

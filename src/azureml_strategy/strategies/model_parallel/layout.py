@@ -1,12 +1,94 @@
-"""How many ranks share a tensor-parallel group, and how many groups read different samples."""
+"""The device mesh of a job, the precision of its parameters, and what a module may say of itself."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
 
-from azureml_strategy.strategies.errors import MeshSizeError
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from torch import nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from azureml_strategy.strategies.errors import ConfigurationError, MeshSizeError
+from azureml_strategy.strategies.model_parallel.clipping import clip_gradient_norm
+
+
+@runtime_checkable
+class HasTensorParallelPlan(Protocol):
+    """A module whose matrices can be cut over the ranks of a tensor-parallel group."""
+
+    def tensor_parallel_plan(self) -> Mapping[str, str]:
+        """Which layers are cut, and how.
+
+        Returns:
+            The style of each `nn.Linear` or `nn.Embedding` to cut, by its name in the LightningModule. `*` stands for
+            any one part between dots: `{"layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise"}`. Styles are
+            those of `azureml_strategy.strategies.model_parallel.plan`.
+        """
+
+
+@runtime_checkable
+class HasTensorParallelCounts(Protocol):
+    """A module with numbers that the tensor-parallel size must divide, beyond the sizes of its matrices."""
+
+    def tensor_parallel_counts(self) -> Mapping[str, int]:
+        """Those numbers by what they count, such as `{"heads": 12}`; asked for before any layer is made."""
+
+
+@runtime_checkable
+class HasShardedBlocks(Protocol):
+    """A module that is gathered block by block where its parameters are sharded."""
+
+    def sharded_blocks(self) -> Iterable[nn.Module]:
+        """The blocks, each called as a module in the forward pass; no parameter may be shared between two of them.
+
+        What is in no block is gathered for the whole step, such as embeddings, and output matrices tied to them.
+        """
+
+
+# Lightning's own list for this strategy, which it checks only where the strategy is given as an object.
+SUPPORTED = ("32-true", "bf16-mixed", "bf16-true", "16-true")
+
+
+class _NormOverMeshes(Precision):
+    @override
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        clip_gradient_norm(self.main_params(optimizer), clip_val)
+
+
+class FullPrecision(_NormOverMeshes):
+    """`32-true`."""
+
+
+class HalfMeshPrecision(_NormOverMeshes, HalfPrecision):
+    """`bf16-true` and `16-true`."""
+
+
+class MixedMeshPrecision(_NormOverMeshes, MixedPrecision):
+    """`bf16-mixed`."""
+
+
+def for_meshes(plugin: Precision) -> Precision:
+    """The plugin to use instead of one that Lightning made; one of the user's own classes is kept.
+
+    Raises:
+        ConfigurationError: the precision is not supported.
+    """
+    if plugin.precision not in SUPPORTED:
+        raise ConfigurationError(
+            f"Trainer(precision={plugin.precision!r}) does not work with azureml_model_parallel. Choose one of "
+            f"{', '.join(SUPPORTED)}; 'bf16-mixed' needs no loss scaling, which sharded gradients would not survive."
+        )
+    if type(plugin) is Precision:
+        return FullPrecision()
+    if type(plugin) is HalfPrecision:
+        return HalfMeshPrecision(plugin.precision)
+    if type(plugin) is MixedPrecision:
+        return MixedMeshPrecision("bf16-mixed", plugin.device)
+    return plugin
+
 
 Size = int | Literal["auto"]
 

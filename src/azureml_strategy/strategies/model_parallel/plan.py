@@ -1,28 +1,93 @@
-"""Turns a module's plain-text plan into torch's tensor parallelism.
-
-| style | layer | each rank keeps | input | output |
-|---|---|---|---|---|
-| `colwise` | `nn.Linear` | some of the output features | whole | its part of the last dimension |
-| `colwise_gather_output` | `nn.Linear` | some of the output features | whole | whole, gathered |
-| `rowwise` | `nn.Linear` | some of the input features | its part of the last dimension | whole, summed |
-| `rowwise` | `nn.Embedding` | some of the rows | whole | whole, summed |
-
-A `colwise` layer and the `rowwise` one after it need one all-reduce forward and one backward (Shoeybi et al. 2019,
-section 3, https://arxiv.org/abs/1909.08053). Layers that the plan does not name compute the same on each rank.
-"""
+"""How a module is cut: tensor-parallel styles by name, FSDP2 by blocks, and tied parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 from azureml_strategy.strategies.errors import ConfigurationError
-from azureml_strategy.strategies.model_parallel.ties import shared_parameters, tie_again
+
+# Every place of one parameter: the name of the module, and the parameter's name in it.
+Places = list[tuple[str, str]]
+
+
+def shared_parameters(module: nn.Module) -> list[Places]:
+    """The places of each parameter that has more than one."""
+    places: defaultdict[nn.Parameter, Places] = defaultdict(list)
+    for owner, submodule in module.named_modules():
+        for name, parameter in submodule.named_parameters(recurse=False):
+            places[parameter].append((owner, name))
+    return [owners for owners in places.values() if len(owners) > 1]
+
+
+def tie_again(module: nn.Module, shared: list[Places]) -> None:
+    """Make one parameter of those that were one before each place got a cut of its own.
+
+    Args:
+        module: holds all places.
+        shared: what `shared_parameters` found before.
+
+    Raises:
+        ConfigurationError: they are cut in different ways.
+    """
+    for places in shared:
+        parameters = [module.get_submodule(owner).get_parameter(name) for owner, name in places]
+        if len({getattr(parameter, "placements", None) for parameter in parameters}) > 1:
+            raise ConfigurationError(
+                f"{' and '.join(f'{owner}.{name}' for owner, name in places)} are one parameter, but the "
+                "tensor-parallel plan cuts them in different ways. Rows of a tied embedding are columns of the output "
+                "matrix: write 'rowwise' for the one and 'colwise_gather_output' for the other, or name neither."
+            )
+        for owner, name in places[1:]:
+            module.get_submodule(owner).register_parameter(name, parameters[0])
+
+
+# What Lightning calls of a module instead of its forward.
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+def is_parallel(module: nn.Module) -> bool:
+    """Whether any parameter is spread over ranks already."""
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
+
+
+def checkpoint_activations(blocks: Sequence[nn.Module]) -> None:
+    """Keep only the inputs of each block, and compute the rest again in the backward pass."""
+    for block in blocks:
+        # FSDP's hooks lie around it, so that a block is gathered once for all of its backward pass
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def shard_parameters(module: nn.Module, mesh: DeviceMesh, blocks: Sequence[nn.Module], precision: str) -> None:
+    """Shard each block, and what is left of the module as one more.
+
+    Args:
+        module: a LightningModule; its four steps gather what belongs to no block, as its forward does.
+        mesh: of one dimension, the data-parallel one. With one rank there is nothing to share out, but all parameters
+            become DTensors, which torch's foreach and fused optimizers do not take beside plain ones.
+        blocks: gathered one at a time, forward and backward.
+        precision: the Trainer's.
+    """
+    half = {"bf16-mixed": torch.bfloat16}.get(precision)
+    inside = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32 if half else None)
+    for block in blocks:
+        fully_shard(block, mesh=mesh, mp_policy=inside)
+    # a batch is not cast: its floats may be targets
+    around = MixedPrecisionPolicy(inside.param_dtype, inside.reduce_dtype, cast_forward_inputs=False)
+    fully_shard(module, mesh=mesh, mp_policy=around)
+    for step in _STEPS:
+        register_fsdp_forward_method(module, step)
+
 
 STYLES = ("colwise", "colwise_gather_output", "rowwise")
 

@@ -24,27 +24,29 @@ from azureml_strategy.checkpoint.checkpoint_io import WriteStaged
 from azureml_strategy.checkpoint.plain_data import WRITTEN_APART, to_plain
 from azureml_strategy.strategies.errors import MissingPlanError
 from azureml_strategy.strategies.launched import LaunchedStrategy
-from azureml_strategy.strategies.model_parallel.checkpoint import check_checkpoint
-from azureml_strategy.strategies.model_parallel.copies import (
+from azureml_strategy.strategies.model_parallel.checkpoint import (
+    check_checkpoint,
     copy_batch,
     copy_from_rank_zero,
     copy_gradients,
     uncut_parameters,
+    write_distributed,
 )
-from azureml_strategy.strategies.model_parallel.layout import Size, check_counts, plan_layout
-from azureml_strategy.strategies.model_parallel.plan import cut_tensors
-from azureml_strategy.strategies.model_parallel.precision import for_meshes
-from azureml_strategy.strategies.model_parallel.protocol import (
+from azureml_strategy.strategies.model_parallel.layout import (
     HasShardedBlocks,
     HasTensorParallelCounts,
     HasTensorParallelPlan,
+    Size,
+    check_counts,
+    for_meshes,
+    plan_layout,
 )
-from azureml_strategy.strategies.model_parallel.sharding import (
+from azureml_strategy.strategies.model_parallel.plan import (
     checkpoint_activations,
+    cut_tensors,
     is_parallel,
     shard_parameters,
 )
-from azureml_strategy.strategies.model_parallel.staging import write_distributed
 
 
 class AzureMLModelParallelStrategy(LaunchedStrategy, ModelParallelStrategy):
@@ -53,7 +55,7 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, ModelParallelStrategy):
     Lightning's ModelParallelStrategy with nodes, processes and ranks from the Azure ML job. A module that spreads its
     parameters in `configure_model` works as there. Any other is spread here: the layers of its `tensor_parallel_plan`
     are cut over the ranks of a tensor-parallel group, then each of its `sharded_blocks` and the rest are sharded over
-    the data-parallel ranks (`azureml_strategy.strategies.model_parallel.protocol`).
+    the data-parallel ranks (`azureml_strategy.strategies.model_parallel.layout`).
 
     Args:
         data_parallel_size: replicas that read different samples; `auto` is what the other size leaves.

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from azureml_strategy.strategies.pipeline.errors import PipelineError
-from azureml_strategy.strategies.pipeline.protocol import PipelineLayer, PipelineReady
+from azureml_strategy.strategies.pipeline.engine import pipeline_bubble
+from azureml_strategy.strategies.pipeline.partition import PipelineError, PipelineLayer, PipelineReady
 from azureml_strategy.strategies.pipeline.strategy import PipelineStrategy
-from azureml_strategy.strategies.pipeline.timing import pipeline_bubble
 
 __all__ = [
     "PipelineError",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from azureml_strategy.strategies.pipeline.errors import PipelineError
+from azureml_strategy.strategies.pipeline.partition import PipelineError
 
 _LAYOUT = "pipeline.json"
 

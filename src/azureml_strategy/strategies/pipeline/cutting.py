@@ -11,9 +11,13 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from typing_extensions import override
 
-from azureml_strategy.strategies.pipeline.errors import PipelineError
-from azureml_strategy.strategies.pipeline.partition import stage_bounds
-from azureml_strategy.strategies.pipeline.protocol import PipelineLayer, chain_of, place_of
+from azureml_strategy.strategies.pipeline.partition import (
+    PipelineError,
+    PipelineLayer,
+    chain_of,
+    place_of,
+    stage_bounds,
+)
 from azureml_strategy.strategies.pipeline.stage import StageLayer
 
 

@@ -1,11 +1,20 @@
-"""Which layers each stage gets."""
+"""What a module must be to be cut into stages, and where it is cut."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any, Protocol, runtime_checkable
 
-from azureml_strategy.strategies.pipeline.errors import PipelineError
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from azureml_strategy.strategies.errors import ConfigurationError
+
+
+class PipelineError(ConfigurationError):
+    """A module, a batch, a Trainer or a checkpoint that does not fit the pipeline; the message says what to change."""
+
 
 _BY_KIND = "type:"
 
@@ -66,3 +75,79 @@ def _cut(parameters: Sequence[int], kinds: Sequence[str], num_stages: int, parti
     if kind not in kinds:
         raise PipelineError(f"partition={partition!r}, but the kinds of layers are {', '.join(sorted(set(kinds)))}.")
     return list(map(int, partition_balanced([int(each == kind) for each in kinds], num_stages)))
+
+
+class PipelineLayer(Protocol):
+    """One layer of a chain: it takes what the layer before it returns, a tensor or a tuple of tensors."""
+
+    @property
+    def build(self) -> Callable[[], Callable[..., Any]]:
+        """Makes the layer, an `nn.Module` or a function; its parameters are equal in every process that makes it."""
+
+    @property
+    def name(self) -> str:
+        """The submodule of the LightningModule that this layer is, such as `network.conv1`.
+
+        Unique. A module that keeps its whole chain, in order, in an `nn.ModuleList` called `layers` may use any names.
+        """
+
+    @property
+    def kind(self) -> str:
+        """What layers are counted by under `partition="type:KIND"`."""
+
+    @property
+    def tied(self) -> str | None:
+        """Layers with the same key share one parameter; None for a layer that shares nothing."""
+
+    @property
+    def tied_parameter(self) -> str:
+        """The name of that parameter in this layer, such as `weight`; not read where `tied` is None."""
+
+
+@runtime_checkable
+class PipelineReady(Protocol):
+    """A LightningModule that can be cut into stages, and that trains unchanged under other strategies.
+
+    Its `training_step` calls `self(inputs)` once, with the inputs that `pipeline_batch` gives. On the last stage that
+    call returns what came out of the pipeline; on the others the step does not run.
+    """
+
+    def pipeline_layers(self) -> Sequence[PipelineLayer]:
+        """The forward pass as a chain of layers. Every parameter of the module belongs to one of them."""
+
+    def pipeline_batch(self, batch: Any) -> tuple[Any, Any]:
+        """What the first layer takes, a tensor or a tuple of tensors, and what the loss is computed with."""
+
+
+def chain_of(module: LightningModule) -> list[PipelineLayer]:
+    """The layers of a module.
+
+    Raises:
+        PipelineError: the module does not say how to cut it, or two layers have one name.
+    """
+    if not isinstance(module, PipelineReady):
+        raise PipelineError(
+            f"{type(module).__name__} cannot be cut into stages: it has no pipeline_layers() or no pipeline_batch(). "
+            "Add both, as the page `Pipeline parallelism` shows, or use strategy='azureml_ddp'."
+        )
+    layers = list(module.pipeline_layers())
+    names = [layer.name for layer in layers]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise PipelineError(f"{type(module).__name__} has several layers called {', '.join(twice)}. Give each its own.")
+    return layers
+
+
+def place_of(module: nn.Module, index: int, layer: PipelineLayer) -> str | None:
+    """Where a module holds a layer, as a dotted name; None for a function, which it does not hold."""
+    names = (layer.name, f"layers.{index}")
+    return next((name for name in names if _holds(module, name)), None)
+
+
+def _holds(module: nn.Module, name: str) -> bool:
+    for part in name.split("."):
+        child = dict(module.named_children()).get(part)
+        if child is None:
+            return False
+        module = child
+    return True

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
-from azureml_strategy.strategies.pipeline.errors import PipelineError
+from azureml_strategy.strategies.pipeline.partition import PipelineError
 
 # Hooks around one backward pass: here the passes of the micro-batches overlap, and no moment lies before all of them.
 _NEVER_CALLED = ("on_before_zero_grad", "on_before_backward")

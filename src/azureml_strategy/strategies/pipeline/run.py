@@ -11,10 +11,8 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from azureml_strategy.strategies.pipeline.engine import StageEngine
-from azureml_strategy.strategies.pipeline.errors import PipelineError
-from azureml_strategy.strategies.pipeline.last_stage import LastStage
-from azureml_strategy.strategies.pipeline.logs import SharedLogs
+from azureml_strategy.strategies.pipeline.engine import StageEngine, pipeline_bubble
+from azureml_strategy.strategies.pipeline.logs import LastStage, SharedLogs
 from azureml_strategy.strategies.pipeline.micro_batches import (
     MicroBatch,
     batch_size,
@@ -23,8 +21,7 @@ from azureml_strategy.strategies.pipeline.micro_batches import (
     fingerprint,
     shapes,
 )
-from azureml_strategy.strategies.pipeline.protocol import PipelineReady
-from azureml_strategy.strategies.pipeline.timing import pipeline_bubble
+from azureml_strategy.strategies.pipeline.partition import PipelineError, PipelineReady
 
 
 class PipelineRun:

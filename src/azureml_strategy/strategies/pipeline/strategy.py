@@ -36,13 +36,12 @@ from azureml_strategy.control.gather import Exchange
 from azureml_strategy.strategies.launched import LaunchedStrategy
 from azureml_strategy.strategies.pipeline.checkpoint import PipelineLayout
 from azureml_strategy.strategies.pipeline.cutting import Cut
-from azureml_strategy.strategies.pipeline.errors import PipelineError
-from azureml_strategy.strategies.pipeline.loader import check_loader
-from azureml_strategy.strategies.pipeline.partition import check_method
+from azureml_strategy.strategies.pipeline.engine import StageClock
+from azureml_strategy.strategies.pipeline.micro_batches import check_loader
+from azureml_strategy.strategies.pipeline.partition import PipelineError, check_method
 from azureml_strategy.strategies.pipeline.refusals import refuse_running_statistics, refuse_unsupported
-from azureml_strategy.strategies.pipeline.timing import StageClock
-from azureml_strategy.strategies.zero.requirements import require_deepspeed
-from azureml_strategy.strategies.zero.staged import StagedDeepSpeedStrategy
+from azureml_strategy.strategies.zero.checkpoint import StagedDeepSpeedStrategy
+from azureml_strategy.strategies.zero.config import require_deepspeed
 
 if TYPE_CHECKING:
     from azureml_strategy.strategies.pipeline.run import PipelineRun

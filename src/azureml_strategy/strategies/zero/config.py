@@ -1,13 +1,151 @@
-"""A user's DeepSpeed configuration, made to agree with the Trainer before training starts."""
+"""DeepSpeed's configuration: from the strategy's arguments or the user's own, and what it requires."""
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
-from azureml_strategy.strategies.errors import ConfigurationError
+from lightning.fabric.utilities.types import _PATH
+
+from azureml_strategy.strategies.errors import ConfigurationError, NoDeepSpeedError
+
+
+def require_deepspeed() -> None:
+    """Stop where DeepSpeed is not installed.
+
+    Raises:
+        NoDeepSpeedError: it is not.
+    """
+    if find_spec("deepspeed") is None:
+        raise NoDeepSpeedError(
+            "This strategy needs DeepSpeed, which is not installed here. Type: "
+            "pip install 'azureml-strategy[deepspeed]'; or choose strategy='azureml_ddp', which needs nothing more."
+        )
+
+
+def require_compiler(config: Mapping[str, Any]) -> None:
+    """Stop where DeepSpeed would compile an extension at its first use, and cannot.
+
+    ZeRO itself is Python. Compiled are the optimizers that the configuration names, and the reader of NVMe disks.
+
+    Args:
+        config: DeepSpeed's configuration.
+
+    Raises:
+        RuntimeError: a compiler or ninja is missing; the message names what needs it.
+    """
+    compiled = [name for name, wanted in _compiled_parts(config).items() if wanted]
+    compiler = os.environ.get("CXX", "c++")
+    missing = [program for program in (compiler, "ninja") if shutil.which(program) is None]
+    if compiled and missing:
+        raise RuntimeError(
+            f"DeepSpeed compiles {' and '.join(compiled)} at first use, but the PATH has no {' and no '.join(missing)}."
+            " Type: apt-get install g++ ninja-build; or leave that part out of the configuration."
+        )
+
+
+def _compiled_parts(config: Mapping[str, Any]) -> dict[str, bool]:
+    optimizer = config.get("optimizer")
+    return {
+        f"the optimizer {(optimizer or {}).get('type')!r} of its configuration": bool(optimizer),
+        "the reader of NVMe disks": uses_nvme(config),
+    }
+
+
+def uses_nvme(config: Mapping[str, Any]) -> bool:
+    """Whether parameters or optimizer states go to an NVMe disk."""
+    zero = config.get("zero_optimization") or {}
+    # DeepSpeed takes None and False for none
+    return any((zero.get(part) or {}).get("device") == "nvme" for part in ("offload_param", "offload_optimizer"))
+
+
+# Disks behind these file systems are local: network shares and blob mounts have others.
+_LOCAL = ("ext4", "xfs", "btrfs")
+# A disk of its own, or several behind one software RAID, as on VM sizes with eight NVMe disks.
+_DEVICES = ("/dev/nvme", "/dev/md")
+
+
+def find_local_disk(mounts: Path = Path("/proc/mounts")) -> Path:
+    """The writable folder with the most free space that is mounted from an NVMe disk of this node.
+
+    Args:
+        mounts: the table of mounts, as Linux shows it.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    table = mounts.read_text()
+    folders = [Path(point) for point in nvme_mounts(table) if os.path.isdir(point) and os.access(point, os.W_OK)]
+    if not folders:
+        raise FileNotFoundError(
+            "offload_nvme='auto', but no writable folder of this node is mounted from an NVMe disk. A container sees "
+            "the disk only where it is mounted into it: give the job docker_args such as '-v /mnt/nvme:/mnt/nvme'. "
+            "Or name a folder yourself: offload_nvme='/path'; or keep the states in memory: offload_optimizer=True."
+        )
+    return max(folders, key=lambda folder: shutil.disk_usage(folder).free)
+
+
+def nvme_mounts(table: str) -> Iterator[str]:
+    """Where the NVMe disks of a table of mounts are mounted; the root file system is not among them."""
+    for line in table.splitlines():
+        device, point, kind, *_ = line.split(" ")
+        if device.startswith(_DEVICES) and kind in _LOCAL and point != "/":
+            yield point.replace("\\040", " ")  # how the table writes a blank
+
+
+_STAGES = (0, 1, 2, 3)
+# What a DeepSpeed configuration has no place for. Lightning ignores all other arguments beside one, without a word.
+_BESIDE_CONFIG = {
+    *("accelerator", "parallel_devices", "precision_plugin", "process_group_backend", "timeout"),
+    *("logging_level", "remote_device", "load_full_weights", "exclude_frozen_parameters"),
+    *("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"),
+}
+
+
+def strategy_arguments(
+    stage: int | None, config: _PATH | dict[str, Any] | None, offload_nvme: _PATH | None, others: dict[str, Any]
+) -> dict[str, Any]:
+    """The arguments of `lightning.pytorch.strategies.DeepSpeedStrategy`.
+
+    Raises:
+        ConfigurationError: an unknown stage, an argument that `config` makes void, or NVMe without stage 3.
+        FileNotFoundError: `offload_nvme="auto"` where there is no such disk.
+    """
+    if config is not None:
+        given = {"stage": stage, "offload_nvme": offload_nvme, **others}
+        void = [name for name, value in given.items() if value is not None and name not in _BESIDE_CONFIG]
+        if void:
+            raise ConfigurationError(
+                f"Both config and {', '.join(void)} were given. Write {', '.join(void)} into the DeepSpeed "
+                "configuration (https://www.deepspeed.ai/docs/config-json), or leave config out."
+            )
+        return {"config": config, **others}
+    stage = 2 if stage is None else stage
+    if stage not in _STAGES:
+        raise ConfigurationError(
+            f"stage={stage!r} is no stage of ZeRO. Choose 1 (optimizer states), 2 (gradients too) or 3."
+        )
+    return {"stage": stage, **others, **(_nvme(stage, offload_nvme) if offload_nvme is not None else {})}
+
+
+def _nvme(stage: int, folder: _PATH) -> dict[str, Any]:
+    if stage != 3:
+        raise ConfigurationError(f"offload_nvme needs ZeRO stage 3, and this is stage {stage}. Write stage=3.")
+    return {
+        "offload_optimizer": True,
+        "offload_parameters": True,
+        "offload_optimizer_device": "nvme",
+        "offload_params_device": "nvme",
+        "remote_device": "nvme",
+        "nvme_path": str(find_local_disk() if folder == "auto" else folder),
+    }
+
 
 _AUTO = "auto"
 _HALVES = {"bf16": "bf16-", "fp16": "16-"}

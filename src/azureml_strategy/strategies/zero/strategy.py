@@ -14,10 +14,14 @@ from typing_extensions import override
 
 from azureml_strategy.strategies.launched import LaunchedStrategy
 from azureml_strategy.strategies.zero import tensor_parallel
-from azureml_strategy.strategies.zero.arguments import strategy_arguments
-from azureml_strategy.strategies.zero.checkpoints import AnyWorldDeepSpeedStrategy
-from azureml_strategy.strategies.zero.config import TrainerNumbers, agree
-from azureml_strategy.strategies.zero.requirements import require_compiler, require_deepspeed
+from azureml_strategy.strategies.zero.checkpoint import AnyWorldDeepSpeedStrategy
+from azureml_strategy.strategies.zero.config import (
+    TrainerNumbers,
+    agree,
+    require_compiler,
+    require_deepspeed,
+    strategy_arguments,
+)
 
 
 class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):

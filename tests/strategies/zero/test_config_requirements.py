@@ -7,7 +7,7 @@ import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from azureml_strategy.strategies.errors import NoDeepSpeedError
-from azureml_strategy.strategies.zero.requirements import require_compiler, require_deepspeed, uses_nvme
+from azureml_strategy.strategies.zero.config import require_compiler, require_deepspeed, uses_nvme
 
 NVME = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}
 ADAM = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from azureml_strategy.strategies.zero.local_disk import find_local_disk, nvme_mounts
+from azureml_strategy.strategies.zero.config import find_local_disk, nvme_mounts
 
 # As Linux shows it on a VM with eight NVMe disks behind one RAID, and in a container on it.
 VM = """\

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from azureml_strategy.strategies.zero.arguments import strategy_arguments
+from azureml_strategy.strategies.zero.config import strategy_arguments
 
 
 @pytest.mark.parametrize(("stage", "expected"), [(None, 2), (0, 0), (1, 1), (3, 3)])

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from azureml_strategy.strategies.pipeline import pipeline_bubble, timing
-from azureml_strategy.strategies.pipeline.timing import StageClock
+from azureml_strategy.strategies.pipeline import engine, pipeline_bubble
+from azureml_strategy.strategies.pipeline.engine import StageClock
 
 
 class Seconds:
@@ -24,7 +24,7 @@ class Seconds:
 @pytest.fixture
 def seconds(monkeypatch: pytest.MonkeyPatch) -> Seconds:
     clock = Seconds()
-    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(engine, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     return clock
 
 
