@@ -11,7 +11,7 @@ import pytest
 from azureml_strategy import __version__
 from azureml_strategy.cli import main
 from azureml_strategy.cli.verbs import print_text
-from azureml_strategy.training.catalogue import shipped_recipes
+from azureml_strategy.training.recipes import shipped_recipes
 
 HEAVY = ["torch", "lightning", "mlflow", "hydra", "omegaconf", "numpy", "rich", "azure", "azureml_strategy.training"]
 

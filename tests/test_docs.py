@@ -12,8 +12,8 @@ from tests.training.conftest import COMMAND, run
 
 from azureml_strategy.cli import _parser
 from azureml_strategy.command_line import is_override
-from azureml_strategy.training.catalogue import shipped_recipes
-from azureml_strategy.training.checking import check_overrides
+from azureml_strategy.training.checks import check_overrides
+from azureml_strategy.training.recipes import shipped_recipes
 from azureml_strategy.training.resolvers import register_resolvers
 
 __all__ = ["cache"]  # a fixture

@@ -12,7 +12,7 @@ from azureml_strategy.jobs.errors import JobError
 from azureml_strategy.jobs.recipe import JobRecipe, read_recipe
 from azureml_strategy.jobs.render_command import code_folder, command_line, recipe_in_code
 from azureml_strategy.jobs.settings import ClusterSettings, JobSettings
-from azureml_strategy.training.catalogue import Recipe
+from azureml_strategy.training.recipes import Recipe
 
 PATHS = ("data.root=${{inputs.images}}", "output_dir=${{outputs.run}}")
 

@@ -14,7 +14,7 @@ from azure.ai.ml import load_job
 from tests.jobs.rendering import cache
 
 from azureml_strategy.jobs import job_yaml, render_job
-from azureml_strategy.training.catalogue import shipped_recipes
+from azureml_strategy.training.recipes import shipped_recipes
 
 __all__ = ["cache"]  # a fixture
 

@@ -11,8 +11,8 @@ from lightning.pytorch import Trainer
 from omegaconf import DictConfig, OmegaConf
 from tests.training.conftest import Compose
 
-from azureml_strategy.training.catalogue import shipped_recipes
-from azureml_strategy.training.checking import _TRAINER_ELSEWHERE, check_config
+from azureml_strategy.training.checks import _TRAINER_ELSEWHERE, check_config
+from azureml_strategy.training.recipes import shipped_recipes
 
 RECIPES = [recipe.name for recipe in shipped_recipes() if recipe.name != "base_run"]  # which has no model yet
 OPTIONS = [

@@ -13,7 +13,7 @@ def add_to(verbs: Verbs) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from azureml_strategy.training.catalogue import shipped_recipes
+    from azureml_strategy.training.recipes import shipped_recipes
 
     for recipe in shipped_recipes():
         print(f"{recipe.name:22} {recipe.summary}")

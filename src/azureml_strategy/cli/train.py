@@ -39,7 +39,7 @@ def add_to(verbs: Verbs) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     from azureml_strategy.training.app import run_recipe
-    from azureml_strategy.training.errors import RecipeError
+    from azureml_strategy.training.recipes import RecipeError
 
     try:
         run_recipe(options.recipe, options.overrides)

@@ -18,9 +18,8 @@ from azureml_strategy.jobs.inputs import path_overrides
 from azureml_strategy.jobs.secrets import override_texts, refuse_secrets
 from azureml_strategy.jobs.settings import ClusterSettings, JobSettings, read_section
 from azureml_strategy.jobs.sizes import refuse_retired
-from azureml_strategy.training.catalogue import Recipe, find_recipe
-from azureml_strategy.training.checking import compose_recipe, target_nodes
-from azureml_strategy.training.errors import RecipeError, near_matches
+from azureml_strategy.training.checks import compose_recipe, target_nodes
+from azureml_strategy.training.recipes import Recipe, RecipeError, find_recipe, near_matches
 from azureml_strategy.training.resolvers import register_resolvers
 from azureml_strategy.training.targets import lies_in, refuse_missing
 

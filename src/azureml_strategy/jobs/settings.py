@@ -10,7 +10,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from azureml_strategy.jobs.errors import JobError
 from azureml_strategy.jobs.places import WorkspaceSettings
-from azureml_strategy.training.errors import near_matches
+from azureml_strategy.training.recipes import near_matches
 
 Section = TypeVar("Section")
 

@@ -15,7 +15,7 @@ from azureml_strategy.jobs.metrics import run_metrics, tracking_uri
 from azureml_strategy.jobs.render import render_job
 from azureml_strategy.jobs.service_errors import ServiceError
 from azureml_strategy.jobs.submit import SubmittedJob, submit_recipe
-from azureml_strategy.training.errors import near_matches
+from azureml_strategy.training.recipes import near_matches
 
 log = logging.getLogger(__name__)
 

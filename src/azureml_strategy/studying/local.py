@@ -10,9 +10,8 @@ from azureml_strategy.studying.errors import StudyError
 from azureml_strategy.studying.figures import Figures, read_figures
 from azureml_strategy.studying.options import StudyOptions
 from azureml_strategy.studying.sizes import headings, run_overrides
-from azureml_strategy.training.catalogue import find_recipe
-from azureml_strategy.training.checking import check_overrides
-from azureml_strategy.training.errors import RecipeError
+from azureml_strategy.training.checks import check_overrides
+from azureml_strategy.training.recipes import RecipeError, find_recipe
 from azureml_strategy.training.resolvers import register_resolvers
 
 # What a shell reports of a process that Ctrl-C or SIGTERM ended: 128 + the signal.

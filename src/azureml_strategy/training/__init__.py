@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from azureml_strategy.lazy import lazy_attributes
-from azureml_strategy.training.errors import RecipeError
+from azureml_strategy.training.recipes import RecipeError
 
 if TYPE_CHECKING:
     from azureml_strategy.training.run import train

@@ -20,12 +20,11 @@ from omegaconf.errors import OmegaConfBaseException
 from azureml_strategy.checkpoint import ResumeError
 from azureml_strategy.cluster import LaunchError, detect_launch
 from azureml_strategy.command_line import is_override
-from azureml_strategy.training.catalogue import find_recipe
-from azureml_strategy.training.checking import check_overrides
+from azureml_strategy.training.checks import check_overrides
 from azureml_strategy.training.console import discreet_console, tidy_console
-from azureml_strategy.training.errors import RecipeError
-from azureml_strategy.training.recorded import keep_secrets
+from azureml_strategy.training.recipes import RecipeError, find_recipe
 from azureml_strategy.training.resolvers import register_resolvers
+from azureml_strategy.training.run import keep_secrets
 from azureml_strategy.training.targets import own_modules
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Composes a run from its configuration. Nothing else does."""
+"""One run from its configuration, and what is recorded of the configuration."""
 
 from __future__ import annotations
 
@@ -8,25 +8,108 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import yaml
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, ProgressBar
-from omegaconf import DictConfig
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.resolvers import oc
 
 from azureml_strategy.checkpoint.elastic import ElasticRestart
 from azureml_strategy.checkpoint.resume import ANY, AUTO, checkpoint_to_resume, told_to_children
 from azureml_strategy.cluster import detect_launch, read_job
 from azureml_strategy.cluster.environ import TERMINATION_SWITCH, switched_off
+from azureml_strategy.cluster.redaction import redact, remember_secrets
 from azureml_strategy.preemption.termination import TerminateTogether
 from azureml_strategy.tracking import JobMLFlowLogger
-from azureml_strategy.training.checking import check_config
-from azureml_strategy.training.errors import RecipeError
-from azureml_strategy.training.new_target import drop_keys_of_old_targets
-from azureml_strategy.training.objects import loggers_and_callbacks, make
-from azureml_strategy.training.recorded import hyperparameters
+from azureml_strategy.training.checks import check_config
+from azureml_strategy.training.recipes import RecipeError
+from azureml_strategy.training.targets import drop_keys_of_old_targets, loggers_and_callbacks, make
+
+# Sections that say where things are, or what may differ between the attempts of a job.
+_NO_HYPERPARAMETERS = ("output_dir", "resume", "global_batch", "tracking", "checkpoint", "job")
+
+
+def hyperparameters(config: DictConfig) -> dict[str, Any]:
+    """The configuration as hyperparameters: resolved, without what says only where things are.
+
+    A value that comes from the environment stays as the configuration has it, `${oc.env:NAME}`: that reproduces the
+    run, and a variable is where secrets are.
+
+    Args:
+        config: as it was composed; nothing in it needs to be resolved.
+    """
+    with _asked_environment() as asked:
+        return {str(name): _recorded(config, name, asked) for name in config if str(name) not in _NO_HYPERPARAMETERS}
+
+
+def keep_secrets(config: DictConfig) -> None:
+    """Keep what has a secret's name in the configuration out of all that this process prints and writes from now on.
+
+    Also out of the files in which Hydra has just written down the running job, where it has.
+
+    Args:
+        config: of the running job.
+
+    Raises:
+        OmegaConfBaseException: an interpolation cannot be resolved.
+    """
+    remember_secrets("", OmegaConf.to_container(config, resolve=True))
+    job = HydraConfig.get()
+    files = list((Path(job.runtime.output_dir) / job.output_subdir).glob("*.yaml")) if job.output_subdir else []
+    if job.mode is RunMode.MULTIRUN:
+        files += Path(job.sweep.dir).glob("multirun.yaml")
+    for file in files:
+        _hide_secrets_in(file)
+
+
+def _hide_secrets_in(file: Path) -> None:
+    given = yaml.safe_load(file.read_text(encoding="utf-8"))
+    shown = redact("", given)
+    if shown == given:
+        return
+    whole = file.with_name(f".{file.name}.{os.getpid()}")
+    whole.write_text(yaml.safe_dump(shown, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    whole.replace(file)  # at once, as the other jobs of a sweep read and write the same file
+
+
+def _recorded(node: DictConfig | ListConfig, key: Any, asked: list[str]) -> Any:
+    """The value of one key, resolved unless that asks for a variable."""
+    if OmegaConf.is_missing(node, key):
+        return "???"
+    asked.clear()
+    value = node[key]
+    if asked:
+        raw: Any = OmegaConf.to_container(node, resolve=False)
+        return raw[key]
+    if isinstance(value, DictConfig):
+        return {str(name): _recorded(value, name, asked) for name in value}
+    if isinstance(value, ListConfig):
+        return [_recorded(value, index, asked) for index in range(len(value))]
+    return value
+
+
+@contextmanager
+def _asked_environment() -> Iterator[list[str]]:
+    """The variables that interpolations have asked for meanwhile."""
+    asked: list[str] = []
+
+    def ask(key: str, *default: Any) -> Any:
+        asked.append(key)
+        return oc.env(key, *default)
+
+    OmegaConf.register_new_resolver("oc.env", ask, replace=True)
+    try:
+        yield asked
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
+
 
 log = logging.getLogger(__name__)
 

@@ -1,22 +1,36 @@
-"""What a `_target_` names: finding it, in the user's own modules too, and what it takes."""
+"""The classes that a recipe names with `_target_`: checked before anything is built, and built."""
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
+import logging
 import os
 import sys
 import sysconfig
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.resources import files
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from omegaconf import MISSING
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import InstantiationException
+from hydra.types import RunMode
+from hydra.utils import instantiate
+from lightning.pytorch import Callback
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities import rank_zero_only
+from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
-from azureml_strategy.training.errors import RecipeError, near_matches
+from azureml_strategy.training.recipes import RecipeError, near_matches
 
 HYDRA_OWN = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")
 """Keys beside a `_target_` that Hydra reads itself."""
@@ -173,3 +187,189 @@ def _own_folders() -> list[Path]:
     installed = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")]
     folders = [Path(each or os.curdir).absolute() for each in sys.path]
     return [each for each in folders if each.is_dir() and not any(each.is_relative_to(one) for one in installed)]
+
+
+log = logging.getLogger(__name__)
+
+_SHIPPED = "azureml-strategy"  # as our search-path plugin calls itself
+
+
+def drop_keys_of_old_targets(config: DictConfig) -> None:
+    """Take out what shipped files give to a `_target_` that the user has replaced, and that the new one does not take.
+
+    A key that the user wrote stays, in his files or on the command line, so that the check of the configuration
+    refuses it. Of a class that takes any keyword, what its base classes name counts; a function that does keeps all.
+
+    Args:
+        config: composed by Hydra's running application; any other is left as it is. Changed in place.
+
+    Raises:
+        RecipeError: there is no such target.
+    """
+    if not HydraConfig.initialized() or not GlobalHydra.instance().is_initialized():
+        return
+    own, shipped = _written()
+    with open_dict(config):
+        for path in sorted(key.removesuffix("._target_") for key in own if key.endswith("._target_")):
+            node = OmegaConf.select(config, path, throw_on_missing=False)
+            if isinstance(node, DictConfig) and any(key.startswith(f"{path}.") for key in shipped):
+                _drop(path, node, own)
+
+
+def _drop(path: str, node: DictConfig, own: set[str]) -> None:
+    taken = _taken(locate(path, str(node._target_)))
+    if taken is None:
+        return
+    written = {key.removeprefix(f"{path}.").split(".")[0] for key in own if key.startswith(f"{path}.")}
+    dropped = [name for name in map(str, node) if name not in taken | written | set(HYDRA_OWN)]
+    for name in dropped:
+        del node[name]
+    if dropped:
+        _say(f"{path} is {node._target_} now, which takes none of the recipe's own {', '.join(dropped)}: left out.")
+
+
+def _taken(target: Any) -> set[str] | None:
+    """The arguments that a target names; a class that hands any keyword on takes what its base class names, too."""
+    taken = taken_by(target)
+    if taken is not None or not inspect.isclass(target):
+        return taken
+    named: set[str] = set()
+    for each in inspect.getmro(target):
+        if "__init__" not in vars(each):
+            continue
+        parameters = inspect.signature(each.__init__).parameters  # type: ignore[misc]
+        named |= set(parameters)
+        if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
+            break
+    return named
+
+
+@rank_zero_only
+def _say(line: str) -> None:
+    log.info(line)
+
+
+def _written() -> tuple[set[str], set[str]]:
+    """Every key that the user's files and overrides give, and every key that ours give."""
+    hydra = HydraConfig.get()
+    overrides = [*hydra.overrides.task, *hydra.overrides.hydra]
+    loader = GlobalHydra.instance().config_loader()
+    own: set[str] = set()
+    shipped: set[str] = set()
+    for default in loader.compute_defaults_list(hydra.job.config_name, overrides, RunMode.RUN).defaults:
+        found = _file(f"{default.config_path}.yaml")
+        if found is not None:
+            provider, file = found
+            text = OmegaConf.create(file.read_text(encoding="utf-8"))
+            (shipped if provider == _SHIPPED else own).update(
+                _keys(OmegaConf.to_container(text), default.package or "")
+            )
+    for override in OverridesParser.create().parse_overrides(list(hydra.overrides.task)):
+        own.update(_keys(override.value(), override.key_or_group))
+    return own, shipped
+
+
+def _file(name: str) -> tuple[str, Traversable] | None:
+    """A file of the configuration and who provides it, from the first place of Hydra's search path that has it."""
+    for source in HydraConfig.get().runtime.config_sources:
+        if source.schema not in ("file", "pkg"):
+            continue
+        file = (Path(source.path) if source.schema == "file" else files(source.path)).joinpath(name)
+        if file.is_file():
+            return str(source.provider), file
+    return None
+
+
+def _keys(node: Any, path: str) -> Iterator[str]:
+    """The keys of the values in a nest of dictionaries, with dots."""
+    if not isinstance(node, dict):
+        yield path
+        return
+    for name, child in node.items():
+        yield from _keys(child, f"{path}.{name}" if path else str(name))
+
+
+def make(place: str, node: Any, **settings: Any) -> Any:
+    """Make what a node of the configuration names, and everything inside of it.
+
+    Args:
+        place: of the node, for the error message.
+        node: with a `_target_`, or with such nodes anywhere below; any other value is returned as it is.
+        settings: Hydra's, as `_convert_`.
+
+    Raises:
+        RecipeError: it cannot be made, and why.
+    """
+    if not isinstance(node, (DictConfig, ListConfig)):
+        return node
+    try:
+        return instantiate(node, **settings)
+    except InstantiationException as error:
+        if "HYDRA_FULL_ERROR" in os.environ:
+            raise
+        raise RecipeError(f"{place} cannot be made. {_reason(error)}") from error
+    except OmegaConfBaseException as error:
+        raise RecipeError(f"{place} cannot be made: {str(error).splitlines()[0]}") from error
+
+
+def loggers_and_callbacks(config: DictConfig) -> tuple[list[Logger], list[Callback]]:
+    """What `tracking`, `callbacks` and `checkpoint` make, in this order.
+
+    Each of them is one object, or a mapping or a list of them, of mappings and lists again; `null` leaves one out.
+    A part of `tracking` that makes a logger is one, whatever its name.
+
+    Raises:
+        RecipeError: a part makes something else.
+    """
+    loggers: list[Logger] = []
+    callbacks: list[Callback] = []
+    for section in ("tracking", "callbacks", "checkpoint"):
+        for place, made in _parts(section, config.get(section)):
+            if isinstance(made, Logger) and section == "tracking":
+                loggers.append(made)
+            elif isinstance(made, Callback):
+                callbacks.append(made)
+            else:
+                raise RecipeError(_neither(place, made))
+    return loggers, callbacks
+
+
+def _parts(place: str, node: Any) -> Iterator[tuple[str, Any]]:
+    if node is None:
+        return
+    if isinstance(node, ListConfig):
+        for number, child in enumerate(node):
+            yield from _parts(f"{place}[{number}]", child)
+    elif isinstance(node, DictConfig) and "_target_" not in node and ("." not in place or _holds_parts(node)):
+        for name, child in node.items():
+            yield from _parts(f"{place}.{name!s}", child)
+    else:
+        yield place, make(place, node)
+
+
+def _holds_parts(node: DictConfig) -> bool:
+    return all(child is None or isinstance(child, (DictConfig, ListConfig)) for child in node.values())
+
+
+def _neither(place: str, made: Any) -> str:
+    section = place.split(".")[0].split("[")[0]
+    wanted = "logger or callback" if section == "tracking" else "callback"
+    move = " A logger belongs under `tracking`." if isinstance(made, Logger) else ""
+    return (
+        f"{place} makes a {type(made).__name__}, which is no {wanted} of the `lightning` package.{move} Name one: "
+        f"{place}: {{_target_: lightning.pytorch.callbacks.EarlyStopping, ...}}, or write null to leave it out."
+    )
+
+
+def _reason(error: InstantiationException) -> str:
+    """What the constructor said, and where; Hydra's own words where it called none."""
+    cause: BaseException = error
+    while isinstance(cause, InstantiationException) and cause.__cause__ is not None:
+        cause = cause.__cause__
+    if isinstance(cause, InstantiationException):
+        return " ".join(str(cause).split())
+    hydras = Path(hydra.__file__).parent
+    frames = [each for each in traceback.extract_tb(cause.__traceback__) if hydras not in Path(each.filename).parents]
+    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    more = " Set HYDRA_FULL_ERROR=1 for the whole traceback."
+    return f"{type(cause).__name__}: {' '.join(str(cause).split())}{where}{more}"

@@ -8,9 +8,8 @@ import pytest
 from omegaconf import OmegaConf
 from tests.training.conftest import Compose
 
-from azureml_strategy.training.catalogue import find_recipe
-from azureml_strategy.training.checking import check_config, check_overrides
-from azureml_strategy.training.errors import RecipeError
+from azureml_strategy.training.checks import check_config, check_overrides
+from azureml_strategy.training.recipes import RecipeError, find_recipe
 from azureml_strategy.training.resolvers import register_resolvers
 
 

@@ -12,8 +12,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from azureml_strategy.training import run as running
 from azureml_strategy.training.app import run_recipe
-from azureml_strategy.training.checking import check_config
-from azureml_strategy.training.errors import RecipeError
+from azureml_strategy.training.checks import check_config
+from azureml_strategy.training.recipes import RecipeError
 
 PARTS = """\
 from azureml_strategy.models import ImageClassifier

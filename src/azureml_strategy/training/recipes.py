@@ -1,13 +1,28 @@
-"""The recipes that come with the package, and the user's own."""
+"""The recipes that there are, and errors that name the near matches. Imports no Hydra, so that it answers at once."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
 
-from azureml_strategy.training.errors import RecipeError, near_matches
+
+class RecipeError(ValueError):
+    """A recipe or an override is not what it should be; the message names the near matches."""
+
+
+def near_matches(word: str, known: Iterable[str]) -> str:
+    """The end of an error message: the known words nearest to the one that was typed, or all of a few."""
+    words = sorted(set(known))
+    near = get_close_matches(word, words, n=3, cutoff=0.75)
+    # `max_epoch` is near `trainer.max_epochs`, although most of the letters differ.
+    near += [each for each in words if each.rsplit(".", 1)[-1].startswith(word.rsplit(".", 1)[-1]) and each not in near]
+    if near:
+        return f"Did you mean {' or '.join(map(repr, near[:4]))}?"
+    return f"Known: {', '.join(words)}." if len(words) <= 40 else ""
 
 
 @dataclass(frozen=True)

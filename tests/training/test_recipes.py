@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from azureml_strategy.training.catalogue import Recipe, find_recipe, shipped_recipes
-from azureml_strategy.training.errors import RecipeError, near_matches
+from azureml_strategy.training.recipes import Recipe, RecipeError, find_recipe, near_matches, shipped_recipes
 
 
 def test_the_shipped_recipes_have_names_and_summaries() -> None:

@@ -17,8 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from azureml_strategy.cluster.redaction import redact_text
-from azureml_strategy.training.catalogue import Recipe, hidden_by
-from azureml_strategy.training.errors import RecipeError, near_matches
+from azureml_strategy.training.recipes import Recipe, RecipeError, hidden_by, near_matches
 from azureml_strategy.training.targets import HYDRA_OWN, locate, taken_by
 
 # The keys of a recipe; `vars` is the user's.
