@@ -8,9 +8,9 @@ import pytest
 from tests.jobs.azure_service import AzureService, Reply, Request
 
 from azureml_strategy.cli import main
+from azureml_strategy.jobs.client import as_yaml
 from azureml_strategy.jobs.compute import ClusterRequest, render_cluster
-from azureml_strategy.jobs.entities import as_yaml
-from azureml_strategy.jobs.errors import JobError
+from azureml_strategy.jobs.service_errors import JobError
 
 _H100 = """\
 enable_node_public_ip: true

@@ -1,7 +1,6 @@
-"""What a job runs in, and the image that we ship."""
-
 from __future__ import annotations
 
+import io
 import shutil
 import subprocess
 import sys
@@ -13,10 +12,13 @@ from typing import Any
 import pytest
 import yaml
 from azure.ai.ml.entities import Environment
+from tests.jobs.azure_service import AzureService
 from tests.jobs.rendering import SIZE, cache, rendered
 
+from azureml_strategy.cli import main
+from azureml_strategy.jobs.client import as_yaml
 from azureml_strategy.jobs.environments import build_folder, job_environment
-from azureml_strategy.jobs.errors import JobError
+from azureml_strategy.jobs.service_errors import JobError
 from azureml_strategy.jobs.settings import EnvironmentSettings
 
 __all__ = ["cache"]  # a fixture
@@ -118,3 +120,55 @@ def test_its_wheel_installs_and_answers(tmp_path: Path) -> None:
     assert "azureml_strategy/conf/cluster/nd96isr_h100_v5.yaml" in names
     assert "azureml_strategy/environments/Dockerfile" in names
     assert not [name for name in names if "__pycache__" in name or "direct_url" in name]
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> Path:
+    """A folder with a Dockerfile."""
+    (tmp_path / "docker").mkdir()
+    (tmp_path / "docker" / "Dockerfile").write_text("FROM ubuntu\n")
+    return tmp_path / "docker"
+
+
+def test_a_dry_run_prints_what_azure_takes(context: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from azure.ai.ml import load_environment
+
+    (context / "conda.yaml").write_text("dependencies:\n- numpy\n")
+    for arguments in (
+        ["--build", str(context)],
+        ["--image", "ubuntu:24.04", "--conda-file", str(context / "conda.yaml")],
+        ["--image", "ubuntu:24.04", "--version", "7"],
+    ):
+        assert main(["environment", "build", "mine", *arguments, "--dry-run"]) == 0
+        text = capsys.readouterr().out
+        assert as_yaml(load_environment(io.StringIO(text))) == text
+    assert text == "image: ubuntu:24.04\nname: mine\ntags: {}\nversion: '7'\n"
+
+
+def test_it_is_uploaded_registered_and_tried(
+    azure_service: AzureService, context: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["environment", "build", "mine", "--build", str(context)]) == 0
+    assert capsys.readouterr().out == "azureml:mine:1\n"
+    stored = azure_service.workspace.resources["environments/mine/versions/1"]["properties"]
+    assert stored["build"]["dockerfilePath"] == "Dockerfile"
+    assert any(key.endswith("/docker/Dockerfile") for key in azure_service.blobs.content)
+    assert len(azure_service.jobs) == 0
+
+    assert main(["environment", "build", "mine", "--image", "ubuntu", "--version", "9", "--check"]) == 0
+    (name,) = azure_service.jobs
+    assert f"azureml-strategy jobs logs {name} --follow" in capsys.readouterr().out
+    sent = azure_service.jobs[name].body["properties"]
+    assert sent["command"] == "azureml-strategy --version"
+    assert sent["environmentId"].endswith("/environments/mine/versions/9")
+    assert sent.get("computeId") is None  # serverless
+
+    assert main(["environment", "build", "mine", "--image", "ubuntu", "--check", "cpu"]) == 0
+    *_, last = azure_service.jobs
+    assert azure_service.jobs[last].body["properties"]["computeId"].endswith("/computes/cpu")
+
+
+def test_what_contradicts_is_refused(context: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--build", str(context), "--image", "ubuntu", "--dry-run"]
+    assert main(["environment", "build", "mine", *arguments]) == 2
+    assert "image and build" in capsys.readouterr().err

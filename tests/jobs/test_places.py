@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from azureml_strategy.jobs.errors import JobError
 from azureml_strategy.jobs.places import WorkspaceSettings, find_workspace
+from azureml_strategy.jobs.service_errors import JobError
 
 _JOB = {
     "AZUREML_ARM_SUBSCRIPTION": "s-job",

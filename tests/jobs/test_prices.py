@@ -13,8 +13,8 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from azureml_strategy.cluster.job import Price
-from azureml_strategy.jobs.errors import JobError
 from azureml_strategy.jobs.prices import price_for
+from azureml_strategy.jobs.service_errors import JobError
 from azureml_strategy.network import UnknownVMSize
 
 SIZE = "Standard_ND96isr_H100_v5"

@@ -13,9 +13,9 @@ from tests.jobs.test_listing import submit
 
 from azureml_strategy.checkpoint.manifest import Manifest, StoredFile
 from azureml_strategy.cli import main
-from azureml_strategy.jobs.errors import JobError
-from azureml_strategy.jobs.output_files import OutputFiles
+from azureml_strategy.jobs.inputs import OutputFiles
 from azureml_strategy.jobs.register import choose_checkpoint
+from azureml_strategy.jobs.service_errors import JobError
 
 _CHECKPOINT = {
     "state_dict": {"weight": torch.arange(4.0)},

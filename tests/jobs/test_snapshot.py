@@ -7,7 +7,7 @@ import pytest
 from tests.jobs.azure_service import AzureService
 
 from azureml_strategy.jobs import snapshot
-from azureml_strategy.jobs.errors import JobError
+from azureml_strategy.jobs.service_errors import JobError
 from azureml_strategy.jobs.snapshot import list_snapshot, upload_snapshot
 
 # A folder as it is after some weeks of work, and what of it is code.

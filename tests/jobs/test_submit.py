@@ -11,7 +11,7 @@ from tests.jobs.azure_service.exchange import Reply, Request
 from tests.jobs.azure_service.service import AzureService
 from tests.jobs.rendering import SIZE, cache, own_recipe
 
-from azureml_strategy.jobs import JobError, ServiceError, SubmittedJob, submit_recipe, submitted
+from azureml_strategy.jobs import JobError, ServiceError, SubmittedJob, follow, submit_recipe
 from azureml_strategy.jobs.submit import new_job_name
 
 __all__ = ["cache"]  # a fixture
@@ -19,8 +19,8 @@ PRICED = "cluster.price_per_hour=3.5"  # nobody is asked for a price then
 
 
 def properties(service: AzureService, name: str) -> dict[str, Any]:
-    submitted: dict[str, Any] = service.jobs[name].body["properties"]
-    return submitted
+    follow: dict[str, Any] = service.jobs[name].body["properties"]
+    return follow
 
 
 def add_data(service: AzureService, name: str) -> None:
@@ -166,8 +166,8 @@ def test_the_price_of_the_workspaces_region(azure_service: AzureService) -> None
 
 
 def test_waiting(azure_service: AzureService, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(submitted, "_FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(submitted, "_LONGEST_PAUSE_S", 0.02)
+    monkeypatch.setattr(follow, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(follow, "_LONGEST_PAUSE_S", 0.02)
     azure_service.jobs.states = ("Queued", "Running", "Running", "Canceled")
     job = submit_recipe("resnet50_ddp", [SIZE, PRICED])
     azure_service.fail("GET", r"/jobs/", 400, "Oh", "What?", times=2)

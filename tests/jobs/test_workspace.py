@@ -10,8 +10,8 @@ from tests.jobs.azure_service import AzureService
 from tests.jobs.azure_service.exchange import Reply
 
 from azureml_strategy.cli import main
-from azureml_strategy.jobs.entities import as_yaml
-from azureml_strategy.jobs.errors import JobError
+from azureml_strategy.jobs.client import as_yaml
+from azureml_strategy.jobs.service_errors import JobError
 from azureml_strategy.jobs.workspace import WorkspaceRequest
 
 _RESOURCES = "/subscriptions/00000000-0000-0000-0000-000000000000/resourceGroups/g/providers"

@@ -45,7 +45,7 @@ def make(options: argparse.Namespace, wanted: Entity, create: Callable[[MLClient
     Returns:
         What was made; None with --dry-run.
     """
-    from azureml_strategy.jobs.entities import as_yaml
+    from azureml_strategy.jobs.client import as_yaml
 
     if options.dry_run:
         print_text(as_yaml(wanted).rstrip())
@@ -79,7 +79,7 @@ def refusing(run: Run) -> Run:
 
     @functools.wraps(run)
     def told(options: argparse.Namespace) -> int:
-        from azureml_strategy.jobs.errors import JobError
+        from azureml_strategy.jobs.service_errors import JobError
 
         try:
             return run(options)

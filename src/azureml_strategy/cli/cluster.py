@@ -69,9 +69,9 @@ def _add_create(group: Verbs) -> None:
 
 @refusing
 def _create(options: argparse.Namespace) -> int:
+    from azureml_strategy.jobs.client import plain
     from azureml_strategy.jobs.compute import create_cluster, render_cluster
-    from azureml_strategy.jobs.entities import plain
-    from azureml_strategy.jobs.sizes import find_size, scale_up_advice
+    from azureml_strategy.jobs.resources import find_size, scale_up_advice
 
     cluster = render_cluster(_request(options))
     advice = scale_up_advice(find_size(options.size), options.max_nodes)
@@ -106,9 +106,9 @@ def _request(options: argparse.Namespace) -> ClusterRequest:
 
 @refusing
 def _show(options: argparse.Namespace) -> int:
+    from azureml_strategy.jobs.client import as_yaml, plain
     from azureml_strategy.jobs.compute import list_clusters, show_cluster
-    from azureml_strategy.jobs.entities import as_yaml, plain
-    from azureml_strategy.jobs.tables import render_table
+    from azureml_strategy.jobs.listing import render_table
 
     workspace = client(options)
     if options.name:

@@ -83,8 +83,7 @@ def _add_attach(group: Verbs) -> None:
 
 @refusing
 def _upload(options: argparse.Namespace) -> int:
-    from azureml_strategy.jobs.storage import render_upload
-    from azureml_strategy.jobs.survey import survey_data
+    from azureml_strategy.jobs.storage import render_upload, survey_data
 
     survey = survey_data(options.path)
     print(f"{options.path}: {survey}", file=sys.stderr)
@@ -134,8 +133,8 @@ def _attach(options: argparse.Namespace) -> int:
 
 @refusing
 def _show(options: argparse.Namespace) -> int:
+    from azureml_strategy.jobs.listing import render_table
     from azureml_strategy.jobs.storage import list_data, show_data
-    from azureml_strategy.jobs.tables import render_table
 
     workspace = client(options)
     if options.name:

@@ -48,7 +48,7 @@ def add_to(verbs: Verbs) -> None:
 
 @refusing
 def _build(options: argparse.Namespace) -> int:
-    from azureml_strategy.jobs.image import build_environment, check_environment, render_environment
+    from azureml_strategy.jobs.environments import build_environment, check_environment, render_environment
     from azureml_strategy.jobs.settings import EnvironmentSettings
 
     settings = EnvironmentSettings(

@@ -52,8 +52,7 @@ def add_to(verbs: Verbs) -> None:
 
 @refusing
 def _list(options: argparse.Namespace) -> int:
-    from azureml_strategy.jobs.listing import list_jobs
-    from azureml_strategy.jobs.tables import render_table
+    from azureml_strategy.jobs.listing import list_jobs, render_table
 
     found = list_jobs(client(options), options.limit, options.experiment, options.status)
     rows = [(job.name, job.status, job.created, job.experiment, job.compute, job.nodes) for job in found]
@@ -86,7 +85,7 @@ def _show(options: argparse.Namespace) -> int:
 
 @refusing
 def _logs(options: argparse.Namespace) -> int:
-    from azureml_strategy.jobs.run_history import log_files, read_log
+    from azureml_strategy.jobs.listing import log_files, read_log
 
     workspace = client(options)
     if options.list:

@@ -46,8 +46,8 @@ def add_to(verbs: Verbs) -> None:
 
 @refusing
 def _register(options: argparse.Namespace) -> int:
-    from azureml_strategy.jobs.errors import JobError
     from azureml_strategy.jobs.register import register_checkpoint, register_run
+    from azureml_strategy.jobs.service_errors import JobError
 
     if options.path and (options.output or options.checkpoint):
         raise JobError(

@@ -56,7 +56,7 @@ def _overrides(options: argparse.Namespace) -> Sequence[str]:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from azureml_strategy.jobs.errors import JobError
+    from azureml_strategy.jobs.service_errors import JobError
 
     overrides = _overrides(options)
     try:

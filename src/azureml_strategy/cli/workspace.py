@@ -105,7 +105,7 @@ def _request(options: argparse.Namespace) -> WorkspaceRequest:
 
 @refusing
 def _show(options: argparse.Namespace) -> int:
-    from azureml_strategy.jobs.entities import as_yaml
+    from azureml_strategy.jobs.client import as_yaml
     from azureml_strategy.jobs.workspace import diagnose_workspace, show_workspace
 
     workspace = client(options)

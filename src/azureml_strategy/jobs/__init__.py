@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from azureml_strategy.jobs.errors import JobError
+from azureml_strategy.jobs.service_errors import JobError
 from azureml_strategy.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from azureml_strategy.jobs.client import connect
+    from azureml_strategy.jobs.follow import SubmittedJob
     from azureml_strategy.jobs.prices import Price, price_for
     from azureml_strategy.jobs.render import job_yaml, render_job
     from azureml_strategy.jobs.service_errors import ServiceError
     from azureml_strategy.jobs.submit import submit_recipe
-    from azureml_strategy.jobs.submitted import SubmittedJob
 
 __all__ = [
     "JobError",
@@ -39,7 +39,7 @@ __getattr__ = lazy_attributes(
         "job_yaml": "azureml_strategy.jobs.render",
         "render_job": "azureml_strategy.jobs.render",
         "ServiceError": "azureml_strategy.jobs.service_errors",
-        "SubmittedJob": "azureml_strategy.jobs.submitted",
+        "SubmittedJob": "azureml_strategy.jobs.follow",
         "submit_recipe": "azureml_strategy.jobs.submit",
     },
 )

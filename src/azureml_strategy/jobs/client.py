@@ -1,18 +1,102 @@
-"""The way into a workspace: azure-ai-ml's client, signed in."""
+"""The connection to a workspace by azure-ai-ml, kept quiet, and its entities as text."""
 
 from __future__ import annotations
 
+import io
 import logging
+import re
+import warnings
 from datetime import timedelta
+from enum import Enum
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from azureml_strategy.jobs.places import WorkspaceSettings, find_workspace
-from azureml_strategy.jobs.quiet import import_azure, quiet_sdk
+from azureml_strategy.jobs.service_errors import JobError
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
     from azure.core.pipeline.policies import SansIOHTTPPolicy
+
+
+# Marks of experimental classes, that a Studio link has no tenant, that a credential of a chain was not there: each is
+# logged as a warning, and none of it is anything that the user could change. What went wrong is raised as well.
+_LOGGERS = ("azure.ai.ml", "azure.identity", "azure.core")
+
+
+def quiet_sdk() -> None:
+    """Import azure-ai-ml so that it, and what it stands on, logs nothing.
+
+    Whatever leads to Azure passes here before it imports anything else of Azure's.
+
+    Raises:
+        JobError: the extra `azure` is not installed.
+    """
+    warnings.filterwarnings("ignore", module=r"azure\.ai\.ml")
+    import_azure("azure.ai.ml")
+    for name in _LOGGERS:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    # On import it gives itself, and some loggers below, a level and a way to the screen of their own.
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("azure.ai.ml") and isinstance(logger, logging.Logger):
+            logger.handlers.clear()
+            logger.setLevel(logging.CRITICAL)
+
+
+def import_azure(name: str) -> None:
+    """Import a module of the extra `azure`.
+
+    Raises:
+        JobError: it is not installed.
+    """
+    try:
+        import_module(name)
+    except ImportError as error:
+        raise JobError(
+            f"What talks to Azure is not installed here ({error}). Type: pip install 'azureml-strategy[azure]'"
+        ) from error
+
+
+def as_yaml(entity: Any) -> str:
+    """What `az ml ... create --file` takes.
+
+    Args:
+        entity: any of `azure.ai.ml.entities` that has `dump`.
+
+    Returns:
+        YAML that the entity's `azure.ai.ml.load_...` function reads back.
+    """
+    text = io.StringIO()
+    entity.dump(text)
+    return text.getvalue()
+
+
+def plain(value: object) -> str:
+    """A state, a priority or another word of the service, whether azure-ai-ml gives it as text or as an enumeration."""
+    return str(value.value if isinstance(value, Enum) else value)
+
+
+_RESOURCE_ID = re.compile(r"/subscriptions/[0-9a-f-]{36}/resourcegroups/[^/]+/providers/[\w.]+(?:/[^/]+/[^/]+)+", re.I)
+
+
+def check_resource_id(option: str, value: str | None) -> None:
+    """Refuse a name where an id is needed.
+
+    Args:
+        option: what was typed before it.
+        value: what was typed; None is none.
+
+    Raises:
+        JobError: it is no id of a resource.
+    """
+    if value is not None and not _RESOURCE_ID.fullmatch(value):
+        raise JobError(
+            f"{option} {value} is no resource id. It is written "
+            "/subscriptions/ID/resourceGroups/NAME/providers/KIND/TYPE/NAME: `az resource list --name NAME --query "
+            "'[].id' -o tsv` shows it, and so does the resource's page in the portal."
+        )
+
 
 __all__ = ["WorkspaceSettings", "connect"]
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from azureml_strategy.jobs.errors import JobError
-from azureml_strategy.jobs.quiet import quiet_sdk
-from azureml_strategy.jobs.resource_ids import check_resource_id
-from azureml_strategy.jobs.service_errors import service_errors
-from azureml_strategy.jobs.sizes import TIERS, check_nodes, compute_name, find_size
+from azureml_strategy.jobs.client import check_resource_id, quiet_sdk
+from azureml_strategy.jobs.resources import TIERS, check_nodes, compute_name, find_size
+from azureml_strategy.jobs.service_errors import JobError, service_errors
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient

@@ -1,4 +1,4 @@
-"""The software that a job runs in: a registered or curated environment, an image, or one that the workspace builds."""
+"""The environment of a job: an image that is given or built, and what is inside."""
 
 from __future__ import annotations
 
@@ -8,18 +8,22 @@ import hashlib
 import os
 import re
 import tempfile
+import uuid
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from azureml_strategy.jobs.assets import short_reference
-from azureml_strategy.jobs.errors import JobError
+from azureml_strategy.jobs.client import quiet_sdk
+from azureml_strategy.jobs.inputs import short_reference
+from azureml_strategy.jobs.service_errors import JobError, service_errors
 from azureml_strategy.jobs.settings import EnvironmentSettings
 from azureml_strategy.jobs.wheel import write_wheel
 from azureml_strategy.network.vm_sizes import VMSize
 
 if TYPE_CHECKING:
+    from azure.ai.ml import MLClient
     from azure.ai.ml.entities import Environment
+
 
 _SHIPPED = ("Dockerfile", "conda.yaml", "constraints.txt")
 _REFERENCE = re.compile(r"azureml:(//)?\S+[:@/]\S+")
@@ -139,3 +143,68 @@ def _check_files(settings: EnvironmentSettings) -> None:
             f"job.environment.build is {settings.build}, but there is no {settings.dockerfile} in it. Another name is "
             "given by job.environment.dockerfile."
         )
+
+
+_CHECK = "azureml-strategy --version"
+_EXPERIMENT = "environment-check"
+
+
+def render_environment(settings: EnvironmentSettings, name: str, version: str | None = None) -> Environment:
+    """The environment as azure-ai-ml's entity; nothing is asked of Azure.
+
+    Args:
+        settings: what it is made of, as `job.environment` has it; nothing: this package's own Dockerfile.
+        name: to register it under.
+        version: None: the next number.
+
+    Raises:
+        JobError: the settings contradict one another, or name what is not there.
+    """
+    quiet_sdk()
+    from azure.ai.ml.entities import Environment
+
+    made = job_environment(settings)
+    if isinstance(made, str):
+        raise JobError(f"{made} is registered already, so that there is nothing to build.")
+    return Environment(name=name, version=version, image=made.image, conda_file=made.conda_file, build=made.build)
+
+
+def build_environment(client: MLClient, environment: Environment) -> Environment:
+    """Upload what the image is built from and register it.
+
+    Azure ML builds the image in the workspace's registry when the environment is registered or first used.
+
+    Raises:
+        ServiceError: no permission, or the version exists with other content.
+    """
+    with service_errors():
+        made: Environment = client.environments.create_or_update(environment)
+    return made
+
+
+def check_environment(client: MLClient, environment: Environment, cluster: str | None) -> str:
+    """Submit a job of a few seconds in the environment, so that its image is there before a cluster waits for it.
+
+    Args:
+        client: of the workspace.
+        environment: as `build_environment` returned it.
+        cluster: which to run on; None: serverless compute.
+
+    Returns:
+        The job's name.
+
+    Raises:
+        ServiceError: the job is refused.
+    """
+    from azure.ai.ml import command
+
+    with service_errors():
+        job = command(
+            name=f"environment-{uuid.uuid4().hex[:12]}",
+            display_name=f"{environment.name}:{environment.version}",
+            experiment_name=_EXPERIMENT,
+            command=_CHECK,
+            environment=f"azureml:{environment.name}:{environment.version}",
+            compute=cluster,
+        )
+        return str(client.jobs.create_or_update(job).name)

@@ -1,17 +1,158 @@
-"""What a job reads and writes: azure-ai-ml's inputs and outputs, and the keys of the recipe that get their paths."""
+"""What a job reads and writes: data assets, mounts and their settings, and files of its outputs."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from azureml_strategy.jobs.assets import short_reference
-from azureml_strategy.jobs.errors import JobError
+from azureml_strategy.jobs.service_errors import JobError, ServiceError, service_errors
 from azureml_strategy.jobs.settings import InputSettings, JobSettings, OutputSettings
+from azureml_strategy.network.vm_sizes import VMSize
 
 if TYPE_CHECKING:
-    from azure.ai.ml import Input, Output
+    from azure.ai.ml import Input, MLClient, Output
+
+
+_ASSET = re.compile(r"azureml:(?P<name>[^/:@]+)(?::(?P<version>[^/:@]+)|@(?P<label>[^/:@]+))")
+
+
+def short_reference(reference: str) -> str:
+    """A reference as azure-ai-ml's classes want it, which is as its own reader of YAML makes it.
+
+    They look for the label of `azureml:NAME@latest` under the name `azureml:NAME`, and find nothing.
+    """
+    return re.sub(r"^azureml:(?!//)", "", reference)
+
+
+def check_data(inputs: Mapping[str, InputSettings], client: MLClient) -> None:
+    """Ask the workspace for each data asset by name: azure-ai-ml would only say that something is not there.
+
+    Raises:
+        JobError: one of them is not there.
+        ServiceError: Azure did not say.
+    """
+    from azure.ai.ml.exceptions import MlException
+
+    for name, each in inputs.items():
+        asset = _ASSET.fullmatch(each.path or "")
+        if asset is None:
+            continue
+        try:
+            with service_errors():
+                client.data.get(asset["name"], version=asset["version"], label=asset["label"])
+        except ServiceError as error:
+            if error.status != 404 and not isinstance(error.__cause__, MlException):  # of a label
+                raise
+            raise JobError(
+                f"job.inputs.{name}.path is {each.path}, but workspace {client.workspace_name} has no such data asset. "
+                f"Name one that it has (`azureml-strategy data show {asset['name']}` lists what there is of it), or a "
+                f"folder in a datastore: job.inputs.{name}.path=azureml://datastores/NAME/paths/FOLDER."
+            ) from error
+
+
+# One pass: what was read once is not read again, so that writing it to the disk, or keeping it, is lost work.
+_ONCE = {
+    "DATASET_MOUNT_BLOCK_BASED_CACHE_ENABLED": "true",
+    "DATASET_MOUNT_BLOCK_FILE_CACHE_ENABLED": "false",
+    "DATASET_MOUNT_MEMORY_CACHE_SIZE": "0",
+}
+_PATTERNS = {
+    "epochs": {"DATASET_MOUNT_BLOCK_BASED_CACHE_ENABLED": "true"},
+    "once": _ONCE,
+    "once_large": {**_ONCE, "DATASET_MOUNT_READ_BUFFER_BLOCK_COUNT": "80"},
+    # Whole files, since blocks that are read ahead of a random place are lost work.
+    "random": {"DATASET_MOUNT_BLOCK_BASED_CACHE_ENABLED": "false"},
+}
+ACCESS_PATTERNS = tuple(_PATTERNS)
+# Left free on the local disk, for the image and for what the job writes itself: a node whose disk is full ends its
+# job. A choice of ours: images with CUDA take 20 GiB and more.
+_FREE_GIB = 32
+_FREE_FRACTION = 0.1
+
+
+def data_runtime_variables(patterns: Collection[str], size: VMSize | None) -> dict[str, str]:
+    """Variables for a job that mounts data.
+
+    Args:
+        patterns: how each mounted input is read, a name of `ACCESS_PATTERNS` each.
+        size: of the node; None where nobody knows.
+
+    Returns:
+        Names and values; none without a mounted input.
+
+    Raises:
+        JobError: an unknown pattern, or two that need different variables, which hold for the whole job.
+    """
+    for pattern in patterns:
+        if pattern not in _PATTERNS:
+            raise JobError(f"There is no access pattern {pattern!r}. Known: {', '.join(ACCESS_PATTERNS)}.")
+    different = sorted(set(patterns))
+    if not different:
+        return {}
+    if len(different) > 1:
+        raise JobError(
+            f"The mounted inputs are read in different ways ({', '.join(different)}), but the data runtime's variables "
+            "hold for the whole job. Give them the same `access`, or let the smaller one be copied: mode: download."
+        )
+    pattern = different[0]
+    keeps = pattern in ("epochs", "random")
+    return {**_PATTERNS[pattern], **(_cache_size(size) if keeps else {})}
+
+
+def _cache_size(size: VMSize | None) -> dict[str, str]:
+    """As much of the disk as can be spared; the runtime's own default leaves 150 MB free."""
+    if size is None or size.local_disk_gib is None:
+        return {}
+    spared = int(size.local_disk_gib - max(_FREE_GIB, _FREE_FRACTION * size.local_disk_gib))
+    return {"DATASET_MOUNT_CACHE_SIZE": str(spared * 2**30)}  # bytes
+
+
+class OutputFiles:
+    """What lies in one output of a job.
+
+    Args:
+        client: of the workspace.
+        job: name of the job.
+        output: name of the output.
+
+    Raises:
+        JobError: the job has no such output.
+        ServiceError: there is no such job, or storage cannot be read.
+    """
+
+    def __init__(self, client: MLClient, job: str, output: str) -> None:
+        from azure.ai.ml._artifacts._artifact_utilities import get_datastore_info
+        from azure.ai.ml._utils._storage_utils import AzureMLDatastorePathUri, get_storage_client
+
+        with service_errors():
+            # Only the data plane knows where an output without a path of its own went.
+            uri = client.jobs._get_named_output_uri(job, output).get(output)
+            if uri is None:
+                raise JobError(f"{job} has no output {output!r}: `azureml-strategy jobs show {job}` lists its outputs.")
+            place = AzureMLDatastorePathUri(uri)
+            self._root = f"{place.path.rstrip('/')}/"
+            storage: Any = get_storage_client(**get_datastore_info(client.datastores, place.datastore))
+            self._storage = storage
+            self.names: list[str] = [name.removeprefix(self._root) for name in storage.list(self._root)]
+
+    def fetch(self, path: str, folder: Path) -> Path:
+        """Copy a file, or a folder with all that is in it.
+
+        Args:
+            path: in the output.
+            folder: where to put it, under its own name.
+
+        Returns:
+            Where it is now.
+        """
+        target = folder / Path(path).name
+        single = path in self.names
+        with service_errors():
+            self._storage.download(self._root + path + ("" if single else "/"), folder if single else target)
+        return target
+
 
 _INPUT_TYPES = ("uri_folder", "uri_file", "mltable")
 _INPUT_MODES = {"ro_mount": _INPUT_TYPES, "download": _INPUT_TYPES, "eval_mount": ("mltable",)}

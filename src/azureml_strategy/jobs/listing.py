@@ -1,19 +1,105 @@
-"""The jobs of a workspace: which there are, how they do, and what became of them."""
+"""Jobs as a table, one job in full, and a job's logs from the workspace's run history."""
 
 from __future__ import annotations
 
+import io
+import re
+import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from azureml_strategy.cluster.redaction import redact_text
-from azureml_strategy.jobs.entities import plain
-from azureml_strategy.jobs.errors import JobError
-from azureml_strategy.jobs.service_errors import service_errors
+from azureml_strategy.jobs.client import plain
+from azureml_strategy.jobs.service_errors import JobError, service_errors
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
+
+
+def render_table(headings: Sequence[str], rows: Sequence[Sequence[object]], empty: str) -> str:
+    """A table without frames.
+
+    Args:
+        headings: of the columns.
+        rows: a value for each column; None is left blank.
+        empty: what to say where there are no rows.
+    """
+    if not rows:
+        return empty
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    for row in rows:
+        table.add_row(*("" if value is None else str(value) for value in row))
+    text = io.StringIO()
+    # Where the output is no terminal, nothing is cut or wrapped: other programs read it line by line.
+    width = shutil.get_terminal_size((200, 24)).columns
+    Console(file=text, width=width, markup=False, highlight=False).print(table)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+# What the processes of a job print: one file for each, or one for all. The first process is the one that reports.
+_PRINTED = re.compile(r"user_logs/std_log(?:_process_(\d+))?\.txt")
+
+
+def run_details(client: MLClient, name: str) -> Any:
+    """State, logs and error of a job.
+
+    Returns:
+        `azure.ai.ml._restclient.runhistory.models.RunDetails`.
+
+    Raises:
+        ServiceError: there is none of this name.
+    """
+    with service_errors():
+        return client.jobs._runs_operations.get_run_details(name)
+
+
+def log_files(client: MLClient, name: str) -> dict[str, str]:
+    """The logs that a job has so far: their addresses by name, such as `user_logs/std_log.txt`.
+
+    The addresses carry a signature, so that they are not to be shown.
+    """
+    return dict(sorted((run_details(client, name).log_files or {}).items()))
+
+
+def printed_log(names: list[str]) -> str | None:
+    """Which of a job's logs is what its first process has printed; None where it has printed nothing yet."""
+    found = {int(match[1] or 0): name for name in names if (match := _PRINTED.fullmatch(name))}
+    return found[min(found)] if found else None
+
+
+def read_log(client: MLClient, name: str, file: str | None = None) -> str:
+    """What stands in a log.
+
+    Args:
+        client: of the workspace.
+        name: of the job.
+        file: which log; None: what the first process has printed.
+
+    Raises:
+        JobError: there is no such log, or none yet.
+        ServiceError: there is no such job, or storage cannot be read.
+    """
+    from azure.storage.blob import BlobClient
+
+    files = log_files(client, name)
+    chosen = file or printed_log(list(files))
+    if chosen not in files:
+        there = (
+            f"It has: {', '.join(files)}." if files else "It has none yet; it is waiting for its nodes, or its image."
+        )
+        raise JobError(f"{name} has no log {chosen or 'of its processes'}. {there}")
+    with service_errors():
+        content = BlobClient.from_blob_url(files[chosen]).download_blob().readall()
+    return bytes(content).decode("utf-8", errors="replace")
+
 
 # azure.ai.ml.operations._run_history_constants.RunHistoryConstants.TERMINAL_STATUSES, but for Paused and NotResponding,
 # from which a job can come back.
@@ -91,7 +177,6 @@ def show_job(client: MLClient, name: str) -> JobSummary:
 
 def job_failure(client: MLClient, name: str) -> str | None:
     """Why a job failed, without secrets; None where Azure ML gives no reason."""
-    from azureml_strategy.jobs.run_history import run_details
 
     error = getattr(run_details(client, name).error, "error", None)
     return redact_text(f"{error.code}: {error.message}") if error else None

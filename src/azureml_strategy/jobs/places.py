@@ -10,7 +10,7 @@ from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from azureml_strategy.jobs.errors import JobError
+from azureml_strategy.jobs.service_errors import JobError
 
 # What Azure ML writes into its jobs and compute instances; then the names that Azure's own tools and samples use.
 _VARIABLES = (

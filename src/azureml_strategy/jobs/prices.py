@@ -1,4 +1,4 @@
-"""What one node costs: the user's own price, else Azure's, asked for at most once a day; never a guess."""
+"""What a node costs: given by hand, or from Azure's public list of prices."""
 
 from __future__ import annotations
 
@@ -6,19 +6,134 @@ import json
 import logging
 import os
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from azureml_strategy.cluster.job import Price
 from azureml_strategy.cluster.redaction import redact_text
-from azureml_strategy.jobs.errors import JobError
-from azureml_strategy.jobs.retail_prices import ADDRESS, TIERS, PricesUnavailable, prices_by_tier
+from azureml_strategy.jobs.client import quiet_sdk
+from azureml_strategy.jobs.service_errors import JobError
 from azureml_strategy.network.vm_sizes import lookup_vm_size
+
+ADDRESS = "https://prices.azure.com/api/retail/prices"
+_ENDINGS = {" Spot": "spot", " Low Priority": "low_priority"}
+TIERS = ("dedicated", *_ENDINGS.values())
+# Without a network the answer must come soon: a job is submitted with or without its price.
+_TIMEOUTS: dict[str, Any] = {"connection_timeout": 5, "read_timeout": 20}
+_RETRIES, _BACKOFF_S = 2, 0.4  # of a busy service (429, 5xx) or a dropped connection; Retry-After is obeyed
+
+log = logging.getLogger(__name__)
+
+
+class PricesUnavailable(RuntimeError):  # noqa: N818 - reads as what happened
+    """The service did not answer, or not with prices; the message is HTTP's reason or the error's name."""
+
+
+@dataclass(frozen=True)
+class _Meter:
+    """One thing that Azure bills: a VM size under an operating system, in a tier and a region."""
+
+    name: str
+    product: str
+    price: float
+    unit: str
+    kind: str
+    start: str
+    end: str
+
+    @classmethod
+    def read(cls, item: dict[str, Any]) -> _Meter:
+        """From the service's JSON; KeyError where its shape is another than documented."""
+        return cls(
+            name=item["meterName"],
+            product=item["productName"],
+            price=float(item["retailPrice"]),
+            unit=item["unitOfMeasure"],
+            kind=item["type"],
+            start=item["effectiveStartDate"],
+            end=item.get("effectiveEndDate") or "9999",
+        )
+
+    @property
+    def tier(self) -> str:
+        """By the end of the name: `ND96isrH100v5 Spot`."""
+        return next((tier for ending, tier in _ENDINGS.items() if self.name.endswith(ending)), "dedicated")
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is a Linux VM's, and its price holds now.
+
+        Linux and Windows have meters of the same name; only the product's name tells them apart.
+        """
+        if any(other in self.product for other in ("Windows", "Cloud Services", "Dedicated Host")):
+            return False
+        now = datetime.now(UTC).isoformat()
+        return (self.unit, self.kind) == ("1 Hour", "Consumption") and self.price > 0 and self.start <= now < self.end
+
+
+def prices_by_tier(vm_size: str, region: str, currency: str, address: str = ADDRESS) -> dict[str, float]:
+    """What one VM costs an hour under Linux, for each tier that has one price.
+
+    Args:
+        vm_size: as Azure writes it, `Standard_ND96isr_H100_v5`; the service may heed the case.
+        region: `eastus`.
+        currency: ISO 4217 code.
+        address: of the service.
+
+    Raises:
+        PricesUnavailable: it did not answer.
+    """
+    meters = [meter for meter in _fetch(vm_size, region, currency, address) if meter.counts]
+    found = {tier: _one_price([each for each in meters if each.tier == tier], vm_size, tier) for tier in TIERS}
+    return {tier: price for tier, price in found.items() if price is not None}
+
+
+def _fetch(vm_size: str, region: str, currency: str, address: str) -> list[_Meter]:
+    quiet_sdk()
+    from azure.core import PipelineClient
+    from azure.core.exceptions import AzureError
+    from azure.core.pipeline.policies import RetryPolicy
+    from azure.core.rest import HttpRequest, HttpResponse
+
+    wanted = {
+        "serviceName": "Virtual Machines",
+        "priceType": "Consumption",
+        "armRegionName": region,
+        "armSkuName": vm_size,
+    }
+    query = " and ".join(f"{name} eq '{value}'" for name, value in wanted.items())
+    request = HttpRequest("GET", address, params={"currencyCode": f"'{currency}'", "$filter": query})
+    meters: list[_Meter] = []
+    retry = RetryPolicy(retry_total=_RETRIES, retry_connect=0, retry_backoff_factor=_BACKOFF_S)
+    client: PipelineClient[HttpRequest, HttpResponse] = PipelineClient(address, policies=[retry], **_TIMEOUTS)
+    try:
+        with client:
+            while True:
+                answer = client.send_request(request)
+                answer.raise_for_status()
+                page = answer.json()
+                meters += [_Meter.read(item) for item in page["Items"]]
+                if not page.get("NextPageLink"):
+                    return meters
+                request = HttpRequest("GET", page["NextPageLink"])
+    except (AzureError, ValueError, KeyError, TypeError) as error:
+        raise PricesUnavailable(getattr(error, "reason", None) or type(error).__name__) from error
+
+
+def _one_price(meters: Sequence[_Meter], vm_size: str, tier: str) -> float | None:
+    """The newest price; None where there is none, or several that contradict one another."""
+    newest = max((each.start for each in meters), default="")
+    prices = {each.price for each in meters if each.start == newest}
+    if len(prices) > 1:
+        log.warning("Azure Retail Prices names %s for %s, %s: none is taken.", sorted(prices), vm_size, tier)
+    return prices.pop() if len(prices) == 1 else None
+
 
 __all__ = ["Price", "price_for"]
 
-log = logging.getLogger(__name__)
 
 _SOURCE = "Azure Retail Prices"
 

@@ -1,9 +1,9 @@
-"""A recipe as the job to be made of it: composed, checked, and its sections for Azure ML read."""
+"""A recipe and its overrides as a job carries them: composed, checked, and without secrets."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,17 +11,46 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
-from azureml_strategy.cluster.redaction import redact_text
+from azureml_strategy.cluster.redaction import is_secret, redact_text
 from azureml_strategy.command_line import is_override
-from azureml_strategy.jobs.errors import JobError
 from azureml_strategy.jobs.inputs import path_overrides
-from azureml_strategy.jobs.secrets import override_texts, refuse_secrets
+from azureml_strategy.jobs.resources import refuse_retired
+from azureml_strategy.jobs.service_errors import JobError
 from azureml_strategy.jobs.settings import ClusterSettings, JobSettings, read_section
-from azureml_strategy.jobs.sizes import refuse_retired
 from azureml_strategy.training.checks import compose_recipe, target_nodes
 from azureml_strategy.training.recipes import Recipe, RecipeError, find_recipe, near_matches
 from azureml_strategy.training.resolvers import register_resolvers
 from azureml_strategy.training.targets import lies_in, refuse_missing
+
+_INSTEAD = (
+    "A job's command and variables can be read by everybody with access to the workspace. Put it into the workspace's "
+    "key vault and read it in the job, and reach storage through a datastore or the job's own identity "
+    "(job.identity.type=managed)."
+)
+
+
+def refuse_secrets(texts: Mapping[str, str]) -> None:
+    """Look through everything that a job will carry.
+
+    Args:
+        texts: each value by its name: a variable, a key of the recipe, or whatever tells the user where it stands.
+
+    Raises:
+        JobError: one of them is a secret by its name, by its form, or because a variable here with such a name holds
+            it. The message does not repeat it.
+    """
+    for name, value in texts.items():
+        if is_secret(name, value):
+            raise JobError(
+                f"{name} looks like a secret, by its name, its form or a variable that holds it, so that no job was "
+                f"made. {_INSTEAD}"
+            )
+
+
+def override_texts(overrides: Iterable[str]) -> dict[str, str]:
+    """What each override of a command line sets, by its key."""
+    pairs = (override.partition("=") for override in overrides)
+    return {key.lstrip("+~"): value for key, _, value in pairs}
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 
 from azureml_strategy.checkpoint.folder import by_score, newest_first
 from azureml_strategy.checkpoint.manifest import Manifest, manifest_path
-from azureml_strategy.jobs.errors import JobError
+from azureml_strategy.jobs.client import quiet_sdk
+from azureml_strategy.jobs.inputs import OutputFiles
 from azureml_strategy.jobs.listing import show_job
-from azureml_strategy.jobs.output_files import OutputFiles
-from azureml_strategy.jobs.quiet import quiet_sdk
-from azureml_strategy.jobs.service_errors import service_errors
+from azureml_strategy.jobs.service_errors import JobError, service_errors
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient

@@ -1,34 +1,77 @@
-"""Renders a recipe as an Azure ML command job."""
+"""An Azure ML command job from a recipe."""
 
 from __future__ import annotations
 
 import io
+import os
 import re
+import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from azureml_strategy.cluster.job import Price
-from azureml_strategy.jobs.data_runtime import data_runtime_variables
+from azureml_strategy.jobs.client import quiet_sdk
 from azureml_strategy.jobs.environments import check_image, job_environment
-from azureml_strategy.jobs.errors import JobError
-from azureml_strategy.jobs.inputs import access_patterns, job_inputs, job_outputs
+from azureml_strategy.jobs.inputs import access_patterns, data_runtime_variables, job_inputs, job_outputs
 from azureml_strategy.jobs.prices import price_for
-from azureml_strategy.jobs.quiet import quiet_sdk
 from azureml_strategy.jobs.recipe import JobRecipe, read_recipe
-from azureml_strategy.jobs.render_command import code_folder, command_line
-from azureml_strategy.jobs.render_resources import (
+from azureml_strategy.jobs.resources import (
     distribution_of,
     identity_of,
     node_size,
     price_tier,
     resources_of,
 )
+from azureml_strategy.jobs.service_errors import JobError
 from azureml_strategy.network.vm_sizes import VMSize
 
 if TYPE_CHECKING:
     from azure.ai.ml.entities import Command
+
+
+def code_folder(recipe: JobRecipe) -> str | None:
+    """The folder that the job gets; None where it needs none.
+
+    Raises:
+        JobError: there is no such folder.
+    """
+    folder = recipe.job.code
+    if folder is None:
+        return "." if recipe.recipe.folder is not None or recipe.own_modules else None
+    if not os.path.isdir(folder):
+        raise JobError(f"job.code is {folder}, but there is no such folder.")
+    return folder
+
+
+def recipe_in_code(recipe: JobRecipe) -> str:
+    """How the job finds the recipe: a shipped one by its name, the user's own by its path in the folder of code.
+
+    Raises:
+        JobError: the file lies elsewhere, where the job would not find it.
+    """
+    found = recipe.recipe
+    if found.folder is None:
+        return found.name
+    folder = code_folder(recipe) or "."
+    path = os.path.relpath(os.path.join(found.folder, f"{found.name}.yaml"), folder)
+    if path.split(os.sep)[0] == os.pardir:
+        raise JobError(
+            f"The recipe {found.name}.yaml lies in {found.folder}, outside of {os.path.abspath(folder)}, which is all "
+            "that the job gets. Call this from a folder above it, or name one: job.code=FOLDER."
+        )
+    return path if os.sep in path else os.path.join(os.curdir, path)
+
+
+def command_line(recipe: JobRecipe) -> str:
+    """What each process runs: the recipe with exactly the user's overrides, and the paths of the job.
+
+    The user's words are quoted for the shell. Those that Azure ML completes are not: it writes a path in their place.
+    """
+    words = ["azureml-strategy", "train", recipe_in_code(recipe), *recipe.overrides]
+    return " ".join([*map(shlex.quote, words), *recipe.paths])
+
 
 _SCHEMA = "https://azuremlschemas.azureedge.net/latest/commandJob.schema.json"
 # What a reader looks for first; the rest follows by name.

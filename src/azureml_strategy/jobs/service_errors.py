@@ -1,4 +1,4 @@
-"""Errors of Azure as one sentence: what was said, its code, and what to try next."""
+"""Errors of jobs, and the service's own errors in sentences that say what to do."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from azureml_strategy.cluster.redaction import redact_text
 from azureml_strategy.jobs.advice import Failure, advice_for
-from azureml_strategy.jobs.errors import JobError
 
 if TYPE_CHECKING:
     from azure.core.exceptions import AzureError, HttpResponseError
+
+
+class JobError(ValueError):
+    """A job, or what it needs, cannot be had as asked; the message says what to type instead."""
+
 
 UNREADABLE = "UnreadableAnswer"
 _LONGEST = 400  # characters of what the service says; some of it goes on for pages

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from azureml_strategy.jobs.errors import JobError
 from azureml_strategy.jobs.places import WorkspaceSettings
+from azureml_strategy.jobs.service_errors import JobError
 from azureml_strategy.training.recipes import near_matches
 
 Section = TypeVar("Section")

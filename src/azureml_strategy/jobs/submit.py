@@ -9,15 +9,13 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from azureml_strategy.jobs.assets import check_data
 from azureml_strategy.jobs.client import WorkspaceSettings, connect
-from azureml_strategy.jobs.errors import JobError
+from azureml_strategy.jobs.follow import SubmittedJob
+from azureml_strategy.jobs.inputs import check_data
 from azureml_strategy.jobs.recipe import JobRecipe, read_recipe
-from azureml_strategy.jobs.render import build_job, node_price
-from azureml_strategy.jobs.render_command import code_folder, recipe_in_code
-from azureml_strategy.jobs.service_errors import UNREADABLE, ServiceError, service_errors
+from azureml_strategy.jobs.render import build_job, code_folder, node_price, recipe_in_code
+from azureml_strategy.jobs.service_errors import UNREADABLE, JobError, ServiceError, service_errors
 from azureml_strategy.jobs.snapshot import Snapshot, list_snapshot, upload_snapshot
-from azureml_strategy.jobs.submitted import SubmittedJob
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient

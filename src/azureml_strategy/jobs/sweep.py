@@ -9,11 +9,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from azureml_strategy.jobs.errors import JobError
 from azureml_strategy.jobs.listing import FINAL
 from azureml_strategy.jobs.metrics import run_metrics, tracking_uri
 from azureml_strategy.jobs.render import render_job
-from azureml_strategy.jobs.service_errors import ServiceError
+from azureml_strategy.jobs.service_errors import JobError, ServiceError
 from azureml_strategy.jobs.submit import SubmittedJob, submit_recipe
 from azureml_strategy.training.recipes import near_matches
 

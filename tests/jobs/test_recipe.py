@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from azureml_strategy.cluster.redaction import is_secret
-from azureml_strategy.jobs.errors import JobError
-from azureml_strategy.jobs.secrets import override_texts, refuse_secrets
+from azureml_strategy.jobs.recipe import override_texts, refuse_secrets
+from azureml_strategy.jobs.service_errors import JobError
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from importlib.resources import files
 import pytest
 import yaml
 
-from azureml_strategy.jobs.errors import JobError
-from azureml_strategy.jobs.sizes import check_nodes, compute_name, find_size, offered_sizes, scale_up_advice
+from azureml_strategy.jobs.resources import check_nodes, compute_name, find_size, offered_sizes, scale_up_advice
+from azureml_strategy.jobs.service_errors import JobError
 
 
 def test_each_size_that_is_offered_has_a_file_and_no_other_has() -> None:
