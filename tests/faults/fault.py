@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.faults.orders import Order
 
-from azureml_strategy.emulator.namespaces import IsolatedNodes
+from azureml_strategy.emulator.nodes import IsolatedNodes
 
 # How an attempt may end that nothing forces to end.
 WELL = frozenset({0})

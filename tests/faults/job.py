@@ -21,7 +21,7 @@ from tests.faults.orders import NAMESPACE_VARIABLE, VARIABLE, to_text
 from azureml_strategy.cluster.emulated import EmulatedAttempt, EmulatedRun, azure_variables, without_job_variables
 from azureml_strategy.cluster.environ import EVENTS_VARIABLE
 from azureml_strategy.emulator import processes
-from azureml_strategy.emulator.ports import reserved_port
+from azureml_strategy.emulator.nodes import reserved_port
 from azureml_strategy.emulator.processes import Outcome, Process, run_together
 
 ROOT = Path(__file__).parents[2]

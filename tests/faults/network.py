@@ -12,7 +12,7 @@ from tests.faults.fault import WELL, Attempt, Fault
 from tests.faults.orders import Order
 
 from azureml_strategy.emulator import EmulationError
-from azureml_strategy.emulator.namespaces import IsolatedNodes
+from azureml_strategy.emulator.nodes import IsolatedNodes
 
 # Shorter than the collectives' time limit: TCP sends again what was lost.
 _BLIP_SECONDS = (0.2, 2.0)

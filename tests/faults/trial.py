@@ -29,7 +29,7 @@ from tests.faults.scripts.catalogue import SCRIPTS
 from tests.multiprocess.scripts.noisy import DURATIONS, curve
 
 from azureml_strategy.cluster.emulated import EmulatedRun
-from azureml_strategy.emulator.namespaces import IsolatedNodes
+from azureml_strategy.emulator.nodes import IsolatedNodes
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

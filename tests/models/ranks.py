@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.emulated import SHARED_MACHINE
 from tests.preloaded import Forked
 
-from azureml_strategy.emulator.ports import reserved_port
+from azureml_strategy.emulator.nodes import reserved_port
 
 
 def run_ranks(script: Path, *arguments: object, ranks: int, timeout: float) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from azureml_strategy.models import GPTConfig
-from azureml_strategy.models.rotary import rotate
+from azureml_strategy.models.gpt import rotate
 
 
 def _spread(module: nn.Module) -> None:

@@ -15,7 +15,7 @@ from tests.emulated import SHARED_MACHINE, launches, loopback_addresses
 from tests.preloaded import start_forked
 
 from azureml_strategy.cluster.emulated import EmulatedRun, azure_variables, without_job_variables
-from azureml_strategy.emulator.ports import reserved_port
+from azureml_strategy.emulator.nodes import reserved_port
 from azureml_strategy.emulator.processes import Outcome, Process, run_together
 
 SCRIPTS = Path(__file__).parent / "scripts"

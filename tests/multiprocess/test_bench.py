@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.emulator.test_namespaces import why_not
+from tests.emulator.test_nodes import why_not
 from tests.multiprocess.conftest import RunJob
 
 from azureml_strategy.emulator import EmulatedJob, emulate

@@ -6,8 +6,17 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from azureml_strategy.cli.azure import add_create_options, add_group, add_workspace_options, client, make, refusing
-from azureml_strategy.cli.verbs import Verbs, add_verb, print_text
+from azureml_strategy.cli.verbs import (
+    Verbs,
+    add_create_options,
+    add_group,
+    add_verb,
+    add_workspace_options,
+    client,
+    make,
+    print_text,
+    refusing,
+)
 
 if TYPE_CHECKING:
     from azureml_strategy.jobs.compute import ClusterRequest

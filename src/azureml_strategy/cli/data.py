@@ -7,8 +7,17 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from azureml_strategy.cli.azure import add_create_options, add_group, add_workspace_options, client, make, refusing
-from azureml_strategy.cli.verbs import Verbs, add_verb, print_text
+from azureml_strategy.cli.verbs import (
+    Verbs,
+    add_create_options,
+    add_group,
+    add_verb,
+    add_workspace_options,
+    client,
+    make,
+    print_text,
+    refusing,
+)
 
 if TYPE_CHECKING:
     from azure.ai.ml.entities import Data

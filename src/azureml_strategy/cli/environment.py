@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import argparse
 
-from azureml_strategy.cli.azure import add_group, add_workspace_options, client, make, refusing
-from azureml_strategy.cli.verbs import Verbs, add_verb, print_text
+from azureml_strategy.cli.verbs import (
+    Verbs,
+    add_group,
+    add_verb,
+    add_workspace_options,
+    client,
+    make,
+    print_text,
+    refusing,
+)
 
 _EPILOG = """\
 examples:

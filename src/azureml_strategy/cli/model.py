@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from azureml_strategy.cli.azure import add_group, add_workspace_options, client, refusing
-from azureml_strategy.cli.verbs import Verbs, add_verb, print_text
+from azureml_strategy.cli.verbs import Verbs, add_group, add_verb, add_workspace_options, client, print_text, refusing
 
 _EPILOG = """\
 examples:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from azureml_strategy.cli.verbs import Verbs, add_verb, fail
 
 if TYPE_CHECKING:
-    from azureml_strategy.studying import StudyOptions
+    from azureml_strategy.study import StudyOptions
 
 _EPILOG = """\
 examples:
@@ -41,7 +41,7 @@ def add_to(verbs: Verbs) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from azureml_strategy.studying.options import StudyOptions
+    from azureml_strategy.study.options import StudyOptions
 
     parser = argparse.ArgumentParser(
         prog="azureml-strategy study",
@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace) -> int:
     options = _parser().parse_intermixed_args(options.words)
     from azureml_strategy.jobs import JobError
-    from azureml_strategy.studying import StudyError, run_study
+    from azureml_strategy.study import StudyError, run_study
     from azureml_strategy.tracking.store import TrackingError
 
     try:
@@ -86,8 +86,8 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _wanted(options: argparse.Namespace) -> StudyOptions:
-    from azureml_strategy.studying import StudyOptions
-    from azureml_strategy.studying.options import parse_list, parse_nodes
+    from azureml_strategy.study import StudyOptions
+    from azureml_strategy.study.options import parse_list, parse_nodes
 
     return StudyOptions(
         recipe=options.recipe,

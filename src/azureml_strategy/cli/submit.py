@@ -6,8 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from azureml_strategy.cli.azure import add_workspace_options, workspace_of
-from azureml_strategy.cli.verbs import Verbs, add_verb, fail, print_text
+from azureml_strategy.cli.verbs import Verbs, add_verb, add_workspace_options, fail, print_text, workspace_of
 
 _USAGE = "azureml-strategy submit RECIPE [KEY=VALUE ...] [--dry-run] [--follow] [--name NAME]"
 _EPILOG = """\

@@ -1,20 +1,187 @@
-"""Data sets of images in class folders."""
+"""Images for training and evaluation: decoded, cropped, and counted where they cannot be read."""
 
 from __future__ import annotations
 
+import math
 import os
 import random
+import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 from typing_extensions import override
 
-from azureml_strategy.data.crops import Crop, centre_crop, random_crop
-from azureml_strategy.data.decode import decode_image
 from azureml_strategy.data.folders import scan_class_folders
-from azureml_strategy.data.unreadable import UnreadableImages
+
+_NAMED = 5
+
+
+class UnreadableImagesError(RuntimeError):
+    """More images cannot be read than allowed, or none at all can."""
+
+
+class UnreadableImages:
+    """Which images of a data set could not be read.
+
+    The marks lie in shared memory: the worker processes of a DataLoader and the process that started them see
+    the same ones. An image counts once, however many epochs and workers meet it.
+
+    Args:
+        total: number of images.
+        maximum: how many may be unreadable before it is an error.
+        path: from the index of an image to its path.
+    """
+
+    def __init__(self, total: int, maximum: int, path: Callable[[int], str]) -> None:
+        self._marks: Tensor = torch.zeros(total, dtype=torch.bool).share_memory_()  # type: ignore[no-untyped-call]
+        self._maximum = maximum
+        self._path = path
+
+    def __contains__(self, index: int) -> bool:
+        return bool(self._marks[index])
+
+    def __len__(self) -> int:
+        return int(self._marks.sum())
+
+    def add(self, index: int, error: Exception) -> None:
+        """Count an image and warn of it by its path and the reason.
+
+        Raises:
+            UnreadableImagesError: that was one too many, or the last one.
+        """
+        self._marks[index] = True
+        reason = f"{type(error).__name__}: {error}"
+        count, total = len(self), len(self._marks)
+        if count > self._maximum or count == total:
+            raise UnreadableImagesError(self._complaint(count, total, reason)) from error
+        warnings.warn(
+            f"Skipped an unreadable image: {self._path(index)} ({reason}). "
+            f"{count} of {total} so far, max_unreadable={self._maximum}.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    def _complaint(self, count: int, total: int, reason: str) -> str:
+        first = [self._path(int(index)) for index in self._marks.nonzero()[:_NAMED]]
+        return (
+            f"{count} of {total} images cannot be read, and max_unreadable={self._maximum}. The first of them: "
+            f"{', '.join(first)}. The last reason: {reason}. Check that the data was copied or mounted completely "
+            "and may be read by this user; delete or repair these files, or allow more: data.max_unreadable=..."
+        )
+
+
+# What is inside decides, whatever the name says; no other decoder of Pillow's is offered a file.
+_FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
+
+
+def decode_image(path: str, size: int, choose_crop: Callable[[int, int], Crop]) -> Tensor:
+    """Read a crop of an image file, resized to a square.
+
+    A JPEG is decoded at a half, a quarter or an eighth of its size where the crop allows, which costs that much
+    less. Greyscale, palette, CMYK, transparent and 16-bit images become RGB; a rotation in EXIF is ignored, as in
+    the published results on ImageNet.
+
+    Args:
+        path: of the file.
+        size: width and height of the result, pixels.
+        choose_crop: from width and height of the image, pixels, to the crop.
+
+    Returns:
+        uint8 `(3, size, size)`.
+
+    Raises:
+        Exception: of many types; Pillow has no common one for what it cannot read.
+    """
+    with Image.open(path, formats=_FORMATS) as image:
+        width, height = image.size
+        crop = choose_crop(width, height)
+        # the smallest whole image in which the crop still has `size` pixels a side
+        image.draft(None, (math.ceil(size * width / crop.width), math.ceil(size * height / crop.height)))
+        box = _scaled_box(crop, (width, height), image.size)
+        square = _rgb(image).resize((size, size), Image.Resampling.BILINEAR, box=box)
+    if crop.flip:
+        square = square.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    return torch.from_numpy(np.array(square)).permute(2, 0, 1)
+
+
+def _scaled_box(crop: Crop, seen: tuple[int, int], decoded: tuple[int, int]) -> tuple[float, float, float, float]:
+    """The crop's left, top, right and bottom in the image as decoded, which may be smaller than as seen."""
+    across, down = decoded[0] / seen[0], decoded[1] / seen[1]
+    # rounding must not push an edge out of the image, which Pillow refuses
+    right = min((crop.left + crop.width) * across, decoded[0])
+    bottom = min((crop.top + crop.height) * down, decoded[1])
+    return crop.left * across, crop.top * down, right, bottom
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I"):  # 16 bits a pixel; Pillow's conversion would clip them at 255
+        image = image.convert("I").point(lambda value: value * (1 / 257)).convert("L")
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+# Aspect ratios of random crops: Szegedy et al. 2014, section 6 (https://arxiv.org/abs/1409.4842).
+_ASPECT_RATIOS = (3 / 4, 4 / 3)
+_ATTEMPTS = 10
+
+
+class Crop(NamedTuple):
+    """A rectangle of an image, in its pixels, and whether to mirror it."""
+
+    left: float
+    top: float
+    width: float
+    height: float
+    flip: bool = False
+
+
+def random_crop(width: int, height: int, minimum_scale: float, flip: bool, rng: random.Random) -> Crop:
+    """A crop of random area and aspect ratio, as in torchvision's RandomResizedCrop, mirrored half the time.
+
+    Args:
+        width: of the image, pixels.
+        height: of the image, pixels.
+        minimum_scale: the smallest share of the image's area, above 0 and up to 1; 0.08 for ImageNet.
+        flip: whether to mirror at all.
+        rng: where the randomness comes from.
+
+    Returns:
+        A crop within the image. Where none of ten fits, as in an extremely long one, the largest in the centre
+        whose aspect ratio is allowed.
+    """
+    mirrored = flip and rng.random() < 0.5
+    for _ in range(_ATTEMPTS):
+        area = width * height * rng.uniform(minimum_scale, 1.0)
+        ratio = math.exp(rng.uniform(math.log(_ASPECT_RATIOS[0]), math.log(_ASPECT_RATIOS[1])))
+        crop_width, crop_height = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < crop_width <= width and 0 < crop_height <= height:
+            left, top = rng.randint(0, width - crop_width), rng.randint(0, height - crop_height)
+            return Crop(left, top, crop_width, crop_height, mirrored)
+    widest, tallest = min(width, height * _ASPECT_RATIOS[1]), min(height, width / _ASPECT_RATIOS[0])
+    return _centred(width, height, widest, tallest)._replace(flip=mirrored)
+
+
+def centre_crop(width: int, height: int, share: float) -> Crop:
+    """The square in the centre.
+
+    Args:
+        width: of the image, pixels.
+        height: of the image, pixels.
+        share: side of the square over the image's shorter side. 0.875 is the usual evaluation on ImageNet:
+            resize the shorter side to 256 pixels, then cut out 224.
+    """
+    side = min(width, height) * share
+    return _centred(width, height, side, side)
+
+
+def _centred(width: int, height: int, crop_width: float, crop_height: float) -> Crop:
+    return Crop((width - crop_width) / 2, (height - crop_height) / 2, crop_width, crop_height)
+
 
 # The label that torch's cross_entropy ignores.
 IGNORED_LABEL = -100

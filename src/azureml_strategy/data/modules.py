@@ -14,8 +14,7 @@ from typing_extensions import override
 from azureml_strategy.data.arguments import default_num_workers, require
 from azureml_strategy.data.folders import DataFolderError, resolve_root
 from azureml_strategy.data.images import EvaluationImages, TrainingImages
-from azureml_strategy.data.position import ResumableLoader
-from azureml_strategy.data.sampler import EvaluationSampler, TrainingSampler, global_seed, replica
+from azureml_strategy.data.sampler import EvaluationSampler, ResumableLoader, TrainingSampler, global_seed, replica
 
 # Seconds for one batch of a worker. A mount that stopped answering must end the run, not hold it up for ever.
 _BATCH_TIMEOUT = 600

@@ -1,18 +1,43 @@
-"""Sequences of tokens to learn from."""
+"""Sequences of tokens for training and validation."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
+from azureml_strategy.data.arguments import require
 from azureml_strategy.data.images import IGNORED_LABEL
-from azureml_strategy.data.token_files import map_tokens
+from azureml_strategy.data.sampler import EvaluationSampler, ResumableLoader, ResumableSampler, global_seed, replica
+from azureml_strategy.data.tokens import (
+    ByteTokenizer,
+    CorpusError,
+    FileTokenizer,
+    TokenFiles,
+    Tokenizer,
+    find_corpus,
+    map_tokens,
+    read_manifest,
+    token_folder,
+    write_tokens,
+)
+
+
+class SequenceSampler(ResumableSampler):
+    """Deals out the sequences of a text. Seed and epoch are mixed: no order comes back under another seed."""
+
+    @override
+    def order(self) -> Tensor:
+        # torch's own rule, seed + epoch, would give epoch 1 of seed 0 the order of epoch 0 of seed 1
+        mixed = int(np.random.SeedSequence([self.seed, self.epoch]).generate_state(1)[0])
+        return torch.randperm(self._samples, generator=torch.Generator().manual_seed(mixed))
 
 
 class TokenSequences(Dataset[tuple[Tensor, Tensor]]):
@@ -51,3 +76,174 @@ class TokenSequences(Dataset[tuple[Tensor, Tensor]]):
 def count_tokens(batch: tuple[Tensor, Tensor]) -> int:
     """The tokens of a batch: what `ThroughputCallback(batch_size=..., unit="tokens")` counts."""
     return batch[0].numel()
+
+
+# Seconds for one batch of a worker. A mount that stopped answering must end the run, not hold it up for ever.
+_BATCH_TIMEOUT = 600
+
+
+class TextDataModule(LightningDataModule):
+    """Sequences of tokens from text files, by default the source of Python's standard library on this machine.
+
+    Batches are `(inputs, targets)`, int64 `(batch_size, sequence_length)` each: the target of a token is the one
+    after it, and -100 marks what no metric may count. The text is made into tokens once, by one process of each
+    node, and then mapped into memory by all.
+
+    Training sequences are shuffled by epoch and `seed_everything`'s seed, the same for any number of replicas.
+    Validation has documents of its own, which are the test set as well; every sequence of them is read by exactly
+    one replica.
+
+    Args:
+        root: a folder of text, or one file.
+        input_name: instead of `root`, the name of an input of the Azure ML job, mounted or downloaded.
+        pattern: which files below the folder are documents.
+        tokenizer: a `tokenizer.json` of the `tokenizers` library; None reads bytes, 256 tokens.
+        end_of_text: the tokenizer's token that follows each document, as `<|endoftext|>`; None for none. Bytes have
+            byte 0 there.
+        sequence_length: tokens of a sequence.
+        batch_size: sequences a step and process.
+        num_workers: reading processes a dataloader. 0 reads in the training process, which costs less than handing
+            over what is so small.
+        validation_fraction: share of the documents for validation; 0 for no validation.
+        cache: where the tokens are kept, for later runs too.
+
+    Raises:
+        ValueError: an argument is out of range.
+        CorpusError: in `prepare_data` and `setup`, there is too little text, or it cannot be read.
+        DataFolderError: in `prepare_data`, the job has no input of that name.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str] | None = None,
+        input_name: str | None = None,
+        pattern: str = "*.txt",
+        tokenizer: str | os.PathLike[str] | None = None,
+        end_of_text: str | None = None,
+        sequence_length: int = 128,
+        batch_size: int = 8,
+        num_workers: int = 0,
+        validation_fraction: float = 0.05,
+        cache: str | os.PathLike[str] = "~/.cache/azureml_strategy/text",
+    ) -> None:
+        super().__init__()
+        require("sequence_length", sequence_length, sequence_length >= 1, "1 or more tokens")
+        require("batch_size", batch_size, batch_size >= 1, "1 or more: sequences a step and process")
+        require("num_workers", num_workers, num_workers >= 0, "0 or more")
+        rule = "from 0 to less than 1"
+        require("validation_fraction", validation_fraction, 0 <= validation_fraction < 1, rule)
+        self.root = root
+        self.input_name = input_name
+        self.pattern = pattern
+        self.tokenizer = tokenizer
+        self.end_of_text = end_of_text
+        self.sequence_length = sequence_length
+        self.batch_size = batch_size
+        self.num_workers = num_workers
+        self.validation_fraction = validation_fraction
+        self.cache = Path(cache).expanduser()
+        self.vocab_size: int | None = None
+        self._files: TokenFiles | None = None
+
+    @override
+    def prepare_data(self) -> None:
+        """Write the tokens, unless they are there."""
+        self._locate(write=True)
+
+    @override
+    def setup(self, stage: str) -> None:
+        """Open the tokens.
+
+        Raises:
+            CorpusError: they are too few for one sequence, or not those of rank 0.
+        """
+        if self._files is None:
+            self._files = read_manifest(self._locate(write=False))
+            self._check_tokens(self._files)
+            self._check_same_everywhere(self._files)
+
+    @override
+    def train_dataloader(self) -> ResumableLoader:
+        """Shuffled batches, all of the full size.
+
+        Raises:
+            CorpusError: the sequences are fewer than one batch on each replica.
+        """
+        sequences = self._sequences("train")
+        replicas, rank = replica(self.trainer)
+        if len(sequences) < self.batch_size * replicas:
+            raise CorpusError(
+                f"The text has {len(sequences)} training sequences of {self.sequence_length} tokens, fewer than one "
+                f"global batch: batch_size={self.batch_size} on each of {replicas} replicas. Set "
+                f"data.batch_size={len(sequences) // replicas} or less, or use fewer processes."
+            )
+        sampler = SequenceSampler(sequences, replicas, rank, global_seed())
+        return ResumableLoader(sequences, sampler=sampler, **self._reading())
+
+    @override
+    def val_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]] | list[Any]:
+        """Every validation sequence once, in order; nothing without a `validation_fraction`."""
+        if not self.validation_fraction:
+            return []
+        sequences = self._sequences("val")
+        return DataLoader(sequences, sampler=EvaluationSampler(sequences, *replica(self.trainer)), **self._reading())
+
+    @override
+    def test_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]] | list[Any]:
+        """The same as for validation."""
+        return self.val_dataloader()
+
+    def _locate(self, write: bool) -> Path:
+        corpus = find_corpus(self.root, self.input_name, self.pattern, os.environ)
+        tokenizer = self._make_tokenizer()
+        self.vocab_size = tokenizer.vocab_size
+        folder = token_folder(self.cache, corpus, tokenizer, self.validation_fraction)
+        if write:
+            write_tokens(folder, corpus, tokenizer, self.validation_fraction)
+        return folder
+
+    def _make_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            return ByteTokenizer()
+        return FileTokenizer(Path(self.tokenizer).expanduser(), self.end_of_text)
+
+    def _sequences(self, part: str) -> TokenSequences:
+        assert self._files is not None, "setup() opens the tokens"
+        return TokenSequences(self._files.path(part), self._files.dtype, self.sequence_length)
+
+    def _reading(self) -> dict[str, Any]:
+        trainer = self.trainer
+        on_gpu = trainer.strategy.root_device.type == "cuda" if trainer is not None else torch.cuda.is_available()
+        workers = self.num_workers > 0
+        return {
+            "batch_size": self.batch_size,
+            "num_workers": self.num_workers,
+            "pin_memory": on_gpu,
+            "persistent_workers": workers,
+            "timeout": _BATCH_TIMEOUT if workers else 0,
+        }
+
+    def _check_tokens(self, files: TokenFiles) -> None:
+        needed = self.sequence_length + 1
+        parts = {"training": files.train, "validation": files.val if self.validation_fraction else needed}
+        for purpose, tokens in parts.items():
+            if tokens < needed:
+                raise CorpusError(
+                    f"The text has {tokens} tokens for {purpose}, fewer than one sequence of {self.sequence_length} "
+                    f"and the token after it. Set data.sequence_length={max(tokens - 1, 1)} or less, give more text, "
+                    "or change data.validation_fraction."
+                )
+
+    def _check_same_everywhere(self, files: TokenFiles) -> None:
+        if self.trainer is None:
+            return
+        first = self.trainer.strategy.broadcast(files.digest)
+        if self.trainer.strategy.reduce_boolean_decision(first == files.digest):
+            return
+        if first == files.digest:  # stops as well: the others would be waited for
+            raise CorpusError("Other ranks have another text than rank 0; what to do stands in their logs.")
+        raise CorpusError(
+            f"Global rank {self.trainer.global_rank} has another text than rank 0: the hash of its tokens is "
+            f"{files.digest[:12]}, not {first[:12]}. Give all nodes the same files, or one folder that all of "
+            "them mount: data.root=..."
+        )

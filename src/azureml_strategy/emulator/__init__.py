@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from azureml_strategy.emulator.errors import EmulationError
-from azureml_strategy.emulator.job import Emulated, EmulatedJob, emulate, emulate_run
-from azureml_strategy.emulator.preemption import Preemption
+from azureml_strategy.emulator.job import Emulated, EmulatedJob, Preemption, emulate, emulate_run
+from azureml_strategy.emulator.nodes import EmulationError
 
 __all__ = ["Emulated", "EmulatedJob", "EmulationError", "Preemption", "emulate", "emulate_run"]

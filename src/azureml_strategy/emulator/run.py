@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from azureml_strategy.cluster.emulated import EmulatedRun
 from azureml_strategy.cluster.redaction import redact_text
-from azureml_strategy.emulator.errors import EmulationError
+from azureml_strategy.emulator.nodes import EmulationError
 from azureml_strategy.tracking.batch import Batch, End
 from azureml_strategy.tracking.run import RunRequest
 from azureml_strategy.tracking.spool import Spool

@@ -5,8 +5,8 @@ from azureml_strategy.models.classifier import ImageClassifier
 from azureml_strategy.models.gpt import gpt_layers
 from azureml_strategy.models.gpt_config import GPTConfig
 from azureml_strategy.models.language_model import LanguageModel
+from azureml_strategy.models.optimizer import scaled_learning_rate, warmup_cosine
 from azureml_strategy.models.resnet import Bottleneck, ResNet50
-from azureml_strategy.models.schedule import scaled_learning_rate, warmup_cosine
 
 __all__ = [
     "Bottleneck",

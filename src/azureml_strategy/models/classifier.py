@@ -16,8 +16,8 @@ from typing_extensions import override
 from azureml_strategy.models import optimizer as recipe
 from azureml_strategy.models.chain import ChainLayer
 from azureml_strategy.models.evaluation import evaluation_means, evaluation_sums, mean_cross_entropy
-from azureml_strategy.models.normalisation import Normalisation
-from azureml_strategy.models.schedule import scaled_learning_rate
+from azureml_strategy.models.gpt import Normalisation
+from azureml_strategy.models.optimizer import scaled_learning_rate
 
 # Means and standard deviations of ImageNet's training set, RGB, 0 to 1, as in torchvision's references.
 IMAGENET_MEAN = (0.485, 0.456, 0.406)

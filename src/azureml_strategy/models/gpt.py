@@ -1,20 +1,194 @@
-"""GPT as a chain of layers: embedding, blocks, normalisation, output matrix."""
+"""A GPT: normalization, rotary positions, attention, feed-forward layers and their initial values."""
 
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Sequence
 from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from azureml_strategy.models.attention import CausalSelfAttention
 from azureml_strategy.models.chain import ChainLayer, seeded
 from azureml_strategy.models.gpt_config import GPTConfig
-from azureml_strategy.models.initial import NormalEmbedding, NormalLinear
-from azureml_strategy.models.mlp import GELUMLP, SwiGLUMLP
+
+
+class Normalisation(nn.Module):
+    """Brings images into a memory format, and pixels from 0 to 255 to mean 0 and standard deviation 1.
+
+    Args:
+        mean: of each channel, for pixels from 0 to 1.
+        std: standard deviation of each channel, for pixels from 0 to 1.
+        memory_format: of the images returned.
+    """
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float], memory_format: torch.memory_format) -> None:
+        super().__init__()
+        self.memory_format = memory_format
+        # (pixel / 255 - mean) / std as one multiplication and one addition
+        spread = 255.0 * torch.tensor(std).view(-1, 1, 1)
+        self.register_buffer("scale", 1.0 / spread, persistent=False)
+        self.register_buffer("shift", -255.0 * torch.tensor(mean).view(-1, 1, 1) / spread, persistent=False)
+
+    @override
+    def forward(self, images: Tensor) -> Tensor:
+        """Images `(N, 3, H, W)`: uint8 ones are normalised, others taken as normalised."""
+        images = images.contiguous(memory_format=self.memory_format)  # while a pixel is still one byte
+        if images.dtype != torch.uint8:
+            return images
+        # the buffers have the dtype of the parameters, also where a precision plugin has converted the module
+        return images.to(self.scale.dtype).mul_(self.scale).add_(self.shift)
+
+
+def rotate(states: Tensor, base: float) -> Tensor:
+    """Turn the numbers i and i + D/2 of each state by `place * base**(-2i/D)`.
+
+    Su et al. 2021, section 3.2 (https://arxiv.org/abs/2104.09864), with the pairs laid out as in Llama's published
+    weights for transformers. It is computed in float32: in bfloat16 an angle of 1,000 is off by up to 2.
+
+    Args:
+        states: queries or keys, `(..., T, D)`, D even.
+        base: longest wavelength over 2 pi, in tokens.
+    """
+    cosine, sine = _table(states.shape[-2], states.shape[-1], base, states.device)
+    first, second = states.float().chunk(2, dim=-1)
+    turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+    return turned.type_as(states)
+
+
+# No buffer: a precision plugin would convert it, and each block of a pipeline has to have it.
+@functools.lru_cache(maxsize=8)
+def _table(length: int, width: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the angles, float32, `(length, width / 2)` each."""
+    # the first use may be a validation under inference_mode, whose tensors no backward pass may keep
+    with torch.inference_mode(False):
+        exponents = torch.arange(0, width, 2, dtype=torch.float32, device=device) / width
+        places = torch.arange(length, dtype=torch.float32, device=device)
+        angles = torch.outer(places, base**-exponents)
+        return angles.cos(), angles.sin()
+
+
+def residual_std(config: GPTConfig) -> float:
+    """Standard deviation of the matrices that write to the residual stream.
+
+    Each block adds to it twice, so it would grow with the root of `2 * layers` (Radford et al. 2019, section 2.3).
+    """
+    return INITIAL_STD / math.sqrt(2 * config.layers)
+
+
+class CausalSelfAttention(nn.Module):
+    """Every token attends to itself and to those before it, through torch's `scaled_dot_product_attention`.
+
+    Queries, keys and values have a matrix each, so that tensor parallelism can give each rank some of the heads; how
+    many there are is read from the states.
+
+    Args:
+        config: the shape of the network.
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.head_width = config.head_width
+        self.grouped = config.key_value_heads != config.heads
+        self.rotary_base = config.rotary_base if config.positions == "rotary" else None
+        self.dropout = config.dropout
+        self.query = NormalLinear(config.width, config.width, config.bias)
+        self.key = NormalLinear(config.width, config.key_value_heads * config.head_width, config.bias)
+        self.value = NormalLinear(config.width, config.key_value_heads * config.head_width, config.bias)
+        self.output = NormalLinear(config.width, config.width, config.bias, residual_std(config))
+
+    @override
+    def forward(self, hidden: Tensor) -> Tensor:
+        """`(N, T, width)` to `(N, T, width)`."""
+        query, key, value = (self._heads(matrix(hidden)) for matrix in (self.query, self.key, self.value))
+        if self.rotary_base is not None:
+            query, key = rotate(query, self.rotary_base), rotate(key, self.rotary_base)
+        dropout = self.dropout if self.training else 0.0
+        attended = functional.scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout, is_causal=True, enable_gqa=self.grouped
+        )
+        return cast(Tensor, self.output(attended.transpose(1, 2).flatten(2)))
+
+    def _heads(self, states: Tensor) -> Tensor:
+        return states.view(*states.shape[:-1], -1, self.head_width).transpose(1, 2)
+
+
+class GELUMLP(nn.Module):
+    """Two matrices with a GELU between them, by the tanh approximation that GPT-2 uses.
+
+    Args:
+        config: the shape of the network.
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.up = NormalLinear(config.width, config.mlp_width, config.bias)
+        self.down = NormalLinear(config.mlp_width, config.width, config.bias, residual_std(config))
+
+    @override
+    def forward(self, hidden: Tensor) -> Tensor:
+        """`(N, T, width)` to `(N, T, width)`."""
+        return cast(Tensor, self.down(functional.gelu(self.up(hidden), approximate="tanh")))
+
+
+class SwiGLUMLP(nn.Module):
+    """Two matrices side by side, one of them through a SiLU, multiplied (Shazeer 2020, https://arxiv.org/abs/2002.05202).
+
+    Args:
+        config: the shape of the network.
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.gate = NormalLinear(config.width, config.mlp_width, config.bias)
+        self.up = NormalLinear(config.width, config.mlp_width, config.bias)
+        self.down = NormalLinear(config.mlp_width, config.width, config.bias, residual_std(config))
+
+    @override
+    def forward(self, hidden: Tensor) -> Tensor:
+        """`(N, T, width)` to `(N, T, width)`."""
+        return cast(Tensor, self.down(functional.silu(self.gate(hidden)) * self.up(hidden)))
+
+
+# Standard deviation of GPT-2's initial matrices and embeddings (Radford et al. 2019, `initializer_range` of
+# https://huggingface.co/openai-community/gpt2/blob/main/config.json).
+INITIAL_STD = 0.02
+
+
+class NormalLinear(nn.Linear):
+    """A linear layer whose matrix starts from a normal distribution and whose bias starts at zero.
+
+    Args:
+        in_features: size of an input.
+        out_features: size of an output.
+        bias: whether it has one.
+        std: standard deviation of the initial matrix.
+    """
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, std: float = INITIAL_STD) -> None:
+        self.std = std  # torch's constructor draws the values
+        super().__init__(in_features, out_features, bias=bias)
+
+    @override
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+class NormalEmbedding(nn.Embedding):
+    """A table whose rows start from a normal distribution of standard deviation `INITIAL_STD`."""
+
+    @override
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=INITIAL_STD)
 
 
 class Embedding(NormalEmbedding):

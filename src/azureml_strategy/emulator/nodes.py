@@ -1,0 +1,171 @@
+"""Where emulated nodes are: on ports of the loopback interface, or in network namespaces of their own."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+from azureml_strategy.cluster.environ import BATCH_PORT, DEFAULT_PORT
+
+
+class EmulationError(RuntimeError):
+    """The job cannot be emulated here as asked; the message says why and what to type instead."""
+
+
+@contextmanager
+def reserved_port(preferred: int = DEFAULT_PORT) -> Iterator[int]:
+    """Azure ML's own port where it is free, as it always is on a node of one's own, else any other.
+
+    A second emulated job cannot have it meanwhile, and rank 0 of this one can listen on it: the socket that holds it
+    is exclusive when it takes the port and shares it afterwards, with sockets that are marked reusable as torch's
+    store is (socket(7), SO_REUSEADDR).
+
+    Args:
+        preferred: the port to take where it is free.
+    """
+    with _hold(preferred) as holder:
+        yield int(holder.getsockname()[1])
+
+
+def _hold(preferred: int) -> socket.socket:
+    holder = _bound(preferred) or _bound(0)
+    while holder is None or holder.getsockname()[1] == BATCH_PORT:
+        holder = _bound(0)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return holder
+
+
+def _bound(port: int) -> socket.socket | None:
+    both = socket.has_dualstack_ipv6()
+    holder = socket.socket(socket.AF_INET6 if both else socket.AF_INET)
+    if both:
+        holder.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    try:
+        holder.bind(("", port))
+    except OSError:  # taken
+        holder.close()
+        return None
+    return holder
+
+
+_RATE = re.compile(r"[1-9][0-9]*(\.[0-9]+)?[kmg]bit", re.I)
+# Azure's first usable address in a subnet is .4; the network exists between the emulated nodes only.
+_SUBNET, _FIRST_HOST = "10.0.0", 4
+_MOST_NODES = 250
+
+
+class IsolatedNodes:
+    """Nodes that reach one another through `eth0` only, each by an address of its own.
+
+    A bridge in a namespace of its own stands for the switch, so that nothing of the machine's network changes.
+
+    Args:
+        nodes: how many.
+        bandwidth: what each node can send, such as `1gbit`, `500mbit`; None leaves links unshaped.
+
+    Raises:
+        EmulationError: this machine or this user cannot make namespaces, or the rate is none.
+    """
+
+    def __init__(self, nodes: int, bandwidth: str | None) -> None:
+        _refuse_unable(bandwidth, nodes)
+        self.addresses = [f"{_SUBNET}.{_FIRST_HOST + node}" for node in range(nodes)]
+        self._bandwidth = bandwidth
+        self._names = [f"azureml-{os.getpid()}-{node}" for node in range(nodes)]
+        self._switch = f"azureml-{os.getpid()}-switch"
+
+    def command_prefix(self, node: int) -> list[str]:
+        """What to put before a command so that it runs on the node."""
+        return ["ip", "netns", "exec", self._names[node]]
+
+    def namespace(self, node: int) -> str:
+        """The file that stands for the node's network namespace, for setns(2)."""
+        return f"/run/netns/{self._names[node]}"
+
+    def cut_command(self, node: int) -> list[str]:
+        """What pulls the node's cable out of the switch; any process of the machine's root may run it."""
+        return self._port_command(node, "down")
+
+    def mend_command(self, node: int) -> list[str]:
+        """What puts it back."""
+        return self._port_command(node, "up")
+
+    def __enter__(self) -> IsolatedNodes:
+        try:
+            _run(f"ip netns add {self._switch}")
+            _run(f"ip -n {self._switch} link add switch type bridge")
+            _run(f"ip -n {self._switch} link set switch up")
+            for node, name in enumerate(self._names):
+                self._add(node, name)
+        except BaseException:  # a Ctrl-C must leave none behind either
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        existing = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
+        for name in [*self._names, self._switch]:
+            if re.search(rf"^{name}\b", existing, re.M):
+                _run(f"ip netns delete {name}")
+
+    def _port_command(self, node: int, state: str) -> list[str]:
+        return ["ip", "-n", self._switch, "link", "set", f"port{node}", state]
+
+    def _add(self, node: int, name: str) -> None:
+        _run(f"ip netns add {name}")
+        _run(f"ip link add eth0 netns {name} type veth peer name port{node} netns {self._switch}")
+        _run(f"ip -n {self._switch} link set port{node} master switch up")
+        _run(f"ip -n {name} addr add {self.addresses[node]}/24 dev eth0")
+        _run(f"ip -n {name} link set lo up")
+        _run(f"ip -n {name} link set eth0 up")
+        if self._bandwidth:
+            # The bucket must hold what arrives between two timer ticks: 4 ms at HZ=250, 500 kB at 1 Gbit/s.
+            _run(f"tc -n {name} qdisc add dev eth0 root tbf rate {self._bandwidth} burst 512kb latency 50ms")
+
+
+def _refuse_unable(bandwidth: str | None, nodes: int) -> None:
+    if not sys.platform.startswith("linux"):
+        raise EmulationError(f"--isolate needs Linux network namespaces; this is {sys.platform}. Leave it out.")
+    if os.geteuid() != 0:
+        raise EmulationError(
+            f"--isolate needs root to make network namespaces. Type: {_as_root()}, or leave --isolate out."
+        )
+    # After that: they are in /usr/sbin, which the PATH of other users may not have.
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        raise EmulationError(f"--isolate needs {' and '.join(missing)}: install iproute2, or leave it out.")
+    if bandwidth and not _RATE.fullmatch(bandwidth):
+        raise EmulationError(f"--bandwidth {bandwidth!r} is no rate. Write 1gbit, 500mbit or 2.5gbit.")
+    if nodes > _MOST_NODES:
+        raise EmulationError(f"--isolate has addresses for {_MOST_NODES} nodes, not {nodes}. Use fewer.")
+
+
+def _as_root() -> str:
+    """This command as root, by its whole path: sudo has a PATH of its own, without this environment's programs."""
+    program = shutil.which(sys.argv[0])
+    if os.path.basename(sys.argv[0]) == "__main__.py":
+        again = [sys.executable, "-m", "azureml_strategy.cli"]
+    elif program and not program.endswith(".py"):
+        again = [os.path.abspath(program)]
+    else:
+        again = [sys.executable, sys.argv[0]]
+    return shlex.join(["sudo", *again, *sys.argv[1:]])
+
+
+def _run(command: str) -> None:
+    done = subprocess.run(command.split(), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise EmulationError(
+            f"`{command}` failed: {done.stderr.strip()}. This kernel or container does not allow isolated nodes; "
+            "leave --isolate out."
+        )

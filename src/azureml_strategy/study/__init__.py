@@ -1,0 +1,15 @@
+"""The scaling study: one recipe at several sizes, and what comes of it in one table and picture."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from azureml_strategy.lazy import lazy_attributes
+from azureml_strategy.study.options import StudyError, StudyOptions
+
+if TYPE_CHECKING:
+    from azureml_strategy.study.run import run_study
+
+__all__ = ["StudyError", "StudyOptions", "run_study"]
+
+__getattr__ = lazy_attributes(__name__, {"run_study": "azureml_strategy.study.run"})

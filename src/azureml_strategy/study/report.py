@@ -1,0 +1,145 @@
+"""A study as a table and as a picture."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from azureml_strategy.cluster.job import format_money
+from azureml_strategy.study.options import StudyOptions, count
+from azureml_strategy.study.scaling import Row, Scaling
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+_WIDTH = 120  # of the table where standard output is no terminal, in characters
+
+
+class _Column(NamedTuple):
+    """A heading, and what of a row stands below it; a column without any value is left out."""
+
+    heading: str
+    value: Callable[[Row], str]
+
+
+def print_study(scaling: Scaling, options: StudyOptions, files: Sequence[Path]) -> None:
+    """Print the table, what to know of it, and where the rest is."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(width=_WIDTH, highlight=False, color_system=None)
+    table = Table(box=box.ROUNDED if console.is_terminal else box.ASCII)
+    columns = [each for each in _columns(scaling) if any(each.value(row) for row in scaling.rows)]
+    for column in columns:
+        table.add_column(column.heading, justify="left" if column.heading in ("transport", "result") else "right")
+    for row in scaling.rows:
+        table.add_row(*(column.value(row) or "-" for column in columns))
+    console.print()
+    console.print(table, markup=False)
+    for line in _remarks(scaling, options):
+        console.print(line, markup=False, soft_wrap=True)
+    console.print(f"Written: {', '.join(map(str, files))}", markup=False, soft_wrap=True)
+
+
+def _columns(scaling: Scaling) -> list[_Column]:
+    unit = scaling.unit
+    return [
+        _Column("nodes", lambda row: _text(row.figures.nodes, "d")),
+        _Column("devices", lambda row: _text(row.figures.devices, "d")),
+        _Column(f"{unit}/s", lambda row: _text(row.figures.samples_per_second, ",.1f")),
+        _Column("per device", lambda row: _text(row.figures.per_device, ",.1f")),
+        _Column("speed-up", lambda row: _text(row.speed_up, ".2f")),
+        _Column("efficiency", lambda row: _text(row.efficiency, ".1%")),
+        _Column("MFU", lambda row: _text(row.figures.mfu, ".1%")),
+        _Column(f"{scaling.currency} per 10^6 {unit}", _cost),
+        _Column("transport", lambda row: row.figures.transport or ""),
+        _Column("result", lambda row: row.figures.problem),
+    ]
+
+
+def _text(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _cost(row: Row) -> str:
+    cost = row.figures.cost_per_million_samples
+    return "" if cost is None else format_money(cost)
+
+
+def _remarks(scaling: Scaling, options: StudyOptions) -> list[str]:
+    lines = []
+    if scaling.base:
+        size = count(scaling.base.devices or 0, "device")
+        lines.append(f"Speed-up and efficiency are against the smallest, {size}. The batch of a device stays the same.")
+    lines.append(f"Runs, from above: {','.join(row.figures.run_id for row in scaling.rows)}")
+    if scaling.differences:
+        shown = [f"{name} ({', '.join(values)})" for name, values in list(scaling.differences.items())[:5]]
+        lines.append(f"The runs differ in more than size: {'; '.join(shown)}.")
+    if options.local:
+        lines.append(
+            f"Emulated: all nodes share this machine's {os.cpu_count()} cores and its memory. The figures show what "
+            "the processes cost one another here, not what a cluster will do."
+        )
+    if scaling.base and scaling.currency is None:
+        lines.append(
+            "No cost: no run knows a price. Give --price-per-hour, or cluster.price_per_hour to the next ones."
+        )
+    return lines
+
+
+def plot(scaling: Scaling, title: str) -> bytes:
+    """Throughput beside perfect scaling, efficiency, and cost where it is known, over the number of devices.
+
+    Returns:
+        A PNG file.
+    """
+    from matplotlib.figure import Figure
+
+    panels = [_draw_throughput, _draw_efficiency, *([_draw_cost] if scaling.currency else [])]
+    figure = Figure(figsize=(4.5 * len(panels), 4), layout="constrained")
+    figure.suptitle(title)
+    for position, draw in enumerate(panels, start=1):
+        axes = figure.add_subplot(1, len(panels), position)
+        draw(axes, scaling)
+        axes.set_xlabel("devices")
+        axes.set_ylim(bottom=0)
+        axes.locator_params(axis="x", integer=True)
+        axes.grid(alpha=0.3)
+    content = BytesIO()
+    figure.savefig(content, format="png", dpi=120)
+    return content.getvalue()
+
+
+def _draw_throughput(axes: Axes, scaling: Scaling) -> None:
+    devices, rates = _points(scaling, lambda row: row.figures.samples_per_second)
+    axes.plot(devices, rates, marker="o", label="measured")
+    if scaling.base and scaling.base.per_device:
+        axes.plot(devices, [scaling.base.per_device * each for each in devices], "k--", label="perfect scaling")
+        axes.legend()
+    axes.set_ylabel(f"{scaling.unit}/s")
+
+
+def _draw_efficiency(axes: Axes, scaling: Scaling) -> None:
+    devices, efficiencies = _points(scaling, lambda row: row.efficiency)
+    axes.plot(devices, [100 * each for each in efficiencies], marker="o")
+    axes.axhline(100, linestyle="--", color="black")
+    axes.set_ylabel("scaling efficiency, %")
+
+
+def _draw_cost(axes: Axes, scaling: Scaling) -> None:
+    axes.plot(*_points(scaling, lambda row: row.figures.cost_per_million_samples), marker="o")
+    axes.set_ylabel(f"{scaling.currency} per 10^6 {scaling.unit}")
+
+
+def _points(scaling: Scaling, value: Callable[[Row], float | None]) -> tuple[list[int], list[float]]:
+    """Devices and values of the rows that have both."""
+    known = [(row.figures.devices, value(row)) for row in scaling.rows]
+    points = [(devices, number) for devices, number in known if devices is not None and number is not None]
+    return [devices for devices, _ in points], [number for _, number in points]

@@ -1,0 +1,153 @@
+"""Runs a study, here or as jobs, or reads runs that exist, and compares what they have measured."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from azureml_strategy.emulator import EmulatedJob, EmulationError, emulate_run
+from azureml_strategy.study.figures import Figures, read_figures
+from azureml_strategy.study.options import StudyError, StudyOptions, headings, run_overrides
+from azureml_strategy.study.report import plot, print_study
+from azureml_strategy.study.scaling import Scaling, compare
+from azureml_strategy.tracking.run import resolve_tracking_uri
+from azureml_strategy.training.checks import check_overrides
+from azureml_strategy.training.recipes import RecipeError, find_recipe
+from azureml_strategy.training.resolvers import register_resolvers
+
+WORKSPACE = "azureml"
+
+
+def read_runs(options: StudyOptions) -> Iterator[Figures]:
+    """Read the runs that the user has named.
+
+    Raises:
+        StudyError: the store has no such run.
+        JobError: no workspace is configured.
+        TrackingError: azureml-mlflow is missing.
+    """
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(resolve_tracking_uri(_workspace_store() if options.store == WORKSPACE else options.store))
+    for run_id in options.runs:
+        yield read_figures(client, run_id)
+
+
+def _workspace_store() -> str:
+    from azureml_strategy.jobs import connect
+    from azureml_strategy.jobs.metrics import tracking_uri
+
+    return tracking_uri(connect())
+
+
+# What a shell reports of a process that Ctrl-C or SIGTERM ended: 128 + the signal.
+_INTERRUPTED = (130, 143)
+
+
+def emulate_sizes(options: StudyOptions) -> Iterator[Figures]:
+    """Emulate a job of each size, from small to large; a size that fails does not keep the next from its turn.
+
+    Raises:
+        StudyError: the recipe or an override is misspelt, or nothing can be emulated here.
+        KeyboardInterrupt: the user, or SIGTERM, ended a job.
+    """
+    overrides = run_overrides(options)
+    register_resolvers()
+    try:
+        check_overrides(find_recipe(str(options.recipe)), overrides)
+    except RecipeError as error:
+        raise StudyError(str(error)) from error
+    command = ["env", f"OMP_NUM_THREADS={threads_per_process(options)}"]
+    command += ["azureml-strategy", "train", str(options.recipe), *overrides]
+    for nodes, heading in headings(options):
+        print(f"\n{heading}", flush=True)
+        yield _emulate(EmulatedJob(command, nodes, options.processes_per_node or 1))
+
+
+def threads_per_process(options: StudyOptions) -> str:
+    """The threads that a process computes with: as many at every size.
+
+    Otherwise a small job would have more of this machine's cores for each process than a large one, and the study
+    would show that instead of what the processes cost one another.
+    """
+    processes = max(options.nodes) * (options.processes_per_node or 1)
+    return os.environ.get("OMP_NUM_THREADS") or str(max((os.cpu_count() or 1) // processes, 1))
+
+
+def _emulate(job: EmulatedJob) -> Figures:
+    from mlflow.tracking import MlflowClient
+
+    try:
+        emulated = emulate_run(job)
+    except EmulationError as error:
+        raise StudyError(str(error)) from error
+    if emulated.exit_code in _INTERRUPTED:
+        raise KeyboardInterrupt
+    return read_figures(MlflowClient(emulated.run.tracking_uri), emulated.run.run_id, job.nodes)
+
+
+def run_study(options: StudyOptions) -> int:
+    """Start the runs or read them, then print, draw and write what they achieved.
+
+    Returns:
+        The exit code: 0, 1 if a run failed or measured nothing, 130 if the user ended it. What was measured by then
+        is shown all the same.
+
+    Raises:
+        StudyError: it cannot be made as asked.
+        JobError: Azure ML cannot do what is asked, or did not answer.
+        TrackingError: the tracking store cannot be used.
+    """
+    figures: list[Figures] = []
+    try:
+        for each in _runs(options):
+            figures.append(each.priced(options.price))
+    except KeyboardInterrupt:
+        if figures:
+            _report(compare(figures), options)
+        return 130
+    scaling = compare(figures)
+    _report(scaling, options)
+    return 0 if scaling.complete else 1
+
+
+def _report(scaling: Scaling, options: StudyOptions) -> None:
+    _write(options.output, to_json(scaling).encode())
+    _write(options.plot, plot(scaling, options.recipe or "scaling study"))
+    print_study(scaling, options, [options.output, options.plot])
+
+
+def to_json(scaling: Scaling) -> str:
+    """Everything but the runs' configurations, for a file."""
+    rows = [
+        {
+            **{name: value for name, value in asdict(row.figures).items() if name != "params"},
+            "samples_per_second_per_device": row.figures.per_device,
+            "speed_up": row.speed_up,
+            "efficiency": row.efficiency,
+        }
+        for row in scaling.rows
+    ]
+    base = scaling.base.run_id if scaling.base else None
+    return json.dumps({"base": base, "runs": rows, "differences": scaling.differences}, indent=2)
+
+
+def _runs(options: StudyOptions) -> Iterator[Figures]:
+    if options.runs:
+        return read_runs(options)
+    if options.local:
+        return emulate_sizes(options)
+    from azureml_strategy.study.submitted import submit_sizes  # which needs the extra `azure`
+
+    return submit_sizes(options)
+
+
+def _write(path: Path, content: bytes) -> None:
+    """A file that is complete or not there; its folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.part")
+    part.write_bytes(content)
+    os.replace(part, path)
