@@ -13,6 +13,19 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+# Odd 64-bit multipliers (of Knuth's MMIX generator, and 2^64 over the golden ratio). With one multiplication alone two
+# ranks would differ by a constant, which may be none; the shift and the second one mix the bits.
+_INDEX_STEP, _RANK_STEP = 6364136223846793005, -7046029254386353131
+_LARGEST = 120
+# Elements made at once: the intermediates, 2 MB each, stay in a core's cache (0.4 s for 2^24 elements; 2 s if they do
+# not).
+BLOCK = 1 << 18
+# Elements times ranks that are computed again to check one result: two seconds of one core.
+_MOST_COMPUTED = 1 << 26
+# torch 2.13 renamed these two, and warns of the old names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 @dataclass(frozen=True)
 class Place:
@@ -59,15 +72,6 @@ class Place:
         return [float(value) for value in combined.tolist()]
 
 
-# Odd 64-bit multipliers (of Knuth's MMIX generator, and 2^64 over the golden ratio). With one multiplication alone two
-# ranks would differ by a constant, which may be none; the shift and the second one mix the bits.
-_INDEX_STEP, _RANK_STEP = 6364136223846793005, -7046029254386353131
-_LARGEST = 120
-# Elements made at once: the intermediates, 2 MB each, stay in a core's cache (0.4 s for 2^24 elements; 2 s if they do
-# not).
-BLOCK = 1 << 18
-
-
 def contribution(rank: int | Tensor, indices: Tensor, world_size: int, dtype: torch.dtype) -> Tensor:
     """The elements that a rank contributes, in float64.
 
@@ -95,10 +99,6 @@ def fill(tensor: Tensor, rank: int, world_size: int) -> None:
         part = tensor[start : start + BLOCK]
         indices = torch.arange(start, start + part.numel(), device=tensor.device)
         part.copy_(contribution(rank, indices, world_size, tensor.dtype))
-
-
-# Elements times ranks that are computed again to check one result: two seconds of one core.
-_MOST_COMPUTED = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -137,11 +137,6 @@ def check(collective: Collective, sent: torch.Tensor, received: torch.Tensor, to
         expected = collective.expected(indices, total, place, received.dtype)
         wrong += int((received[block].double() != expected).sum())
     return Check(math.ceil(received.numel() / stride), int(place.highest([wrong])[0]))
-
-
-# torch 2.13 renamed these two, and warns of the old names.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Collective(ABC):

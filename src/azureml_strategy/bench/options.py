@@ -9,15 +9,18 @@ from pathlib import Path
 
 from azureml_strategy.bench.collectives import COLLECTIVES
 
+_UNITS = {"": 1, "b": 1}
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", re.I)
+BACKENDS = ("nccl", "gloo")
+DTYPES = ("float32", "bfloat16", "float16")
+
 
 class BenchError(ValueError):
     """The command line or the job cannot be measured as asked."""
 
 
-_UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)}
 _UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", start=1)}
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", re.I)
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
@@ -67,10 +70,6 @@ def format_size(size: int) -> str:
             return f"{whole} {unit}"
     unit = next((unit for unit in ("TB", "GB", "MB", "KB") if size >= _UNITS[unit.lower()]), "B")
     return f"{size / _UNITS[unit.lower()]:.4g} {unit}"
-
-
-BACKENDS = ("nccl", "gloo")
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,11 @@ import torch.distributed as dist
 from azureml_strategy.bench.collectives import COLLECTIVES, Place
 from azureml_strategy.bench.measure import Procedure, measure
 
+Pair = tuple[int, int]
+# Below this share of the usual bandwidth a pair counts as slow. Healthy pairs of one cluster differ by less:
+# published two-node runs on ND H100 v5 range from 442 to 467 GB/s.
+SLOW = 0.8
+
 
 @dataclass(frozen=True)
 class PairBandwidths:
@@ -85,12 +90,6 @@ def _enter(place: Place, pair: Pair, nodes: int, timeout: timedelta) -> Place | 
         return None
     group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
     return Place(ranks.index(place.rank), len(ranks), place.device, group)
-
-
-Pair = tuple[int, int]
-# Below this share of the usual bandwidth a pair counts as slow. Healthy pairs of one cluster differ by less:
-# published two-node runs on ND H100 v5 range from 442 to 467 GB/s.
-SLOW = 0.8
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,10 @@ from azureml_strategy.bench.results import Pairs, Results, Sweep
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+_WIDTH = 100  # of a table where standard output is no terminal, in characters
+# Of more pairs only the slow ones are printed; the file has all.
+_MOST_PAIRS = 28
+
 
 def plot(results: Results) -> bytes:
     """Bus bandwidth over message size, a line for each collective; for pairs, a square for each two nodes.
@@ -71,11 +75,6 @@ def _draw_pairs(axes: Axes, pairs: Pairs, nodes: int) -> None:
     axes.set_xlabel("node")
     axes.set_ylabel("node")
     axes.locator_params(integer=True)
-
-
-_WIDTH = 100  # of a table where standard output is no terminal, in characters
-# Of more pairs only the slow ones are printed; the file has all.
-_MOST_PAIRS = 28
 
 
 def print_start(plan: Plan, idle_gpus: int) -> None:

@@ -19,6 +19,8 @@ from azureml_strategy.network.record import RunNetwork
 from azureml_strategy.tracking.batch import Metrics, Record, Tags, make_batches
 from azureml_strategy.tracking.run import join_run, resolve_tracking_uri
 
+_FOLDER = "bench"
+
 
 @dataclass(frozen=True)
 class Conditions:
@@ -138,9 +140,6 @@ def _pairs(pairs: Pairs) -> dict[str, object]:
         for pair, bandwidth in pairs.bandwidths.bus_bandwidth.items()
     ]
     return {"pairs": {"size": pairs.size, "bandwidths": bandwidths, "diagnosis": asdict(pairs.diagnosis)}}
-
-
-_FOLDER = "bench"
 
 
 def log_results(results: Results, files: Sequence[Path]) -> None:

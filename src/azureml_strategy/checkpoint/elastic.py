@@ -19,6 +19,11 @@ from azureml_strategy.checkpoint.global_batch import GlobalBatch, configured_glo
 from azureml_strategy.checkpoint.manifest import Manifest, manifest_path
 from azureml_strategy.checkpoint.resume import ResumeError
 
+_SHOWN = 6
+log = logging.getLogger(__name__)
+# What the Trainer is to be given, by its arguments' names: batches, or parts of an epoch.
+Batches = dict[str, int | float]
+
 
 def rescale(fit_loop: dict[str, Any], ratio: Fraction, epoch_batches: int | None) -> None:
     """Have the fit loop of a checkpoint stand where it stood, counted in other batches.
@@ -52,9 +57,6 @@ def _shift(count: dict[str, int], ready: int) -> None:
     moved = ready - count["ready"]
     for name in count:
         count[name] += moved
-
-
-_SHOWN = 6
 
 
 @dataclass(frozen=True)
@@ -169,12 +171,6 @@ def _listed(numbers: Sequence[int]) -> str:
     """The largest ones: fewer ranks are seldom wanted."""
     *most, last = [str(each) for each in numbers[-_SHOWN:]]
     return f"{', '.join(most)} or {last}" if most else last
-
-
-log = logging.getLogger(__name__)
-
-# What the Trainer is to be given, by its arguments' names: batches, or parts of an epoch.
-Batches = dict[str, int | float]
 
 
 @runtime_checkable

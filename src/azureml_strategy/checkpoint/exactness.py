@@ -27,6 +27,10 @@ from torch.utils.data import DataLoader
 
 from azureml_strategy.control.gather import gather
 
+# Hooks of these are known, and their state is kept.
+_KNOWN = ("lightning.", "azureml_strategy.")
+_apart = WarningCache()
+
 
 def save(trainer: Trainer, checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Collect it, between two steps.
@@ -168,11 +172,6 @@ def _time_is_up(callback: Callback) -> bool:
 def _callbacks(trainer: Trainer) -> list[Callback]:
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return callbacks
-
-
-# Hooks of these are known, and their state is kept.
-_KNOWN = ("lightning.", "azureml_strategy.")
-_apart = WarningCache()
 
 
 def warn_of_what_is_lost(trainer: Trainer) -> None:

@@ -18,6 +18,34 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from typing_extensions import override
 
+_FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+# Of DeepSpeed's files: its loss scaler, its enums, learning rates that numpy computed. No weights are made of these.
+_INERT_MODULES = ("deepspeed.", "numpy.")
+_STAGE = "deepspeed.runtime.zero.config.ZeroStageEnum"
+# What the index of torch's distributed checkpoints consists of.
+_INDEX: dict[tuple[str, str], Any] = {
+    (kind.__module__, kind.__name__): kind
+    for kind in (
+        metadata.Metadata,
+        metadata.MetadataIndex,
+        metadata.StorageMeta,
+        metadata.TensorStorageMetadata,
+        metadata.BytesStorageMetadata,
+        metadata.ChunkStorageMetadata,
+        metadata.TensorProperties,
+        metadata._MEM_FORMAT_ENCODING,
+        filesystem._StorageInfo,
+        torch.Size,
+        torch.serialization._get_layout,
+    )
+}
+# What Lightning writes beside the shards.
+_REST = "meta.pt"
+# What FSDPStrategy and ModelParallelStrategy call the weights.
+_ROOTS = ("model", "state_dict")
+# Written by PipelineStrategy beside the folder with DeepSpeed's files.
+_LAYOUT, _SHARDS = "pipeline.json", "checkpoint"
+
 
 class CheckpointFormatError(ValueError):
     """A checkpoint that cannot be read; the message says what was found and what to give instead."""
@@ -52,29 +80,6 @@ class CheckpointFormat:
             CheckpointFormatError: something is missing, or reading would run code.
         """
         return self.reader(path, trust_pickles)
-
-
-_FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-# Of DeepSpeed's files: its loss scaler, its enums, learning rates that numpy computed. No weights are made of these.
-_INERT_MODULES = ("deepspeed.", "numpy.")
-_STAGE = "deepspeed.runtime.zero.config.ZeroStageEnum"
-# What the index of torch's distributed checkpoints consists of.
-_INDEX: dict[tuple[str, str], Any] = {
-    (kind.__module__, kind.__name__): kind
-    for kind in (
-        metadata.Metadata,
-        metadata.MetadataIndex,
-        metadata.StorageMeta,
-        metadata.TensorStorageMetadata,
-        metadata.BytesStorageMetadata,
-        metadata.ChunkStorageMetadata,
-        metadata.TensorProperties,
-        metadata._MEM_FORMAT_ENCODING,
-        filesystem._StorageInfo,
-        torch.Size,
-        torch.serialization._get_layout,
-    )
-}
 
 
 def read_file(file: Path, trust_pickles: bool) -> Any:
@@ -205,12 +210,6 @@ def _read_single_file(path: Path, trust_pickles: bool) -> dict[str, Any]:
 SINGLE_FILE = CheckpointFormat("a single Lightning file", Path.is_file, _read_single_file)
 
 
-# What Lightning writes beside the shards.
-_REST = "meta.pt"
-# What FSDPStrategy and ModelParallelStrategy call the weights.
-_ROOTS = ("model", "state_dict")
-
-
 def _is_distributed(path: Path) -> bool:
     return (path / ".metadata").is_file()
 
@@ -239,10 +238,6 @@ def _read_distributed(path: Path, trust_pickles: bool) -> dict[str, Any]:
 
 
 DISTRIBUTED = CheckpointFormat("torch.distributed.checkpoint shards", _is_distributed, _read_distributed)
-
-
-# Written by PipelineStrategy beside the folder with DeepSpeed's files.
-_LAYOUT, _SHARDS = "pipeline.json", "checkpoint"
 
 
 def consolidate_pipeline(folder: Path, trust_pickles: bool = False) -> dict[str, Tensor]:

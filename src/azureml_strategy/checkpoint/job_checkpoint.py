@@ -35,6 +35,11 @@ from azureml_strategy.control.gather import gather
 
 Broadcast = Callable[[tuple[int, bool]], tuple[int, bool]]
 
+# Of one logger: name, value, step and milliseconds since 1970 of each metric.
+Unwritten = list[list[Any]]
+# Our own entry among those of Lightning's checkpoint.
+_OURS = "azureml_strategy"
+
 
 class SharedTimer:
     """An interval of time, measured by rank 0 and known to all ranks at the cost of a few collectives.
@@ -72,10 +77,6 @@ class SharedTimer:
         return due
 
 
-# Of one logger: name, value, step and milliseconds since 1970 of each metric.
-Unwritten = list[list[Any]]
-
-
 @runtime_checkable
 class _KeepingLogger(Protocol):
     """A logger that writes later than it is called, as a `JobMLFlowLogger`; this package does not know the tracking."""
@@ -95,10 +96,6 @@ def log_again(trainer: Trainer, kept: list[Unwritten]) -> None:
     loggers = [logger for logger in trainer.loggers if isinstance(logger, _KeepingLogger)]
     for logger, metrics in zip(loggers, kept, strict=False):  # whoever added a logger meanwhile has nothing to give it
         logger.log_again(metrics)
-
-
-# Our own entry among those of Lightning's checkpoint.
-_OURS = "azureml_strategy"
 
 
 class JobCheckpoint(ModelCheckpoint):

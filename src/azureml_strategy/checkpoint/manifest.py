@@ -28,6 +28,8 @@ _THREADS = 4
 # Bytes of a name, with all that is put behind it; NAME_MAX of Linux.
 _LONGEST_NAME = 255 - len(MANIFEST + PART)
 
+_Check = Callable[[Any], bool]
+
 
 class EarlierVersionError(ValueError):
     """A manifest of version 1, which has no checksum of its own and does not say which run wrote it, and when."""
@@ -231,9 +233,6 @@ def _require_signed(content: Any, text: str, name: str) -> None:
     # the text itself, too: 1e-07 and 1E-07 are one number, and one flipped bit
     if _signed({key: value for key, value in content.items() if key != "crc32"}) != text:
         raise ValueError(f"{name} is damaged: its checksum is not that of its content")
-
-
-_Check = Callable[[Any], bool]
 
 
 def _whole(least: int, below: int = 1 << 63) -> _Check:

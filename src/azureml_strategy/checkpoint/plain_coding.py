@@ -36,6 +36,10 @@ _CONTAINERS = {kind: name for name, kind in (SEQUENCES | MAPPINGS).items()}
 # The unpickler's longest whole number has 255 bytes.
 _LONGEST_BITS = 255 * 8 - 1
 
+_KINDS = {kind.name: kind for kind in KINDS.values()}
+# Which part of these holds values of any kind, and what it is itself.
+_HOLDERS: dict[str, tuple[int | None, type]] = {"deque": (0, list), "defaultdict": (1, dict), "namespace": (None, dict)}
+
 
 class NotEncodableError(TypeError):
     """A value that has no plain form.
@@ -215,11 +219,6 @@ def _member_names(value: Enum) -> list[str]:
     if value.name in type(value).__members__ or not isinstance(value, Flag):
         return [value.name]
     return [name for name, each in type(value).__members__.items() if each.value and each in value]
-
-
-_KINDS = {kind.name: kind for kind in KINDS.values()}
-# Which part of these holds values of any kind, and what it is itself.
-_HOLDERS: dict[str, tuple[int | None, type]] = {"deque": (0, list), "defaultdict": (1, dict), "namespace": (None, dict)}
 
 
 def decode(encoded: Encoded) -> Any:

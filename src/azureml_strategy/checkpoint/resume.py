@@ -41,6 +41,20 @@ MEETING_SECONDS = 1800.0
 # How long rank 0, whose store goes with it, stays for the others to read why it ends.
 _FAREWELL_SECONDS = 10.0
 
+log = logging.getLogger(__name__)
+AUTO, ANY, NEVER = "auto", "any", "never"
+# How long a mount may take to show one node what another one sees.
+_VISIBLE_SECONDS = 120.0
+_POLL_SECONDS = 0.5
+# What a process tells those that its strategy starts on this node.
+_CHOICE = "AZUREML_STRATEGY_RESUME"
+# A process may train several times, in a sweep; all ranks count the same.
+_choices = itertools.count()
+# Rank 0 serves the store, in which others may look after it went on.
+_kept_open: list[object] = []
+Check = Callable[[Manifest, Path], "str | None"]
+"""Says why the content of a checkpoint in a folder is not what was written; None if it is."""
+
 
 class NotVerifiedError(RuntimeError):
     """A share was not checked in time, or the check itself failed: nobody knows whether the checkpoint is whole."""
@@ -195,23 +209,6 @@ def _judged(path: Path, verdicts: Mapping[int, dict[str, str | None] | None], se
         "again where its nodes can read the folder; `resume=PATH` names another checkpoint, and `resume=never` starts "
         "anew."
     )
-
-
-log = logging.getLogger(__name__)
-
-AUTO, ANY, NEVER = "auto", "any", "never"
-# How long a mount may take to show one node what another one sees.
-_VISIBLE_SECONDS = 120.0
-_POLL_SECONDS = 0.5
-# What a process tells those that its strategy starts on this node.
-_CHOICE = "AZUREML_STRATEGY_RESUME"
-# A process may train several times, in a sweep; all ranks count the same.
-_choices = itertools.count()
-# Rank 0 serves the store, in which others may look after it went on.
-_kept_open: list[object] = []
-
-Check = Callable[[Manifest, Path], "str | None"]
-"""Says why the content of a checkpoint in a folder is not what was written; None if it is."""
 
 
 class ResumeError(ValueError):

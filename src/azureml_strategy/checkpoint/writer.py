@@ -27,6 +27,19 @@ from azureml_strategy.control.gather import Exchange, GroupExchange, StepError, 
 Result = TypeVar("Result")
 log = logging.getLogger(__name__)
 
+# What the disk must have beside a checkpoint as large as the last one: its manifest, and what others write.
+_SPARE_BYTES = 16 << 20
+WriteParts = Callable[[Path, Exchange], Summed | None]
+"""Writes this rank's files of a checkpoint to a path; called by all ranks, on which it fails alike.
+
+It returns, on all ranks, what is on disk and summed already; None where every file is to be read back.
+"""
+_STORE_TIMEOUT = timedelta(seconds=60)
+# How long a process that has failed stays for a checkpoint to be complete: other ranks may be gone.
+_LAST_WAIT_SECONDS = 60.0
+# A wait that somebody wants to know of.
+_LONG_WAIT_SECONDS = 1.0
+
 
 class Behind(Generic[Result]):
     """A thread that does one thing, and after that the next.
@@ -79,16 +92,6 @@ class Behind(Generic[Result]):
         self._thread = None
         result, self._result = (None, None) if thread.is_alive() else (self._result, None)
         return result
-
-
-# What the disk must have beside a checkpoint as large as the last one: its manifest, and what others write.
-_SPARE_BYTES = 16 << 20
-
-WriteParts = Callable[[Path, Exchange], Summed | None]
-"""Writes this rank's files of a checkpoint to a path; called by all ranks, on which it fails alike.
-
-It returns, on all ranks, what is on disk and summed already; None where every file is to be read back.
-"""
 
 
 @dataclass(frozen=True)
@@ -221,13 +224,6 @@ def _share(files: list[list[str]], rank: int) -> list[str]:
         for name in names:
             seen.setdefault(name, []).append(owner)
     return [name for i, (name, owners) in enumerate(sorted(seen.items())) if owners[i % len(owners)] == rank]
-
-
-_STORE_TIMEOUT = timedelta(seconds=60)
-# How long a process that has failed stays for a checkpoint to be complete: other ranks may be gone.
-_LAST_WAIT_SECONDS = 60.0
-# A wait that somebody wants to know of.
-_LONG_WAIT_SECONDS = 1.0
 
 
 class Saving:

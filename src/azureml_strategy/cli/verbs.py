@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 else:
     Verbs = argparse._SubParsersAction
 
+Entity = TypeVar("Entity", bound=Any)
+Made = TypeVar("Made")
+Run = Callable[[argparse.Namespace], int]
+
 
 def add_verb(
     verbs: Verbs, name: str, run: Callable[[argparse.Namespace], int], **described: Any
@@ -71,11 +75,6 @@ def fail(error: Exception) -> int:
     """Say on standard error what was wrong with the command; 2, the exit code for that."""
     print(f"azureml-strategy: {redact_text(str(error))}", file=sys.stderr)
     return 2
-
-
-Entity = TypeVar("Entity", bound=Any)
-Made = TypeVar("Made")
-Run = Callable[[argparse.Namespace], int]
 
 
 def add_group(verbs: Verbs, name: str, help: str) -> Verbs:  # noqa: A002 - argparse's name for it

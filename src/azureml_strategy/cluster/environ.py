@@ -24,6 +24,28 @@ SWITCHES = (
     CALLBACKS_SWITCH,
 )
 
+# Azure Batch's own port on the master node (`AZ_BATCH_MASTER_NODE=10.0.0.4:6000`): it is taken.
+BATCH_PORT = 6000
+# What Azure ML gives as MASTER_PORT on AmlCompute, and what its own guides use where it gives none.
+DEFAULT_PORT = 6105
+# Where to ask for Azure's Scheduled Events instead of at Azure's own address, on any machine; `off` asks nobody.
+EVENTS_VARIABLE = "AZUREML_STRATEGY_SCHEDULED_EVENTS"
+_WHOLE_NUMBER = re.compile(r"[0-9]{1,9}")
+_INITIAL_ENVIRON = Path("/proc/self/environ")
+_PLACEHOLDERS = ("localhost", "localhost.localdomain", "ip6-localhost", "127.0.0.1", "127.0.1.1", "::1", "0.0.0.0")
+_COUNTS = ("AZUREML_NODE_COUNT", "NODE_COUNT")  # AmlCompute; the Singularity back end
+_KUBERNETES_COUNTS = ("AMLARC_NUM_WORKER", "VC_WORKER_NUM")  # Azure Arc and AKS: one pod is one node
+_INDICES = ("AZUREML_CR_NODE_RANK", "VK_TASK_INDEX", "VC_TASK_INDEX")
+# In this order: the address alone, or with Batch's port, which host_of cuts off.
+_MASTERS = (
+    "AZ_BATCH_MASTER_NODE",
+    "AZ_BATCHAI_MPI_MASTER_NODE",
+    "AZ_BATCHAI_JOB_MASTER_NODE_IP",
+    "MASTER_IP",
+)
+NODE_VARIABLES = (*_COUNTS, "AZ_BATCH_HOST_LIST", "AZ_BATCH_NODE_LIST", *_KUBERNETES_COUNTS)
+ADDRESS_VARIABLES = ("MASTER_ADDR", *_MASTERS)
+
 
 class LaunchError(RuntimeError):
     """The environment or the Trainer contradicts how the job was launched.
@@ -45,17 +67,6 @@ def switched_off(environ: Mapping[str, str], switch: str) -> bool:
 def seen(environ: Mapping[str, str], names: Iterable[str]) -> str:
     """`NAME='value'` for each name, or `NAME is not set`, joined for an error message."""
     return ", ".join(f"{name}={environ[name]!r}" if name in environ else f"{name} is not set" for name in names)
-
-
-# Azure Batch's own port on the master node (`AZ_BATCH_MASTER_NODE=10.0.0.4:6000`): it is taken.
-BATCH_PORT = 6000
-# What Azure ML gives as MASTER_PORT on AmlCompute, and what its own guides use where it gives none.
-DEFAULT_PORT = 6105
-# Where to ask for Azure's Scheduled Events instead of at Azure's own address, on any machine; `off` asks nobody.
-EVENTS_VARIABLE = "AZUREML_STRATEGY_SCHEDULED_EVENTS"
-_WHOLE_NUMBER = re.compile(r"[0-9]{1,9}")
-_INITIAL_ENVIRON = Path("/proc/self/environ")
-_PLACEHOLDERS = ("localhost", "localhost.localdomain", "ip6-localhost", "127.0.0.1", "127.0.1.1", "::1", "0.0.0.0")
 
 
 def own_environ() -> Mapping[str, str]:
@@ -150,21 +161,6 @@ def main_port(environ: Mapping[str, str], *, trusted: bool) -> int:
     if port is not None and not 0 < port < 65536:
         raise LaunchError(f"MASTER_PORT={port} is no TCP port. Remove it, or set one between 1 and 65535.")
     return DEFAULT_PORT if port in (None, BATCH_PORT) else port
-
-
-_COUNTS = ("AZUREML_NODE_COUNT", "NODE_COUNT")  # AmlCompute; the Singularity back end
-_KUBERNETES_COUNTS = ("AMLARC_NUM_WORKER", "VC_WORKER_NUM")  # Azure Arc and AKS: one pod is one node
-_INDICES = ("AZUREML_CR_NODE_RANK", "VK_TASK_INDEX", "VC_TASK_INDEX")
-# In this order: the address alone, or with Batch's port, which host_of cuts off.
-_MASTERS = (
-    "AZ_BATCH_MASTER_NODE",
-    "AZ_BATCHAI_MPI_MASTER_NODE",
-    "AZ_BATCHAI_JOB_MASTER_NODE_IP",
-    "MASTER_IP",
-)
-
-NODE_VARIABLES = (*_COUNTS, "AZ_BATCH_HOST_LIST", "AZ_BATCH_NODE_LIST", *_KUBERNETES_COUNTS)
-ADDRESS_VARIABLES = ("MASTER_ADDR", *_MASTERS)
 
 
 def in_azure_ml(environ: Mapping[str, str]) -> bool:

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+_PREFIX = "AZUREML_STRATEGY_PRICE_"
+
 
 @dataclass(frozen=True)
 class Job:
@@ -117,9 +119,6 @@ def _gpus_per_node(environ: Mapping[str, str], context: Mapping[str, Any]) -> in
     )
     values = [context.get("gpu_count"), *(environ.get(name) for name in names)]
     return next((number for number in map(_number, values) if number is not None), None)
-
-
-_PREFIX = "AZUREML_STRATEGY_PRICE_"
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,11 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 # One step may be under way, and the next one begun, before the main thread looks at the promise.
 _MARGIN_STEPS = 2
 
+State = Literal["leaving", "waiting", "free"]
+_BEAT_SECONDS = 0.2
+# A rank that has said nothing for so long is gone, with its machine.
+_GONE_SECONDS = 30.0
+
 
 class StopAgreement:
     """Finds one step for all ranks to stop at, once any of them has a reason.
@@ -89,12 +94,6 @@ class StopAgreement:
             self._store.set("stop", f"{max(promises)} {self._store.get('asked').decode()}")
         step, _, self.reason = self._store.get("stop").decode().partition(" ")
         return int(step)
-
-
-State = Literal["leaving", "waiting", "free"]
-_BEAT_SECONDS = 0.2
-# A rank that has said nothing for so long is gone, with its machine.
-_GONE_SECONDS = 30.0
 
 
 class Standstill:

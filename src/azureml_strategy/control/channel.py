@@ -30,6 +30,9 @@ _ANSWER_SECONDS = 10.0  # for a server that has many to answer
 # A process may start several groups one after the other; the store may outlive each.
 _rounds = itertools.count()
 
+_T = TypeVar("_T")
+_Calls: TypeAlias = "queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]"
+
 
 def open_store(launch: Launch, timeout: timedelta, purpose: str | None = None) -> Store:
     """The rendezvous store of the job: rank 0 serves it, and torch, which opens it again, shares the server.
@@ -119,10 +122,6 @@ def _await_server(launch: Launch, timeout: timedelta) -> None:
         "Look at rank 0's log (user_logs/std_log_process_0.txt), and see that MASTER_ADDR is an address of node 0 "
         "that the other nodes reach."
     )
-
-
-_T = TypeVar("_T")
-_Calls: TypeAlias = "queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]"
 
 
 def within(seconds: float, action: Callable[[], _T]) -> _T | None:

@@ -21,6 +21,14 @@ from azureml_strategy.data.folders import scan_class_folders
 
 _NAMED = 5
 
+# What is inside decides, whatever the name says; no other decoder of Pillow's is offered a file.
+_FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
+# Aspect ratios of random crops: Szegedy et al. 2014, section 6 (https://arxiv.org/abs/1409.4842).
+_ASPECT_RATIOS = (3 / 4, 4 / 3)
+_ATTEMPTS = 10
+# The label that torch's cross_entropy ignores.
+IGNORED_LABEL = -100
+
 
 class UnreadableImagesError(RuntimeError):
     """More images cannot be read than allowed, or none at all can."""
@@ -76,10 +84,6 @@ class UnreadableImages:
         )
 
 
-# What is inside decides, whatever the name says; no other decoder of Pillow's is offered a file.
-_FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
-
-
 def decode_image(path: str, size: int, choose_crop: Callable[[int, int], Crop]) -> Tensor:
     """Read a crop of an image file, resized to a square.
 
@@ -123,11 +127,6 @@ def _rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I"):  # 16 bits a pixel; Pillow's conversion would clip them at 255
         image = image.convert("I").point(lambda value: value * (1 / 257)).convert("L")
     return image if image.mode == "RGB" else image.convert("RGB")
-
-
-# Aspect ratios of random crops: Szegedy et al. 2014, section 6 (https://arxiv.org/abs/1409.4842).
-_ASPECT_RATIOS = (3 / 4, 4 / 3)
-_ATTEMPTS = 10
 
 
 class Crop(NamedTuple):
@@ -181,10 +180,6 @@ def centre_crop(width: int, height: int, share: float) -> Crop:
 
 def _centred(width: int, height: int, crop_width: float, crop_height: float) -> Crop:
     return Crop((width - crop_width) / 2, (height - crop_height) / 2, crop_width, crop_height)
-
-
-# The label that torch's cross_entropy ignores.
-IGNORED_LABEL = -100
 
 
 class ImageFolder(Dataset[tuple[Tensor, int]], ABC):

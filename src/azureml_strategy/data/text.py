@@ -29,6 +29,9 @@ from azureml_strategy.data.tokens import (
     write_tokens,
 )
 
+# Seconds for one batch of a worker. A mount that stopped answering must end the run, not hold it up for ever.
+_BATCH_TIMEOUT = 600
+
 
 class SequenceSampler(ResumableSampler):
     """Deals out the sequences of a text. Seed and epoch are mixed: no order comes back under another seed."""
@@ -76,10 +79,6 @@ class TokenSequences(Dataset[tuple[Tensor, Tensor]]):
 def count_tokens(batch: tuple[Tensor, Tensor]) -> int:
     """The tokens of a batch: what `ThroughputCallback(batch_size=..., unit="tokens")` counts."""
     return batch[0].numel()
-
-
-# Seconds for one batch of a worker. A mount that stopped answering must end the run, not hold it up for ever.
-_BATCH_TIMEOUT = 600
 
 
 class TextDataModule(LightningDataModule):

@@ -24,6 +24,13 @@ _MANIFEST = "manifest.json"
 # Of the layout below: another one is another folder.
 _VERSION = 1
 
+Tokens = NDArray[np.unsignedinteger[Any]]
+# Between documents read as bytes: no text has this one.
+_NUL = 0
+# Parts of the standard library's folder that are not it, or that hold texts made to be malformed.
+_NOT_STANDARD = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+_SPLIT_SEED = 0
+
 
 @dataclass(frozen=True)
 class TokenFiles:
@@ -128,11 +135,6 @@ def _write_part(folder: Path, part: str, documents: Iterable[Path], tokenizer: T
     return count
 
 
-Tokens = NDArray[np.unsignedinteger[Any]]
-# Between documents read as bytes: no text has this one.
-_NUL = 0
-
-
 class Tokenizer(ABC):
     """Makes numbers from 0 to `vocab_size - 1` of a document.
 
@@ -212,11 +214,6 @@ def _load(path: Path) -> Any:
     if not path.is_file():
         raise CorpusError(f"There is no tokenizer file {path}. Give the path of a tokenizer.json: data.tokenizer=...")
     return tokenizers.Tokenizer.from_file(str(path))
-
-
-# Parts of the standard library's folder that are not it, or that hold texts made to be malformed.
-_NOT_STANDARD = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-_SPLIT_SEED = 0
 
 
 class CorpusError(ValueError):

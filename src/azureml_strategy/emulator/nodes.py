@@ -15,6 +15,11 @@ from types import TracebackType
 
 from azureml_strategy.cluster.environ import BATCH_PORT, DEFAULT_PORT
 
+_RATE = re.compile(r"[1-9][0-9]*(\.[0-9]+)?[kmg]bit", re.I)
+# Azure's first usable address in a subnet is .4; the network exists between the emulated nodes only.
+_SUBNET, _FIRST_HOST = "10.0.0", 4
+_MOST_NODES = 250
+
 
 class EmulationError(RuntimeError):
     """The job cannot be emulated here as asked; the message says why and what to type instead."""
@@ -54,12 +59,6 @@ def _bound(port: int) -> socket.socket | None:
         holder.close()
         return None
     return holder
-
-
-_RATE = re.compile(r"[1-9][0-9]*(\.[0-9]+)?[kmg]bit", re.I)
-# Azure's first usable address in a subnet is .4; the network exists between the emulated nodes only.
-_SUBNET, _FIRST_HOST = "10.0.0", 4
-_MOST_NODES = 250
 
 
 class IsolatedNodes:

@@ -34,6 +34,14 @@ _GOES_ON = (
     "ends the job instead."
 )
 
+# To report: torch looks up the frames of its recorder, for which it imports its compiler.
+_REPORT_SECONDS, _STACKS_SECONDS = 20.0, 15.0
+# For all to read the verdict, before rank 0 ends and the store with it.
+_READ_SECONDS = 5.0
+_PAUSE_SECONDS = 0.05
+# For the kernel to take down a process whose connections have ended already.
+_DYING_SECONDS = 5.0
+
 
 @runtime_checkable
 class _RunLogger(Protocol):
@@ -123,15 +131,6 @@ def _default_folder(trainer: Trainer) -> Path:
 def say(text: str) -> None:
     """Print at once, and whole: the process may end right after."""
     print(redact_text(text), file=sys.stderr, flush=True)
-
-
-# To report: torch looks up the frames of its recorder, for which it imports its compiler.
-_REPORT_SECONDS, _STACKS_SECONDS = 20.0, 15.0
-# For all to read the verdict, before rank 0 ends and the store with it.
-_READ_SECONDS = 5.0
-_PAUSE_SECONDS = 0.05
-# For the kernel to take down a process whose connections have ended already.
-_DYING_SECONDS = 5.0
 
 
 def name_the_gone(rank: int, members: Mapping[int, Member], store_answers: Callable[[], bool]) -> str | None:

@@ -14,6 +14,8 @@ from azureml_strategy.hang_detection.peers import PASSING, Alarm, Beat, Kind, Re
 # Ranks must agree on the size of these, whatever else they send.
 _SAME_SIZE = ("all_reduce", "broadcast", "reduce")
 
+_MOST_RANKS = 64  # a table of a thousand ranks says less
+
 
 def held_up_by(reports: Mapping[int, Report]) -> list[int]:
     """The ranks that others wait for and that wait for nobody; none if that cannot be told.
@@ -65,9 +67,6 @@ def _entered(report: Report | None, group: str) -> int:
     """The number of the newest collective in the group; 0 for none."""
     found = (each.newest for each in (report.collectives if report else ()) if each.group == group)
     return max(found, default=0)
-
-
-_MOST_RANKS = 64  # a table of a thousand ranks says less
 
 
 @dataclass(frozen=True)

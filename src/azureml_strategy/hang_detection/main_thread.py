@@ -27,6 +27,12 @@ _COMMUNICATION = tuple(
 
 Frames = list[tuple[str, int, str]]
 
+# What takes long without a batch going by: models are built, sharded, compiled and loaded; checkpoints are written.
+START, CHECKPOINT, STANDSTILL, END = "start-up", "writing a checkpoint", "standing still", "end of the run"
+TRAINING = "training"
+# A pause may be so many times as long as the longest until then.
+_GROWTH = 3
+
 
 def frames_of(thread: int) -> Frames:
     """File, line and function of a thread's innermost frames, innermost first; none when it has ended.
@@ -109,13 +115,6 @@ def _is_entry(frame: FrameType) -> bool:
 def _is_standard(file: str) -> bool:
     """Whether it is Python's own; packages may be installed below its folder."""
     return file.startswith((_STANDARD, "<frozen")) and "site-packages" not in file
-
-
-# What takes long without a batch going by: models are built, sharded, compiled and loaded; checkpoints are written.
-START, CHECKPOINT, STANDSTILL, END = "start-up", "writing a checkpoint", "standing still", "end of the run"
-TRAINING = "training"
-# A pause may be so many times as long as the longest until then.
-_GROWTH = 3
 
 
 class Progress:

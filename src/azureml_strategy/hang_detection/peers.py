@@ -19,6 +19,8 @@ from azureml_strategy.hang_detection.main_thread import START, Frames
 Kind = Literal["ended", "gone", "vanished", "lost", "unserved", "silent", "stalled"]
 PASSING: tuple[Kind, ...] = ("silent", "stalled")
 
+_MOST_AT_ONCE = 64
+
 
 @dataclass(frozen=True)
 class Beat:
@@ -121,9 +123,6 @@ class Report:
     def last(self) -> Collective | None:
         """The collective entered last of those shown."""
         return max(self.collectives, key=lambda each: each.entered_at, default=None)
-
-
-_MOST_AT_ONCE = 64
 
 
 class Hearing:

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 # logged as a warning, and none of it is anything that the user could change. What went wrong is raised as well.
 _LOGGERS = ("azure.ai.ml", "azure.identity", "azure.core")
 
+_RESOURCE_ID = re.compile(r"/subscriptions/[0-9a-f-]{36}/resourcegroups/[^/]+/providers/[\w.]+(?:/[^/]+/[^/]+)+", re.I)
+log = logging.getLogger(__name__)
+_LONG_PAUSE_S = 60.0  # shorter ones are told by nobody
+
 
 def quiet_sdk() -> None:
     """Import azure-ai-ml so that it, and what it stands on, logs nothing.
@@ -77,9 +81,6 @@ def plain(value: object) -> str:
     return str(value.value if isinstance(value, Enum) else value)
 
 
-_RESOURCE_ID = re.compile(r"/subscriptions/[0-9a-f-]{36}/resourcegroups/[^/]+/providers/[\w.]+(?:/[^/]+/[^/]+)+", re.I)
-
-
 def check_resource_id(option: str, value: str | None) -> None:
     """Refuse a name where an id is needed.
 
@@ -99,10 +100,6 @@ def check_resource_id(option: str, value: str | None) -> None:
 
 
 __all__ = ["WorkspaceSettings", "connect"]
-
-log = logging.getLogger(__name__)
-
-_LONG_PAUSE_S = 60.0  # shorter ones are told by nobody
 
 
 def connect(settings: WorkspaceSettings | None = None) -> MLClient:

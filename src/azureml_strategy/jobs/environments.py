@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 _SHIPPED = ("Dockerfile", "conda.yaml", "constraints.txt")
 _REFERENCE = re.compile(r"azureml:(//)?\S+[:@/]\S+")
 
+_CHECK = "azureml-strategy --version"
+_EXPERIMENT = "environment-check"
+
 
 def job_environment(settings: EnvironmentSettings) -> Environment | str:
     """The environment of a job.
@@ -143,10 +146,6 @@ def _check_files(settings: EnvironmentSettings) -> None:
             f"job.environment.build is {settings.build}, but there is no {settings.dockerfile} in it. Another name is "
             "given by job.environment.dockerfile."
         )
-
-
-_CHECK = "azureml-strategy --version"
-_EXPERIMENT = "environment-check"
 
 
 def render_environment(settings: EnvironmentSettings, name: str, version: str | None = None) -> Environment:

@@ -24,6 +24,9 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 30.0
 # Questions in a row without an answer before the wait is given up; azure-core has repeated each of them already.
 _PATIENCE = 20
 
+# What ThroughputProgressBar prints: "Epoch 5: batch 22/22, images/s 146.5, train/loss 0.43".
+_RATE = re.compile(r"\bEpoch \d+: batch .*?, (?P<unit>\w+)/s (?P<rate>[\d.]+)")
+
 
 class SubmittedJob:
     """A job in a workspace.
@@ -90,10 +93,6 @@ class SubmittedJob:
                 raise JobError(f"Job {self.name} is not over after {timeout:g} seconds, but {status}. It goes on.")
             time.sleep(left)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
-
-
-# What ThroughputProgressBar prints: "Epoch 5: batch 22/22, images/s 146.5, train/loss 0.43".
-_RATE = re.compile(r"\bEpoch \d+: batch .*?, (?P<unit>\w+)/s (?P<rate>[\d.]+)")
 
 
 class LogReader(io.TextIOBase):

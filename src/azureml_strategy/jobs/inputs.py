@@ -17,6 +17,31 @@ if TYPE_CHECKING:
 
 _ASSET = re.compile(r"azureml:(?P<name>[^/:@]+)(?::(?P<version>[^/:@]+)|@(?P<label>[^/:@]+))")
 
+# One pass: what was read once is not read again, so that writing it to the disk, or keeping it, is lost work.
+_ONCE = {
+    "DATASET_MOUNT_BLOCK_BASED_CACHE_ENABLED": "true",
+    "DATASET_MOUNT_BLOCK_FILE_CACHE_ENABLED": "false",
+    "DATASET_MOUNT_MEMORY_CACHE_SIZE": "0",
+}
+_PATTERNS = {
+    "epochs": {"DATASET_MOUNT_BLOCK_BASED_CACHE_ENABLED": "true"},
+    "once": _ONCE,
+    "once_large": {**_ONCE, "DATASET_MOUNT_READ_BUFFER_BLOCK_COUNT": "80"},
+    # Whole files, since blocks that are read ahead of a random place are lost work.
+    "random": {"DATASET_MOUNT_BLOCK_BASED_CACHE_ENABLED": "false"},
+}
+ACCESS_PATTERNS = tuple(_PATTERNS)
+# Left free on the local disk, for the image and for what the job writes itself: a node whose disk is full ends its
+# job. A choice of ours: images with CUDA take 20 GiB and more.
+_FREE_GIB = 32
+_FREE_FRACTION = 0.1
+_INPUT_TYPES = ("uri_folder", "uri_file", "mltable")
+_INPUT_MODES = {"ro_mount": _INPUT_TYPES, "download": _INPUT_TYPES, "eval_mount": ("mltable",)}
+_OUTPUT_TYPES = ("uri_folder", "uri_file")
+_OUTPUT_MODES = ("rw_mount", "upload")
+# Azure ML makes environment variables of the names.
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
+
 
 def short_reference(reference: str) -> str:
     """A reference as azure-ai-ml's classes want it, which is as its own reader of YAML makes it.
@@ -50,26 +75,6 @@ def check_data(inputs: Mapping[str, InputSettings], client: MLClient) -> None:
                 f"Name one that it has (`azureml-strategy data show {asset['name']}` lists what there is of it), or a "
                 f"folder in a datastore: job.inputs.{name}.path=azureml://datastores/NAME/paths/FOLDER."
             ) from error
-
-
-# One pass: what was read once is not read again, so that writing it to the disk, or keeping it, is lost work.
-_ONCE = {
-    "DATASET_MOUNT_BLOCK_BASED_CACHE_ENABLED": "true",
-    "DATASET_MOUNT_BLOCK_FILE_CACHE_ENABLED": "false",
-    "DATASET_MOUNT_MEMORY_CACHE_SIZE": "0",
-}
-_PATTERNS = {
-    "epochs": {"DATASET_MOUNT_BLOCK_BASED_CACHE_ENABLED": "true"},
-    "once": _ONCE,
-    "once_large": {**_ONCE, "DATASET_MOUNT_READ_BUFFER_BLOCK_COUNT": "80"},
-    # Whole files, since blocks that are read ahead of a random place are lost work.
-    "random": {"DATASET_MOUNT_BLOCK_BASED_CACHE_ENABLED": "false"},
-}
-ACCESS_PATTERNS = tuple(_PATTERNS)
-# Left free on the local disk, for the image and for what the job writes itself: a node whose disk is full ends its
-# job. A choice of ours: images with CUDA take 20 GiB and more.
-_FREE_GIB = 32
-_FREE_FRACTION = 0.1
 
 
 def data_runtime_variables(patterns: Collection[str], size: VMSize | None) -> dict[str, str]:
@@ -152,14 +157,6 @@ class OutputFiles:
         with service_errors():
             self._storage.download(self._root + path + ("" if single else "/"), folder if single else target)
         return target
-
-
-_INPUT_TYPES = ("uri_folder", "uri_file", "mltable")
-_INPUT_MODES = {"ro_mount": _INPUT_TYPES, "download": _INPUT_TYPES, "eval_mount": ("mltable",)}
-_OUTPUT_TYPES = ("uri_folder", "uri_file")
-_OUTPUT_MODES = ("rw_mount", "upload")
-# Azure ML makes environment variables of the names.
-_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 
 
 def job_inputs(inputs: Mapping[str, InputSettings]) -> dict[str, Input]:

@@ -18,6 +18,12 @@ from azureml_strategy.jobs.service_errors import JobError, service_errors
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
 
+# What the processes of a job print: one file for each, or one for all. The first process is the one that reports.
+_PRINTED = re.compile(r"user_logs/std_log(?:_process_(\d+))?\.txt")
+# azure.ai.ml.operations._run_history_constants.RunHistoryConstants.TERMINAL_STATUSES, but for Paused and NotResponding,
+# from which a job can come back.
+FINAL = ("Completed", "Failed", "Canceled")
+
 
 def render_table(headings: Sequence[str], rows: Sequence[Sequence[object]], empty: str) -> str:
     """A table without frames.
@@ -42,10 +48,6 @@ def render_table(headings: Sequence[str], rows: Sequence[Sequence[object]], empt
     width = shutil.get_terminal_size((200, 24)).columns
     Console(file=text, width=width, markup=False, highlight=False).print(table)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
-
-
-# What the processes of a job print: one file for each, or one for all. The first process is the one that reports.
-_PRINTED = re.compile(r"user_logs/std_log(?:_process_(\d+))?\.txt")
 
 
 def run_details(client: MLClient, name: str) -> Any:
@@ -99,11 +101,6 @@ def read_log(client: MLClient, name: str, file: str | None = None) -> str:
     with service_errors():
         content = BlobClient.from_blob_url(files[chosen]).download_blob().readall()
     return bytes(content).decode("utf-8", errors="replace")
-
-
-# azure.ai.ml.operations._run_history_constants.RunHistoryConstants.TERMINAL_STATUSES, but for Paused and NotResponding,
-# from which a job can come back.
-FINAL = ("Completed", "Failed", "Canceled")
 
 
 @dataclass(frozen=True)

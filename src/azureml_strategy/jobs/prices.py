@@ -27,6 +27,8 @@ _RETRIES, _BACKOFF_S = 2, 0.4  # of a busy service (429, 5xx) or a dropped conne
 
 log = logging.getLogger(__name__)
 
+_SOURCE = "Azure Retail Prices"
+
 
 class PricesUnavailable(RuntimeError):  # noqa: N818 - reads as what happened
     """The service did not answer, or not with prices; the message is HTTP's reason or the error's name."""
@@ -133,9 +135,6 @@ def _one_price(meters: Sequence[_Meter], vm_size: str, tier: str) -> float | Non
 
 
 __all__ = ["Price", "price_for"]
-
-
-_SOURCE = "Azure Retail Prices"
 
 
 class _Cached(TypedDict):

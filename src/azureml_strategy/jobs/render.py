@@ -30,6 +30,14 @@ from azureml_strategy.network.vm_sizes import VMSize
 if TYPE_CHECKING:
     from azure.ai.ml.entities import Command
 
+_SCHEMA = "https://azuremlschemas.azureedge.net/latest/commandJob.schema.json"
+# What a reader looks for first; the rest follows by name.
+_FIRST = ("type", "name", "display_name", "experiment_name", "description", "tags", "command", "code", "environment")
+# What azure-ai-ml writes down for a definition without a name, and makes up again from its content.
+_OF_THE_SERVICE = ("name", "version", "tags")
+_JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,254}")
+_ONE_LINE = 10**6  # a command that is broken over lines cannot be copied
+
 
 def code_folder(recipe: JobRecipe) -> str | None:
     """The folder that the job gets; None where it needs none.
@@ -71,15 +79,6 @@ def command_line(recipe: JobRecipe) -> str:
     """
     words = ["azureml-strategy", "train", recipe_in_code(recipe), *recipe.overrides]
     return " ".join([*map(shlex.quote, words), *recipe.paths])
-
-
-_SCHEMA = "https://azuremlschemas.azureedge.net/latest/commandJob.schema.json"
-# What a reader looks for first; the rest follows by name.
-_FIRST = ("type", "name", "display_name", "experiment_name", "description", "tags", "command", "code", "environment")
-# What azure-ai-ml writes down for a definition without a name, and makes up again from its content.
-_OF_THE_SERVICE = ("name", "version", "tags")
-_JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,254}")
-_ONE_LINE = 10**6  # a command that is broken over lines cannot be copied
 
 
 def render_job(recipe: str, overrides: Sequence[str], name: str | None = None) -> Command:

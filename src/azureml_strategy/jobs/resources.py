@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 
 TIERS = ("dedicated", "low_priority")
 
+SERVERLESS = "serverless"
+DISTRIBUTIONS = ("pytorch", "mpi", "tensorflow", "ray")
+# Docker's own 64 MB, and Azure ML's 2 GB, end loader processes and NCCL's shared-memory transport with a bus error.
+_SHARED_MEMORY_OF_UNKNOWN_SIZE = "16g"
+_SHARED_MEMORY = re.compile(r"[1-9]\d*[bkmg]", re.I)  # as `docker run --shm-size` takes it
+
 
 def find_size(name: str) -> VMSize:
     """A VM size that can still be had.
@@ -123,13 +129,6 @@ def compute_name(size: VMSize, tier: str) -> str:
     """
     name = size.short_name.replace("_", "-")
     return f"{name}-low" if tier == "low_priority" else name
-
-
-SERVERLESS = "serverless"
-DISTRIBUTIONS = ("pytorch", "mpi", "tensorflow", "ray")
-# Docker's own 64 MB, and Azure ML's 2 GB, end loader processes and NCCL's shared-memory transport with a bus error.
-_SHARED_MEMORY_OF_UNKNOWN_SIZE = "16g"
-_SHARED_MEMORY = re.compile(r"[1-9]\d*[bkmg]", re.I)  # as `docker run --shm-size` takes it
 
 
 def node_size(cluster: ClusterSettings) -> VMSize | None:

@@ -15,21 +15,19 @@ from azureml_strategy.jobs.advice import Failure, advice_for
 if TYPE_CHECKING:
     from azure.core.exceptions import AzureError, HttpResponseError
 
-
-class JobError(ValueError):
-    """A job, or what it needs, cannot be had as asked; the message says what to type instead."""
-
-
 UNREADABLE = "UnreadableAnswer"
 _LONGEST = 400  # characters of what the service says; some of it goes on for pages
 # Codes that only say that there is a more precise one inside: Azure Resource Manager's, and Azure ML's.
 _OUTER_CODES = ("UserError", "BadRequest", "DeploymentFailed", "InvalidTemplateDeployment", "ServiceError", "Failed")
 # The colours of azure-ai-ml's list of what it has found wrong, and its first number.
 _DECORATION = re.compile(r"^(?:\s|\x1b\[[\d;]*m)*1\) |\x1b\[[\d;]*m")
-
 # How azure-identity says that a way to sign in is not there, and that it is but has no connection.
 _ABSENT = re.compile(r"unavailable|not (?:found|installed)|could not be found|requires the|please run", re.I)
 _UNREACHABLE = re.compile(r"connect|resolve|timed out", re.I)
+
+
+class JobError(ValueError):
+    """A job, or what it needs, cannot be had as asked; the message says what to type instead."""
 
 
 class ServiceError(JobError):

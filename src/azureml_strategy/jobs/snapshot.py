@@ -34,6 +34,13 @@ SECRETS = (
     *("service_account*.json", "service-account*.json"),
 )
 
+# Beyond these an upload takes minutes, and each start of the job unpacks it again: choices of ours.
+MANY_FILES = 2000
+MANY_BYTES = 100 * 2**20
+# What hardly ever belongs to a job's code and is sent all the same; the first part of a path, or any.
+_UNWANTED = (".git", ".venv", "venv", "site-packages", "__pycache__", "outputs")
+_SHOWN = 5  # names in a line
+
 
 class LeftOut(IgnoreFile):
     """The rules for one folder, as azure-ai-ml asks for them.
@@ -69,14 +76,6 @@ def _in_environment(directory: str, root: str) -> bool:
     if directory == root or os.path.dirname(directory) == directory:
         return False
     return os.path.exists(os.path.join(directory, "pyvenv.cfg")) or _in_environment(os.path.dirname(directory), root)
-
-
-# Beyond these an upload takes minutes, and each start of the job unpacks it again: choices of ours.
-MANY_FILES = 2000
-MANY_BYTES = 100 * 2**20
-# What hardly ever belongs to a job's code and is sent all the same; the first part of a path, or any.
-_UNWANTED = (".git", ".venv", "venv", "site-packages", "__pycache__", "outputs")
-_SHOWN = 5  # names in a line
 
 
 @dataclass(frozen=True)

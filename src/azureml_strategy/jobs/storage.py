@@ -24,6 +24,9 @@ _IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm")
 _SMALL_BYTES = 4_000_000
 _MANY_FILES = 100_000
 
+_SCHEMES = ("azureml", "https", "wasbs", "abfss")
+_ACCOUNT = re.compile(r"[a-z0-9]{3,24}")  # "Storage account overview": names of storage accounts
+
 
 @dataclass(frozen=True)
 class DataSurvey:
@@ -87,10 +90,6 @@ def _files(folder: Path) -> Iterator[tuple[str, int, str]]:
                 yield from _files(Path(entry.path))
             elif entry.is_file():
                 yield entry.name, entry.stat().st_size, str(folder)
-
-
-_SCHEMES = ("azureml", "https", "wasbs", "abfss")
-_ACCOUNT = re.compile(r"[a-z0-9]{3,24}")  # "Storage account overview": names of storage accounts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,10 @@ from typing_extensions import override
 from azureml_strategy.models.chain import ChainLayer, seeded
 from azureml_strategy.models.gpt_config import GPTConfig
 
+# Standard deviation of GPT-2's initial matrices and embeddings (Radford et al. 2019, `initializer_range` of
+# https://huggingface.co/openai-community/gpt2/blob/main/config.json).
+INITIAL_STD = 0.02
+
 
 class Normalisation(nn.Module):
     """Brings images into a memory format, and pixels from 0 to 255 to mean 0 and standard deviation 1.
@@ -155,11 +159,6 @@ class SwiGLUMLP(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """`(N, T, width)` to `(N, T, width)`."""
         return cast(Tensor, self.down(functional.silu(self.gate(hidden)) * self.up(hidden)))
-
-
-# Standard deviation of GPT-2's initial matrices and embeddings (Radford et al. 2019, `initializer_range` of
-# https://huggingface.co/openai-community/gpt2/blob/main/config.json).
-INITIAL_STD = 0.02
 
 
 class NormalLinear(nn.Linear):

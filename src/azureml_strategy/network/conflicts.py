@@ -13,6 +13,11 @@ from azureml_strategy.network.infiniband import HCA
 from azureml_strategy.network.node import Node
 from azureml_strategy.network.sysfs import Interface
 
+# NCCL reads a flag as a number (strtoll): `true` and `yes` are 0 to it.
+_NUMBER = re.compile(r"\s*[+-]?(\d+)", re.A)
+# NCCL_NET_GDR_LEVEL up to NCCL's default, PXB; in a VM without a topology file every adapter is farther than that.
+_NEAR_LEVELS = ("LOC", "PIX", "PXB", "0", "1", "2")
+
 
 @dataclass(frozen=True)
 class DeviceFilter:
@@ -51,12 +56,6 @@ class DeviceFilter:
 def hca_list(hcas: Iterable[HCA]) -> str:
     """The value of NCCL_IB_HCA that selects exactly these ports."""
     return "=" + ",".join(f"{hca.name}:{hca.port}" for hca in hcas)
-
-
-# NCCL reads a flag as a number (strtoll): `true` and `yes` are 0 to it.
-_NUMBER = re.compile(r"\s*[+-]?(\d+)", re.A)
-# NCCL_NET_GDR_LEVEL up to NCCL's default, PXB; in a VM without a topology file every adapter is farther than that.
-_NEAR_LEVELS = ("LOC", "PIX", "PXB", "0", "1", "2")
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,15 @@ PLANNED_VARIABLES = "AZUREML_STRATEGY_PLANNED"
 _PREFIXES = ("NCCL_", "RCCL_", "TORCH_NCCL_", "TORCH_FR_", "GLOO_")
 _NAMES = ("CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING")
 
+# NCCL tells its transport from this level on.
+_TELLING_LEVELS = ("INFO", "TRACE", "ABORT")
+# Channel lines are logged under INIT and NET (NCCL's src/transport/net.cc).
+_TELLING_SUBSYSTEMS = ("INIT", "NET", "ALL")
+_REASON = "The transport is read back from NCCL's own log"
+# Some hundred bytes each, and torch's own default where it has one: a step of a large model has some hundreds.
+_ENTRIES = 2000
+_SOURCE = "PyTorch, ProcessGroupNCCL environment variables"
+
 
 def configured_settings(
     environ: Mapping[str, str] | None = None, *, root: str | Path = "/", library: str = "nccl"
@@ -67,13 +76,6 @@ def _read(path: Path) -> dict[str, str]:
     lines = (read_text(path) or "").split("\n")
     pairs = (line.partition("=") for line in lines if not line.startswith("#"))
     return {name: value for name, separator, value in pairs if separator}
-
-
-# NCCL tells its transport from this level on.
-_TELLING_LEVELS = ("INFO", "TRACE", "ABORT")
-# Channel lines are logged under INIT and NET (NCCL's src/transport/net.cc).
-_TELLING_SUBSYSTEMS = ("INIT", "NET", "ALL")
-_REASON = "The transport is read back from NCCL's own log"
 
 
 def log_settings(configured: Mapping[str, tuple[str, str]], folder: Path) -> Iterator[Setting]:
@@ -126,11 +128,6 @@ def log_folder(azure: bool) -> Path:
             if os.access(folder, os.W_OK):
                 return folder
     return temporary
-
-
-# Some hundred bytes each, and torch's own default where it has one: a step of a large model has some hundreds.
-_ENTRIES = 2000
-_SOURCE = "PyTorch, ProcessGroupNCCL environment variables"
 
 
 def recorder_settings(configured: Mapping[str, tuple[str, str]], folder: Path | None) -> Iterator[Setting]:

@@ -31,6 +31,14 @@ VM_SIZE_URL = "http://169.254.169.254/metadata/instance/compute/vmSize?api-versi
 TIMEOUT_SECONDS = 0.5
 _NAME = re.compile(r"[\w-]{1,64}", re.A)  # Standard_ND96isr_H100_v5, Standard_HB120-16rs_v3
 
+# Where Azure's HPC images put them (azhpc-images, components/customizations); a container sees them only if they
+# are mounted or copied in.
+_PLACES = ("opt/microsoft/{series}-topo.xml", "opt/microsoft/{series}/topo.xml")
+# NCCL reads this one by itself.
+_NCCL_DEFAULT = "var/run/nvidia-topologyd/virtualTopology.xml"
+_MEMLOCK = re.compile(r"^Max locked memory\s+(\S+)", re.M)
+_MEMORY_IN_MODEL = re.compile(r"(\d+)\s*GB")
+
 
 def is_azure_vm(sysfs: str | Path = "/sys") -> bool:
     """Whether this machine is an Azure VM, by its chassis; no network is touched."""
@@ -68,13 +76,6 @@ def _ask(url: str, timeout_s: float, answers: list[str]) -> None:
         answers.append(text)
 
 
-# Where Azure's HPC images put them (azhpc-images, components/customizations); a container sees them only if they
-# are mounted or copied in.
-_PLACES = ("opt/microsoft/{series}-topo.xml", "opt/microsoft/{series}/topo.xml")
-# NCCL reads this one by itself.
-_NCCL_DEFAULT = "var/run/nvidia-topologyd/virtualTopology.xml"
-
-
 def topology_file(size: VMSize | None, root: str | Path = "/") -> Path | None:
     """The topology file for a VM size, if this node has it.
 
@@ -91,10 +92,6 @@ def topology_file(size: VMSize | None, root: str | Path = "/") -> Path | None:
 def has_default_topology(root: str | Path = "/") -> bool:
     """Whether NCCL finds a topology file without being told."""
     return os.path.isfile(Path(root) / _NCCL_DEFAULT)
-
-
-_MEMLOCK = re.compile(r"^Max locked memory\s+(\S+)", re.M)
-_MEMORY_IN_MODEL = re.compile(r"(\d+)\s*GB")
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,12 @@ from typing import Literal
 
 _MOST_BYTES = 64 * 1024  # an attribute of sysfs holds at most a page
 
+_INFINIBAND, _LOOPBACK = 32, 772  # ARPHRD_INFINIBAND and ARPHRD_LOOPBACK of the kernel's if_arp.h
+_DEFAULT_ROUTE = "00000000"
+_NVIDIA_MODEL = re.compile(r"^Model:\s*(.+)$", re.M)
+_CUDA_NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED of CUresult, the driver's cuda.h
+_AMD_NODE = re.compile(r"^simd_count\s+([1-9]\d*)$", re.M)
+
 
 def read_text(path: Path) -> str | None:
     """The content without surrounding blanks; None where it cannot be read: a diagnostic must not stop training."""
@@ -35,10 +41,6 @@ def entries(folder: Path) -> list[Path]:
         return sorted(folder.iterdir())
     except OSError:
         return []
-
-
-_INFINIBAND, _LOOPBACK = 32, 772  # ARPHRD_INFINIBAND and ARPHRD_LOOPBACK of the kernel's if_arp.h
-_DEFAULT_ROUTE = "00000000"
 
 
 @dataclass(frozen=True)
@@ -90,11 +92,6 @@ def _default_interfaces(route: Path) -> set[str]:
     """Interfaces of default routes: lines of `Iface Destination Gateway ...`, addresses in hexadecimal."""
     rows = [line.split() for line in (read_text(route) or "").splitlines()[1:]]
     return {row[0] for row in rows if len(row) > 7 and row[1] == row[7] == _DEFAULT_ROUTE}
-
-
-_NVIDIA_MODEL = re.compile(r"^Model:\s*(.+)$", re.M)
-_CUDA_NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED of CUresult, the driver's cuda.h
-_AMD_NODE = re.compile(r"^simd_count\s+([1-9]\d*)$", re.M)
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,8 @@ _UNLETTERED_RDMA = frozenset({"a8", "a9"})
 # 2020, list of SR-IOV sizes; for NC24r also Azure ML's distributed GPU training guide). All later sizes have SR-IOV.
 _WITHOUT_SR_IOV = frozenset({"a8", "a9", "h16r", "h16mr", "nc24r", "nc24rs_v2", "nd24rs"})
 
+_AMD_MODELS = ("MI", "V620", "V710")
+
 
 @dataclass(frozen=True)
 class VMName:
@@ -96,9 +98,6 @@ def bare_name(name: str) -> str:
     """The name without `Standard_` and surrounding blanks."""
     text = name.strip()
     return text[len(_PREFIX) :] if text.lower().startswith(_PREFIX) else text
-
-
-_AMD_MODELS = ("MI", "V620", "V710")
 
 
 class UnknownVMSize(LookupError):  # noqa: N818 - reads as what happened

@@ -37,6 +37,13 @@ log = logging.getLogger(__name__)
 # Of the 30 seconds that Azure gives a low-priority node; a server that does not answer must not use them up.
 _FLUSH_SECONDS = 8.0
 
+# A shell reports this plus the number of the signal that ended a process: Azure ML must not take the job for completed.
+_OF_SIGNAL = 128
+# How a reason to stop begins that is a signal.
+_NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
+_ON_CTRL_C = b"\nCtrl-C: stopping after one of the next steps, to save. Press it again to end at once.\n"
+_STORE_TIMEOUT = timedelta(seconds=60)
+
 
 @runtime_checkable
 class _RunLogger(Protocol):
@@ -83,14 +90,6 @@ def _record(trainer: Trainer, text: str) -> None:
         if isinstance(logger, _RunLogger):
             logger.log_tags({f"stopped.attempt_{job.attempt if job else 0}": text})
             logger.flush(_FLUSH_SECONDS)
-
-
-# A shell reports this plus the number of the signal that ended a process: Azure ML must not take the job for completed.
-_OF_SIGNAL = 128
-# How a reason to stop begins that is a signal.
-_NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
-_ON_CTRL_C = b"\nCtrl-C: stopping after one of the next steps, to save. Press it again to end at once.\n"
-_STORE_TIMEOUT = timedelta(seconds=60)
 
 
 class TerminateTogether(IsolatedCallback):

@@ -8,13 +8,12 @@ from pathlib import Path
 
 from azureml_strategy.cluster.job import Price
 
+# Enough to leave the warm-up of the shipped recipes behind (50 steps where it is longest) and to measure as many.
+DEFAULT_STEPS = 100
+
 
 class StudyError(ValueError):
     """The study cannot be made as asked; the message says what to type instead."""
-
-
-# Enough to leave the warm-up of the shipped recipes behind (50 steps where it is longest) and to measure as many.
-DEFAULT_STEPS = 100
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,9 @@ from azureml_strategy.training.resolvers import register_resolvers
 
 WORKSPACE = "azureml"
 
+# What a shell reports of a process that Ctrl-C or SIGTERM ended: 128 + the signal.
+_INTERRUPTED = (130, 143)
+
 
 def read_runs(options: StudyOptions) -> Iterator[Figures]:
     """Read the runs that the user has named.
@@ -41,10 +44,6 @@ def _workspace_store() -> str:
     from azureml_strategy.jobs.metrics import tracking_uri
 
     return tracking_uri(connect())
-
-
-# What a shell reports of a process that Ctrl-C or SIGTERM ended: 128 + the signal.
-_INTERRUPTED = (130, 143)
 
 
 def emulate_sizes(options: StudyOptions) -> Iterator[Figures]:

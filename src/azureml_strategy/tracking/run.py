@@ -27,6 +27,12 @@ if TYPE_CHECKING:
 # azureml://REGION.api.azureml.ms/mlflow/v1.0/subscriptions/S/resourceGroups/G/providers/.../workspaces/W
 _WORKSPACE = re.compile(r"/resourcegroups/(?P<group>[^/?]+)/.*/workspaces/(?P<workspace>[^/?]+)", re.IGNORECASE)
 
+# MLflow 3 refuses its older default, a folder of files.
+DEFAULT_TRACKING_URI = "sqlite:///mlflow.db"
+DEFAULT_EXPERIMENT = "lightning_logs"
+# By this tag a run is found whose creation was never answered.
+_START_ID = "azureml_strategy.start_id"
+
 
 @dataclass(frozen=True)
 class RunLocation:
@@ -90,13 +96,6 @@ class EarlierMetrics:
             history = self._client.get_metric_history(self._run_id, metric.key)
             self._last[metric.key] = max((each.step for each in history), default=-math.inf)
         return bool(metric.step <= self._last[metric.key])
-
-
-# MLflow 3 refuses its older default, a folder of files.
-DEFAULT_TRACKING_URI = "sqlite:///mlflow.db"
-DEFAULT_EXPERIMENT = "lightning_logs"
-# By this tag a run is found whose creation was never answered.
-_START_ID = "azureml_strategy.start_id"
 
 
 @dataclass(frozen=True)

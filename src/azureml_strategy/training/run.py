@@ -35,6 +35,10 @@ from azureml_strategy.training.targets import drop_keys_of_old_targets, loggers_
 # Sections that say where things are, or what may differ between the attempts of a job.
 _NO_HYPERPARAMETERS = ("output_dir", "resume", "global_batch", "tracking", "checkpoint", "job")
 
+log = logging.getLogger(__name__)
+# How long a process that we started may take to fail as well, once this one has; it may wait for it in a collective.
+_GRACE_SECONDS = 5.0
+
 
 def hyperparameters(config: DictConfig) -> dict[str, Any]:
     """The configuration as hyperparameters: resolved, without what says only where things are.
@@ -109,12 +113,6 @@ def _asked_environment() -> Iterator[list[str]]:
         yield asked
     finally:
         OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
-
-
-log = logging.getLogger(__name__)
-
-# How long a process that we started may take to fail as well, once this one has; it may wait for it in a collective.
-_GRACE_SECONDS = 5.0
 
 
 def train(config: DictConfig) -> dict[str, float]:

@@ -35,6 +35,9 @@ from azureml_strategy.training.recipes import RecipeError, near_matches
 HYDRA_OWN = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")
 """Keys beside a `_target_` that Hydra reads itself."""
 
+log = logging.getLogger(__name__)
+_SHIPPED = "azureml-strategy"  # as our search-path plugin calls itself
+
 
 @contextmanager
 def own_modules(folder: str | None) -> Iterator[None]:
@@ -187,11 +190,6 @@ def _own_folders() -> list[Path]:
     installed = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")]
     folders = [Path(each or os.curdir).absolute() for each in sys.path]
     return [each for each in folders if each.is_dir() and not any(each.is_relative_to(one) for one in installed)]
-
-
-log = logging.getLogger(__name__)
-
-_SHIPPED = "azureml-strategy"  # as our search-path plugin calls itself
 
 
 def drop_keys_of_old_targets(config: DictConfig) -> None:

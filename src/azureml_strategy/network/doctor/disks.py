@@ -18,6 +18,18 @@ _DISK_KINDS = ("ext3", "ext4", "xfs", "btrfs")
 # File systems of the desktop, of snaps and of containers are FUSE too, but hold no data of a job.
 _SYSTEM_FOLDERS = ("/proc", "/sys", "/dev", "/run", "/snap", "/var/lib")
 
+_OPEN_FILES = re.compile(r"^Max open files\s+(\d+)\s+(\S+)", re.M)
+_GIB = 1 << 30
+# Azure ML's default of `shm_size` is 2g ("CLI (v2) command job YAML schema").
+_AZURE_SHARED_MEMORY = 2 * _GIB
+_SHARED_GIB_PER_GPU = 8
+# Each tensor that a DataLoader worker hands over, and each socket of NCCL, takes one.
+_ENOUGH_FILES = 4096
+# Where Azure mounts the resource disk and NVMe disks.
+_LOCAL_DISKS = ("/mnt", "/scratch", "/nvme")
+# A checkpoint of ResNet-50 with its optimizer takes 0.2 GB, torch's caches of compiled code some more.
+_LITTLE_GB = 5
+
 
 @dataclass(frozen=True)
 class Mount:
@@ -64,15 +76,6 @@ def _plain(text: str) -> str:
     return _ESCAPED.sub(lambda found: chr(int(found[1], base=8)), text)
 
 
-_OPEN_FILES = re.compile(r"^Max open files\s+(\d+)\s+(\S+)", re.M)
-_GIB = 1 << 30
-# Azure ML's default of `shm_size` is 2g ("CLI (v2) command job YAML schema").
-_AZURE_SHARED_MEMORY = 2 * _GIB
-_SHARED_GIB_PER_GPU = 8
-# Each tensor that a DataLoader worker hands over, and each socket of NCCL, takes one.
-_ENOUGH_FILES = 4096
-
-
 def check_limits(facts: Facts) -> Iterator[Finding]:
     """Shared memory, locked memory and open files. What is wrong with locked memory, the plan's findings say."""
     yield from _shared_memory(facts)
@@ -113,12 +116,6 @@ def _open_files(facts: Facts) -> Iterator[Finding]:
         f"at most {limit[1]}; each tensor from a DataLoader worker takes one, and each connection of NCCL.",
         f"Begin the command with `ulimit -n {limit[2]} &&`.",
     )
-
-
-# Where Azure mounts the resource disk and NVMe disks.
-_LOCAL_DISKS = ("/mnt", "/scratch", "/nvme")
-# A checkpoint of ResNet-50 with its optimizer takes 0.2 GB, torch's caches of compiled code some more.
-_LITTLE_GB = 5
 
 
 def check_storage(facts: Facts) -> Iterator[Finding]:

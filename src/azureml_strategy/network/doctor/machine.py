@@ -17,6 +17,14 @@ from azureml_strategy.network.vm_sizes import UnknownVMSize, VMSize, known_vm_si
 
 _MOST_NAMES = 2  # written out
 
+# `NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 ...`; the open one says `Kernel Module for x86_64`.
+_DRIVER = re.compile(r"Kernel Module\s+(?:for \S+\s+)?(\d+(?:\.\d+)+)")
+# The oldest driver for each CUDA (NVIDIA, "CUDA Compatibility", minor version compatibility); older ones need the
+# forward-compatibility libraries, which images of CUDA have here.
+_OLDEST_DRIVERS = {"13": 580, "12": 525}
+_COMPATIBILITY_LIBRARIES = "usr/local/cuda/compat"
+_SUBJECT = "VM size"
+
 
 def check_adapters(facts: Facts) -> Iterator[Finding]:
     """What carries traffic between nodes."""
@@ -99,14 +107,6 @@ def _interface(facts: Facts) -> Iterator[Finding]:
         )
 
 
-# `NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 ...`; the open one says `Kernel Module for x86_64`.
-_DRIVER = re.compile(r"Kernel Module\s+(?:for \S+\s+)?(\d+(?:\.\d+)+)")
-# The oldest driver for each CUDA (NVIDIA, "CUDA Compatibility", minor version compatibility); older ones need the
-# forward-compatibility libraries, which images of CUDA have here.
-_OLDEST_DRIVERS = {"13": 580, "12": 525}
-_COMPATIBILITY_LIBRARIES = "usr/local/cuda/compat"
-
-
 def check_gpus(facts: Facts) -> Iterator[Finding]:
     """Number and model against the size and the launch; driver against CUDA; torch's build against the vendor."""
     present, promised = len(facts.node.gpus.models), _promised(facts)
@@ -182,9 +182,6 @@ def _processes(facts: Facts, present: int) -> Iterator[Finding]:
         yield Finding("problem", "GPUs", f"{number}: NCCL refuses two ranks on one GPU.", advice)
     else:
         yield Finding("warning", "GPUs", f"{number}: {present - launch.local_world_size} stay idle.", advice)
-
-
-_SUBJECT = "VM size"
 
 
 def check_size(facts: Facts) -> Iterator[Finding]:

@@ -14,6 +14,14 @@ from azureml_strategy.network.findings import Finding, Verdict
 
 _WORST_FIRST: tuple[Verdict, ...] = ("problem", "warning", "ok")
 
+# A log may hold escape sequences, which a terminal would obey.
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]+")
+_MARKS = {"ok": "ok", "warning": "WARNING", "problem": "PROBLEM"}
+_MARK_WIDTH = max(map(len, _MARKS.values()))
+# A longer subject, which a variable with its value may be, gets a line of its own.
+_WIDEST_SUBJECT = 22
+_NARROWEST_TEXT = 30
+
 
 @dataclass(frozen=True)
 class Section:
@@ -75,10 +83,6 @@ def _count(number: int, word: str) -> str:
     return f"{number or 'no'} {word}{'' if number == 1 else 's'}"
 
 
-# A log may hold escape sequences, which a terminal would obey.
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]+")
-
-
 def without_secrets(report: Report, environ: Mapping[str, str]) -> Report:
     """The report, fit to print and to pass on.
 
@@ -118,13 +122,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(entry) for entry in value]
     return value
-
-
-_MARKS = {"ok": "ok", "warning": "WARNING", "problem": "PROBLEM"}
-_MARK_WIDTH = max(map(len, _MARKS.values()))
-# A longer subject, which a variable with its value may be, gets a line of its own.
-_WIDEST_SUBJECT = 22
-_NARROWEST_TEXT = 30
 
 
 def render(report: Report, width: int) -> str:

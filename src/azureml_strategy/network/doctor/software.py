@@ -15,6 +15,18 @@ _NUMBER = re.compile(r"(\d+)\.(\d+)")
 _OLDEST = {"torch": (2, 6), "lightning": (2, 6), "mlflow": (2, 19)}
 _MLFLOW_BEYOND_AZURE = (3, 16)
 
+# What is shown, and the distributions that have it.
+_DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
+    "azureml-strategy": ("azureml-strategy",),
+    "torch": ("torch",),
+    "cuda": ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"),
+    "nccl": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
+    "lightning": ("lightning",),
+    "deepspeed": ("deepspeed",),
+    "mlflow": ("mlflow",),
+    "azureml-mlflow": ("azureml-mlflow",),
+}
+
 
 def check_versions(facts: Facts) -> Iterator[Finding]:
     """All versions in one line, then what does not go together."""
@@ -52,19 +64,6 @@ def _number(text: str | None) -> tuple[int, int]:
     """Major and minor version; (0, 0) where there is none."""
     found = _NUMBER.match(text or "")
     return (int(found[1]), int(found[2])) if found else (0, 0)
-
-
-# What is shown, and the distributions that have it.
-_DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
-    "azureml-strategy": ("azureml-strategy",),
-    "torch": ("torch",),
-    "cuda": ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"),
-    "nccl": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
-    "lightning": ("lightning",),
-    "deepspeed": ("deepspeed",),
-    "mlflow": ("mlflow",),
-    "azureml-mlflow": ("azureml-mlflow",),
-}
 
 
 def installed_versions() -> dict[str, str | None]:

@@ -11,6 +11,27 @@ LIMIT = 1 << 13
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
+Kind = Literal["ib", "roce", "socket", "ofi", "p2p-only", "unknown"]
+Family = Literal["verbs", "socket", "ofi"]
+_FAMILIES: tuple[tuple[Family, re.Pattern[str]], ...] = (
+    # `IBext` and `NCCL RDMA Plugin` are HPC-X, `gIB` is Google's RoCE; SHARP runs inside InfiniBand switches.
+    ("verbs", re.compile(r"IB\b|IBext|NCCL RDMA Plugin|UCX|gIB\b|SHARP\b")),
+    ("socket", re.compile(r"(?:Fast)?Socket\b")),
+    ("ofi", re.compile(r"(?:AWS )?Libfabric|OFI\b", re.I)),
+)
+_SLOWEST_FIRST: tuple[Kind, ...] = ("socket", "ofi", "roce", "ib")
+# `[0]mlx5_0:1/IB/SHARP`; a fused adapter is `[2]={[0] mlx5_0:1/IB, [1] mlx5_1:1/IB}` (NCCL 2.22, 2.23).
+_ENTRY = re.compile(r"\[(\d{1,6})\](?:=\{([^}]*)|\s*([^\s\[;{]+))")
+_DEVICE = re.compile(r"([^\s\[\]{},;:/]{1,64}):(?:uverbs\d+:)?\d+/(IB|RoCE)\b(/SHARP)?")
+# net.cc writes NET/<network>/<device>[(<proxy rank>)][/GDRDMA[(PCI)]][/Shared], coll_net.cc COLLNET/SHARP/<device>.
+# The device must be there: without it the line was cut off, perhaps within the network's name.
+_NETWORK = re.compile(r"(COLL)?NET/([^/]{1,64})/(\d{1,6})(\(\d+\))?")
+# p2p.cc and shm.cc; RCCL adds ` comm 0x... nRanks N` behind them.
+_LOCAL = re.compile(
+    r"P2P/(?:direct pointer|indirect|[A-Z]{1,16})(?:/read)?(?:/CE)?"
+    r"|SHM/[a-zA-Z]{1,16}(?:/[a-zA-Z]{1,16})?|direct shared memory"
+)
+
 
 def remember(kept: dict[Key, Value], key: Key, value: Value) -> None:
     """Keep the value unless the key has one already or `LIMIT` keys are kept."""
@@ -22,18 +43,6 @@ def count(counts: dict[Key, int], key: Key, more: int) -> None:
     """Add to the key's count; a new key is left out once `LIMIT` keys are counted."""
     if key in counts or len(counts) < LIMIT:
         counts[key] = counts.get(key, 0) + more
-
-
-Kind = Literal["ib", "roce", "socket", "ofi", "p2p-only", "unknown"]
-Family = Literal["verbs", "socket", "ofi"]
-
-_FAMILIES: tuple[tuple[Family, re.Pattern[str]], ...] = (
-    # `IBext` and `NCCL RDMA Plugin` are HPC-X, `gIB` is Google's RoCE; SHARP runs inside InfiniBand switches.
-    ("verbs", re.compile(r"IB\b|IBext|NCCL RDMA Plugin|UCX|gIB\b|SHARP\b")),
-    ("socket", re.compile(r"(?:Fast)?Socket\b")),
-    ("ofi", re.compile(r"(?:AWS )?Libfabric|OFI\b", re.I)),
-)
-_SLOWEST_FIRST: tuple[Kind, ...] = ("socket", "ofi", "roce", "ib")
 
 
 def family(network: str) -> Family | None:
@@ -51,11 +60,6 @@ def fastest(kinds: Iterable[Kind]) -> Kind:
     """The fastest of the transports that could be used."""
     seen = set(kinds)
     return next((kind for kind in reversed(_SLOWEST_FIRST) if kind in seen), "unknown")
-
-
-# `[0]mlx5_0:1/IB/SHARP`; a fused adapter is `[2]={[0] mlx5_0:1/IB, [1] mlx5_1:1/IB}` (NCCL 2.22, 2.23).
-_ENTRY = re.compile(r"\[(\d{1,6})\](?:=\{([^}]*)|\s*([^\s\[;{]+))")
-_DEVICE = re.compile(r"([^\s\[\]{},;:/]{1,64}):(?:uverbs\d+:)?\d+/(IB|RoCE)\b(/SHARP)?")
 
 
 class Devices:
@@ -108,16 +112,6 @@ class Devices:
 
 def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
-
-
-# net.cc writes NET/<network>/<device>[(<proxy rank>)][/GDRDMA[(PCI)]][/Shared], coll_net.cc COLLNET/SHARP/<device>.
-# The device must be there: without it the line was cut off, perhaps within the network's name.
-_NETWORK = re.compile(r"(COLL)?NET/([^/]{1,64})/(\d{1,6})(\(\d+\))?")
-# p2p.cc and shm.cc; RCCL adds ` comm 0x... nRanks N` behind them.
-_LOCAL = re.compile(
-    r"P2P/(?:direct pointer|indirect|[A-Z]{1,16})(?:/read)?(?:/CE)?"
-    r"|SHM/[a-zA-Z]{1,16}(?:/[a-zA-Z]{1,16})?|direct shared memory"
-)
 
 
 class Route(NamedTuple):

@@ -14,6 +14,21 @@ PIECE = 1 << 17  # characters or bytes read at once: what stays in a core's cach
 # NCCL formats a message into 1 KiB, its list of devices into 2 KiB; launchers put a prefix before it.
 MAX_LINE = 1 << 14
 
+# `[time] host:pid:tid [device] NCCL INFO text`, `... [device] file:line (function) NCCL WARN text` (NCCL's debug.cc);
+# RCCL writes the same.
+_MARK = re.compile(r"NCCL (INFO|WARN) ")
+_COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_PROCESS = re.compile(r"([\w.-]{1,255}):\d+:\d+$")
+# How long messages that matter begin, and what comes late in them: without it, an editor or a terminal wrapped them.
+_LONG = (
+    (re.compile(r"NET/IB ?: Using "), re.compile(r"OOB \S+:")),
+    (re.compile(r"NET/IB ?: Got completion"), re.compile(r"vendor.err.\d+")),
+    (re.compile(r"(?:Channel|Ring|CollNet) \d+[^>]*->"), re.compile(r" via ")),
+)
+_MOST_LINES = 5  # of one message
+_LONGEST_KEY = 256  # characters of a process and a route
+_Open = tuple[str | None, str, list[str]]  # host, level and the lines of a message so far
+
 
 @runtime_checkable
 class Stream(Protocol):
@@ -69,23 +84,6 @@ def _decoded(pieces: Iterable[str | bytes]) -> Iterator[str]:
     decoder = getincrementaldecoder("utf-8")(errors="replace")
     for piece in pieces:
         yield piece if isinstance(piece, str) else decoder.decode(piece)
-
-
-# `[time] host:pid:tid [device] NCCL INFO text`, `... [device] file:line (function) NCCL WARN text` (NCCL's debug.cc);
-# RCCL writes the same.
-_MARK = re.compile(r"NCCL (INFO|WARN) ")
-_COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-_PROCESS = re.compile(r"([\w.-]{1,255}):\d+:\d+$")
-# How long messages that matter begin, and what comes late in them: without it, an editor or a terminal wrapped them.
-_LONG = (
-    (re.compile(r"NET/IB ?: Using "), re.compile(r"OOB \S+:")),
-    (re.compile(r"NET/IB ?: Got completion"), re.compile(r"vendor.err.\d+")),
-    (re.compile(r"(?:Channel|Ring|CollNet) \d+[^>]*->"), re.compile(r" via ")),
-)
-_MOST_LINES = 5  # of one message
-_LONGEST_KEY = 256  # characters of a process and a route
-
-_Open = tuple[str | None, str, list[str]]  # host, level and the lines of a message so far
 
 
 class Sink(Protocol):

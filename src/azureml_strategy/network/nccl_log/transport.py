@@ -11,6 +11,16 @@ from azureml_strategy.network.nccl_log.failures import LogError
 Basis = Literal["channels", "collnet", "init", "error", "none"]
 Sharp = Literal["used", "failed", "available"]
 
+_NAMES: dict[Kind, str] = {
+    "ib": "InfiniBand",
+    "roce": "RoCE (verbs over Ethernet)",
+    "socket": "TCP sockets",
+    "ofi": "libfabric",
+    "p2p-only": "inside nodes only",
+    "unknown": "unknown transport",
+}
+_MOST_NAMES = 2  # of adapters written out
+
 
 @dataclass(frozen=True)
 class Transport:
@@ -62,17 +72,6 @@ class Transport:
     relaxed_ordering: bool | None
     sharp: Sharp | None
     pxn: bool
-
-
-_NAMES: dict[Kind, str] = {
-    "ib": "InfiniBand",
-    "roce": "RoCE (verbs over Ethernet)",
-    "socket": "TCP sockets",
-    "ofi": "libfabric",
-    "p2p-only": "inside nodes only",
-    "unknown": "unknown transport",
-}
-_MOST_NAMES = 2  # of adapters written out
 
 
 def describe(transport: Transport) -> str:

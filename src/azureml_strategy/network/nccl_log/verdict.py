@@ -13,6 +13,9 @@ from azureml_strategy.network.nccl_log.transport import Basis
 # Errors after which there is no communicator.
 _NOTHING_ESTABLISHED = {"no interface", "bootstrap time-out"}
 
+_MOST_NAMES = 8  # in a text
+_BRIDGES = ("docker", "virbr", "veth", "br-")  # inside one host
+
 
 class Use(NamedTuple):
     """A host's use of a network."""
@@ -87,10 +90,6 @@ def _use(evidence: Evidence, host: str | None, network: str, device: int | None 
 
 def _distinct(uses: Iterable[Use]) -> tuple[Use, ...]:
     return tuple(dict.fromkeys(uses))
-
-
-_MOST_NAMES = 8  # in a text
-_BRIDGES = ("docker", "virbr", "veth", "br-")  # inside one host
 
 
 def find(evidence: Evidence, verdict: Verdict) -> Iterator[LogError]:

@@ -30,6 +30,15 @@ from azureml_strategy.control.gather import Exchange
 from azureml_strategy.control.messages import register
 from azureml_strategy.strategies.errors import ConfigurationError, UnfitCheckpointError
 
+# What Lightning writes beside the shards.
+_INDEX, _REST = ".metadata", "meta.pt"
+# What torch's distributed checkpoint writes last, and what Lightning writes after it.
+_SHOWN = 3
+_LAYOUTS = (
+    "azureml_model_parallel reads the folders that it writes, and single files of it or of DDP. Weights of another "
+    "layout can be made one file by `azureml-strategy consolidate CHECKPOINT OUTPUT`."
+)
+
 
 def copy_from_rank_zero(module: nn.Module, device: torch.device) -> None:
     """Give every rank the parameters and buffers of rank 0, as DDP does, one tensor at a time on the device.
@@ -91,9 +100,6 @@ def _is_cut(parameter: nn.Parameter, axis: str) -> bool:
     return axis in names and not parameter.placements[names.index(axis)].is_replicate()
 
 
-# What Lightning writes beside the shards.
-_INDEX, _REST = ".metadata", "meta.pt"
-
 # What the ranks tell one another of what each has and has written.
 register(
     *(metadata.ChunkStorageMetadata, metadata.MetadataIndex, metadata.TensorProperties),
@@ -139,14 +145,6 @@ def write_distributed(content: tuple[dict[str, Any], dict[str, Any] | None], pat
         torch.save(rest, path / _REST)
 
     exchange.on_rank_zero(finish)
-
-
-# What torch's distributed checkpoint writes last, and what Lightning writes after it.
-_SHOWN = 3
-_LAYOUTS = (
-    "azureml_model_parallel reads the folders that it writes, and single files of it or of DDP. Weights of another "
-    "layout can be made one file by `azureml-strategy consolidate CHECKPOINT OUTPUT`."
-)
 
 
 def check_checkpoint(path: Path, weights: Mapping[str, torch.Size], strict: bool) -> None:

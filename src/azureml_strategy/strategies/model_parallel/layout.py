@@ -14,6 +14,10 @@ from typing_extensions import override
 from azureml_strategy.strategies.errors import ConfigurationError, MeshSizeError
 from azureml_strategy.strategies.model_parallel.clipping import clip_gradient_norm
 
+# Lightning's own list for this strategy, which it checks only where the strategy is given as an object.
+SUPPORTED = ("32-true", "bf16-mixed", "bf16-true", "16-true")
+Size = int | Literal["auto"]
+
 
 @runtime_checkable
 class HasTensorParallelPlan(Protocol):
@@ -46,10 +50,6 @@ class HasShardedBlocks(Protocol):
 
         What is in no block is gathered for the whole step, such as embeddings, and output matrices tied to them.
         """
-
-
-# Lightning's own list for this strategy, which it checks only where the strategy is given as an object.
-SUPPORTED = ("32-true", "bf16-mixed", "bf16-true", "16-true")
 
 
 class _NormOverMeshes(Precision):
@@ -88,9 +88,6 @@ def for_meshes(plugin: Precision) -> Precision:
     if type(plugin) is MixedPrecision:
         return MixedMeshPrecision("bf16-mixed", plugin.device)
     return plugin
-
-
-Size = int | Literal["auto"]
 
 
 @dataclass(frozen=True)

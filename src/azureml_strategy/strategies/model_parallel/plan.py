@@ -20,6 +20,10 @@ from azureml_strategy.strategies.errors import ConfigurationError
 # Every place of one parameter: the name of the module, and the parameter's name in it.
 Places = list[tuple[str, str]]
 
+# What Lightning calls of a module instead of its forward.
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+STYLES = ("colwise", "colwise_gather_output", "rowwise")
+
 
 def shared_parameters(module: nn.Module) -> list[Places]:
     """The places of each parameter that has more than one."""
@@ -50,10 +54,6 @@ def tie_again(module: nn.Module, shared: list[Places]) -> None:
             )
         for owner, name in places[1:]:
             module.get_submodule(owner).register_parameter(name, parameters[0])
-
-
-# What Lightning calls of a module instead of its forward.
-_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 def is_parallel(module: nn.Module) -> bool:
@@ -87,9 +87,6 @@ def shard_parameters(module: nn.Module, mesh: DeviceMesh, blocks: Sequence[nn.Mo
     fully_shard(module, mesh=mesh, mp_policy=around)
     for step in _STEPS:
         register_fsdp_forward_method(module, step)
-
-
-STYLES = ("colwise", "colwise_gather_output", "rowwise")
 
 
 def cut_tensors(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:

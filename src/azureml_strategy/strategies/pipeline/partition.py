@@ -11,12 +11,11 @@ from torch import nn
 
 from azureml_strategy.strategies.errors import ConfigurationError
 
+_BY_KIND = "type:"
+
 
 class PipelineError(ConfigurationError):
     """A module, a batch, a Trainer or a checkpoint that does not fit the pipeline; the message says what to change."""
-
-
-_BY_KIND = "type:"
 
 
 def check_method(partition: str) -> None:

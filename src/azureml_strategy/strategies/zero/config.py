@@ -15,6 +15,20 @@ from lightning.fabric.utilities.types import _PATH
 
 from azureml_strategy.strategies.errors import ConfigurationError, NoDeepSpeedError
 
+# Disks behind these file systems are local: network shares and blob mounts have others.
+_LOCAL = ("ext4", "xfs", "btrfs")
+# A disk of its own, or several behind one software RAID, as on VM sizes with eight NVMe disks.
+_DEVICES = ("/dev/nvme", "/dev/md")
+_STAGES = (0, 1, 2, 3)
+# What a DeepSpeed configuration has no place for. Lightning ignores all other arguments beside one, without a word.
+_BESIDE_CONFIG = {
+    *("accelerator", "parallel_devices", "precision_plugin", "process_group_backend", "timeout"),
+    *("logging_level", "remote_device", "load_full_weights", "exclude_frozen_parameters"),
+    *("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"),
+}
+_AUTO = "auto"
+_HALVES = {"bf16": "bf16-", "fp16": "16-"}
+
 
 def require_deepspeed() -> None:
     """Stop where DeepSpeed is not installed.
@@ -65,12 +79,6 @@ def uses_nvme(config: Mapping[str, Any]) -> bool:
     return any((zero.get(part) or {}).get("device") == "nvme" for part in ("offload_param", "offload_optimizer"))
 
 
-# Disks behind these file systems are local: network shares and blob mounts have others.
-_LOCAL = ("ext4", "xfs", "btrfs")
-# A disk of its own, or several behind one software RAID, as on VM sizes with eight NVMe disks.
-_DEVICES = ("/dev/nvme", "/dev/md")
-
-
 def find_local_disk(mounts: Path = Path("/proc/mounts")) -> Path:
     """The writable folder with the most free space that is mounted from an NVMe disk of this node.
 
@@ -97,15 +105,6 @@ def nvme_mounts(table: str) -> Iterator[str]:
         device, point, kind, *_ = line.split(" ")
         if device.startswith(_DEVICES) and kind in _LOCAL and point != "/":
             yield point.replace("\\040", " ")  # how the table writes a blank
-
-
-_STAGES = (0, 1, 2, 3)
-# What a DeepSpeed configuration has no place for. Lightning ignores all other arguments beside one, without a word.
-_BESIDE_CONFIG = {
-    *("accelerator", "parallel_devices", "precision_plugin", "process_group_backend", "timeout"),
-    *("logging_level", "remote_device", "load_full_weights", "exclude_frozen_parameters"),
-    *("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"),
-}
 
 
 def strategy_arguments(
@@ -145,10 +144,6 @@ def _nvme(stage: int, folder: _PATH) -> dict[str, Any]:
         "remote_device": "nvme",
         "nvme_path": str(find_local_disk() if folder == "auto" else folder),
     }
-
-
-_AUTO = "auto"
-_HALVES = {"bf16": "bf16-", "fp16": "16-"}
 
 
 @dataclass(frozen=True)

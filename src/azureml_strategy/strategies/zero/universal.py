@@ -12,6 +12,11 @@ from torch.optim import Optimizer
 
 from azureml_strategy.strategies.errors import ConfigurationError, UnfitCheckpointError
 
+# Lightning's name for the folder with the shards, and ours for the converted ones beside it.
+_SHARDS, _UNIVERSAL = "checkpoint", "checkpoint_universal"
+# DeepSpeed writes this last, so it says that a conversion is complete.
+_COMPLETE = "latest_universal"
+
 
 def require_zero_checkpoint(checkpoint: Path) -> None:
     """Stop unless the path is a folder that Lightning's DeepSpeed strategy wrote.
@@ -66,12 +71,6 @@ def _refusal(checkpoint: Path, kind: str, strategy: str) -> str:
         f"from the weights alone: azureml-strategy consolidate {checkpoint} weights.ckpt, then "
         "YourModule.load_from_checkpoint('weights.ckpt')."
     )
-
-
-# Lightning's name for the folder with the shards, and ours for the converted ones beside it.
-_SHARDS, _UNIVERSAL = "checkpoint", "checkpoint_universal"
-# DeepSpeed writes this last, so it says that a conversion is complete.
-_COMPLETE = "latest_universal"
 
 
 def saved_processes(checkpoint: Path) -> int:
