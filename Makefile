@@ -41,7 +41,7 @@ lint: .venv-test/installed
 
 .venv/installed: $(SOURCES)
 	$(PYTHON) -m venv --clear .venv
-	.venv/bin/pip $(PIP_INSTALL) -e .
+	.venv/bin/pip $(PIP_INSTALL) -e '.[recipes]'
 	touch $@
 
 .venv-test/installed: $(SOURCES)

@@ -19,7 +19,7 @@ from azureml_strategy.training.resolvers import register_resolvers
 __all__ = ["cache"]  # a fixture
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def commands(page: Path) -> list[list[str]]:
@@ -52,6 +52,23 @@ def test_the_recipes_take_their_overrides() -> None:
         ]
         if verb in ("train", "submit", "study") and recipes and "hydra/sweeper=optuna" not in overrides:
             check_overrides(recipes[0], overrides)
+
+
+def test_the_architecture_names_files_that_there_are() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    package = ROOT / "src" / "azureml_strategy"
+    named = {name for name in re.findall(r"`([a-z_]+/[a-z_/]+\.py)`", text) if not name.startswith("tests/")}
+    assert len(named) > 30
+    assert not sorted(name for name in named if not (package / name).is_file())
+
+
+def test_the_architecture_describes_every_room() -> None:
+    rows = re.findall(
+        r"^\| (`[a-z_`, ]+`) \|", (ROOT / "ARCHITECTURE.md").read_text().partition("## Five walks")[0], re.M
+    )
+    described = {name for row in rows for name in re.findall(r"`([a-z_]+)`", row)}
+    folders = {path.parent.name for path in (ROOT / "src" / "azureml_strategy").glob("*/__init__.py")}
+    assert described == folders - {"conf", "recipes", "environments"}
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
+from mlflow.tracking import MlflowClient
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
@@ -109,10 +110,99 @@ def test_this_installation_exposes_the_same() -> None:
 
 
 def test_the_oldest_versions_that_are_tested_are_those_that_are_allowed() -> None:
-    asked = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    lowest = {each.name: str(each.specifier) for each in map(Requirement, asked)}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = map(Requirement, [*project["dependencies"], *project["optional-dependencies"]["recipes"]])
+    lowest = {each.name: str(each.specifier) for each in asked}
     lines = (ROOT / "tests" / "oldest.txt").read_text().splitlines()
     tested = {each.name: str(each.specifier) for each in map(Requirement, (line for line in lines if line[0] != "#"))}
-    for name in ("lightning", "hydra-core", "mlflow"):
+    for name in ("lightning", "hydra-core", "mlflow", "mlflow-skinny"):
         version = tested[name].removeprefix("==")
         assert lowest[name].split(",")[-1].removeprefix(">=") == version.removesuffix(".0"), name
+
+
+# Run by every interpreter that starts with its folder on the path: what the extras bring is not found, nor what only
+# the whole of MLflow needs, as if it were not installed.
+WITHOUT_EXTRAS = """
+import sys
+from importlib.machinery import PathFinder
+from importlib.metadata import DistributionFinder
+
+MODULES = {
+    *("azure", "azureml", "deepspeed", "hydra", "omegaconf", "matplotlib", "PIL", "sklearn", "scipy", "tokenizers"),
+    *("transformers", "pandas", "flask", "graphene", "docker", "pyarrow", "skops", "gunicorn", "huey"),
+}
+PACKAGES = MODULES | {"azureml-mlflow", "azure-ai-ml", "hydra-core", "pillow", "scikit-learn"}
+
+
+class Finder(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in MODULES else PathFinder.find_spec(name, path, target)
+
+    @classmethod
+    def find_distributions(cls, context=DistributionFinder.Context()):
+        return (each for each in PathFinder.find_distributions(context) if each.metadata["Name"] not in PACKAGES)
+
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
+"""
+# Tracked training with checkpoints, by what the package needs without an extra.
+SCRIPT = """
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import DataLoader, TensorDataset
+
+import azureml_strategy
+from azureml_strategy.checkpoint import JobCheckpoint
+from azureml_strategy.tracking import JobMLFlowLogger, RunReport, ThroughputCallback
+
+
+class Line(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, index):
+        loss = self.layer(batch[0]).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+trainer = Trainer(
+    strategy="azureml_ddp",
+    accelerator="cpu",
+    max_epochs=1,
+    log_every_n_steps=1,
+    enable_progress_bar=False,
+    logger=JobMLFlowLogger(),
+    callbacks=[JobCheckpoint(), ThroughputCallback(warmup_steps=1), RunReport()],
+)
+trainer.fit(Line(), DataLoader(TensorDataset(torch.randn(16, 4)), 2))
+print("processes:", trainer.world_size)
+"""
+
+
+@pytest.fixture
+def without_extras(tmp_path: Path) -> dict[str, str]:
+    """Variables by which the packages of the extras are not found."""
+    (tmp_path / "absent").mkdir()
+    (tmp_path / "absent" / "sitecustomize.py").write_text(WITHOUT_EXTRAS)
+    return {**os.environ, "PYTHONPATH": str(tmp_path / "absent")}
+
+
+def command_line(environ: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "azureml_strategy.cli", *arguments]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=200)
+
+
+def test_training_tracking_and_checkpoints_need_no_extra(without_extras: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = command_line(without_extras, "emulate", "--nodes", "2", "--", sys.executable, "train.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "processes: 2" in done.stdout
+    metrics = MlflowClient("sqlite:///mlflow.db").search_runs(["1"])[0].data.metrics
+    assert {"loss", "summary/samples_per_second"} <= metrics.keys()
+    assert list((tmp_path / "checkpoints").glob("*.ckpt"))
