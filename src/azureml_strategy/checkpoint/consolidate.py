@@ -1,4 +1,4 @@
-"""One weights file out of a checkpoint of any layout."""
+"""Write the weights of a checkpoint of any known layout into one file."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from azureml_strategy.checkpoint.formats import FORMATS, CheckpointFormat, Check
 from azureml_strategy.checkpoint.plain_coding import decode
 from azureml_strategy.checkpoint.plain_data import MOVED, to_plain
 
-# What `LightningModule.load_from_checkpoint` reads, and where in the training the weights are from. Optimizers, loops
-# and callbacks stay behind: they belong to a layout and a number of processes.
+# The entries that `LightningModule.load_from_checkpoint` reads, and those that say where in the training the weights
+# are from. Optimizers, loops and callbacks are left out: they belong to a layout and a number of processes.
 _KEPT = (
     *("epoch", "global_step", "pytorch-lightning_version"),
     *("hyper_parameters", "hparams_name", "hparams_type"),
@@ -21,23 +21,23 @@ _KEPT = (
 
 
 def consolidate(checkpoint: Path, output: Path, *, trust_pickles: bool = False) -> dict[str, torch.Tensor]:
-    """Write the weights of a checkpoint into one file, on one process and without a GPU.
+    """Write the weights of a checkpoint into one file, in one process and without a GPU.
 
-    The file loads with `LightningModule.load_from_checkpoint`, and with `torch.load` it is a dictionary whose
-    `state_dict` fits the module under any strategy. It holds no optimizer: training resumes from the checkpoint itself.
-    Hyperparameters that torch does not load by itself, such as a Path, are those of `saved_hyperparameters(output)`.
+    `LightningModule.load_from_checkpoint` loads the file. `torch.load` returns a dictionary whose `state_dict` fits the
+    module under any strategy. The file holds no optimizer: to resume training, use the checkpoint itself. For
+    hyperparameters that torch does not load by itself, such as a Path, call `saved_hyperparameters(output)`.
 
     Args:
-        checkpoint: the path that was given to, or written by, Lightning: a file or a folder.
+        checkpoint: the path that was given to Lightning, or that Lightning wrote: a file or a folder.
         output: the file to write. It appears complete or not at all.
-        trust_pickles: run the code that the checkpoint's files ask for, as older versions or other writers may; else
-            they are refused.
+        trust_pickles: run the code that the checkpoint's files ask for. Files of older versions or of other writers
+            may need it; without it, they are refused.
 
     Returns:
         The weights by name, on the CPU.
 
     Raises:
-        CheckpointFormatError: no known layout, the output exists, or reading would run code.
+        CheckpointFormatError: the layout is not known, the output exists, or reading would run code.
     """
     found = checkpoint_format(checkpoint)
     if output.exists():
@@ -51,10 +51,10 @@ def consolidate(checkpoint: Path, output: Path, *, trust_pickles: bool = False) 
 
 
 def checkpoint_format(checkpoint: Path) -> CheckpointFormat:
-    """The layout of a checkpoint, by what lies on disk.
+    """Detect the layout of a checkpoint from the files on disk.
 
     Raises:
-        CheckpointFormatError: nothing is there, or nothing known.
+        CheckpointFormatError: the path does not exist, or has no known layout.
     """
     for each in FORMATS:
         if each.found(checkpoint):

@@ -1,4 +1,4 @@
-"""Resumes on another number of nodes, with the same global batch and the same place in the data."""
+"""Resume on another number of nodes, with the same global batch and at the same place in the data."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from azureml_strategy.checkpoint.resume import ResumeError
 
 _SHOWN = 6
 log = logging.getLogger(__name__)
-# What the Trainer is to be given, by its arguments' names: batches, or parts of an epoch.
+# New values for arguments of the Trainer, by name: numbers of batches, or fractions of an epoch.
 Batches = dict[str, int | float]
 
 
 def rescale(fit_loop: dict[str, Any], ratio: Fraction, epoch_batches: int | None) -> None:
-    """Have the fit loop of a checkpoint stand where it stood, counted in other batches.
+    """Convert the batch counters of a checkpoint's fit loop to batches of another size.
 
-    Lightning counts the batches of one replica, in the epoch and in all; steps, epochs and schedulers count by
-    themselves.
+    Lightning counts the batches of one replica, in the epoch and in total. Steps, epochs and schedulers have counters
+    of their own, which stay as they are.
 
     Args:
-        fit_loop: its state in a checkpoint; changed in place.
-        ratio: how many batches there are now for one there was.
-        epoch_batches: batches of an epoch now; None where they are not known.
+        fit_loop: the state of the fit loop in the checkpoint; changed in place.
+        ratio: number of new batches for one old batch.
+        epoch_batches: number of new batches in an epoch; None if it is not known.
     """
     progress = fit_loop["epoch_loop.batch_progress"]
     _shift(progress["total"], math.ceil(progress["total"]["ready"] * ratio))
@@ -43,17 +43,17 @@ def rescale(fit_loop: dict[str, Any], ratio: Fraction, epoch_batches: int | None
         _shift(progress["current"], ready)
         return
     _shift(progress["current"], epoch_batches)
-    progress["is_last_batch"] = True  # what may be left of the epoch is less than a step now: it ends here
+    progress["is_last_batch"] = True  # what may be left of the epoch is less than a step, so it ends
 
 
 def counts_batches_itself(fit_loop: dict[str, Any]) -> bool:
-    """Whether a data loader has a state other than a `ResumableLoader`'s: that one counts samples over all replicas."""
+    """Whether a data loader keeps a state that is not a `ResumableLoader`'s, which counts samples over all replicas."""
     states: list[Any] = fit_loop["state_dict"].get("combined_loader", [])
     return any(not isinstance(each, dict) or each.keys() != {"epoch", "samples"} for each in states)
 
 
 def _shift(count: dict[str, int], ready: int) -> None:
-    """Keep how far the last batch has come: Lightning tells by that where a checkpoint was written."""
+    """Shift all counters alike. Lightning infers from their differences at which point a checkpoint was written."""
     moved = ready - count["ready"]
     for name in count:
         count[name] += moved
@@ -61,12 +61,12 @@ def _shift(count: dict[str, int], ready: int) -> None:
 
 @dataclass(frozen=True)
 class ElasticPlan:
-    """A checkpoint's global batch, and the ranks that are to go on with it.
+    """A checkpoint's global batch, and the ranks that resume with it.
 
     Attributes:
         checkpoint: the path, for messages.
-        saved: what its steps were made of.
-        asked: what the Trainer and its data would make them of.
+        saved: the global batch of the checkpoint.
+        asked: the global batch that the Trainer and its data are configured for.
         ranks_per_replica: processes that read the same samples.
         ranks_per_node: processes on each node.
     """
@@ -78,10 +78,10 @@ class ElasticPlan:
     ranks_per_node: int
 
     def accumulated(self) -> GlobalBatch:
-        """As many batches to a step as make the saved one's samples.
+        """Choose the accumulation that gives a step as many samples as the saved one.
 
         Raises:
-            ResumeError: no whole number of batches does.
+            ResumeError: no whole number of batches gives that many samples.
         """
         accumulation, rest = divmod(self.saved.size, self.asked.round_size)
         if rest:
@@ -91,16 +91,17 @@ class ElasticPlan:
         return replace(self.asked, accumulation=accumulation)
 
     def cut(self, micro_batches: int) -> tuple[GlobalBatch, int]:
-        """Batches of another size, cut into micro-batches of the same size.
+        """Choose the batch size that keeps the saved global batch, with micro-batches of the configured size.
 
         Args:
-            micro_batches: pieces that a batch is to be cut into.
+            micro_batches: number of micro-batches that a batch is configured to be cut into.
 
         Returns:
-            The global batch, and the number of its pieces.
+            The global batch, and the number of micro-batches in one of its batches.
 
         Raises:
-            ResumeError: no whole number of micro-batches makes the saved one's samples.
+            ResumeError: no whole number of micro-batches gives as many samples as the saved global batch, or the
+                batch size is not known.
         """
         if self.asked.batch_size is None:
             raise self.refused("the data loader does not say how large its batches are, which a pipeline cuts")
@@ -112,13 +113,13 @@ class ElasticPlan:
         return replace(self.asked, batch_size=number * piece), number
 
     def epoch_batches(self, ratio: Fraction) -> int:
-        """The batches of an epoch, which are no more samples than it had.
+        """The number of batches in an epoch now, rounded down: they hold no more samples than the epoch had.
 
         Args:
-            ratio: how many batches of a replica there are now for one there was.
+            ratio: number of new batches of a replica for one old batch.
 
         Raises:
-            ResumeError: they are too few for one batch on each replica.
+            ResumeError: the epoch has too few samples for one batch on each replica.
         """
         before = self.saved.epoch_batches or 0
         if before * ratio < 1:
@@ -126,11 +127,11 @@ class ElasticPlan:
         return math.floor(before * ratio)
 
     def refused(self, why: str, piece: int | None = None) -> ResumeError:
-        """The reason in numbers, and every way out.
+        """The error that gives the reason in numbers and lists every way out.
 
         Args:
-            why: what is in the way.
-            piece: samples of a micro-batch, where batches are cut.
+            why: the obstacle.
+            piece: samples of a micro-batch, if batches are cut into micro-batches.
         """
         size = f"{self.saved.size} {'batches' if self.asked.batch_size is None else 'samples'}"
         return ResumeError(
@@ -156,7 +157,7 @@ class ElasticPlan:
         return f", on {_listed(nodes)} node(s) of {self.ranks_per_node} process(es)" if nodes else ""
 
     def _largest_batch_size(self) -> int | None:
-        """The largest one, up to the one there is, of which these ranks make the saved global batch."""
+        """The largest batch size, up to the configured one, with which these ranks reach the saved global batch."""
         share, rest = divmod(self.saved.size, self.asked.replicas)
         if self.asked.batch_size is None or rest:
             return None
@@ -168,37 +169,37 @@ def _divisors(number: int) -> list[int]:
 
 
 def _listed(numbers: Sequence[int]) -> str:
-    """The largest ones: fewer ranks are seldom wanted."""
+    """List the largest numbers only: users seldom want fewer ranks."""
     *most, last = [str(each) for each in numbers[-_SHOWN:]]
     return f"{', '.join(most)} or {last}" if most else last
 
 
 @runtime_checkable
 class CutsBatches(Protocol):
-    """A strategy that accumulates over the pieces of a batch, as our pipeline does."""
+    """A strategy that accumulates over the micro-batches of a batch, as our pipeline does."""
 
     micro_batches: int
 
 
 class ElasticRestart(Callback):
-    """Goes on from a checkpoint with another number of data-parallel ranks.
+    """Resume from a checkpoint with another number of data-parallel ranks.
 
-    The manifest of a `JobCheckpoint` says how many samples an optimizer step has. The Trainer is made to accumulate as
-    many batches as keep that number, before anything is built that depends on it. What it was given in batches means
-    batches at the accumulation it was given, and is stretched with it, and so is the place in the epoch. Steps,
-    learning rates and the order of samples are then those of a run that nothing interrupted. Where no number of
-    batches does it, training does not start.
+    The manifest of a `JobCheckpoint` records how many samples an optimizer step has. The callback sets the Trainer's
+    accumulation so that this number stays the same, before anything is built that depends on it. Settings of the
+    Trainer that count batches refer to the accumulation that it was given, so they are scaled with the accumulation.
+    The place in the epoch is scaled too. Steps, learning rates and the order of samples are then those of a run that
+    was never interrupted. If no accumulation keeps the number of samples, training does not start.
 
-    A strategy that cuts batches into `micro_batches` gets batches of more or fewer of these instead, by the
-    `batch_size` of the data module.
+    If the strategy cuts batches into `micro_batches`, the callback changes the number of micro-batches instead, and
+    with it the `batch_size` of the data module.
 
     Args:
-        checkpoint: what is given to `Trainer.fit(ckpt_path=...)`; None for a run that starts anew.
-        global_batch: `keep` does this. `change` goes on with the batch size, ranks and accumulation there are; only
-            the place in the epoch is kept.
+        checkpoint: the path that is given to `Trainer.fit(ckpt_path=...)`; None for a run that starts anew.
+        global_batch: `keep` does the above. `change` resumes with the configured batch size, ranks and accumulation,
+            and keeps only the place in the epoch.
 
     Raises:
-        ResumeError: `global_batch` is neither.
+        ResumeError: `global_batch` is neither `keep` nor `change`.
     """
 
     def __init__(self, checkpoint: str | Path | None, global_batch: Literal["keep", "change"] = "keep") -> None:
@@ -211,10 +212,10 @@ class ElasticRestart(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Change what the Trainer is about to read.
+        """Change the Trainer's settings before it reads them.
 
         Raises:
-            ResumeError: the global batch cannot be kept; on all ranks alike.
+            ResumeError: the global batch cannot be kept. All ranks raise it.
         """
         if stage != "fit" or self._checkpoint is None:
             return
@@ -231,7 +232,7 @@ class ElasticRestart(Callback):
         asked = configured_global_batch(trainer)
         saved, asked = saved.as_known_by(asked), asked.as_known_by(saved)
         if _scheduled(trainer) and saved.round_size == asked.round_size:
-            return  # a callback changes the accumulation from epoch to epoch, and does so again
+            return  # the scheduler sets the accumulation of each epoch, as it did before
         plan = _plan(trainer, self._checkpoint, saved, asked)
         now = self._kept(trainer, plan) if self._keep else asked
         self._ratio = now.batches_for_one_of(saved)
@@ -244,8 +245,9 @@ class ElasticRestart(Callback):
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for config in trainer.lr_scheduler_configs:
-            if config.interval == "step" and config.frequency > 1:  # 1 is every optimizer step, of however many batches
-                # Multiples of it are the batches it looks at: of p/q, these are the whole numbers that p divides.
+            if config.interval == "step" and config.frequency > 1:  # 1 means every optimizer step, at any accumulation
+                # Lightning steps it at batches that are multiples of the frequency. The whole multiples of p/q are
+                # the multiples of p.
                 config.frequency = (config.frequency * self._stretch).numerator
 
     @override
@@ -268,7 +270,7 @@ class ElasticRestart(Callback):
             )
 
     def _kept(self, trainer: Trainer, plan: ElasticPlan) -> GlobalBatch:
-        """Have the Trainer, or the strategy, make steps of as many samples as before."""
+        """Configure the Trainer or the strategy so that a step has as many samples as before."""
         if plan.asked.size == plan.saved.size:
             return plan.asked
         if isinstance(trainer.strategy, CutsBatches):
@@ -281,11 +283,11 @@ class ElasticRestart(Callback):
         trainer.accumulate_grad_batches = now.accumulation
         config = getattr(trainer.strategy, "config", None)
         if isinstance(config, dict):
-            config.pop("gradient_accumulation_steps", None)  # DeepSpeed's, which repeats what the Trainer was given
+            config.pop("gradient_accumulation_steps", None)  # DeepSpeed's copy of the Trainer's old value
         return now
 
     def _intervals(self, trainer: Trainer, plan: ElasticPlan) -> Batches:
-        """The Trainer's numbers of batches, in batches of this run; an epoch ends after the samples it had."""
+        """Convert the Trainer's batch counts to batches of this run; an epoch gets no more samples than before."""
         changes: Batches = {}
         if self._ratio == self._stretch == 1:
             return changes
@@ -299,7 +301,7 @@ class ElasticRestart(Callback):
                 changes[name] = math.ceil(given * self._stretch)
         once = trainer.check_val_every_n_epoch is not None and self._epoch_batches is not None
         if once and changes.get("val_check_interval", 0) >= (self._epoch_batches or 0):
-            changes["val_check_interval"] = 1.0  # at the end of the epoch, which may be a batch shorter
+            changes["val_check_interval"] = 1.0  # the end of the epoch, which may have become a batch shorter
         return changes
 
     def _explain(
@@ -324,7 +326,7 @@ class ElasticRestart(Callback):
 
 
 def warn_unless_elastic(trainer: Trainer) -> None:
-    """Say what a script lacks that goes on with another number of ranks."""
+    """Warn a script that resumes with another number of ranks if it has no `ElasticRestart`."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     if not any(isinstance(each, ElasticRestart) for each in callbacks):
         rank_zero_warn(
@@ -345,7 +347,7 @@ def _plan(trainer: Trainer, checkpoint: Path, saved: GlobalBatch, asked: GlobalB
 
 
 def _cut_otherwise(trainer: Trainer, strategy: CutsBatches, plan: ElasticPlan) -> GlobalBatch:
-    """Larger or smaller batches, of micro-batches of the same size."""
+    """Change the batch size and the number of micro-batches; the size of a micro-batch stays."""
     now, micro_batches = plan.cut(strategy.micro_batches)
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
     if getattr(data, "batch_size", None) != plan.asked.batch_size:
@@ -359,7 +361,7 @@ def _cut_otherwise(trainer: Trainer, strategy: CutsBatches, plan: ElasticPlan) -
 
 
 def _recorded(checkpoint: Path) -> tuple[GlobalBatch | None, str]:
-    """What the manifest says, if there is one, and why it cannot be read."""
+    """The global batch in the manifest, if there is one, and the reason why the manifest cannot be read, or ""."""
     try:
         manifest = Manifest.of(checkpoint)
         return manifest.global_batch if manifest is not None else None, ""

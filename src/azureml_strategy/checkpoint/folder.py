@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: what is complete, what is not, and what may go."""
+"""Keep a run's checkpoints in one folder: tell complete ones from incomplete ones, and delete what is not needed."""
 
 from __future__ import annotations
 
@@ -21,24 +21,26 @@ from azureml_strategy.checkpoint.manifest import (
 )
 from azureml_strategy.cluster.job import read_job
 
-# A mark lies beside a checkpoint from before its first byte until its manifest is there, and again while it is deleted.
-# It holds the run's id. Only what a mark of this run names is ever cleaned up: other files are none of our business.
+# A mark is a file beside a checkpoint. It exists from before the checkpoint's first byte until its manifest is written,
+# and again while the checkpoint is deleted. It holds the run's id. We clean up only what a mark of this run names, and
+# never touch other files.
 _LONGEST_MARK_BYTES = 1024
 
 Summed = Mapping[str, StoredFile]
-"""Files whose size and checksum are known, by their path from the folder."""
+"""Files whose size and checksum are known, by their path relative to the folder."""
 
 
 class CheckpointFolder:
     """Checkpoints with manifests in one folder, on a local disk or a mount.
 
-    Nothing is renamed but single files, and nothing is written under a name that exists: so an interrupted write or
-    deletion leaves something that has no manifest, and never damages what has one. What manifests and marks say is
-    what a stranger may have written: no name in them leads out of the folder, and no link is followed to delete.
+    The class renames only single files, and never writes under a name that exists. So an interrupted write or deletion
+    leaves something without a manifest, and never damages a checkpoint that has one. The content of manifests and marks
+    is not trusted: names in them cannot lead out of the folder, and deletion follows no links.
 
     Args:
-        path: the folder; made when something is written.
-        run_id: of the Azure ML run that uses it, whose checkpoints alone it may remove; None outside a job.
+        path: the folder; created when something is written.
+        run_id: id of the Azure ML run that uses the folder, which may delete only its own checkpoints; None outside a
+            job.
     """
 
     def __init__(self, path: Path, run_id: str | None = None) -> None:
@@ -46,15 +48,15 @@ class CheckpointFolder:
         self.run_id = run_id
 
     def complete(self) -> list[Manifest]:
-        """The manifests that can be read, the newest first, whichever run wrote them."""
+        """The readable manifests of all runs, newest first."""
         return newest_first(self._readable())
 
     def own(self) -> list[Manifest]:
-        """Those of this run, the newest first. Outside a job: those that were written outside a job."""
+        """The readable manifests of this run, newest first. Outside a job: those that were written outside a job."""
         return [each for each in self.complete() if each.run_id == self.run_id]
 
     def next_attempt(self) -> int:
-        """The number of a start that is newer than whatever lies here.
+        """The number of a new attempt: one above the highest attempt of the checkpoints in the folder.
 
         Raises:
             OSError: the folder cannot be read.
@@ -62,19 +64,19 @@ class CheckpointFolder:
         return 1 + max((each.attempt for each in self._readable()), default=0)
 
     def newer_than(self, checkpoint: Path) -> frozenset[str]:
-        """The names of the complete ones that are newer than another one; none if that lies elsewhere."""
+        """The names of the complete checkpoints that are newer than `checkpoint`; none if it is not one of them."""
         complete = self.complete() if checkpoint.parent.absolute() == self.path.absolute() else []
         names = [each.name for each in complete]
         return frozenset(names[: names.index(checkpoint.name)] if checkpoint.name in names else ())
 
     def begin(self, name: str) -> str:
-        """Mark a checkpoint as under way.
+        """Mark a checkpoint as incomplete before it is written.
 
         Args:
-            name: as wanted, such as `step=100.ckpt`.
+            name: the wanted name, such as `step=100.ckpt`.
 
         Returns:
-            The name, with a number if it is taken.
+            The name, with a number appended if it is taken.
 
         Raises:
             ValueError: no checkpoint can have this name.
@@ -92,40 +94,40 @@ class CheckpointFolder:
         return name
 
     def listing(self, name: str) -> list[str]:
-        """The files of a checkpoint that this process sees, by their path from the folder."""
+        """The files of a checkpoint that this process sees, by their path relative to the folder."""
         path = self.path / name
         found = [path] if path.is_file() else (each for each in path.rglob("*") if each.is_file())
         return sorted(str(each.relative_to(self.path)) for each in found)
 
     def settle(self, files: Iterable[str], summed: Summed) -> dict[str, StoredFile]:
-        """Have files reach the disk, and sum them.
+        """Flush files to disk and compute their checksums.
 
         Args:
-            files: by their path from the folder.
-            summed: those that are on disk and summed already, of which only the size is looked at.
+            files: paths relative to the folder.
+            summed: files that are already on disk and have a checksum; only their size is checked.
 
         Raises:
-            OSError: the disk fails, or is full.
+            OSError: the disk fails or is full, or a file in `summed` has another size.
         """
         return {file: self._settle(self.path / file, summed.get(file)) for file in files}
 
     def commit(self, manifest: Manifest) -> Manifest:
-        """Write the manifest: from here on the checkpoint counts.
+        """Write the manifest, which makes the checkpoint complete.
 
         Returns:
             The manifest.
 
         Raises:
-            ValueError: the manifest would not be taken when it is read.
+            ValueError: `Manifest.read` would refuse the manifest.
             OSError: it cannot be written.
         """
         manifest.write(self.path)
-        with suppress(OSError):  # a mark beside a manifest does no harm
+        with suppress(OSError):  # a mark left beside a manifest does no harm
             self._mark(manifest.name).unlink(missing_ok=True)
         return manifest
 
     def remove(self, name: str) -> None:
-        """Delete a checkpoint; interrupted, it is one that does not count.
+        """Delete a checkpoint, its manifest first, so that what an interrupted deletion leaves is not complete.
 
         Raises:
             OSError: it cannot be deleted.
@@ -138,10 +140,10 @@ class CheckpointFolder:
         """Delete what interrupted writes and deletions of this run have left.
 
         Returns:
-            The names of what was deleted.
+            The names of the deleted checkpoints.
 
         Raises:
-            OSError: it cannot be deleted.
+            OSError: something cannot be deleted.
         """
         names = sorted(mark.name.removesuffix(MARK) for mark in self.path.glob("*" + MARK) if self._is_own(mark))
         left = [name for name in names if not os.path.lexists(manifest_path(self.path / name))]
@@ -152,10 +154,10 @@ class CheckpointFolder:
         return left
 
     def free_bytes(self) -> int:
-        """What the disk has left.
+        """The free bytes of the folder's disk.
 
         Raises:
-            OSError: it does not say.
+            OSError: the disk does not report them.
         """
         return shutil.disk_usage(self.path).free
 
@@ -172,7 +174,7 @@ class CheckpointFolder:
             try:
                 yield Manifest.read(path)
             except (ValueError, OSError):
-                continue  # resuming says so; here it only cannot be counted
+                continue  # an unreadable manifest is reported on resume; here it does not count
 
     def _mark(self, name: str) -> Path:
         return self.path / (name + MARK)
@@ -205,17 +207,21 @@ def this_run() -> str | None:
 
 
 def newest_first(found: Iterable[Manifest]) -> list[Manifest]:
-    """By attempt, then by step: a run that was told to start anew is newer than what it found. Clocks may be wrong."""
+    """Sort by attempt, then by step, the newest first.
+
+    The attempt comes first: a run that was told to start anew is newer than the checkpoints it found. Clocks may be
+    wrong, so times do not count.
+    """
     return sorted(found, key=lambda each: (each.attempt, each.step, each.name), reverse=True)
 
 
 def superfluous(complete: list[Manifest], keep_last: int, keep_best: int, mode: str) -> list[Manifest]:
-    """Which checkpoints may go.
+    """Select the checkpoints that may be deleted.
 
     Args:
-        complete: all there are, the newest first.
-        keep_last: how many of the newest stay, at least 1.
-        keep_best: how many of those with the best score stay; -1 for all that have one.
+        complete: all complete checkpoints, newest first.
+        keep_last: number of the newest checkpoints to keep, at least 1.
+        keep_best: number of the checkpoints with the best scores to keep; -1 keeps all that have a score.
         mode: `min` or `max`: which score is better.
     """
     kept = {each.name for each in complete[:keep_last]}
@@ -224,7 +230,7 @@ def superfluous(complete: list[Manifest], keep_last: int, keep_best: int, mode: 
 
 
 def by_score(complete: list[Manifest], mode: str) -> list[Manifest]:
-    """Those that have a score, the best first; a NaN is the worst."""
+    """The checkpoints that have a score, the best first; NaN is the worst score."""
     sign = 1.0 if mode == "min" else -1.0
 
     def rank(score: float) -> float:

@@ -1,4 +1,8 @@
-"""The layouts of checkpoints that one process can read."""
+"""Read checkpoints of every known layout, whole and in one process.
+
+`FORMATS` lists the layouts: DeepSpeed ZeRO, DeepSpeed pipelines, torch.distributed.checkpoint and single files. Reading
+runs no code from a checkpoint's pickles, unless the caller trusts them.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +23,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 from typing_extensions import override
 
 _FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-# Of DeepSpeed's files: its loss scaler, its enums, learning rates that numpy computed. No weights are made of these.
+# DeepSpeed's files hold objects of these modules: its loss scaler, its enums, learning rates that numpy computed. No
+# weights are made of them.
 _INERT_MODULES = ("deepspeed.", "numpy.")
 _STAGE = "deepspeed.runtime.zero.config.ZeroStageEnum"
-# What the index of torch's distributed checkpoints consists of.
+# The classes and functions in the index of torch's distributed checkpoints.
 _INDEX: dict[tuple[str, str], Any] = {
     (kind.__module__, kind.__name__): kind
     for kind in (
@@ -39,11 +44,11 @@ _INDEX: dict[tuple[str, str], Any] = {
         torch.serialization._get_layout,
     )
 }
-# What Lightning writes beside the shards.
+# The file that Lightning writes beside the shards.
 _REST = "meta.pt"
-# What FSDPStrategy and ModelParallelStrategy call the weights.
+# The names that FSDPStrategy and ModelParallelStrategy give to the weights.
 _ROOTS = ("model", "state_dict")
-# Written by PipelineStrategy beside the folder with DeepSpeed's files.
+# PipelineStrategy writes the layout file beside the folder with DeepSpeed's files.
 _LAYOUT, _SHARDS = "pipeline.json", "checkpoint"
 
 
@@ -56,8 +61,8 @@ class CheckpointFormat:
     """A layout of checkpoints on disk.
 
     Args:
-        name: for messages, as in "is DeepSpeed ZeRO shards".
-        found: whether a path is of this layout, by the names of files alone. At most one layout may answer yes.
+        name: the name in messages, as in "is DeepSpeed ZeRO shards".
+        found: tells from file names alone whether a path has this layout. At most one layout may say yes.
         reader: reads a checkpoint; see `read`.
     """
 
@@ -66,15 +71,15 @@ class CheckpointFormat:
     reader: Callable[[Path, bool], dict[str, Any]]
 
     def read(self, path: Path, trust_pickles: bool = False) -> dict[str, Any]:
-        """Read a whole checkpoint, as Lightning's single file has it.
+        """Read a whole checkpoint into the form of Lightning's single file.
 
         Args:
-            path: of this layout.
+            path: a checkpoint of this layout.
             trust_pickles: run whatever code the files ask for.
 
         Returns:
-            `state_dict` with full CPU tensors under the names of the unsharded module, beside `hyper_parameters` and
-            the rest that Lightning saved.
+            A dictionary with `state_dict`, which holds full CPU tensors under the names of the unsharded module,
+            `hyper_parameters`, and the other entries that Lightning saved.
 
         Raises:
             CheckpointFormatError: something is missing, or reading would run code.
@@ -83,14 +88,14 @@ class CheckpointFormat:
 
 
 def read_file(file: Path, trust_pickles: bool) -> Any:
-    """What `torch.save` has written; tensors stay on disk until they are used.
+    """Load a file that `torch.save` wrote. Tensors stay on disk until they are used.
 
     Args:
-        file: of a checkpoint.
-        trust_pickles: run whatever it asks for.
+        file: a file of a checkpoint.
+        trust_pickles: run whatever code the file asks for.
 
     Raises:
-        CheckpointFormatError: it asks for more than values and tensors.
+        CheckpointFormatError: the file asks for more than values and tensors.
     """
     try:
         return torch.load(file, map_location="cpu", mmap=True, weights_only=not trust_pickles)
@@ -100,16 +105,16 @@ def read_file(file: Path, trust_pickles: bool) -> Any:
 
 @contextmanager
 def reading_deepspeed(files: Iterable[Path], trust_pickles: bool) -> Iterator[None]:
-    """Inside, `torch.load` runs no code for these files, whoever calls it: DeepSpeed's tools would have it do so.
+    """Keep `torch.load` from running code of these files, whoever calls it: DeepSpeed's tools would let it.
 
-    Objects of DeepSpeed's and numpy's classes become empty ones, and none of the classes' code runs.
+    Objects of DeepSpeed's and numpy's classes become empty objects, and none of the classes' code runs.
 
     Args:
-        files: that DeepSpeed has written.
-        trust_pickles: run whatever they ask for, and change nothing.
+        files: files that DeepSpeed wrote.
+        trust_pickles: run whatever code the files ask for, and change nothing.
 
     Raises:
-        CheckpointFormatError: one of them asks for something else.
+        CheckpointFormatError: a file asks for something else.
     """
     if trust_pickles:
         yield
@@ -133,7 +138,7 @@ def reading_deepspeed(files: Iterable[Path], trust_pickles: bool) -> Iterator[No
 
 
 class _Inert:
-    """In the place of an object that nobody needs."""
+    """Replace an object that nobody needs."""
 
     def __init__(self, *arguments: Any) -> None:
         pass
@@ -143,11 +148,11 @@ class _Inert:
 
 
 class IndexReader(FileSystemReader):
-    """Torch's reader of sharded checkpoints, whose index is a pickle: nothing else than an index is made of it.
+    """Torch's reader of sharded checkpoints, but its pickled index can create nothing other than an index.
 
     Args:
-        path: the folder.
-        trust_pickles: run whatever the index asks for.
+        path: the folder of the checkpoint.
+        trust_pickles: run whatever code the index asks for.
     """
 
     def __init__(self, path: Path, trust_pickles: bool) -> None:
@@ -161,7 +166,7 @@ class IndexReader(FileSystemReader):
         file = Path(self._get_metadata_path(kwargs.get("rank")))
         with file.open("rb") as stream:
             index: Metadata = _IndexUnpickler(stream, file).load()
-        index.storage_meta = None  # when and by whom it was written
+        index.storage_meta = None  # it says when and by whom the checkpoint was written
         return index
 
 
@@ -175,14 +180,14 @@ class _IndexUnpickler(pickle.Unpickler):
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if module == "pathlib" and name.endswith("Path"):
-            return _Inert  # where it was written
+            return _Inert  # where the checkpoint was written
         if (module, name) not in _INDEX:
             raise CheckpointFormatError(_refusal(self._file, [f"{module}.{name}"]))
         return _INDEX[module, name]
 
 
 def _unsafe(file: Path) -> list[str]:
-    """The names of what a file asks for and torch refuses."""
+    """The names that a file asks for and torch refuses."""
     try:
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
     except (ValueError, RuntimeError, pickle.UnpicklingError) as error:
@@ -226,10 +231,10 @@ def _read_distributed(path: Path, trust_pickles: bool) -> dict[str, Any]:
         if root in _ROOTS and isinstance(entry, TensorStorageMetadata):
             weights.setdefault(root, {})[inner] = torch.empty(entry.size, dtype=entry.properties.dtype)
     try:
-        load(weights, storage_reader=reader)  # only what is named, so the optimizer's two thirds stay on disk
-    except CheckpointException as error:  # which holds the errors of all ranks, with their stacks
+        load(weights, storage_reader=reader)  # loads only what `weights` names: the optimizer's two thirds stay on disk
+    except CheckpointException as error:  # it holds the errors of all ranks, with their stacks
         reason = str(next(iter(error.failures.values()))[0])
-        if "Weights only load failed" in reason:  # and advice that does not apply here
+        if "Weights only load failed" in reason:  # advice that does not apply here follows
             reason = reason.partition("\n\n")[2].strip().partition("\n")[0]
         raise CheckpointFormatError(f"{path}: a part cannot be read, and no part may be left out: {reason}") from error
     beside = path / _REST
@@ -241,15 +246,15 @@ DISTRIBUTED = CheckpointFormat("torch.distributed.checkpoint shards", _is_distri
 
 
 def consolidate_pipeline(folder: Path, trust_pickles: bool = False) -> dict[str, Tensor]:
-    """The weights of all stages, under the names that they have in the module that was not cut.
+    """Read the weights of all pipeline stages, under their names in the whole module.
 
     Args:
         folder: the checkpoint, as the Trainer wrote it.
         trust_pickles: run whatever code its files ask for.
 
     Returns:
-        What the module's `load_state_dict` takes, on the CPU, in the dtype of training; tied parameters under each of
-        their names.
+        A state dict for the module's `load_state_dict`, on the CPU and in the dtype of training. Tied parameters appear
+        under each of their names.
 
     Raises:
         CheckpointFormatError: the file of a layer is missing, or reading it would run code.
@@ -277,7 +282,7 @@ def _is_pipeline(path: Path) -> bool:
 
 
 def _read_pipeline(path: Path, trust_pickles: bool) -> dict[str, Any]:
-    # Lightning's own entries, the same on all ranks; the pickled tensors of this file stay on disk.
+    # This file holds Lightning's own entries, the same on all ranks. Its pickled tensors stay on disk.
     first = path / _SHARDS / "mp_rank_00_model_states.pt"
     with reading_deepspeed([first], trust_pickles):
         saved = read_file(first, trust_pickles)
@@ -288,7 +293,7 @@ PIPELINE = CheckpointFormat("DeepSpeed pipeline stages", _is_pipeline, _read_pip
 
 
 def _is_zero(path: Path) -> bool:
-    # A pipeline with ZeRO inside writes optimizer shards as well, but its weights into files of each layer.
+    # A pipeline with ZeRO inside writes optimizer shards too, but it writes its weights into one file for each layer.
     shards, layers = _zero_files(path, "*zero_pp_rank_*_optim_states.pt"), _zero_files(path, "layer_*-model_states.pt")
     return bool(shards) and not layers
 
@@ -303,14 +308,14 @@ def _read_zero(path: Path, trust_pickles: bool) -> dict[str, Any]:
             "weights, train with tensor_parallel_size=1 (stage 3 cuts parameters too) or with azureml_model_parallel, "
             "whose checkpoints are consolidated whatever their tensor_parallel_size."
         )
-    # Lightning's own entries, the same on all ranks; the pickled tensors of this file stay on disk.
+    # This file holds Lightning's own entries, the same on all ranks. Its pickled tensors stay on disk.
     with reading_deepspeed(_zero_files(path, "*.pt"), trust_pickles):
         saved = read_file(_zero_files(path, "*_model_states.pt")[0], trust_pickles)
         return {**saved, "state_dict": get_fp32_state_dict_from_zero_checkpoint(str(path))}
 
 
 def _zero_files(path: Path, pattern: str) -> list[Path]:
-    """The files of the folder that `latest` names; none where there is no such thing."""
+    """The matching files in the folder that `latest` names; none if there is no `latest`."""
     latest = path / "latest"
     return sorted((path / latest.read_text().strip()).glob(pattern)) if latest.is_file() else []
 

@@ -1,4 +1,7 @@
-"""What a checkpoint consists of: it counts only with a list of its files that fits them."""
+"""Write, read and check manifests: a checkpoint counts as complete only if its manifest matches its files.
+
+A manifest lists the sizes and checksums of a checkpoint's files, and has a checksum of its own.
+"""
 
 from __future__ import annotations
 
@@ -19,24 +22,24 @@ from azureml_strategy.checkpoint.global_batch import GlobalBatch
 from azureml_strategy.control.messages import register
 
 AnyPath = TypeVar("AnyPath", Path, PurePosixPath)
-# What lies beside a checkpoint, by how its name goes on: no checkpoint's own name ends so.
+# Suffixes of the files that lie beside a checkpoint. No checkpoint's own name may end in one.
 MANIFEST, MARK, PART = ".manifest.json", ".incomplete", ".part"
 _VERSION = 2
 _CHUNK_BYTES = 4 << 20
-# Reading and summing let go of the interpreter; more than these a mount does not serve faster.
+# Reading and checksumming release the interpreter's lock. A mount does not serve more threads faster.
 _THREADS = 4
-# Bytes of a name, with all that is put behind it; NAME_MAX of Linux.
+# Longest name of a checkpoint in bytes: Linux's NAME_MAX, less all suffixes that a name may get.
 _LONGEST_NAME = 255 - len(MANIFEST + PART)
 
 _Check = Callable[[Any], bool]
 
 
 class EarlierVersionError(ValueError):
-    """A manifest of version 1, which has no checksum of its own and does not say which run wrote it, and when."""
+    """A manifest of version 1. It has no checksum of its own, and does not say which run wrote it, and when."""
 
 
 class OverdueError(RuntimeError):
-    """Files were not read in the time that there was."""
+    """Files were not read before the deadline."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class StoredFile:
 
     Attributes:
         size: bytes.
-        crc32: of its content, as in `zlib.crc32`: finds flipped bytes.
+        crc32: checksum of the content, as in `zlib.crc32`; it reveals flipped bytes.
     """
 
     size: int
@@ -54,21 +57,21 @@ class StoredFile:
 
 @dataclass(frozen=True, eq=False)
 class Manifest:
-    """The list of a checkpoint's files, written when all of them are on disk. It lies beside the checkpoint.
+    """The list of a checkpoint's files. It lies beside the checkpoint, and is written when all files are on disk.
 
     Attributes:
-        name: of the checkpoint, a file or a folder beside the manifest.
-        step: optimizer steps that were done.
-        epoch: the one it was written in.
-        saved_at: seconds since 1970 on rank 0, for people: no clock decides anything.
-        world_size: ranks that wrote it.
+        name: name of the checkpoint, a file or a folder beside the manifest.
+        step: number of finished optimizer steps.
+        epoch: epoch in which the checkpoint was written.
+        saved_at: seconds since 1970 on rank 0, for people to read; no decision depends on a clock.
+        world_size: number of ranks that wrote the checkpoint.
         reason: why it was written.
-        score: of the monitored metric; None where it was not measured at this step.
+        score: value of the monitored metric; None if it was not measured at this step.
         mode: `min` or `max`: which score is better.
-        files: by their path from the manifest's folder.
-        global_batch: what its steps learned from; None where it is not known.
-        attempt: which start of a training in this folder wrote it, counted from 1.
-        run_id: of the Azure ML run that wrote it; None outside a job.
+        files: files by their path relative to the manifest's folder.
+        global_batch: samples of the optimizer steps; None if not known.
+        attempt: number of the attempt in this folder that wrote the checkpoint, counted from 1.
+        run_id: id of the Azure ML run that wrote it; None outside a job.
     """
 
     name: str
@@ -85,10 +88,10 @@ class Manifest:
     run_id: str | None = None
 
     def write(self, folder: Path) -> None:
-        """Write it beside the checkpoint; complete, or not there at all.
+        """Write the manifest beside the checkpoint. It appears complete or not at all.
 
         Raises:
-            ValueError: it is not one that `read` would take.
+            ValueError: `read` would refuse it.
             OSError: it cannot be written.
         """
         text = self.to_text()
@@ -96,16 +99,16 @@ class Manifest:
         write_durably(manifest_path(folder / self.name), text)
 
     def to_text(self) -> str:
-        """What is written."""
+        """The text that `write` writes."""
         return _signed({"version": _VERSION, **asdict(self)})
 
     @staticmethod
     def read(path: Path) -> Manifest:
-        """Read a manifest, as what a stranger may have written.
+        """Read a manifest without trusting its content.
 
         Raises:
             EarlierVersionError: it is of version 1.
-            ValueError: it is none, or not as it was written.
+            ValueError: it is no manifest, or it has changed since it was written.
             OSError: it cannot be read.
         """
         if not path.is_file():
@@ -124,10 +127,10 @@ class Manifest:
 
     @staticmethod
     def of(checkpoint: Path) -> Manifest | None:
-        """The manifest of a checkpoint; None where it has none, or one of version 1, with which nothing can be checked.
+        """The manifest of a checkpoint; None if there is none, or one of version 1, which cannot be checked against.
 
         Raises:
-            ValueError: there is one, but not as it was written.
+            ValueError: there is one, but it is no valid manifest, or it has changed since it was written.
             OSError: it cannot be read.
         """
         path = manifest_path(checkpoint)
@@ -137,10 +140,10 @@ class Manifest:
             return None
 
     def fault(self, folder: Path, content: bool = True) -> str | None:
-        """Why the files are not those that were written; None if they are.
+        """Say how the files differ from those that were written; None if they are the same.
 
         Args:
-            folder: the manifest's.
+            folder: the manifest's folder.
             content: compare checksums too, which reads every byte.
         """
         fault = look(folder, self.files)
@@ -151,25 +154,27 @@ register(StoredFile, Manifest, GlobalBatch)
 
 
 def look(folder: Path, files: Mapping[str, StoredFile]) -> str | None:
-    """Why files are not those that were written, by their names and sizes; None if they may be.
+    """Compare names and sizes of files with the manifest, and say what differs; None if nothing does.
 
     Args:
-        folder: the manifest's.
-        files: as in the manifest.
+        folder: the manifest's folder.
+        files: the files in the manifest.
     """
     return next((fault for name, stored in files.items() if (fault := _look(folder, name, stored))), None)
 
 
 def content_fault(folder: Path, files: Mapping[str, StoredFile], deadline: float = math.inf) -> str | None:
-    """Why the content of files is not what was written; None if it is. Some threads read every byte.
+    """Compare checksums of files with the manifest, and say what differs; None if nothing does.
+
+    Several threads read every byte.
 
     Args:
-        folder: the manifest's.
-        files: as in the manifest.
-        deadline: by `time.monotonic`.
+        folder: the manifest's folder.
+        files: the files in the manifest.
+        deadline: latest time, by `time.monotonic`.
 
     Raises:
-        OverdueError: it is past.
+        OverdueError: the deadline is past.
     """
     largest_first = sorted(files.items(), key=lambda item: -item[1].size)
     with ThreadPoolExecutor(_THREADS) as threads:
@@ -199,28 +204,28 @@ def _content_fault(folder: Path, name: str, stored: StoredFile, deadline: float)
 
 
 def manifest_path(checkpoint: AnyPath) -> AnyPath:
-    """Where a checkpoint's manifest lies."""
+    """The path of a checkpoint's manifest."""
     return checkpoint.with_name(checkpoint.name + MANIFEST)
 
 
 def manifests(folder: Path) -> list[Path]:
-    """The manifests in a folder, in the order of their names; none where there is no folder."""
+    """The paths of the manifests in a folder, sorted by name; none if the folder does not exist."""
     return sorted(folder.glob("*" + MANIFEST))
 
 
 def is_checkpoint_name(name: str) -> bool:
-    """Whether a checkpoint can have this name: one plain name in its folder, and of nothing that lies beside one."""
+    """Whether a checkpoint can have this name: a plain name, not hidden, and not the name of a file beside one."""
     plain = _is_component(name) and not name.startswith(".") and not name.endswith((MANIFEST, MARK, PART))
     return plain and len(os.fsencode(name)) <= _LONGEST_NAME
 
 
 def _is_component(name: str) -> bool:
-    """A name in a path that leads no other way; what is printable holds no NUL, newline or surrogate."""
+    """Whether a name stays inside its folder. Printable names hold no NUL, newline or surrogate."""
     return name not in ("", ".", "..") and "/" not in name and name.isprintable()
 
 
 def _signed(content: Mapping[str, Any]) -> str:
-    """The text of a manifest: its content, and a checksum over it in a form that no order or white space changes."""
+    """The text of a manifest, with a checksum that does not depend on the order of keys or on white space."""
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return json.dumps({**content, "crc32": crc32(canonical.encode())}, indent=1)
 
@@ -230,13 +235,13 @@ def _require_signed(content: Any, text: str, name: str) -> None:
         raise ValueError(f"{name} is no manifest")
     if type(content.get("version")) is int and content["version"] == 1:
         raise EarlierVersionError(f"{name} is of version 1, and this is version {_VERSION}")
-    # the text itself, too: 1e-07 and 1E-07 are one number, and one flipped bit
+    # Compare the whole text: one flipped bit turns 1e-07 into 1E-07, which is the same number.
     if _signed({key: value for key, value in content.items() if key != "crc32"}) != text:
         raise ValueError(f"{name} is damaged: its checksum is not that of its content")
 
 
 def _whole(least: int, below: int = 1 << 63) -> _Check:
-    return lambda value: type(value) is int and least <= value < below  # a bool is an int to Python
+    return lambda value: type(value) is int and least <= value < below  # in Python, a bool is an int
 
 
 def _or_none(check: _Check) -> _Check:
@@ -267,7 +272,7 @@ _BATCH: dict[str, _Check] = {
     "accumulation": _whole(1),
     "epoch_batches": _or_none(_whole(0)),
 }
-# The keys of a manifest, and what their values are.
+# The keys of a manifest, and the checks of their values.
 _FIELDS: dict[str, _Check] = {
     "version": _whole(_VERSION, _VERSION + 1),
     "name": lambda value: isinstance(value, str) and is_checkpoint_name(value),
@@ -276,7 +281,7 @@ _FIELDS: dict[str, _Check] = {
     "saved_at": lambda value: isinstance(value, float) and math.isfinite(value),
     "world_size": _whole(1),
     "reason": lambda value: isinstance(value, str),
-    "score": _or_none(lambda value: isinstance(value, float)),  # of a run that diverged, NaN
+    "score": _or_none(lambda value: isinstance(value, float)),  # NaN in a run that diverged
     "mode": lambda value: value in ("min", "max"),
     "files": _are_files,
     "global_batch": _or_none(_exactly(_BATCH)),
@@ -287,7 +292,7 @@ _FIELDS: dict[str, _Check] = {
 
 
 def _require_valid(content: dict[str, Any], name: str) -> None:
-    """The keys that we write and no others, and what they say fits together."""
+    """Require exactly the keys that we write, and values that fit together."""
     if content.keys() != _FIELDS.keys():
         raise ValueError(f"{name} is no manifest: it has {reprlib.repr(sorted(content.keys() ^ _FIELDS.keys()))} wrong")
     for key, value in content.items():
@@ -302,14 +307,14 @@ def _require_valid(content: dict[str, Any], name: str) -> None:
 
 
 def stored_file(path: Path, deadline: float = math.inf) -> StoredFile:
-    """Size and checksum of a file.
+    """Measure size and checksum of a file.
 
     Args:
-        path: of the file.
-        deadline: by `time.monotonic`.
+        path: path of the file.
+        deadline: latest time, by `time.monotonic`.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
         OverdueError: the deadline is past.
     """
     size = checksum = 0
@@ -323,14 +328,14 @@ def stored_file(path: Path, deadline: float = math.inf) -> StoredFile:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write a small file that is complete or not there, whatever happens.
+    """Write a small file to disk. Whatever happens, it appears complete or not at all.
 
     Raises:
         OSError: it cannot be written.
     """
     part = path.with_name(path.name + PART)
     part.unlink(missing_ok=True)
-    with open(part, "x", encoding="utf-8") as file:  # a new one: a link that lies there would be written through
+    with open(part, "x", encoding="utf-8") as file:  # "x" creates a new file, and never writes through a link
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -339,7 +344,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the names in a folder reach the disk.
+    """Flush the names in a folder to disk.
 
     Raises:
         OSError: the disk fails.

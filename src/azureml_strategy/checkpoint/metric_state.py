@@ -1,16 +1,17 @@
-"""What metrics and logged means have gathered, kept from one attempt to the next.
+"""Save and restore the values that metrics and `self.log` have accumulated.
 
-Lightning's checkpoint has the states of a torchmetrics metric only if they are persistent, and then those of rank 0; it
-has no mean over an epoch of `self.log(..., on_epoch=True)`, and not the values that callbacks monitor.
+Lightning's checkpoint has the states of a torchmetrics metric only if they are persistent, and then only those of rank
+0. It lacks the epoch means of `self.log(..., on_epoch=True)` and the values that callbacks monitor.
 
-Every private name of Lightning and torchmetrics that this needs is in this file:
+This file holds every private name of Lightning and torchmetrics that this needs:
 
-- `Metric._defaults` names the states, `_update_count`, `_computed` and `_forward_cache` change with them; `_is_synced`
-  and `_cache` tell whether, and from what, they were joined over the ranks.
-- `MetricCollection._groups_checked`, `_state_is_copy` and `_compute_groups_create_state_ref`: its metrics share states.
-- `epoch_loop._results` with its `_ResultMetric`, `_Metadata` and `_Sync` is where `self.log` adds up.
-- `_logger_connector`: `_first_loop_iter` and `_current_fx` decide whether `self.log` begins anew, and its three
-  dictionaries are what `trainer.callback_metrics` and its like return.
+- `Metric._defaults` names the states. `_update_count`, `_computed` and `_forward_cache` change with them. `_is_synced`
+  says whether the states were joined over the ranks, and `_cache` holds the states from before.
+- `MetricCollection._groups_checked`, `_state_is_copy` and `_compute_groups_create_state_ref` control how the metrics of
+  a collection share states.
+- `epoch_loop._results`, with its `_ResultMetric`, `_Metadata` and `_Sync`, is where `self.log` accumulates values.
+- `_logger_connector._first_loop_iter` and `_current_fx` decide whether `self.log` starts anew. The connector's three
+  dictionaries are what `trainer.callback_metrics` and similar properties return.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import MetricTracker
 
-# Plain data and CPU tensors only: Lightning loads a checkpoint of one file with torch's `weights_only=True`.
+# Plain data and CPU tensors only: Lightning loads a single-file checkpoint with torch's `weights_only=True`.
 MetricState = dict[str, Any]
-# What each metric's attributes were before the first batch, by the metric's path.
+# The attributes of each metric before the first batch, by the metric's path.
 Settings = dict[str, dict[str, Any]]
 
 _CPU = torch.device("cpu")
@@ -39,7 +40,7 @@ _ALWAYS = frozenset({"_update_count", "_computed", "_forward_cache"})
 _NOT_OURS = frozenset(vars(nn.Module())) | {"_is_synced", "_cache", "_device"}
 _OF_RESULT = ("value", "cumulated_batch_size", "has_reset", *_ALWAYS)
 _LOGGED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
-# All that Lightning takes as `reduce_fx`; it refuses a function of the user's own.
+# Every function that Lightning accepts as `reduce_fx`; it refuses a user's own.
 _REDUCTIONS: dict[str, Any] = {
     **{f"torch.{name}": getattr(torch, name) for name in ("mean", "sum", "min", "max")},
     **{function.__name__: function for function in (sum, min, max)},
@@ -47,10 +48,10 @@ _REDUCTIONS: dict[str, Any] = {
 
 
 def metric_settings(trainer: Trainer) -> Settings:
-    """What the script has given each metric, so that `metric_state` can tell it from what updates have changed.
+    """Record the attributes that the script gave each metric, so that `metric_state` can tell what updates changed.
 
     Args:
-        trainer: in `on_fit_start`: the metrics are there and have seen nothing.
+        trainer: the Trainer in `on_fit_start`, when the metrics exist and have seen no data.
     """
     return {
         path: {
@@ -63,18 +64,19 @@ def metric_settings(trainer: Trainer) -> Settings:
 
 
 def metric_state(trainer: Trainer, settings: Settings) -> MetricState:
-    """What this rank's metrics, its means over the epoch and its monitored values have come to.
+    """Copy the state of this rank's metrics, epoch means and monitored values.
 
-    A metric counts if it is a submodule of the LightningModule, an attribute of one, or in an attribute's list, tuple
-    or dict of metrics. Kept are its states, persistent or not, as this rank has them before any joining over the ranks,
-    and every other attribute that changed since `settings` and is made of tensors, numbers and strings.
+    The function finds metrics that are a submodule of the LightningModule, an attribute of one, or part of an
+    attribute's list, tuple or dict of metrics. It copies their states, persistent or not, as this rank has them before
+    they are joined over the ranks. It also copies every other attribute that has changed since `settings` and is made
+    of tensors, numbers and strings.
 
     Args:
-        trainer: after all hooks of a step, or of an epoch.
-        settings: of the same fit.
+        trainer: the Trainer after all hooks of a step, or of an epoch.
+        settings: the result of `metric_settings` in the same fit.
     """
     holders = dict(_find(trainer.lightning_module))
-    memo: dict[int, Tensor] = {}  # the metrics of a collection share their states: one copy of each
+    memo: dict[int, Tensor] = {}  # one copy of each state that metrics of a collection share
     return {
         "metrics": {path: _save_metric(path, each, settings.get(path, {}), memo) for path, each in holders.items()},
         "trackers": {path: len(each) for path, each in holders.items() if isinstance(each, MetricTracker)},
@@ -83,11 +85,11 @@ def metric_state(trainer: Trainer, settings: Settings) -> MetricState:
 
 
 def restore_metric_state(trainer: Trainer, state: MetricState) -> None:
-    """Have metrics, means over the epoch and monitored values go on from there.
+    """Restore the state of metrics, epoch means and monitored values.
 
     Args:
-        trainer: after `on_train_start`, before the `training_step` of the batch that follows the checkpoint.
-        state: of this rank, from `metric_state`.
+        trainer: the Trainer after `on_train_start`, before the `training_step` of the first batch after the checkpoint.
+        state: this rank's result of `metric_state`.
     """
     _grow(trainer.lightning_module, state["trackers"])
     holders = dict(_find(trainer.lightning_module))
@@ -106,7 +108,7 @@ def restore_metric_state(trainer: Trainer, state: MetricState) -> None:
 
 
 def _find(root: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Metrics, collections and trackers with their paths, each once."""
+    """Yield each metric, collection and tracker once, with its path."""
     seen: set[nn.Module] = set()
 
     def below(module: nn.Module, prefix: str) -> Iterator[tuple[str, Any]]:
@@ -121,7 +123,7 @@ def _find(root: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _members(value: Any) -> list[tuple[str, Any]]:
-    """Metrics in an attribute that torch does not count as a submodule; a long list of numbers costs one look."""
+    """The metrics in an attribute that is no submodule to torch. `all` stops at the first item of a list of numbers."""
     if isinstance(value, _HOLDERS):
         return [("", value)]
     if isinstance(value, dict) and all(isinstance(each, _HOLDERS) for each in value.values()):
@@ -132,7 +134,7 @@ def _members(value: Any) -> list[tuple[str, Any]]:
 
 
 def _grow(root: nn.Module, trackers: dict[str, int]) -> None:
-    """A tracker adds a metric at each of its steps, by the script's own hooks; the earlier ones are there again."""
+    """Recreate the metrics of trackers: the script's hooks add one metric at each step of a tracker."""
     for path, holder in list(_find(root)):
         while isinstance(holder, MetricTracker) and len(holder) < trackers.get(path, 0):
             holder.increment()
@@ -143,7 +145,10 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _states(holder: Any) -> set[str]:
-    """What `add_state` made; a ClasswiseWrapper names those of its metric, which has them itself."""
+    """The names of the states that `add_state` made.
+
+    A ClasswiseWrapper also lists the states of its metric; they belong to that metric and are left out here.
+    """
     return {name for name in vars(holder).get("_defaults", ()) if name in vars(holder)}
 
 
@@ -152,7 +157,7 @@ def _save_metric(path: str, holder: Any, settings: dict[str, Any], memo: dict[in
     changed = {
         name: value
         for name, value in values.items()
-        if name not in settings or not _equal(value, settings[name])  # never the states
+        if name not in settings or not _equal(value, settings[name])  # states are never in `settings`
     }
     known = _states(holder) | settings.keys()
     lost = [name for name, value in changed.items() if name in known and not _is_plain(value)]
@@ -169,7 +174,7 @@ def _device(holder: Any) -> torch.device:
 
 
 def _save(values: dict[str, Any], device: torch.device, memo: dict[int, Tensor] | None = None) -> dict[str, Any]:
-    """Copies of what is plain, and which of it does not live on the device."""
+    """Copy the plain values, and name those that do not live on the device."""
     plain = {name: value for name, value in values.items() if _is_plain(value)}
     return {
         "values": {name: _moved(value, _CPU, {} if memo is None else memo) for name, value in plain.items()},
@@ -181,7 +186,7 @@ def _fill(holder: Any, saved: dict[str, Any], device: torch.device) -> None:
     for name, value in saved["values"].items():
         copy = _moved(value, _CPU if name in saved["elsewhere"] else device)
         current = vars(holder).get(name)
-        if isinstance(current, dict) and isinstance(copy, dict):  # of its own kind, and maybe another's as well
+        if isinstance(current, dict) and isinstance(copy, dict):  # may be of a subclass, or another's as well
             current.clear()
             current.update(copy)
         else:
@@ -200,7 +205,7 @@ def _save_logged(trainer: Trainer, paths: dict[int, str]) -> dict[str, Any]:
     return {
         "results": {key: _save_result(each, paths, device) for key, each in results.items() if key not in lost},
         "shown": _save({name: dict(getattr(connector, name)) for name in _LOGGED}, device),
-        # validation within the epoch sets it aside, in a variable that nobody else sees
+        # During validation within the epoch, Lightning keeps `_first_loop_iter` in a local variable.
         "within_epoch": connector._first_loop_iter is not None or trainer.validating,
         "hook": connector._current_fx,
     }
@@ -232,12 +237,12 @@ def _restore_logged(trainer: Trainer, logged: dict[str, Any], holders: dict[str,
     _fill(connector, logged["shown"], device)
     connector._current_fx = logged["hook"]
     if logged["within_epoch"]:
-        connector._first_loop_iter = False  # else the next `self.log` takes its batch for the epoch's first
+        connector._first_loop_iter = False  # or the next `self.log` takes its batch for the first of the epoch
 
 
 def _result(trainer: Trainer, saved: dict[str, Any], holders: dict[str, Any], device: torch.device) -> _ResultMetric:
     meta = _Metadata(**saved["meta"], reduce_fx=_REDUCTIONS[saved["reduce_fx"]])
-    # as `self.log` makes it, which refuses one that differs
+    # The same as `self.log` would make: it refuses metadata that differs.
     meta.sync = _Sync(fn=trainer.strategy.reduce, **saved["sync"])
     result = _ResultMetric(meta, is_tensor=saved["metric"] is None)
     _fill(result, saved, device)
@@ -255,7 +260,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _moved(value: Any, device: torch.device, memo: dict[int, Tensor] | None = None) -> Any:
-    """A copy there of plain data; the same tensor twice becomes one copy if there is a memo."""
+    """Copy plain data to the device. With a memo, a tensor that occurs twice becomes one copy."""
     if isinstance(value, Tensor):
         found = None if memo is None else memo.get(id(value))
         copy = value.detach().to(device, copy=True) if found is None else found
@@ -276,7 +281,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Whether plain data has not changed, or anything else is the same object."""
+    """Whether plain data is equal; other values must be the same object."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.dtype == other.dtype and torch.equal(one.to(_CPU), other)
     if isinstance(one, dict) and isinstance(other, dict):

@@ -1,4 +1,8 @@
-"""Values in plain form: tensors, numbers, texts, and lists that say what they were."""
+"""Encode values in plain form, and decode them.
+
+Plain form is made of tensors, numbers, strings and lists. A value that torch's weights-only unpickler would refuse
+becomes a list with the name of its kind and its parts. Decoding runs no code that a file brings along.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +37,11 @@ from azureml_strategy.checkpoint.plain_kinds import (
 )
 
 _CONTAINERS = {kind: name for name, kind in (SEQUENCES | MAPPINGS).items()}
-# The unpickler's longest whole number has 255 bytes.
+# The longest integer that torch's weights-only unpickler takes has 255 bytes.
 _LONGEST_BITS = 255 * 8 - 1
 
 _KINDS = {kind.name: kind for kind in KINDS.values()}
-# Which part of these holds values of any kind, and what it is itself.
+# Kinds that may hold values of any kind: the index of the part that holds them, or None for the whole, and its type.
 _HOLDERS: dict[str, tuple[int | None, type]] = {"deque": (0, list), "defaultdict": (1, dict), "namespace": (None, dict)}
 
 
@@ -45,8 +49,8 @@ class NotEncodableError(TypeError):
     """A value that has no plain form.
 
     Attributes:
-        place: the keys, indices and fields that lead to it.
-        reason: what it is, and why it cannot be written.
+        place: the keys, indices and fields that lead to the value.
+        reason: what the value is, and why it cannot be written.
     """
 
     def __init__(self, place: Sequence[str], reason: str) -> None:
@@ -59,7 +63,8 @@ def is_plain(value: Any) -> bool:
     """Whether torch's weights-only unpickler takes a value as it is.
 
     Args:
-        value: of any type; one that was registered with `torch.serialization.add_safe_globals` is tried.
+        value: a value of any type. Tensors of a subclass, and types that were registered with
+            `torch.serialization.add_safe_globals`, are saved and loaded on trial.
     """
     return _is_plain(value, set())
 
@@ -72,7 +77,7 @@ def _is_plain(value: Any, seen: set[int]) -> bool:
         return bool(value.bit_length() <= _LONGEST_BITS)
     if kind in (list, tuple, set, dict, OrderedDict, Counter):
         if id(value) in seen:
-            return True  # it is being looked at
+            return True  # already checked, or being checked
         seen.add(id(value))
         items = (*value.keys(), *value.values()) if issubclass(kind, dict) else value
         return all(_is_plain(each, seen) for each in items)
@@ -80,33 +85,33 @@ def _is_plain(value: Any, seen: set[int]) -> bool:
 
 
 def _loads(value: Any) -> bool:
-    """Try it: a type alone does not say whether its fields are taken."""
+    """Save and load the value on trial: its type alone does not say whether its fields are taken."""
     file = io.BytesIO()
     try:
         torch.save(value, file)
         file.seek(0)
         torch.load(file, map_location="cpu", weights_only=True)
-    except Exception:  # whatever a type of the user's raises, it cannot be loaded
+    except Exception:  # whatever a user's type raises, the value cannot be loaded
         return False
     return True
 
 
 def encode(value: Any, place: Sequence[str] = ()) -> Encoded:
-    """A value in plain form; an object that occurs twice in it is one object again after `decode`.
+    """Encode a value in plain form. An object that occurs twice in it is one object again after `decode`.
 
     Args:
-        value: to write.
-        place: where it lies, for errors.
+        value: the value to encode.
+        place: the keys, indices and fields that lead to it, for errors.
 
     Raises:
-        NotEncodableError: it, or something in it, has no such form.
+        NotEncodableError: the value, or something in it, has no plain form.
     """
     return _Encoder().encode(value, tuple(place))
 
 
 class _Encoder:
     def __init__(self) -> None:
-        self._numbers: dict[int, tuple[int, Any]] = {}  # with the object, so that no other one gets its id
+        self._numbers: dict[int, tuple[int, Any]] = {}  # keeps the object alive, so that no other gets its id
         self._open: set[int] = set()
 
     def encode(self, value: Any, place: tuple[str, ...]) -> Encoded:
@@ -135,7 +140,7 @@ class _Encoder:
         if isinstance(value, (type, *REFERENCES)):
             return self._reference(value, place)
         if kind is functools.partial or (issubclass(kind, functools.partial) and kind.__module__.startswith("hydra.")):
-            # Hydra's, of `_partial_: true`, checks what a configuration may call. One that was read back does not.
+            # Hydra's partial, of `_partial_: true`, checks what a configuration may call. A decoded one does not.
             parts = (value.func, value.args, value.keywords)
             return ["partial", [self.encode(each, (*place, "partial")) for each in parts]]
         if kind.__module__.startswith("omegaconf."):
@@ -159,14 +164,14 @@ class _Encoder:
             return ["numpy objects", [list(value.shape), self.encode(value.ravel().tolist(), place)]]
         if type(value) is not np.ndarray or value.dtype.hasobject:
             raise NotEncodableError(place, f"a {type_name(type(value))} of {value.dtype}")
-        # as a tensor, which torch.save does not write as text
+        # A tensor, because torch.save would write bytes as text.
         content = torch.from_numpy(np.array(value, order="C").reshape(-1).view(np.uint8))
         return ["numpy array", [np.lib.format.dtype_to_descr(value.dtype), list(value.shape), content]]
 
     def _reference(self, value: Any, place: tuple[str, ...]) -> Encoded:
         names = dict.fromkeys((getattr(value, "__qualname__", value.__name__), value.__name__))
-        for name in names:  # some of torch's have a qualified name that leads nowhere
-            module = pickle.whichmodule(value, name)  # type: ignore[attr-defined] # which typeshed forgets
+        for name in names:  # the qualified names of some of torch's functions lead nowhere
+            module = pickle.whichmodule(value, name)  # type: ignore[attr-defined] # missing in typeshed
             with suppress(ValueError):
                 if look_up(module, name) is value:
                     return ["reference", [module, name]]
@@ -174,7 +179,7 @@ class _Encoder:
         raise NotEncodableError(place, f"{what}: a function or class has to be at the top of one")
 
     def _config(self, value: Any, place: tuple[str, ...]) -> Encoded:
-        """OmegaConf's, as a part of the whole: its interpolations may lead out of it."""
+        """Encode the whole configuration and the path to this part, whose interpolations may lead to other parts."""
         from omegaconf import DictConfig, ListConfig, OmegaConf
 
         if type(value) not in (DictConfig, ListConfig):
@@ -193,7 +198,7 @@ class _Encoder:
             raise NotEncodableError(place, f"a {type_name(kind)}, which says itself how it is pickled")
         try:
             reduced: Any = value.__reduce_ex__(2)
-        except Exception as error:  # whatever the class raises, it says that it cannot be written
+        except Exception as error:  # the class refuses to be pickled, with any exception
             raise NotEncodableError(place, f"a {type_name(kind)} ({error})") from error
         make, arguments, state, items = reduced[0], reduced[1], (*reduced, None)[2], reduced[3:]
         made = make is copyreg.__newobj__ and arguments == (kind,)  # type: ignore[attr-defined]
@@ -205,8 +210,8 @@ class _Encoder:
 
 
 def _fields(kind: type, state: Any) -> dict[str, Any] | None:
-    """What pickle would set, by name."""
-    if type(state) is list and dataclasses.is_dataclass(kind):  # frozen with slots
+    """The fields that pickle would set, by name; None if the state is not made of fields."""
+    if type(state) is list and dataclasses.is_dataclass(kind):  # a frozen dataclass with slots
         return dict(zip((each.name for each in dataclasses.fields(kind)), state, strict=True))
     parts = state if type(state) is tuple and len(state) == 2 else (state,)
     if any(type(each) not in (dict, type(None)) for each in parts):
@@ -215,18 +220,18 @@ def _fields(kind: type, state: Any) -> dict[str, Any] | None:
 
 
 def _member_names(value: Enum) -> list[str]:
-    """Its name, or those of the flags that it joins."""
+    """The name of the member, or the names of the flags that it combines."""
     if value.name in type(value).__members__ or not isinstance(value, Flag):
         return [value.name]
     return [name for name, each in type(value).__members__.items() if each.value and each in value]
 
 
 def decode(encoded: Encoded) -> Any:
-    """The value that was encoded.
+    """Restore the value from its plain form.
 
     Raises:
-        ValueError: it names what is not there, or asks for what is not done. What was never encoded may raise
-            anything.
+        ValueError: the plain form names something that does not exist, or asks for something that is not allowed. Data
+            that `encode` did not make may raise any exception.
     """
     return _Decoder().decode(encoded)
 
@@ -241,7 +246,7 @@ class _Decoder:
             return content
         if kind == "again":
             return self._seen[content]
-        number = len(self._seen)
+        number = len(self._seen)  # as in the encoder, a value comes before its parts
         self._seen.append(None)
         self._seen[number] = value = self._new(kind, content)
         return value
@@ -301,7 +306,7 @@ class _Decoder:
     def _numpy_objects(self, content: Any) -> Any:
         shape, items = content[0], _exactly(list, self.decode(content[1]))
         array = np.empty(len(items), dtype=object)
-        for i, each in enumerate(items):  # numpy would look into lists
+        for i, each in enumerate(items):  # numpy would turn lists into further dimensions
             array[i] = each
         return array.reshape(shape)
 
@@ -316,10 +321,10 @@ class _Decoder:
 
         nodes = [OmegaConf.create(self.decode(content[0]), flags={"allow_objects": True})]
         for key in self.decode(content[1]):
-            nodes.append(nodes[-1]._get_node(key))  # not resolved: no resolver runs
+            nodes.append(nodes[-1]._get_node(key))  # does not resolve interpolations, so no resolver runs
         for node, flags in zip(nodes, content[2], strict=True):
             node._metadata.flags = dict(flags)
-        nodes[0]._invalidate_flags_cache()  # and that of all below
+        nodes[0]._invalidate_flags_cache()  # which also clears the caches of all nodes below
         return nodes[-1]
 
     def _object(self, content: Any) -> Any:
@@ -331,7 +336,7 @@ class _Decoder:
             slot = inspect.getattr_static(kind, name, None)
             if type(slot) is types.MemberDescriptorType:
                 slot.__set__(value, self.decode(encoded))
-            else:  # past `__setattr__`, and properties of this name
+            else:  # bypasses `__setattr__` and properties of this name
                 object.__getattribute__(value, "__dict__")[name] = self.decode(encoded)
         return value
 
@@ -350,14 +355,14 @@ class _Decoder:
 
 
 def _exactly(kind: type, value: Any) -> Any:
-    """An object of another class could answer with code of its own."""
+    """Require exactly this class: an object of another could run code of its own."""
     if type(value) is not kind:
         raise ValueError(f"a {type_name(type(value))} in the place of a {type_name(kind)}")
     return value
 
 
 def _parts(name: str, parts: Any) -> Any:
-    """What a value is made of, if nothing in it has code of its own that making it would run."""
+    """Check that no part has code of its own that would run when the value is made, and return the parts."""
     if name in _HOLDERS:
         index, kind = _HOLDERS[name]
         _exactly(kind, parts if index is None else _exactly(tuple, parts)[index])
@@ -373,7 +378,7 @@ def _parts(name: str, parts: Any) -> Any:
 
 
 def _require_hashable(items: Iterable[Any]) -> None:
-    """Refuse keys that would run a `__hash__` of their own."""
+    """Refuse set items and dictionary keys that would run a `__hash__` of their own."""
     for each in items:
         kind = type(each)
         if kind is tuple:

@@ -1,8 +1,8 @@
-"""Checkpoints that torch loads with `weights_only=True`, whatever modules and callbacks put into them.
+"""Make checkpoints that torch loads with `weights_only=True`, whatever modules and callbacks put into them.
 
-A restart refuses pickles that could run code. So whatever torch's weights-only unpickler would refuse is moved out of
-its place, when a checkpoint is written, into an entry of our own in plain form, and put back when it is read. What is
-left, such as hyperparameters that are numbers and strings, any reader finds where Lightning has it.
+A restart refuses pickles that could run code. So when a checkpoint is written, values that torch's weights-only
+unpickler would refuse move to an entry of our own, in plain form. They move back when the checkpoint is read. All other
+values, such as hyperparameters that are numbers and strings, stay where Lightning has them, and any reader finds them.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from typing_extensions import override
 from azureml_strategy.checkpoint.plain_coding import NotEncodableError, decode, encode, is_plain
 
 MOVED = "azureml_strategy_moved"
-"""The entry of a checkpoint with what was moved: a list of `{"at": its keys, "value": its plain form}`."""
+"""The entry of a checkpoint with the moved values: a list of `{"at": its keys, "value": its plain form}`."""
 WRITTEN_APART = ("state_dict", "optimizer_states")
-"""What sharded strategies write into files of their own, not beside Lightning's other entries."""
-# No restart needs them: they build the module, which is there before a checkpoint is read.
+"""Entries that sharded strategies write into files of their own, not beside Lightning's other entries."""
+# No restart needs these: they serve to build the module, which exists before a checkpoint is read.
 _HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 _left_out = WarningCache()
 
 
 class UnsavableStateError(TypeError):
-    """State that a restart could not be given back, so that there is no use in writing it."""
+    """State that a restart could not restore, so that writing it would be useless."""
 
 
 class PlainDataStrategy(Strategy):
-    """Mix-in for strategies that put back what was moved, whatever reads their files."""
+    """Mix-in for strategies that moves values back after loading, whatever reads the strategy's files."""
 
     @property
     def written_apart(self) -> tuple[str, ...]:
@@ -51,18 +51,20 @@ class PlainDataStrategy(Strategy):
 
 
 def to_plain(checkpoint: dict[str, Any], apart: Collection[str] = ()) -> dict[str, Any]:
-    """A checkpoint that the weights-only unpickler takes; equal to the old one after `from_plain`.
+    """Make a checkpoint that the weights-only unpickler takes. `from_plain` restores an equal of the original.
 
-    Entries move as a whole, or, of dictionaries and lists, their values: one hyperparameter, the state of one
-    callback. So nobody who reads without `from_plain` finds half of something. In a list None stays in the place, and
-    a dictionary whose keys torch refuses moves as a whole.
+    Dictionaries and lists stay, and only the refused values in them move, such as one hyperparameter or the state of
+    one callback. A list keeps None in place of a moved value. Other entries, and dictionaries whose keys torch refuses,
+    move as a whole. So a reader without `from_plain` never finds half of a value.
 
     Args:
-        checkpoint: as Lightning gives it to `save_checkpoint`. It is not changed, and no tensor is copied.
+        checkpoint: the checkpoint that Lightning gives to `save_checkpoint`. It is not changed, and no tensor is
+            copied.
         apart: names of entries to leave as they are.
 
     Raises:
-        UnsavableStateError: something has no plain form. Hyperparameters are left out instead, with a warning.
+        UnsavableStateError: a value has no plain form. Hyperparameters without one are left out instead, with a
+            warning.
     """
     moved = list(checkpoint.get(MOVED, ()))
     kept = {}
@@ -77,7 +79,7 @@ def to_plain(checkpoint: dict[str, Any], apart: Collection[str] = ()) -> dict[st
 
 
 def _without_moved(name: str, entry: Any, moved: list[Any]) -> Any:
-    kept = copy.copy(entry)  # with what torch has written on a state dict
+    kept = copy.copy(entry)  # keeps attributes that torch sets on a state dict
     for key, value in enumerate(entry) if type(entry) is list else entry.items():
         if is_plain(value):
             continue
@@ -113,14 +115,14 @@ def _advice(error: NotEncodableError) -> str:
 
 
 def from_plain(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint as it was before `to_plain`.
+    """Restore a checkpoint to what it was before `to_plain`.
 
     Args:
-        checkpoint: as it was loaded; its dictionaries and lists are filled in place.
+        checkpoint: the loaded checkpoint; its dictionaries and lists are filled in place.
 
     Raises:
-        ValueError: something names a function or class that is not there. Hyperparameters are left out instead, with
-            a warning.
+        ValueError: a value cannot be restored, such as one that names a missing function or class. Hyperparameters are
+            left out instead, with a warning.
     """
     restored = {name: entry for name, entry in checkpoint.items() if name != MOVED}
     for each in checkpoint.get(MOVED, ()):
@@ -128,7 +130,7 @@ def from_plain(checkpoint: dict[str, Any]) -> dict[str, Any]:
         target = restored if len(at) == 1 else restored[at[0]]
         try:
             target[at[-1]] = decode(each["value"])
-        except Exception as error:  # a damaged or strange entry raises anything
+        except Exception as error:  # a damaged or foreign entry may raise anything
             place = " → ".join(map(str, at))
             if at[0] not in _HYPERPARAMETERS:
                 raise ValueError(f"{place} of the checkpoint cannot be restored: {error}") from error
@@ -137,22 +139,22 @@ def from_plain(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def require_loadable(content: Any) -> None:
-    """Write something to memory and load it back as a restart does, but for its dense tensors.
+    """Write the content of a file to memory, without its dense tensors, and load it back as a restart does.
 
-    torch's weights-only unpickler takes any dense tensor. As it is written in Python, and takes 0.1 ms for each, all of
-    a large model's would keep the training waiting for the interpreter's lock.
+    torch's weights-only unpickler takes any dense tensor, so there is no need to try them. It is written in Python and
+    takes 0.1 ms for each. The tensors of a large model would keep the training waiting for the interpreter's lock.
 
     Args:
-        content: of a file that `torch.save` is to write.
+        content: the content of a file that `torch.save` is to write.
 
     Raises:
-        ValueError: torch refuses it.
+        ValueError: torch refuses the content.
     """
     _load_back(content, _WithoutTensors)
 
 
 class _WithoutTensors:
-    """`pickle`, as far as `torch.save` needs it, but each tensor becomes an empty dictionary."""
+    """The part of `pickle` that `torch.save` needs, except that each tensor becomes an empty dictionary."""
 
     class Pickler(pickle.Pickler):
         @override
@@ -165,7 +167,7 @@ class _WithoutTensors:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether it is nothing but numbers in memory; what was set on it as an attribute is written, too."""
+    """Whether a tensor is only numbers in memory, without attributes, which torch would write too."""
     plain = type(tensor) in (Tensor, nn.Parameter) and not vars(tensor)
     return plain and tensor.layout is torch.strided and not tensor.is_quantized
 
@@ -176,7 +178,7 @@ def _load_back(content: Any, pickle_module: Any) -> None:
     try:
         file.seek(0)
         torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch and classes of the user's raise anything
+    except Exception as error:  # torch and classes of the user's may raise anything
         file.seek(0)
         found = torch.serialization.get_unsafe_globals_in_checkpoint(file)
         reason = f"it holds {', '.join(sorted(found))}" if found else str(error)
@@ -187,25 +189,25 @@ def _load_back(content: Any, pickle_module: Any) -> None:
 
 
 def saved_hyperparameters(checkpoint: _PATH) -> dict[str, Any]:
-    """The hyperparameters of a checkpoint, also those that `load_from_checkpoint` does not find by itself.
+    """Read all hyperparameters of a checkpoint, including those that `load_from_checkpoint` does not find by itself.
 
-    Those are values that torch's weights-only unpickler refuses, such as a Path or a DictConfig:
+    It does not find values that torch's weights-only unpickler refuses, such as a Path or a DictConfig. Call
     `Module.load_from_checkpoint(path, **saved_hyperparameters(path))`.
 
     Args:
-        checkpoint: a single file, such as `azureml-strategy consolidate` writes.
+        checkpoint: a single file, such as one that `azureml-strategy consolidate` wrote.
 
     Returns:
         The arguments of the module, by name.
     """
     loaded = from_plain(_load(checkpoint))
     found = loaded.get("hyper_parameters", {})
-    name = loaded.get("hparams_name", "kwargs")  # as Lightning calls several arguments
+    name = loaded.get("hparams_name", "kwargs")  # Lightning's name for several arguments
     return dict(found) if name == "kwargs" else {name: found}
 
 
 def moved_hyperparameters(checkpoint: _PATH) -> list[str]:
-    """Names of the hyperparameters that `load_from_checkpoint` does not find by itself; of a single file."""
+    """The names of the hyperparameters in a single file that `load_from_checkpoint` does not find by itself."""
     places = [decode(each["at"]) for each in _load(checkpoint).get(MOVED, ())]
     return [str(at[-1]) for at in places if at[0] in _HYPERPARAMETERS]
 

@@ -1,6 +1,7 @@
-"""What may become of a value in plain form: standard types by their parts, functions and classes by name, fields.
+"""The kinds of values that have a plain form.
 
-The rules that `plain_encoding` and `plain_decoding` share, so that what is written can be read, and no more than that.
+Standard types are kept by their parts, functions and classes by name, other objects by their fields. The
+encoder and the decoder in `plain_coding` share these rules, so that exactly what is written can be read.
 """
 
 from __future__ import annotations
@@ -26,24 +27,24 @@ import torch
 from torch import Tensor, nn
 
 Encoded = list[Any]
-"""A kind, and what belongs to it."""
+"""The name of a kind, and its content."""
 
 PLAIN = frozenset((type(None), bool, float, complex, str, bytes, bytearray, nn.Parameter, Tensor))
-"""Types that torch's weights-only unpickler takes, whatever their values; `int`s take a look."""
+"""Types that torch's weights-only unpickler takes with any value. `int` is not one: it depends on the value."""
 PLAIN |= {torch.Size, torch.device, torch.dtype, torch.layout}
 SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 MAPPINGS: dict[str, type] = {"dict": dict, "ordered dict": OrderedDict, "counter": Counter}
 REFERENCES = (types.FunctionType, types.BuiltinFunctionType, np.ufunc)
-"""Types of what is kept by its name, besides classes."""
-# What a class would have to be asked for when one of its objects is made or goes.
+"""Types of values that are kept by name, besides classes."""
+# Methods of a class that pickle or the interpreter would call when an object is made or deleted.
 _HOOKS = ("__reduce__", "__reduce_ex__", "__setstate__", "__getnewargs__", "__getnewargs_ex__", "__del__")
 
 
 def look_up(module: str, name: str) -> Any:
-    """A function or class by its name; never an object, whose attributes could be anything.
+    """Find a function or class by its name. Other objects are refused, because their attributes could be anything.
 
     Raises:
-        ValueError: there is none of this name.
+        ValueError: there is no function or class of this name.
     """
     try:
         found: Any = functools.reduce(getattr, name.split("."), importlib.import_module(module))
@@ -55,7 +56,7 @@ def look_up(module: str, name: str) -> Any:
 
 
 def is_fields_only(kind: type) -> bool:
-    """Whether objects of a class are their fields, and nothing happens when one is made or goes."""
+    """Whether objects of a class are only their fields, and making or deleting one runs no code of the class."""
     own = [name for name in _HOOKS if getattr(kind, name, None) is not getattr(object, name, None)]
     generated = getattr(getattr(kind, "__setstate__", None), "__module__", None) == "dataclasses"
     return own == (["__setstate__"] if generated else []) and not issubclass(kind, (type, types.ModuleType))
@@ -68,12 +69,12 @@ def type_name(kind: type) -> str:
 
 @dataclass(frozen=True)
 class Kind:
-    """A type of values that are made of a few parts.
+    """A type whose values are made of a few parts.
 
     Args:
-        name: in a file.
-        parts: what a value is made of; may hold values of other kinds.
-        whole: the value of such parts. Runs nothing but code of the standard library, numpy and torch.
+        name: the name in a file.
+        parts: takes a value apart; the parts may hold values of other kinds.
+        whole: makes a value from its parts. It runs only code of the standard library, numpy and torch.
     """
 
     name: str
@@ -141,7 +142,7 @@ KINDS: dict[type, Kind] = {
     WindowsPath: Kind("windows path", str, Path),
     PurePosixPath: Kind("pure posix path", str, PurePosixPath),
     PureWindowsPath: Kind("pure windows path", str, PureWindowsPath),
-    int: Kind("int", hex, lambda text: int(text, 16)),  # one that is too long for torch's unpickler
+    int: Kind("int", hex, lambda text: int(text, 16)),  # only for integers that are too long for torch's unpickler
     range: Kind("range", _range_parts, _of(range)),
     slice: Kind("slice", _range_parts, _of(slice)),
     date: Kind("date", _date_parts, _of(date)),

@@ -1,4 +1,4 @@
-"""The random numbers that each rank would have drawn next."""
+"""Save and restore the random generators of a rank, so that it draws the numbers it would have drawn next."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from lightning.pytorch import Trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
-# Plain values and tensors only: Lightning loads a checkpoint of one file with torch's `weights_only=True`.
+# Plain values and tensors only: Lightning loads a single-file checkpoint with torch's `weights_only=True`.
 RandomState = dict[str, Any]
 Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-# How deep in attributes a generator is looked for: a data set's transform's list's third step's generator.
+# How deep to search attributes for a generator, such as that of the third step in a data set's list of transforms.
 _DEPTH = 6
-# A longer list holds data.
+# A longer list or dictionary holds data.
 _MOST_ITEMS = 64
 
 
 def random_state(generators: Mapping[str, Generator] | None = None) -> RandomState:
-    """The state of torch's, numpy's and Python's generators, and of this process's GPU.
+    """Get the state of the global generators of torch, numpy and Python, and of this process's GPU.
 
     Args:
-        generators: further ones, by name.
+        generators: further generators, by name.
     """
     return {
         "torch": torch.get_rng_state(),
@@ -39,11 +39,11 @@ def random_state(generators: Mapping[str, Generator] | None = None) -> RandomSta
 
 
 def set_random_state(state: RandomState, generators: Mapping[str, Generator] | None = None) -> None:
-    """Go on with the numbers that would have followed `random_state()`.
+    """Restore the state of the generators, so that they continue as after `random_state()`.
 
     Args:
-        state: as it gave it.
-        generators: further ones, by name; those that the state does not have stay as they are.
+        state: the result of `random_state()`.
+        generators: further generators, by name; those that the state does not have stay as they are.
     """
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
@@ -56,13 +56,13 @@ def set_random_state(state: RandomState, generators: Mapping[str, Generator] | N
 
 
 def find_generators(owners: Mapping[str, object]) -> dict[str, Generator]:
-    """Generators that objects keep for themselves: of a data loader, its sampler, a data set, a module.
+    """Find generators that objects keep as attributes: a data loader, its sampler, a data set, a module.
 
     Args:
-        owners: where to look, by name: in their attributes, and those of what these hold.
+        owners: objects to search, by name. The search covers their attributes, and what those hold.
 
     Returns:
-        By the path that leads to each: the same name in a process that was started the same way.
+        Generators by the path that leads to each. The path is the same in a process that was started the same way.
     """
     found: dict[str, Generator] = {}
     seen: set[int] = set()
@@ -85,7 +85,7 @@ def _search(name: str, owner: object, depth: int, seen: set[int]) -> Iterator[tu
 
 
 def _parts(owner: object) -> list[tuple[str, object]]:
-    """What an object holds, as far as a generator may be in it. A module's layers are asked one by one."""
+    """The parts of an object that may hold a generator. Of a module, these are the generators of all its layers."""
     if isinstance(owner, (list, tuple)):
         return [(str(i), each) for i, each in enumerate(owner)] if len(owner) <= _MOST_ITEMS else []
     if isinstance(owner, dict):
@@ -97,11 +97,11 @@ def _parts(owner: object) -> list[tuple[str, object]]:
 
 
 def _own(owner: object) -> list[tuple[str, object]]:
-    """The attributes of an ordinary object; none of what leads to everything there is."""
+    """The attributes of an ordinary object; none of an object that leads to everything else, such as the Trainer."""
     if isinstance(owner, (type, ModuleType, FunctionType, torch.Tensor, Trainer)):
         return []
     attributes = getattr(owner, "__dict__", {})
-    # A loader's own iterator holds its processes and what they were given.
+    # A loader's iterator holds its worker processes and what they were given.
     left_out = {"_iterator"} if isinstance(owner, DataLoader) else set()
     return [(name, each) for name, each in attributes.items() if name not in left_out]
 
@@ -138,7 +138,7 @@ def _legacy(state: list[Any]) -> Any:
 
 
 def _plain(state: Any) -> Any:
-    """A bit generator's state: numbers, names, and for some of them arrays of unsigned numbers."""
+    """Convert a bit generator's state, which has numbers, names and sometimes arrays of unsigned numbers."""
     if isinstance(state, dict):
         return {name: _plain(each) for name, each in state.items()}
     if isinstance(state, np.ndarray):
