@@ -1,4 +1,4 @@
-"""The scaling study: one recipe at several sizes, and what comes of it in one table and picture."""
+"""The scaling study: runs one recipe at several sizes and compares the results in a table and a picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one run of a study achieved, read from its MLflow run."""
+"""Reads what one run of a study achieved from its MLflow run."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     from mlflow.entities import Run
     from mlflow.tracking import MlflowClient
 
-_LONGEST = 300  # characters of what a store says
+_LONGEST = 300  # characters of a store's error message
 _RATE, _PER_DEVICE = "summary/samples_per_second", "summary/samples_per_second_per_device"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """One run; None where it has not recorded something.
+    """The figures of one run; None for what the run has not recorded.
 
     Attributes:
-        run_id: of its MLflow run; empty where there is none.
-        name: of the run.
-        nodes: how many it ran on, or was to.
-        devices: processes, each with a device of its own.
-        unit: what a sample is called.
+        run_id: id of its MLflow run; empty if there is none.
+        name: name of the run.
+        nodes: number of nodes that it ran on, or was to run on.
+        devices: number of processes, each with a device of its own.
+        unit: the name of a sample.
         samples_per_second: over all devices, without warm-up.
         mfu: model FLOPs utilisation, 0 to 1.
         cost_per_million_samples: of all nodes, in `currency`.
@@ -56,7 +56,7 @@ class Figures:
         return self.samples_per_second / self.devices if self.samples_per_second and self.devices else None
 
     def priced(self, price: Price | None) -> Figures:
-        """With the cost at this price of a node, where the run has recorded none."""
+        """Add the cost at this price of a node, unless the run has recorded one."""
         known = self.cost_per_million_samples is not None
         if known or price is None or self.nodes is None or not self.samples_per_second:
             return self
@@ -65,12 +65,12 @@ class Figures:
 
 
 def read_figures(client: MlflowClient, run_id: str, nodes: int | None = None) -> Figures:
-    """Read a run.
+    """Read the figures of a run.
 
     Args:
-        client: of the store that has it.
+        client: of the store that has the run.
         run_id: its id.
-        nodes: how many it was to run on, for one that has not come so far as to say it.
+        nodes: number of nodes that it was to run on, for a run that ended before it recorded the number.
 
     Raises:
         StudyError: the store has no such run, or does not answer.

@@ -1,4 +1,4 @@
-"""What a scaling study is asked to run: a recipe on several sizes, each a job or an emulated one."""
+"""The options of a scaling study: a recipe and several sizes, each of which runs as a job or an emulated job."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 from azureml_strategy.cluster.job import Price
 
-# Enough to leave the warm-up of the shipped recipes behind (50 steps where it is longest) and to measure as many.
+# Enough to pass the warm-up of the shipped recipes (at most 50 steps) and to measure as many steps.
 DEFAULT_STEPS = 100
 
 
 class StudyError(ValueError):
-    """The study cannot be made as asked; the message says what to type instead."""
+    """The study cannot be made as requested; the message says what to type instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,21 +22,22 @@ class StudyOptions:
 
     Attributes:
         recipe: name of a shipped recipe or path of a YAML file; None with `runs`.
-        overrides: what to change in it, at every size, in Hydra's notation.
+        overrides: changes to the recipe at every size, in Hydra's notation.
         nodes: sizes, in nodes.
-        processes_per_node: None is one, emulated, and the number of GPUs in a submitted job.
-        local: emulate the jobs here instead of submitting them.
-        steps: optimizer steps of each run, without validation and checkpoints; 0 trains each as long as the recipe.
+        processes_per_node: None means one in an emulated job, and the number of GPUs in a submitted job.
+        local: emulate the jobs on this machine instead of submitting them.
+        steps: optimizer steps of each run, without validation and checkpoints; 0 trains each as long as the recipe
+            says.
         runs: ids of MLflow runs to read instead of starting any; in Azure ML, names of jobs.
-        store: where `runs` are: an MLflow tracking URI, or `azureml` for the configured workspace; None is
-            MLFLOW_TRACKING_URI, else `mlflow.db` here.
-        price_per_hour: of one node, for runs that have recorded no cost.
+        store: the store of `runs`: an MLflow tracking URI, or `azureml` for the configured workspace; None is
+            MLFLOW_TRACKING_URI, else `mlflow.db` in the current folder.
+        price_per_hour: price of one node, for runs that have recorded no cost.
         currency: of `price_per_hour`.
-        output: JSON file.
-        plot: PNG file.
+        output: path of the JSON file.
+        plot: path of the PNG file.
 
     Raises:
-        StudyError: contradictory options, or a number that cannot be.
+        StudyError: the options contradict each other, or a number is invalid.
     """
 
     recipe: str | None = None
@@ -62,7 +63,7 @@ class StudyOptions:
 
     @property
     def price(self) -> Price | None:
-        """The user's price of a node."""
+        """The price of a node that the user gave."""
         if self.price_per_hour is None:
             return None
         return Price(self.price_per_hour, self.currency, "--price-per-hour")
@@ -96,7 +97,7 @@ class StudyOptions:
 
 
 def parse_list(text: str | None) -> list[str]:
-    """What stands between commas; nothing for None."""
+    """The items of a comma-separated list; none for None."""
     return [each.strip() for each in text.split(",") if each.strip()] if text else []
 
 
@@ -104,7 +105,7 @@ def parse_nodes(text: str | None) -> list[int]:
     """Sizes in nodes, ascending.
 
     Raises:
-        StudyError: something that is no number.
+        StudyError: an item is not a number.
     """
     for each in parse_list(text):
         if not (each.isascii() and each.isdigit()):
@@ -119,15 +120,16 @@ def _refuse_repeated(option: str, values: Sequence[object]) -> None:
 
 
 def run_overrides(options: StudyOptions) -> list[str]:
-    """The overrides of every run: the user's, and what makes a measurement of a training.
+    """The overrides of every run: the user's, and those that turn a training into a measurement.
 
-    A study needs a rate, not a model: so many steps, no validation, no checkpoint. What the user sets himself stays.
+    A study needs a rate and not a model, so a run has a limited number of steps, no validation and no checkpoint. The
+    user's own overrides take precedence.
     """
     if options.steps == 0:
         return list(options.overrides)
     short = {
         "trainer.max_steps": str(options.steps),
-        "trainer.max_epochs": "1000000",  # the steps decide
+        "trainer.max_epochs": "1000000",  # so that `max_steps` ends the run
         "trainer.limit_val_batches": "0",
         "checkpoint": "none",
     }
@@ -136,13 +138,13 @@ def run_overrides(options: StudyOptions) -> list[str]:
 
 
 def headings(options: StudyOptions) -> Iterator[tuple[int, str]]:
-    """Each size with its words, from small to large."""
+    """Each size with its description, from small to large."""
     for nodes in sorted(options.nodes):
         processes = options.processes_per_node
         yield nodes, count(nodes, "node") + (f" x {count(processes, 'process')}" if processes else "")
 
 
 def count(number: int, what: str) -> str:
-    """A number of things in words."""
+    """A number and its noun, in singular or plural."""
     plural = "es" if what.endswith("s") else "s"
     return f"{number} {what}{plural if number != 1 else ''}"

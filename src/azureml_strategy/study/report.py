@@ -1,4 +1,4 @@
-"""A study as a table and as a picture."""
+"""Shows a study as a table and as a picture."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-_WIDTH = 120  # of the table where standard output is no terminal, in characters
+_WIDTH = 120  # of the table if standard output is no terminal, in characters
 
 
 class _Column(NamedTuple):
-    """A heading, and what of a row stands below it; a column without any value is left out."""
+    """A heading, and the function that gives the text of a row. A column without any text is left out."""
 
     heading: str
     value: Callable[[Row], str]
 
 
 def print_study(scaling: Scaling, options: StudyOptions, files: Sequence[Path]) -> None:
-    """Print the table, what to know of it, and where the rest is."""
+    """Print the table, remarks about it, and the paths of the written files."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(width=_WIDTH, highlight=False, color_system=None)
@@ -95,10 +95,10 @@ def _remarks(scaling: Scaling, options: StudyOptions) -> list[str]:
 
 
 def plot(scaling: Scaling, title: str) -> bytes:
-    """Throughput beside perfect scaling, efficiency, and cost where it is known, over the number of devices.
+    """Plot throughput with perfect scaling, efficiency, and cost if known, over the number of devices.
 
     Returns:
-        A PNG file.
+        The content of a PNG file.
     """
     from matplotlib.figure import Figure
 

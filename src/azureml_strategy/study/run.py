@@ -1,4 +1,4 @@
-"""Runs a study, here or as jobs, or reads runs that exist, and compares what they have measured."""
+"""Runs a study here or as jobs, or reads existing runs, and compares what they measured."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from azureml_strategy.training.resolvers import register_resolvers
 
 WORKSPACE = "azureml"
 
-# What a shell reports of a process that Ctrl-C or SIGTERM ended: 128 + the signal.
+# Exit codes of a process that Ctrl-C or SIGTERM ended, as a shell reports them: 128 + the signal.
 _INTERRUPTED = (130, 143)
 
 
 def read_runs(options: StudyOptions) -> Iterator[Figures]:
-    """Read the runs that the user has named.
+    """Read the runs that the user named.
 
     Raises:
-        StudyError: the store has no such run.
+        StudyError: the store has no such run, or does not answer.
         JobError: no workspace is configured.
         TrackingError: azureml-mlflow is missing.
     """
@@ -47,7 +47,7 @@ def _workspace_store() -> str:
 
 
 def emulate_sizes(options: StudyOptions) -> Iterator[Figures]:
-    """Emulate a job of each size, from small to large; a size that fails does not keep the next from its turn.
+    """Emulate a job of each size, from small to large. After a size that fails, the study continues with the next one.
 
     Raises:
         StudyError: the recipe or an override is misspelt, or nothing can be emulated here.
@@ -67,10 +67,10 @@ def emulate_sizes(options: StudyOptions) -> Iterator[Figures]:
 
 
 def threads_per_process(options: StudyOptions) -> str:
-    """The threads that a process computes with: as many at every size.
+    """The number of compute threads of a process, the same at every size.
 
-    Otherwise a small job would have more of this machine's cores for each process than a large one, and the study
-    would show that instead of what the processes cost one another.
+    Otherwise the processes of a small job would have more cores of this machine each than those of a large one, and the
+    study would show that instead of what the processes cost one another.
     """
     processes = max(options.nodes) * (options.processes_per_node or 1)
     return os.environ.get("OMP_NUM_THREADS") or str(max((os.cpu_count() or 1) // processes, 1))
@@ -89,15 +89,15 @@ def _emulate(job: EmulatedJob) -> Figures:
 
 
 def run_study(options: StudyOptions) -> int:
-    """Start the runs or read them, then print, draw and write what they achieved.
+    """Start the runs or read them, then print, plot and write what they achieved.
 
     Returns:
-        The exit code: 0, 1 if a run failed or measured nothing, 130 if the user ended it. What was measured by then
-        is shown all the same.
+        The exit code: 0, 1 if a run failed or measured nothing, 130 if the user ended the study. Even then it shows
+            what was measured so far.
 
     Raises:
-        StudyError: it cannot be made as asked.
-        JobError: Azure ML cannot do what is asked, or did not answer.
+        StudyError: the study cannot be made as requested.
+        JobError: Azure ML cannot do what is requested, or did not answer.
         TrackingError: the tracking store cannot be used.
     """
     figures: list[Figures] = []
@@ -120,7 +120,7 @@ def _report(scaling: Scaling, options: StudyOptions) -> None:
 
 
 def to_json(scaling: Scaling) -> str:
-    """Everything but the runs' configurations, for a file."""
+    """Everything except the runs' configurations, as JSON."""
     rows = [
         {
             **{name: value for name, value in asdict(row.figures).items() if name != "params"},
@@ -139,13 +139,13 @@ def _runs(options: StudyOptions) -> Iterator[Figures]:
         return read_runs(options)
     if options.local:
         return emulate_sizes(options)
-    from azureml_strategy.study.submitted import submit_sizes  # which needs the extra `azure`
+    from azureml_strategy.study.submitted import submit_sizes  # needs the extra `azure`
 
     return submit_sizes(options)
 
 
 def _write(path: Path, content: bytes) -> None:
-    """A file that is complete or not there; its folder is made."""
+    """Write a file atomically, and create its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")
     part.write_bytes(content)

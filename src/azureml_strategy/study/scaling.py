@@ -1,4 +1,4 @@
-"""Runs of different sizes held against the smallest."""
+"""Compares runs of different sizes with the smallest one."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from azureml_strategy.study.figures import Figures
 from azureml_strategy.study.options import StudyError
 
-# Sections of a recipe in which sizes may differ: they say where it ran.
+# Sections of a recipe that may differ between sizes: they say where it ran.
 _PLACES = ("cluster", "job", "trainer/num_nodes", "trainer/devices")
 
 
 @dataclass(frozen=True)
 class Row:
-    """A run beside the smallest.
+    """A run in comparison with the smallest.
 
     Attributes:
         figures: what it achieved.
-        speed_up: its throughput over that of the smallest; None if one of them has none.
-        efficiency: the speed-up over the ratio of their devices: 1 is perfect scaling.
+        speed_up: its throughput divided by that of the smallest; None if either has none.
+        efficiency: the speed-up divided by the ratio of their numbers of devices: 1 is perfect scaling.
     """
 
     figures: Figures
@@ -33,7 +33,7 @@ class Scaling:
 
     Attributes:
         rows: one for each run.
-        base: the smallest run with a throughput, of several as small the fastest; None if there is none.
+        base: the smallest run with a throughput, and the fastest one of several that small; None if there is none.
         differences: names of recorded settings in which the runs differ, with the values.
     """
 
@@ -43,25 +43,25 @@ class Scaling:
 
     @property
     def unit(self) -> str:
-        """What a sample is called."""
+        """The name of a sample."""
         return self.base.unit if self.base else "samples"
 
     @property
     def currency(self) -> str | None:
-        """Of the costs; None where there are none."""
+        """Currency of the costs; None if there are none."""
         return next((row.figures.currency for row in self.rows if _costs(row.figures)), None)
 
     @property
     def complete(self) -> bool:
-        """Whether every run went well and was measured."""
+        """Whether every run succeeded and was measured."""
         return not any(row.figures.problem for row in self.rows)
 
 
 def compare(runs: Sequence[Figures]) -> Scaling:
-    """Hold every run against the smallest that was measured.
+    """Compare every run with the smallest that was measured.
 
     Raises:
-        StudyError: the runs count different things, or costs in different currencies.
+        StudyError: the runs count different things, or have costs in different currencies.
     """
     measured = [run for run in runs if run.samples_per_second and run.devices]
     _refuse_mixture("count", {run.unit for run in measured})
@@ -88,10 +88,10 @@ def _refuse_mixture(verb: str, values: set[str]) -> None:
 
 
 def _differences(runs: Sequence[Figures]) -> Iterator[tuple[str, list[str]]]:
-    """What was set differently, apart from the size: such runs do not show scaling alone."""
+    """Settings in which the runs differ apart from size: such runs do not show scaling alone."""
     for name in sorted({name for run in runs for name in run.params}):
         values = sorted({run.params.get(name, "(not set)") for run in runs})
         is_place = any(name == place or name.startswith(f"{place}/") for place in _PLACES)
-        # A job's own folders have its name in them.
+        # Paths may differ: the folders of a job contain its name.
         if len(values) > 1 and not is_place and not all(value.startswith("/") for value in values):
             yield name, values

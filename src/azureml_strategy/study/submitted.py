@@ -1,4 +1,4 @@
-"""The runs of a study as Azure ML jobs, all submitted before the first is waited for."""
+"""Runs the sizes of a study as Azure ML jobs. It submits all of them before it waits for the first."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def submit_sizes(options: StudyOptions) -> Iterator[Figures]:
     """Submit a job of each size, then wait for each and read its run.
 
     Raises:
-        JobError: a job cannot be as asked, Azure refused it, or no longer answers.
+        JobError: a job cannot be made as requested, or Azure refused it or no longer answers.
+        StudyError: the store has no such run, or does not answer.
         TrackingError: azureml-mlflow is missing.
     """
     from mlflow.tracking import MlflowClient
@@ -24,7 +25,7 @@ def submit_sizes(options: StudyOptions) -> Iterator[Figures]:
     recipe, jobs = str(options.recipe), {}
     plans = {nodes: _overrides(options, nodes) for nodes in options.nodes}
     for overrides in plans.values():
-        render_job(recipe, overrides)  # all of them can be, before one is paid for
+        render_job(recipe, overrides)  # check that all are valid before one is paid for
     client = connect(read_recipe(recipe, options.overrides).job.workspace.settings())
     store = resolve_tracking_uri(tracking_uri(client))
     for nodes, heading in headings(options):

@@ -1,4 +1,4 @@
-"""What a run measures of itself and where it records it."""
+"""Measures a run (throughput, cost, network) and records it in MLflow."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
     "TrackingError",
 ]
 
-# Lightning is imported with what needs it: whoever only looks for a run does not wait for it.
+# Lazy, so that code which only needs `RunLocation` does not wait for the import of Lightning.
 __getattr__ = lazy_attributes(
     __name__,
     {

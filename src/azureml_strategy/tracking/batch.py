@@ -1,4 +1,4 @@
-"""From what a logger is given to what MLflow's `log_batch` takes."""
+"""Turns what a logger receives into batches for MLflow's `log_batch`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from azureml_strategy.tracking.metric_names import METRICS_PER_BATCH, PARAMS_PER
 if TYPE_CHECKING:
     from mlflow.entities import Metric, Param, RunTag
 
-# How many items of each kind one request may carry; kinds in the order in which they are written.
+# How many items of each kind one request may carry. The kinds are written in this order.
 LIMITS = {"tags": TAGS_PER_BATCH, "params": PARAMS_PER_BATCH, "metrics": METRICS_PER_BATCH, "files": 1, "end": 1}
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """Values of one step, see `values.as_number`; names are those of `names.clean_name`."""
+    """Values of one step, as `values.as_number` returns them, under names that `metric_names.clean_name` returns."""
 
     values: Mapping[str, SupportsFloat]
     step: int
@@ -29,7 +29,7 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Params:
-    """Hyperparameters, already text, under clean names."""
+    """Hyperparameters, already converted to text, under clean names."""
 
     values: Mapping[str, str]
 
@@ -43,7 +43,7 @@ class Tags:
 
 @dataclass(frozen=True)
 class TextFile:
-    """A file among the run's artifacts."""
+    """A text file among the run's artifacts."""
 
     key: str
     value: str
@@ -51,7 +51,7 @@ class TextFile:
 
 @dataclass(frozen=True)
 class End:
-    """The end of a run that was opened here: MLflow's word for how, and when, in ms since 1970."""
+    """The end of a run that the logger opened: MLflow's status, and the time in ms since 1970."""
 
     value: str
     timestamp_ms: int
@@ -63,12 +63,12 @@ Record = Metrics | Params | Tags | TextFile | End
 
 @dataclass
 class Batch:
-    """What is written at once: items of one kind, see `LIMITS`.
+    """Items of one kind that are written in one request, see `LIMITS`.
 
     Attributes:
-        kind: of all items.
-        items: those that are not known to stand.
-        doubtful: whether some may stand: they were sent, and the answer was lost.
+        kind: the kind of all items.
+        items: the items that are not known to be in the store.
+        doubtful: whether the store may have some items already, because they were sent and the answer was lost.
     """
 
     kind: str
@@ -76,13 +76,13 @@ class Batch:
     doubtful: bool = False
 
     def drop(self, items: Iterable[Any]) -> None:
-        """Forget items, by identity: they are settled."""
+        """Remove items, compared by identity, that need no further request."""
         settled = {id(item) for item in items}
         self.items = [item for item in self.items if id(item) not in settled]
 
 
 def make_batches(records: Iterable[Record]) -> list[Batch]:
-    """As few batches as the limits allow, each kind in the order it was logged."""
+    """Make as few batches as the limits allow. Each kind keeps the order in which it was logged."""
     items: dict[str, list[Any]] = {kind: [] for kind in LIMITS}
     for record in records:
         if isinstance(record, Metrics):
@@ -99,20 +99,20 @@ def make_batches(records: Iterable[Record]) -> list[Batch]:
 
 
 def chunks(kind: str, items: list[Any], doubtful: bool = False) -> Iterator[Batch]:
-    """Items of one kind, in batches that a store takes."""
+    """Split items of one kind into batches that a store accepts."""
     for start in range(0, len(items), LIMITS[kind]):
         yield Batch(kind, items[start : start + LIMITS[kind]], doubtful)
 
 
 def param(name: str, value: str) -> Param:
-    """MLflow's entity."""
+    """Make MLflow's entity of a parameter."""
     from mlflow.entities import Param
 
     return Param(name, value)  # type: ignore[no-untyped-call]
 
 
 def tag(name: str, value: str) -> RunTag:
-    """MLflow's entity, its value cut to the length that stores accept."""
+    """Make MLflow's entity of a tag, with its value cut to the length that stores accept."""
     from mlflow.entities import RunTag
 
     return RunTag(name, str(redact(name, value))[:TAG_VALUE_LENGTH])  # type: ignore[no-untyped-call]
@@ -124,7 +124,7 @@ def _metric_entities(record: Metrics) -> Iterator[Metric]:
     for name, value in record.values.items():
         try:
             number = float(value)
-        except Exception as error:  # a GPU's value is read only now, and the GPU may have failed meanwhile
+        except Exception as error:  # a GPU value is read only now, and the GPU may have failed since
             warnings.warn(
                 f"Metric {name} of step {record.step} cannot be read and is left out: {redact_text(str(error))}",
                 stacklevel=2,
@@ -134,5 +134,5 @@ def _metric_entities(record: Metrics) -> Iterator[Metric]:
 
 
 def is_finite(item: Any) -> bool:
-    """Whether an item is no NaN or infinite metric."""
+    """Whether an item is anything but a NaN or infinite metric."""
     return not isinstance(item.value, float) or math.isfinite(item.value)

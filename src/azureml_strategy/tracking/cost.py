@@ -1,4 +1,4 @@
-"""What a run costs, from the price of a node and the time that the nodes are held."""
+"""Computes what a run costs from the price of a node and the time that the job holds the nodes."""
 
 from __future__ import annotations
 
@@ -22,32 +22,34 @@ _RUN = "cost/run"
 
 
 class CostTracker(Callback):
-    """Logs what the run costs: nodes x price of a node x time, on rank 0.
+    """Logs what the run costs, on rank 0: number of nodes x price of a node x time.
 
-    The time begins with this process, which is with the job's command: imports, the start of all ranks and the first
-    batches are paid for too. What Azure bills beside it is not seen from here: the node's own start, the image's
-    download, idle time before the cluster scales down, and storage. Several runs in one process (a sweep) share its
-    time without paying any of it twice, and a run that a restarted job goes on with includes its earlier attempts.
+    The time begins when this process starts, which is when the job's command starts, so it includes imports, the start
+    of all ranks and the first batches. It excludes what Azure bills outside the command: the start of the node, the
+    download of the image, idle time before the cluster scales down, and storage. Several runs in one process (a sweep)
+    split its time and never count any of it twice. If a restarted job continues a run, the cost includes its previous
+    attempts.
 
-    Without a price it does nothing: none is ever assumed.
+    Without a price the callback does nothing; it never assumes one.
 
     | metric | when | meaning |
     |---|---|---|
     | cost/run | every `interval_s`, at the end of each epoch, of the run, and at an exception | all nodes so far |
     | cost/epoch | at the end of each epoch | since the last one ended; training, validation and checkpoints |
-    | cost/per_million_samples | at the end of each epoch and of the run | of all nodes, at the measured throughput |
+    | cost/per_million_samples | with `cost/run`, once throughput is measured | all nodes, at the measured throughput |
 
     Tags: `cost.price_per_hour`, `cost.currency`, `cost.source`, `cost.date`. The cost per million samples needs a
-    `ThroughputCallback`, whose warm-up it leaves out: it compares sizes of a cluster, not how long their jobs start.
+    `ThroughputCallback` and excludes its warm-up steps, so that it compares cluster sizes and not start-up times.
 
     Args:
-        price_per_hour: of one node; by default what the job's variables say, and outside a job that has them, none.
+        price_per_hour: price of one node. By default it comes from the job's environment variables; without those there
+            is no price.
         currency: of `price_per_hour`.
         interval_s: seconds between two logged costs inside an epoch.
-        clock: seconds, as `time.monotonic` gives them.
+        clock: returns seconds, like `time.monotonic`.
     """
 
-    # Up to when this process's time is paid for by an earlier run in it.
+    # The end of the last run in this process: the cost of the next run begins here.
     _paid_until: ClassVar[float | None] = None
 
     def __init__(
@@ -69,21 +71,21 @@ class CostTracker(Callback):
 
     @property
     def so_far(self) -> float:
-        """What the run costs until now, or until it ended, its earlier attempts included; in the price's currency."""
+        """Cost of the run until now, or until it ended, with its previous attempts, in the price's currency."""
         assert self._started is not None
         return self._earlier + self._per_second * ((self._ended or self._clock()) - self._started)
 
     @property
     def mean_epoch(self) -> float | None:
-        """What an epoch cost on average; None before the first has ended."""
+        """Mean cost of an epoch; None before the first epoch has ended."""
         return self._in_epochs / self._epochs if self._epochs else None
 
     def per_million_samples(self, samples_per_second: float) -> float:
-        """What all nodes cost while a million samples are trained on."""
+        """Cost of all nodes while the run trains on a million samples."""
         return 1e6 * self._per_second / samples_per_second
 
     def describe(self) -> str:
-        """Nodes and price, in words."""
+        """The number of nodes and the price, as text."""
         return f"{self.nodes} node{'s' * (self.nodes > 1)} x {self.price}"
 
     @override
@@ -121,7 +123,7 @@ class CostTracker(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.price is None:
             return
-        # An epoch lasts from the end of the one before, so that nothing between two epochs is left out.
+        # An epoch begins at the end of the previous one, so that the time between two epochs is counted.
         cost = self.so_far - self._epoch_began
         self._epoch_began += cost
         self._epochs += 1
@@ -154,13 +156,13 @@ class CostTracker(Callback):
 
 
 def find_cost(trainer: Trainer) -> CostTracker | None:
-    """The trainer's own `CostTracker`, if it has one and knows a price."""
+    """Return the trainer's `CostTracker` if it has one that knows a price."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return next((each for each in callbacks if isinstance(each, CostTracker) and each.price is not None), None)
 
 
 def process_age_s() -> float:
-    """Seconds since this process was started; 0 where that cannot be seen (elsewhere than on Linux)."""
+    """Seconds since this process started; 0 on other systems than Linux, which do not show it."""
     if not sys.platform.startswith("linux"):
         return 0.0
     # proc(5): field 22 of stat is the start in clock ticks since boot; the name in parentheses may hold spaces.

@@ -1,4 +1,4 @@
-"""Floating-point operations of a training step, the GPU's peak, and the share of it that is used (MFU)."""
+"""Counts the floating-point operations of a training step, and gives the peak of a GPU: the two parts of the MFU."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 _TERA = 1e12
 
-# FLOP/s / 1e12 of one GPU: dense products on its tensor cores, without sparsity, as the vendors' data sheets have them.
-# The pattern must match the whole name that the driver gives, so that a slice of a GPU (MIG, vGPU) has no peak.
-# Lightning's own table (lightning.fabric.utilities.throughput, 2.6) knows no `NVIDIA H200`, and has figures with
-# sparsity for it and for the H100 NVL.
+# FLOP/s / 1e12 of one GPU: dense products on its tensor cores, without sparsity, from the vendors' data sheets.
+# The pattern must match the whole name that the driver reports, so that a slice of a GPU (MIG, vGPU) has no peak.
+# Lightning's own table (lightning.fabric.utilities.throughput, 2.6) does not know the name `NVIDIA H200`, and its
+# figures for that GPU and for the H100 NVL are with sparsity.
 _PEAKS: dict[str, dict[str, float]] = {
     # NVIDIA V100 data sheet, 2020
     r"Tesla V100-SXM2-\d+GB": {"16": 125, "32": 15.7},
@@ -31,20 +31,20 @@ _PEAKS: dict[str, dict[str, float]] = {
     r"(NVIDIA )?A100-(SXM4|PCIE)-\d+GB|NVIDIA A100 80GB PCIe": {"16": 312, "bf16": 312, "tf32": 156, "32": 19.5},
     # NVIDIA H100 architecture white paper, table 2: SXM5
     r"NVIDIA H100 80GB HBM3": {"16": 989.4, "bf16": 989.4, "tf32": 494.7, "32": 66.9},
-    # NVIDIA H100 data sheet, column NVL, halved where it is with sparsity
+    # NVIDIA H100 data sheet, column NVL; figures with sparsity are halved
     r"NVIDIA H100 NVL": {"16": 835.5, "bf16": 835.5, "tf32": 417.5, "32": 60},
-    # NVIDIA H200 data sheet, column SXM, halved where it is with sparsity
+    # NVIDIA H200 data sheet, column SXM; figures with sparsity are halved
     r"NVIDIA H200": {"16": 989.5, "bf16": 989.5, "tf32": 494.5, "32": 67},
-    # NVIDIA GB200 NVL72 and GB300 NVL72 data sheets, a 72nd of the rack, halved where it is with sparsity
+    # NVIDIA GB200 NVL72 and GB300 NVL72 data sheets, a 72nd of the rack; figures with sparsity are halved
     r"NVIDIA GB[23]00": {"16": 2500, "bf16": 2500, "tf32": 1250, "32": 80},
-    # AMD Instinct MI300X data sheet, 2023; it computes float32 products in TF32 only where that is asked of its library
+    # AMD Instinct MI300X data sheet, 2023; it computes float32 products in TF32 only if its library is told to
     r"AMD Instinct MI300X.*": {"16": 1307.4, "bf16": 1307.4, "32": 163.4},
 }
 _KINDS = {"bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "16", "16-true": "16", "32-true": "32"}
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Floating-point operations that a device can do in a second; None where nobody has said.
+    """Floating-point operations per second that a device can do; None if no peak is known.
 
     Args:
         device: a GPU; a CPU has no peak here.
@@ -56,12 +56,13 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 def gpu_peak_flops(name: str, precision: str, float32_products: str = "highest") -> float | None:
-    """The same from a GPU's name, as `NVIDIA H100 80GB HBM3`.
+    """The peak of a GPU by its name, such as `NVIDIA H100 80GB HBM3`.
 
     Args:
-        name: as the driver gives it.
+        name: as the driver reports it.
         precision: one of Lightning's.
-        float32_products: what `torch.get_float32_matmul_precision` says; all but `highest` let them be in TF32.
+        float32_products: the value of `torch.get_float32_matmul_precision`. All but `highest` allow TF32 in float32
+            products.
     """
     peaks = next((peaks for pattern, peaks in _PEAKS.items() if re.fullmatch(pattern, name)), {})
     kind = _KINDS.get(precision)
@@ -72,28 +73,28 @@ def gpu_peak_flops(name: str, precision: str, float32_products: str = "highest")
 
 @runtime_checkable
 class CountsFlops(Protocol):
-    """A LightningModule that knows what training on a batch costs."""
+    """A LightningModule that knows the cost of training on a batch."""
 
     def training_flops(self, batch: Any) -> float:
         """Floating-point operations of a forward and backward pass of the whole model on a batch.
 
-        What is computed a second time, to save memory, does not count, and neither do other ranks' batches.
+        Recomputation that saves memory does not count, and neither do the batches of other ranks.
         """
 
 
 @runtime_checkable
 class NamesInputs(Protocol):
-    """A LightningModule whose forward pass on a batch can be tried: `self(self.pipeline_batch(batch)[0])`."""
+    """A LightningModule whose forward pass on a batch can be tried as `self(self.pipeline_batch(batch)[0])`."""
 
     def pipeline_batch(self, batch: Any) -> tuple[Any, Any]:
-        """What the forward pass takes, and what the loss is computed with."""
+        """Split a batch into the input of the forward pass and what the loss is computed with."""
 
 
 def flops_of(module: LightningModule) -> Callable[[Any], float] | None:
-    """How to tell the operations of training on a batch; None where the module gives nothing to go by.
+    """Return a function that counts the operations of training on a batch; None if the module supports no count.
 
-    By the module's own `training_flops`; else counted by torch, once for each shape of a sample. Call it before the
-    strategy cuts the module: what counts is the whole model, whoever computes which part of it.
+    The function is the module's own `training_flops`; otherwise torch counts, once for each shape of a sample. Call
+    this before the strategy splits the module: the count is of the whole model, whichever rank computes which part.
 
     Args:
         module: one that is a `CountsFlops` or a `NamesInputs`.
@@ -104,9 +105,9 @@ def flops_of(module: LightningModule) -> Callable[[Any], float] | None:
 
 
 class _FlopCounter:
-    """Counts matrix products, convolutions and attention, forward and backward, on a copy that holds no numbers.
+    """Counts matrix products, convolutions and attention, forward and backward, on a copy on the meta device.
 
-    On the meta device nothing is computed, and neither the copy nor its activations need memory.
+    The meta device computes nothing, and neither the copy nor its activations need memory.
     """
 
     def __init__(self, module: LightningModule) -> None:
@@ -114,7 +115,7 @@ class _FlopCounter:
         self._per_sample: dict[tuple[Any, ...], float] = {}
 
     def count(self, batch: Any) -> float:
-        """Operations of training on a batch; 0 where they cannot be counted."""
+        """Operations of training on a batch; 0 if they cannot be counted."""
         inputs = self._model.pipeline_batch(batch)[0]
         tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
         sample = tuple(tensor.shape[1:] for tensor in tensors)
@@ -126,7 +127,7 @@ class _FlopCounter:
         without_numbers = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), inputs)
         try:
             return measure_flops(self._model, lambda: self._model(without_numbers), _sum)
-        except Exception as error:  # whatever a forward pass of the user's does without numbers: training must go on
+        except Exception as error:  # the user's forward pass may fail in any way on meta tensors: training must go on
             rank_zero_warn(
                 f"No MFU: the forward pass of {type(self._model).__name__} cannot be tried on tensors without numbers "
                 f"({type(error).__name__}: {error}). Give it a training_flops(batch), the operations of a step."

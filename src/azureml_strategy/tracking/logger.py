@@ -40,15 +40,15 @@ if TYPE_CHECKING:
     from lightning.pytorch.callbacks import ModelCheckpoint
     from mlflow.tracking import MlflowClient
 
-# How long training waits at its start for a server that does not answer at all; then the run is opened later.
+# How long the start of training waits for a server that does not answer; after that the run is opened later.
 _OPENING_S = 10.0
-# Of an Azure ML job: what lies in it is uploaded while the job runs, and outlives its node.
+# Azure ML uploads this folder of a job while the job runs, so its files outlive the node.
 _JOB_FOLDER = "logs"
 _RUN_STATUS = {"success": "FINISHED", "finished": "FINISHED", "failed": "FAILED"}
 
 
 class _Tracking(NamedTuple):
-    """What the user asked for; each may be left to the environment."""
+    """What the user asked for. The environment decides what is None."""
 
     uri: str | None
     experiment_name: str | None
@@ -57,7 +57,7 @@ class _Tracking(NamedTuple):
 
 
 class _Session:
-    """A run, open or about to be, with its writer: what exists on rank 0 once the logger is used.
+    """A run, open or about to be, with its writer. Rank 0 creates it when the logger is first used.
 
     Raises:
         TrackingError: the store does not have the run, or is a file or database that cannot be opened.
@@ -74,29 +74,29 @@ class _Session:
 
     @property
     def run(self) -> OpenRun | None:
-        """The run, None until its store has answered."""
+        """The run; None until its store has answered."""
         return self.writer.run
 
     @cached_property
     def client(self) -> MlflowClient:
-        """For the user: with MLflow's own patience."""
+        """A client for the user, with MLflow's own retries."""
         from mlflow.tracking import MlflowClient
 
         return MlflowClient(self.request.tracking_uri)
 
 
 class JobMLFlowLogger(MLFlowLogger):
-    """Logs into the job's own MLflow run, off the training thread and in batches that Azure ML accepts.
+    """Logs into the job's own MLflow run, in the background and in batches that Azure ML accepts.
 
-    Everything is decided when the logger is first used, on rank 0, which alone writes. A run that was joined
-    (`run_id` or MLFLOW_RUN_ID) is never closed or renamed, and its experiment is its own. A run that was opened here
+    Rank 0 chooses the run when the logger is first used, and only rank 0 writes. The logger never closes or renames a
+    run that it joined (`run_id` or MLFLOW_RUN_ID), and such a run stays in its experiment. A run that the logger opened
     ends FINISHED, FAILED, or KILLED after SIGTERM or Ctrl-C.
 
-    `log_metrics` and `log_hyperparams` return at once. A value of the GPU is copied there and read later, on the
-    writer's thread. `finalize`, which Lightning calls at the end and on an exception, SIGTERM and the interpreter's
-    exit all write what is queued. Neither a server that is down, at the start or later, nor a value that it refuses
-    stops training: what the server does not take goes to a file in `folder`, which is sent when it is back, by the next
-    start, or by `azureml-strategy jobs upload-metrics`.
+    `log_metrics` and `log_hyperparams` return at once. A value on the GPU is copied there, and the writer's thread
+    reads it later. All pending metrics are written by `finalize`, which Lightning calls at the end and on an exception,
+    on SIGTERM, and when the interpreter exits. Training continues if the server is down, at the start or later, or
+    refuses a value. What the server does not take goes to a file in `folder`, which is sent when the server is back, by
+    the next start, or by `azureml-strategy jobs upload-metrics`.
 
     Args:
         experiment_name: experiment of a run opened here; else MLFLOW_EXPERIMENT_ID or _NAME, else `lightning_logs`.
@@ -105,10 +105,11 @@ class JobMLFlowLogger(MLFlowLogger):
         tags: of the run, whether opened or joined.
         log_model: as in Lightning: True uploads checkpoints at the end, "all" as they are saved.
         prefix: put before metric names, with a dash.
-        artifact_location: where an experiment made here keeps its files.
+        artifact_location: where an experiment that is created here keeps its files.
         run_id: the run to join; else MLFLOW_RUN_ID, else a new one is opened.
-        flush_interval_s: how long metrics gather before they are written, in seconds.
-        folder: for what the store has not taken; by default `logs` in an Azure ML job, else the working folder.
+        flush_interval_s: seconds for which the writer collects metrics before it sends them.
+        folder: for the file of what the store has not taken; by default `logs` in an Azure ML job, else the working
+            folder.
 
     Raises:
         TrackingError: (on first use) the store does not have the run to join, or is no server and cannot be opened.
@@ -127,8 +128,8 @@ class JobMLFlowLogger(MLFlowLogger):
         flush_interval_s: float = 1.0,
         folder: str | os.PathLike[str] | None = None,
     ) -> None:
-        # Not MLFlowLogger's: it opens the store here, on every rank and before the environment is complete. What
-        # its checkpoint upload reads is set instead.
+        # MLFlowLogger's constructor would open the store now, on every rank and before the environment is complete.
+        # Skip it, and set the attributes that its checkpoint upload reads.
         Logger.__init__(self)
         self._run_id = run_id
         self._prefix = prefix
@@ -145,13 +146,13 @@ class JobMLFlowLogger(MLFlowLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> MlflowClient:
-        """MLflow's client; the run is opened when it is first asked for. Other ranks get a dummy."""
+        """MLflow's client. The first access opens the run. Other ranks get a dummy."""
         return self._open().client
 
     @property
     @override
     def run_id(self) -> str | None:
-        """The run's id; None while its store has not answered. Other ranks than 0 know it only of a joined run."""
+        """The run's id; None until its store has answered. Ranks other than 0 know only the id of a joined run."""
         known = self._run_id or os.environ.get("MLFLOW_RUN_ID")
         if not _is_rank_zero():
             return known
@@ -161,13 +162,13 @@ class JobMLFlowLogger(MLFlowLogger):
     @property
     @override
     def version(self) -> str | None:
-        """The run's id, or while that is not known a name of its own: Lightning names folders by it."""
+        """The run's id, or a unique name until the id is known. Lightning names folders by it."""
         return self.run_id or (self._open().request.start_id if _is_rank_zero() else None)
 
     @property
     @override
     def experiment_id(self) -> str | None:
-        """The experiment's id; None on other ranks than 0, and while the store has not answered."""
+        """The experiment's id; None on ranks other than 0, and until the store has answered."""
         run = self._open().run if _is_rank_zero() else None
         return None if run is None else str(run.run.info.experiment_id)
 
@@ -179,7 +180,7 @@ class JobMLFlowLogger(MLFlowLogger):
 
     @property
     def location(self) -> RunLocation | None:
-        """Where the run is and how to look at it; None while the store has not answered. Only rank 0 may ask."""
+        """Where the run is and how to open it; None until the store has answered. Call it only on rank 0."""
         run = self._open().run
         if run is None:
             return None
@@ -189,10 +190,10 @@ class JobMLFlowLogger(MLFlowLogger):
     @override
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Queue one point of each metric; what is not one real number costs that value alone, and a warning.
+        """Queue one point of each metric. A value that is not one real number is left out with a warning.
 
         Args:
-            metrics: by name, whatever holds one number: of Python, NumPy or torch, on any device.
+            metrics: values by name: anything that holds one number, of Python, NumPy or torch, on any device.
             step: an integer; None is 0.
         """
         session = self._open()
@@ -213,7 +214,7 @@ class JobMLFlowLogger(MLFlowLogger):
 
     @rank_zero_only
     def log_tags(self, tags: Mapping[str, str]) -> None:
-        """Tag the run; like everything here, off the training thread."""
+        """Tag the run, in the background."""
         self._open().writer.put(Tags({clean_name(name): str(value) for name, value in tags.items()}))
 
     @rank_zero_only
@@ -222,38 +223,38 @@ class JobMLFlowLogger(MLFlowLogger):
 
         Args:
             text: its content.
-            path: where, below the run's artifacts.
+            path: its path below the run's artifacts.
         """
         self._open().writer.put(TextFile(str(path), str(text)))
 
     def metric_at_start(self, name: str) -> float | None:
-        """A metric's last value when the run was opened, from an earlier attempt of the job. Only rank 0 may ask."""
+        """A metric's last value when the run was opened, from a previous attempt of the job. Call it only on rank 0."""
         run = self._open().run
         value = None if run is None else run.run.data.metrics.get(clean_name(name))
         return None if value is None else float(value)
 
     @rank_zero_only
     def continue_run(self) -> None:
-        """Leave out what an earlier attempt of the job has logged: it is repeated from the checkpoint on.
+        """Do not log again what previous attempts of the job have logged.
 
-        Call it before training goes on from a checkpoint. Of each metric, steps up to the last one that the run has
-        are left out.
+        Call it before training resumes from a checkpoint and repeats steps. Of each metric, the logger skips the steps
+        up to the last one that the run has.
         """
         self._open().writer.leave_out_earlier()
 
     def unwritten(self) -> list[list[Any]]:
-        """The metrics that the store has not taken yet, in order: name, value, step, ms since 1970."""
+        """The pending metrics, in order, as lists of name, value, step and ms since 1970."""
         metrics = self._session.writer.unwritten() if self._session is not None else []
         return [[each.key, each.value, each.step, each.timestamp] for each in metrics]
 
     @rank_zero_only
     def log_again(self, metrics: list[list[Any]]) -> None:
-        """Queue what `unwritten` gave in an earlier attempt of the job, after `continue_run`."""
+        """Queue what `unwritten` returned in a previous attempt of the job. Call it after `continue_run`."""
         for (step, at), group in groupby(metrics, key=lambda each: (each[2], each[3])):
             self._open().writer.put(Metrics({name: value for name, value, _, _ in group}, step, at))
 
     def flush(self, timeout_s: float = 60.0) -> bool:
-        """Wait until everything logged so far is written; False if the store took nothing for `timeout_s`."""
+        """Wait until everything logged so far is written; return False if the store took nothing for `timeout_s`."""
         return self._session is None or self._session.writer.flush(timeout_s)
 
     @override
@@ -272,7 +273,10 @@ class JobMLFlowLogger(MLFlowLogger):
 
     @override
     def _scan_and_log_checkpoints(self, checkpoint_callback: ModelCheckpoint) -> None:
-        """Upload checkpoints, or say why not: a store that is away costs no checkpoint and no training."""
+        """Upload checkpoints, or warn why not.
+
+        If the store is away, the checkpoints stay on disk and training continues.
+        """
         session = self._session
         try:
             if session is not None and (session.run is None or session.writer.is_away):
@@ -284,7 +288,7 @@ class JobMLFlowLogger(MLFlowLogger):
             warnings.warn(f"Checkpoints stay in {where} and are not uploaded now: {text}", stacklevel=2)
 
     def _accept(self, metrics: Mapping[str, Any]) -> dict[str, SupportsFloat]:
-        """The values that are numbers; the first other one of each metric is warned of."""
+        """Keep the values that are numbers; warn about the first other value of each metric."""
         accepted = {}
         for name, value in metrics.items():
             try:
@@ -305,7 +309,7 @@ class JobMLFlowLogger(MLFlowLogger):
         return number
 
     def _warn_once(self, name: str, text: str) -> None:
-        """Warn where the user called `log_metrics`, once a metric; training goes on."""
+        """Warn once for each metric, at the user's call of `log_metrics`."""
         if name not in self._warned:
             self._warned.add(name)
             warnings.warn(f"{text} Training goes on; this is said once.", stacklevel=5)
@@ -334,7 +338,7 @@ class JobMLFlowLogger(MLFlowLogger):
         return Path(_JOB_FOLDER if read_job() is not None else ".")
 
     def __getstate__(self) -> dict[str, Any]:
-        # A thread cannot be copied; the copy joins the run, and the original ends it.
+        # A thread cannot be copied. The copy joins the run, and the original ends it.
         return {**self.__dict__, "_session": None}
 
 
@@ -343,7 +347,11 @@ def _is_rank_zero() -> bool:
 
 
 def _final_status(status: str) -> str:
-    """MLflow's word for how `fit` ended; Lightning says "failed" from inside its `except` clause."""
+    """MLflow's status for how `fit` ended.
+
+    Lightning passes "failed" from inside its `except` clause, so the current exception tells whether the run was
+    killed.
+    """
     if isinstance(sys.exc_info()[1], (SIGTERMException, KeyboardInterrupt)):
         return "KILLED"
     return _RUN_STATUS.get(status, status)

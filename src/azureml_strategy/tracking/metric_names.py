@@ -1,4 +1,4 @@
-"""The names of metrics, and what MLflow's stores take: lengths, counts, characters."""
+"""Makes metric names that MLflow accepts, and lists the limits of MLflow's stores on lengths and counts."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ METRICS_PER_BATCH = 200
 PARAMS_PER_BATCH = 100
 TAGS_PER_BATCH = 100
 
-# Older servers, Azure ML among them, take no longer one; Lightning's MLFlowLogger cuts here too.
+# Older servers, Azure ML among them, accept no longer value. Lightning's MLFlowLogger cuts at this length too.
 PARAM_VALUE_LENGTH = 250
 
-# Azure ML's service limits, at the address above, for a run's tags.
+# From Azure ML's service limits, at the address above.
 TAG_VALUE_LENGTH = 1000
 
 # Azure ML refuses more in one run: https://github.com/Azure/azure-sdk-for-python/issues/35685
@@ -30,7 +30,7 @@ _LONGEST = 250
 _DIGEST = 16
 _REFUSED = re.compile(
     r"[^\w/. -]"  # a character that MLflow refuses
-    r"|_(?=x[0-9a-f]+-)"  # what would be read as the code of one
+    r"|_(?=x[0-9a-f]+-)"  # an underscore that would be read as the start of an escape code
     r"|(?<![^/])/|/\Z"  # a slash with nothing before it, or at the end
     r"|(?<![^/])\.(?=\.?(?:/|\Z))"  # a part `.` or `..`
 )
@@ -38,9 +38,12 @@ _REFUSED = re.compile(
 
 @lru_cache(maxsize=10_000)
 def clean_name(name: str) -> str:
-    """The name as MLflow takes it; two different names never become one. Warns once of a name that changes."""
+    """Return the name in a form that MLflow accepts; two different names never become the same.
+
+    Warns once about each name that changes.
+    """
     clean = _REFUSED.sub(lambda found: f"_x{ord(found[0]):x}-", name) or "_x-"
-    if name == "_x-":  # which stands for the empty name
+    if name == "_x-":  # the code of the empty name
         clean = "_x5f-x-"
     if len(clean) > _LONGEST:
         digest = hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:_DIGEST]

@@ -1,4 +1,4 @@
-"""The network of a run, kept with the run."""
+"""Records the network of a run in its MLflow run."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ ARTIFACT = "network.json"
 class NetworkRecorder(IsolatedCallback):
     """Writes the transport, the adapters and every setting with its reason into the job's MLflow run.
 
-    Tags `network.transport`, `network.hcas`, `network.gpudirect`, ... and the artifact `network.json`. In a job every
-    Trainer has this callback; it needs one of our strategies and a `JobMLFlowLogger`, and does nothing without them.
+    It sets tags (`network.transport`, `network.hcas`, `network.gpudirect`, ...) and writes the artifact `network.json`.
+    In a job every Trainer has this callback. It needs one of our strategies and a `JobMLFlowLogger`, and does nothing
+    without them.
     """
 
     switch = NETWORK_RECORD_SWITCH
@@ -36,6 +37,6 @@ class NetworkRecorder(IsolatedCallback):
 
 
 def run_network(trainer: Trainer) -> RunNetwork | None:
-    """The network that the Trainer's strategy has recorded, if it is one of ours and in a job."""
+    """Return the network that the Trainer's strategy recorded; None unless it is one of ours and runs in a job."""
     network = getattr(trainer.strategy, "network", None)
     return network if isinstance(network, RunNetwork) else None

@@ -1,4 +1,4 @@
-"""A progress bar with samples per second, and a quiet log where there is no terminal."""
+"""A progress bar that shows samples per second, and prints plain lines if there is no terminal."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from azureml_strategy.tracking.throughput import find_throughput
 
 
 class ThroughputProgressBar(TQDMProgressBar):
-    """Lightning's bar with the rate of the `ThroughputCallback` beside it, over all devices.
+    """Lightning's bar with the rate that the `ThroughputCallback` measures over all devices.
 
-    A job's standard output is a file, where a bar that redraws itself becomes thousands of fragments. There, rank 0
-    prints one line at a time instead, at most every `line_interval_s`, and one at the end of each epoch.
+    The standard output of a job is a file, in which a bar that redraws itself becomes thousands of fragments. There,
+    rank 0 prints whole lines instead: at most one every `line_interval_s`, and one at the end of each epoch.
 
     Args:
-        refresh_rate: batches between two drawings of the bar; 0 turns bar and lines off.
-        line_interval_s: seconds between two lines where standard output is no terminal.
+        refresh_rate: batches between two drawings of the bar; 0 turns off the bar and the lines.
+        line_interval_s: seconds between two lines if standard output is no terminal.
     """
 
     def __init__(self, refresh_rate: int = 1, line_interval_s: float = 30.0) -> None:
@@ -59,8 +59,8 @@ class ThroughputProgressBar(TQDMProgressBar):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_epoch_end(trainer, pl_module)
         if self._prints_lines:
-            # Once an epoch a GPU may be waited for: everything logged is shown, the last validation included.
-            # Learning rates are for the logger: a group of parameters each, they would fill the line.
+            # Once an epoch it may wait for the GPU, so it shows all logged values, with those of the last validation.
+            # Learning rates are left to the logger: one for each parameter group, they would fill the line.
             metrics = trainer.callback_metrics.items()
             logged = {name: float(value) for name, value in metrics if not name.startswith("lr-")}
             batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
@@ -68,7 +68,7 @@ class ThroughputProgressBar(TQDMProgressBar):
 
     def _print_line(self, trainer: Trainer, batches: int, metrics: dict[str, Any]) -> None:
         self._next_line = time.monotonic() + self._line_interval_s
-        metrics.pop("v_num", None)  # the run's id, which does not change
+        metrics.pop("v_num", None)  # the run's id, the same on every line
         shown = ", ".join(f"{n} {v:.4g}" if isinstance(v, float) else f"{n} {v}" for n, v in metrics.items())
         where = f"Epoch {trainer.current_epoch}: batch {batches}/{self.total_train_batches}"
         print(f"{where}, {shown}" if shown else where, flush=True)

@@ -1,4 +1,4 @@
-"""What a run achieved, in a few lines at its end."""
+"""Prints what a run achieved in a table at its end."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from azureml_strategy.tracking.throughput import find_throughput
 
 # val/top1, train_acc, accuracy, test/acc_top5, ...
 _ACCURACY = re.compile(r"(^|[/_.])(acc|accuracy|top_?\d+)($|[/_.])", re.IGNORECASE)
-_WIDTH = 100  # of the table where standard output is no terminal, in characters
+_WIDTH = 100  # of the table if standard output is no terminal, in characters
 
 
 class RunReport(Callback):
     """Prints a table on rank 0 when `fit` ends, and logs its rates and times as `summary/...`.
 
-    With them go `summary/nodes` and `summary/devices`, and the tag `throughput.unit`: what a scaling study reads.
-    Throughput and step time need a `ThroughputCallback`, costs a `CostTracker` that knows a price, the run's place a
-    `JobMLFlowLogger`; what there is not is left out of the table.
+    It also logs `summary/nodes`, `summary/devices` and the tag `throughput.unit`, which a scaling study reads.
+    Throughput and step time need a `ThroughputCallback`, costs a `CostTracker` that knows a price, and the place of the
+    run a `JobMLFlowLogger`; the table omits what is missing.
 
     Args:
-        metrics: names of logged metrics to show; by default those that are called an accuracy (`acc`, `top1`, ...).
+        metrics: names of logged metrics to show; by default those with the name of an accuracy (`acc`, `top1`, ...).
     """
 
     def __init__(self, metrics: Sequence[str] | None = None) -> None:
@@ -118,5 +118,5 @@ def _print(rows: list[tuple[str, str]], logger: JobMLFlowLogger | None) -> None:
         table.add_row(*row)
     console.print(table, markup=False)
     if location:
-        # On a line of its own and never folded, so that it can be copied.
+        # On its own line and without wrapping, so that it can be copied.
         console.print(f"Open the run: {location.open_with}", markup=False, soft_wrap=True)

@@ -1,4 +1,8 @@
-"""The MLflow run of this job: found or opened, its store, and its last step before a restart."""
+"""Finds or opens the MLflow run of this job, and describes where it is.
+
+A `RunRequest` holds what the user asked for, and its `open` returns an `OpenRun`. `EarlierMetrics` knows the last step
+that previous attempts logged of each metric.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +34,13 @@ _WORKSPACE = re.compile(r"/resourcegroups/(?P<group>[^/?]+)/.*/workspaces/(?P<wo
 # MLflow 3 refuses its older default, a folder of files.
 DEFAULT_TRACKING_URI = "sqlite:///mlflow.db"
 DEFAULT_EXPERIMENT = "lightning_logs"
-# By this tag a run is found whose creation was never answered.
+# This tag finds the run if the answer to its creation was lost.
 _START_ID = "azureml_strategy.start_id"
 
 
 @dataclass(frozen=True)
 class RunLocation:
-    """A run, in words fit to print: no credentials.
+    """A description of a run that is safe to print: it holds no credentials.
 
     Attributes:
         store: the tracking store.
@@ -54,14 +58,14 @@ class RunLocation:
 
 
 def locate(tracking_uri: str, experiment: str, experiment_id: str, run_id: str, run_name: str) -> RunLocation:
-    """Describe a run of a store."""
+    """Describe where a run is and how to open it."""
     store = describe_store(tracking_uri)
     open_with = _how_to_open(store, experiment_id, run_id)
     return RunLocation(store, experiment, run_id, run_name, open_with)
 
 
 def describe_store(tracking_uri: str) -> str:
-    """A store's address without secrets; a SQLite file is named relative to where training ran, here in full."""
+    """The address of a store without secrets, with the absolute path of a SQLite file."""
     prefix, path = "sqlite:///", tracking_uri.removeprefix("sqlite:///")
     return redact_text(f"{prefix}{Path(path).absolute()}" if tracking_uri.startswith(prefix) else tracking_uri)
 
@@ -77,12 +81,13 @@ def _how_to_open(store: str, experiment_id: str, run_id: str) -> str:
 
 
 class EarlierMetrics:
-    """The metrics of a run up to the step that each has when this attempt first writes it.
+    """The metrics that previous attempts logged: each up to its last step when this attempt first writes it.
 
-    Attempts end at any moment, and each metric is written in order: what the store has of one is all up to some step.
+    An attempt may end at any moment, but it writes the points of each metric in order, so the store has all of them up
+    to some step.
 
     Args:
-        client: reads the store, once a metric; used on the writer's thread.
+        client: reads the history of each metric once; used on the thread of the writer.
         run_id: the run.
     """
 
@@ -106,8 +111,8 @@ class OpenRun:
         client: talks to the store.
         tracking_uri: the store; may hold credentials.
         run: the run as it was when it was opened.
-        experiment_name: the experiment that it is in.
-        owned: whether it was opened here, and so has to be ended here.
+        experiment_name: the name of its experiment.
+        owned: whether it was opened here and not joined, so that it must also be ended here.
     """
 
     client: MlflowClient
@@ -124,18 +129,18 @@ class OpenRun:
 
 @dataclass(frozen=True)
 class RunRequest:
-    """The run that is asked for; it is there once its store answers.
+    """The run that the user asked for; it can be opened as soon as its store answers.
 
     Attributes:
         tracking_uri: the store; may hold credentials.
-        run_id: of the run to join; None for a new one.
-        experiment_id: of a new run's experiment, where that is known.
-        experiment_name: of a new run's experiment; it is made where it does not exist.
+        run_id: the run to join; None for a new one.
+        experiment_id: of the experiment of a new run, if known.
+        experiment_name: of the experiment of a new run, which is created if it does not exist.
         run_name: of a new run.
         tags: of the run.
-        artifact_location: where an experiment made here keeps its files.
-        started_ms: when it was asked for, in ms since 1970.
-        start_id: this request's own name.
+        artifact_location: where an experiment that is created here keeps its files.
+        started_ms: time of the request, in ms since 1970.
+        start_id: unique id of this request.
     """
 
     tracking_uri: str = field(repr=False)
@@ -149,14 +154,14 @@ class RunRequest:
     start_id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def open(self, again: bool = False) -> OpenRun:
-        """Join the run, or open it.
+        """Join the run, or open a new one.
 
         Args:
-            again: whether an earlier call may have opened it without getting to know.
+            again: whether a previous call may have opened the run although its answer was lost.
 
         Raises:
             TrackingError: the store has no such run.
-            Exception: whatever MLflow raises where the store does not answer.
+            Exception: whatever MLflow raises if the store does not answer.
         """
         client = one_attempt_client(self.tracking_uri)
         if self.run_id is not None:
@@ -187,7 +192,7 @@ def request_run(
     tags: Mapping[str, Any] | None = None,
     artifact_location: str | None = None,
 ) -> RunRequest:
-    """What is asked for here and now, by arguments and environment; nothing is opened.
+    """Make a request from the arguments and the current environment, without opening the run.
 
     Without `run_id` it is a new run. Its experiment is the named one, else that of MLFLOW_EXPERIMENT_ID or
     MLFLOW_EXPERIMENT_NAME, else `lightning_logs`.
@@ -201,7 +206,7 @@ def request_run(
         experiment_id=os.environ.get("MLFLOW_EXPERIMENT_ID") if experiment_name is None else None,
         experiment_name=experiment_name or os.environ.get("MLFLOW_EXPERIMENT_NAME") or DEFAULT_EXPERIMENT,
         run_name=run_name,
-        # MLflow's own tags are among them, such as the address of the git repository, which may hold a token.
+        # `resolve_tags` adds MLflow's own, such as the address of the git repository, which may hold a token.
         tags=_texts(resolve_tags(_texts(tags))),
         artifact_location=artifact_location,
     )
@@ -211,7 +216,7 @@ def resolve_tracking_uri(given: str | None) -> str:
     """The given store, else the one that MLFLOW_TRACKING_URI names now, else a local SQLite file.
 
     Raises:
-        TrackingError: an Azure ML store without the package that opens it.
+        TrackingError: the store is in Azure ML, and the package that opens it is not installed.
     """
     uri = given or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_TRACKING_URI
     if uri.startswith("azureml:") and find_spec("azureml") is None:
@@ -223,14 +228,14 @@ def resolve_tracking_uri(given: str | None) -> str:
 
 
 def is_remote(tracking_uri: str) -> bool:
-    """Whether a server answers, which may be away for a while; else it is a file or a database."""
+    """Whether the store is a server, which may be away for a while, and not a file or a database."""
     return tracking_uri.startswith(("http:", "https:", "azureml:", "databricks"))
 
 
 def join_run(
     tracking_uri: str, run_id: str, tags: Mapping[str, Any] | None = None, client: MlflowClient | None = None
 ) -> OpenRun:
-    """Open an existing run, in whatever experiment it is, and add tags to it; its name stays.
+    """Open an existing run, whatever its experiment, and add tags to it. Its name stays.
 
     Args:
         tracking_uri: the store.

@@ -1,4 +1,4 @@
-"""Brings items to a run until each stands there, once, or is shown to be refused."""
+"""Sends items to a run until the store has each of them once, or has shown that it refuses the item."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 # Longer than a server takes to restart a worker, and short enough to wait for at the end of a run.
 SECOND_LOOK_S = 5.0
-# A bisected batch shows by its other half that the store takes others.
+# If the store took a request this recently, such as the other half of a bisected batch, it takes others.
 _LATELY_S = 0.2
-# Sent to see whether a store takes anything, where no metric stands yet that could be sent again.
+# Sent to see whether a store takes anything, if there is no accepted metric that could be sent again.
 _CHECK = ("azureml_strategy.store_check", "accepted")
 
 
 class _Suspect(NamedTuple):
-    """An item that was refused alone, while the store took others."""
+    """An item that the store refused alone while it took others."""
 
     kind: str
     item: Any
@@ -36,18 +36,23 @@ class _Suspect(NamedTuple):
 class Sender:
     """Sends batches to one run.
 
-    A refusal is believed only when it is shown to be about the item: it was refused alone, and alone again after
-    `second_look_s`, and right after the second time the store took a point that it has (MLflow keeps equal points
-    once). Until then it is a suspect and holds up nothing else. Where a store refuses everything it is taken as away.
+    The store may refuse an item because of the item or because of its own state. The sender leaves an item out only if
+    the store refuses it alone, refuses it alone again after `second_look_s`, and right after that takes what it has
+    taken before: a metric's point that it already has (MLflow keeps equal points once), or for other kinds a check tag.
+    Until then the item is a suspect, and the sender goes on with all others. A store that refuses everything counts as
+    away.
+
+    Two cases need no second look: items like one that was already left out, and a parameter of which the run has
+    another value.
 
     Args:
-        run: where to.
-        second_look_s: after how many seconds a refused item is sent again.
+        run: the run to write to.
+        second_look_s: seconds until a refused item is sent again.
 
     Attributes:
-        accepted: how many requests the store has taken.
-        left_out: how many items it was shown to refuse.
-        earlier: what an earlier attempt has logged, and is not logged again.
+        accepted: number of requests that the store has taken.
+        left_out: number of items that the store has been shown to refuse.
+        earlier: what previous attempts have logged and this one must not log again.
     """
 
     def __init__(self, run: OpenRun, second_look_s: float = SECOND_LOOK_S) -> None:
@@ -63,14 +68,14 @@ class Sender:
         self._standing = _Standing(run.client, run.run_id)
 
     def refresh(self) -> None:
-        """Look up anew what stands, before batches that may have been sent already."""
+        """Forget what the store was seen to have. Call it before batches that may have been sent already."""
         self._standing = _Standing(self._run.client, self._run.run_id)
 
     def send(self, batch: Batch) -> None:
-        """Send what of the batch does not stand yet. Its items leave it as they are settled, or become suspects.
+        """Send the items of the batch that the store does not have. Each leaves the batch once done or a suspect.
 
         Raises:
-            StoreAwayError: the rest is in the batch, to be sent later.
+            StoreAwayError: the store is away. What remains in the batch must be sent later.
         """
         with store_errors():
             if self.earlier is not None and batch.kind == "metrics":
@@ -81,10 +86,10 @@ class Sender:
             self._deliver(batch, part)
 
     def look_again(self) -> None:
-        """Send the suspects again whose time has come, and judge those that are refused again.
+        """Send the suspects that are due again, and judge those that the store refuses again.
 
         Raises:
-            StoreAwayError: they are suspects still.
+            StoreAwayError: the store is away. They remain suspects.
         """
         due = [each for each in self.suspects if time.monotonic() - each.since >= self._second_look_s]
         for kind in LIMITS:
@@ -92,13 +97,13 @@ class Sender:
                 self._judge(kind, batch.items)
 
     def take_suspects(self) -> Iterator[Batch]:
-        """The suspects, which are forgotten here."""
+        """Return the suspects as batches, and forget them."""
         taken, self.suspects = self.suspects, []
         for kind in LIMITS:
             yield from chunks(kind, [each.item for each in taken if each.kind == kind], doubtful=True)
 
     def _parts(self, batch: Batch) -> list[list[Any]]:
-        """What goes into one request: items like those that were refused before keep to themselves."""
+        """Group the items into requests. Items like one that was refused before go into a request of their own."""
         parts: dict[Any, list[Any]] = {}
         for item in batch.items:
             signature = _signature(batch.kind, item)
@@ -148,7 +153,7 @@ class Sender:
         self.suspects = [each for each in self.suspects if id(each.item) not in settled]
 
     def _takes_others(self, kind: str) -> bool:
-        """Whether the store takes now what it has taken before."""
+        """Whether the store now takes what it has taken before."""
         known_good = kind == "metrics" and self._known_good is not None
         arguments: dict[str, Any] = {"metrics": [self._known_good]} if known_good else {"tags": [tag(*_CHECK)]}
         try:
@@ -191,7 +196,7 @@ class Sender:
 
 
 class _Standing:
-    """What a run has, asked once for each metric."""
+    """What a run already has. The store is asked once for each metric."""
 
     def __init__(self, client: MlflowClient, run_id: str) -> None:
         self._client = client
@@ -200,7 +205,10 @@ class _Standing:
         self._params: dict[str, str] | None = None
 
     def among(self, batch: Batch) -> list[Any]:
-        """Items that stand. Tags, files and a run's end may be written twice: the second time changes nothing."""
+        """Return the items that the run has already.
+
+        Tags, files and the end of a run are not looked up: writing them twice changes nothing.
+        """
         if batch.kind == "metrics":
             return [item for item in batch.items if _point(item) in self._of_metric(item.key)]
         if batch.kind == "params":
@@ -216,13 +224,17 @@ class _Standing:
 
 
 def _point(metric: Metric) -> tuple[int, int, float | None]:
-    """What makes two points of a metric the same; a SQL store has its largest float in place of infinity."""
+    """The key by which two points of a metric are equal; a SQL store has its largest float in place of infinity."""
     value = None if metric.value != metric.value else max(-sys.float_info.max, min(metric.value, sys.float_info.max))
     return metric.step, metric.timestamp, value
 
 
 def _signature(kind: str, item: Any) -> tuple[str, str, bool]:
-    """Items that a store refuses alike: one that refuses a metric's NaN still takes its numbers."""
+    """The key of items that a store refuses alike.
+
+    A store that refuses NaN values of a metric still takes its finite ones, so finite and other values have different
+    keys.
+    """
     return kind, item.key, is_finite(item)
 
 

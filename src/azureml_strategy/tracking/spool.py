@@ -1,7 +1,7 @@
-"""The file of what the store has not taken: it outlives the process, and is sent later.
+"""A file of the records that the store has not taken; it outlives the process and is sent later.
 
-One JSON object a line, appended only. The first says which run it is; the others hold one metric, parameter, tag, text
-file or the run's end each:
+Each line is a JSON object, and lines are only appended. The first line identifies the run. Each other line holds one
+metric, parameter, tag, text file, or the end of the run:
 
     {"run": {"run_id": null, "experiment_name": "...", ...}, "store": "http://host:5000"}
     {"run_id": "..."}                                           once the run is opened
@@ -28,10 +28,10 @@ _SUFFIX = ".unsent.jsonl"
 
 
 class Spool:
-    """One such file, held by this object alone from the first line on.
+    """One such file. While an object holds it, no other process writes or sends it.
 
     Args:
-        path: of the file; it may have to be made.
+        path: of the file, which need not exist.
     """
 
     def __init__(self, path: Path) -> None:
@@ -40,7 +40,7 @@ class Spool:
 
     @classmethod
     def create(cls, folder: Path, request: RunRequest) -> Spool:
-        """A file for a run, which is held.
+        """Create the file of a run, and hold it.
 
         Raises:
             OSError: it cannot be written.
@@ -54,16 +54,16 @@ class Spool:
         return spool
 
     def hold(self) -> bool:
-        """Take the file for this process; False where it is gone, or another one writes or sends it just now."""
+        """Lock the file for this process; return False if it is gone, or if another process writes or sends it now."""
         file = self.path.open("ab+")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.close()
             return False
-        except OSError:  # a file system without locks: whoever sends twice finds that all of it stands
+        except OSError:  # a file system without locks: a second sender finds that the store has all of it
             pass
-        if not os.fstat(file.fileno()).st_nlink:  # another process has sent and removed it meanwhile
+        if not os.fstat(file.fileno()).st_nlink:  # another process has sent and removed it since
             file.close()
             return False
         self._file = file
@@ -78,14 +78,14 @@ class Spool:
         self._append([_as_line(batch.kind, item) for batch in batches for item in batch.items])
 
     def opened(self, run_id: str) -> None:
-        """Note which run it has become."""
+        """Record the id of the run once it is opened."""
         self._append([{"run_id": run_id}])
 
     def request(self, tracking_uri: str) -> RunRequest:
         """The run that the lines belong to.
 
         Raises:
-            ValueError: the first line names none.
+            ValueError: the first line names no run.
         """
         try:
             lines = [line for line, _ in self._lines(0) if "run" in line or "run_id" in line]
@@ -98,22 +98,22 @@ class Spool:
 
     @property
     def store(self) -> str:
-        """The store that the lines are for, without secrets; see `location.describe_store`."""
+        """The store that the lines are for, without secrets; see `run.describe_store`."""
         return next((str(line["store"]) for line, _ in self._lines(0) if "store" in line), "")
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """Size of the file in bytes."""
         return self.path.stat().st_size
 
     def batches(self, start: int = 0) -> Iterator[tuple[Batch, int]]:
-        """What the lines hold, in order, in batches that a store takes; each may have been sent already.
+        """The content of the lines, in order, in batches that a store accepts. Each batch may have been sent already.
 
         Args:
-            start: where to begin, in bytes; one of the numbers given before.
+            start: where to begin, in bytes: 0 or an offset that this method returned before.
 
         Yields:
-            A batch, and where the next one begins.
+            A batch, and the offset at which the next one begins.
         """
         batch, end = Batch("", []), start
         for line, after in self._lines(start):
@@ -128,12 +128,12 @@ class Spool:
             yield batch, end
 
     def remove(self) -> None:
-        """Delete the file: all of it stands."""
+        """Delete the file, after the store has taken all of it."""
         self.path.unlink()
         self.close()
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Release the file."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -143,7 +143,7 @@ class Spool:
         self._file.seek(0, os.SEEK_END)
         if self._file.tell():
             self._file.seek(-1, os.SEEK_END)
-            if self._file.read(1) != b"\n":  # the process that wrote it was killed in the middle of a line
+            if self._file.read(1) != b"\n":  # the previous process was killed in the middle of a line
                 self._file.write(b"\n")
         self._file.write(b"".join(json.dumps(line).encode() + b"\n" for line in lines))
         self._file.flush()
@@ -154,7 +154,7 @@ class Spool:
             while (text := file.readline()).endswith(b"\n"):
                 try:
                     line = json.loads(text)
-                except ValueError:  # half a line, of a process that was killed while it wrote
+                except ValueError:  # half a line, from a process that was killed while it wrote
                     continue
                 if line:
                     yield line, file.tell()
@@ -164,8 +164,8 @@ def find_spools(folder: Path, deep: bool = True) -> list[Spool]:
     """Every such file in a folder, the oldest first.
 
     Args:
-        folder: where; or one such file.
-        deep: whether to look below it as well.
+        folder: the folder, or one such file.
+        deep: whether to search its subfolders as well.
     """
     paths = [folder] if folder.is_file() else folder.glob(f"{'**/' if deep else ''}*{_SUFFIX}")
     return [Spool(path) for path in sorted(paths, key=lambda path: path.stat().st_mtime)]

@@ -1,4 +1,4 @@
-"""How long steps take: by events of the GPU stream or by the clock, without synchronizing each step."""
+"""Measures how long steps take, with events of the GPU stream or the host clock, without a synchronization per step."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import torch
 
 
 class Clock(Protocol):
-    """Takes moments now and says later how far apart they were."""
+    """Records moments now, and measures the time between them later."""
 
     def now(self) -> Any:
-        """A moment."""
+        """Record a moment."""
 
     def has_passed(self, moment: Any) -> bool:
-        """Whether the moment is reached, so that it can be measured."""
+        """Whether the moment has been reached, so that it can be measured."""
 
     def wait_for(self, moment: Any) -> None:
-        """Return when the moment is reached."""
+        """Wait until the moment is reached."""
 
     def seconds(self, start: Any, end: Any) -> float:
         """Time between two moments that have passed."""
 
 
 class HostClock:
-    """Moments of the host: right where the host does the work, as on a CPU.
+    """Moments on the host clock. They are right if the host itself does the work, as on a CPU.
 
     Args:
         read: a monotonic clock, in seconds.
@@ -36,32 +36,32 @@ class HostClock:
         self.now = read
 
     def has_passed(self, moment: float) -> bool:
-        """Always: it was read from the clock."""
+        """Always true: the moment was read from the clock."""
         return True
 
     def wait_for(self, moment: float) -> None:
-        """Nothing to wait for."""
+        """Do nothing: the moment has passed."""
 
     def seconds(self, start: float, end: float) -> float:
-        """Their difference."""
+        """The difference of the two moments."""
         return end - start
 
 
 class CudaClock:
-    """Moments of the GPU's current stream, as CUDA events.
+    """Moments on the GPU's current stream, as CUDA events.
 
-    The host queues work far ahead of the GPU, so its own clock says little about a step. An event costs a few
-    microseconds to record and nothing waits for it; it is read once the GPU has come past it.
+    The host queues work far ahead of the GPU, so its own clock says little about a step. Recording an event takes a few
+    microseconds, and nothing waits for it. The event is read once the GPU has passed it.
     """
 
     def now(self) -> torch.cuda.Event:
-        """An event behind everything queued so far."""
+        """Record an event behind everything queued so far."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
     def has_passed(self, moment: torch.cuda.Event) -> bool:
-        """Whether the GPU has come past the event; does not wait."""
+        """Whether the GPU has passed the event; does not wait."""
         return bool(moment.query())  # type: ignore[no-untyped-call]
 
     def wait_for(self, moment: torch.cuda.Event) -> None:
@@ -69,7 +69,7 @@ class CudaClock:
         moment.synchronize()
 
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        """Time on the GPU between two events; CUDA gives milliseconds with a resolution of about 0.5 us."""
+        """Time on the GPU between two events. CUDA measures milliseconds with a resolution of about 0.5 us."""
         return float(start.elapsed_time(end)) / 1e3
 
 
@@ -79,8 +79,8 @@ class Step(NamedTuple):
     Attributes:
         samples: samples of all its batches.
         seconds: from the end of the previous step to its own end.
-        waited_s: the part of it before each batch was ready on the device.
-        flops: floating-point operations of the model on its batches; 0 where nobody counts them.
+        waited_s: the part of it that passed before its batches were ready on the device.
+        flops: floating-point operations of the model on its batches; 0 if nothing counts them.
     """
 
     samples: int
@@ -92,11 +92,11 @@ class Step(NamedTuple):
 class StepRecorder:
     """Turns the moments of a training loop into steps.
 
-    A step has one batch, or several where gradients are accumulated. It starts where the previous one ended, or
-    where training resumed after something that is not training.
+    A step has one batch, or several with accumulated gradients. It starts at the end of the previous one, or when
+    training resumes after something else.
 
     Args:
-        clock: takes the moments.
+        clock: records the moments.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -105,13 +105,13 @@ class StepRecorder:
         self._begin(clock.now())
 
     def resume(self) -> None:
-        """Training goes on after a pause: what lies before is no part of a step."""
+        """Training resumes after a pause. The time before belongs to no step."""
         interrupted = len(self._moments) > 1
         self._begin(self._clock.now())
         self._whole = not interrupted
 
     def spoil(self) -> None:
-        """Something other than training happens now, of unknown length: leave the step in progress out."""
+        """Leave out the step in progress, because something other than training happens now, for an unknown time."""
         self._whole = False
 
     def batch_ready(self) -> None:
@@ -125,16 +125,17 @@ class StepRecorder:
         self._flops += flops
 
     def step_done(self, keep: bool) -> None:
-        """The batch just done was the step's last one; `keep` is False while warming up."""
+        """The last batch was the last one of its step; `keep` is False during the warm-up."""
         if keep and self._whole:
             self._done.append((self._samples, self._flops, self._moments))
         self._begin(self._moments[-1])
 
     def take(self, wait: bool = False) -> list[Step]:
-        """The steps that are over since the last call, in order.
+        """The steps that have ended since the last call, in order.
 
         Args:
-            wait: make the host wait for those that the device has yet to finish; else they come with a later call.
+            wait: make the host wait for the steps that the device has yet to finish; otherwise a later call returns
+                them.
         """
         if wait and self._done:
             self._clock.wait_for(self._done[-1][-1][-1])
@@ -144,7 +145,7 @@ class StepRecorder:
         return steps
 
     def _begin(self, moment: Any) -> None:
-        # Start of the step, then for each batch the moment it was ready and the moment it was done.
+        # The start of the step; then for each batch, when it was ready and when it was done.
         self._moments: list[Any] = [moment]
         self._samples, self._flops = 0, 0.0
         self._whole = True

@@ -1,4 +1,4 @@
-"""The tracking store, asked once a call: whoever asks decides what comes after a failure."""
+"""Asks the tracking store without retries, so that the caller decides what to do after a failure."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from azureml_strategy.cluster.redaction import redact_text
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
-# With these codes a store says that the request is wrong, and so would be a second one.
+# With these codes a store says that the request is wrong, so that a second attempt would fail too.
 _REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")
-# MLflow waits 120 s for an answer; a batch of this size takes a store that works a second or two.
+# MLflow waits 120 s for an answer. A working store takes a second or two for a batch of our size.
 _LONGEST_REQUEST_S = 30
-# The longest Retry-After that is obeyed: the store may be back long before.
+# The longest Retry-After that is obeyed, because the store may be back long before.
 _LONGEST_PAUSE_S = 60.0
 
 
 class StoreRefusedError(RuntimeError):
-    """The store says that what it was given is wrong; nothing of it stands."""
+    """The store says that the request is wrong, and took nothing of it."""
 
 
 class StoreAwayError(RuntimeError):
-    """The store does not answer as it should; whether it has taken what it was given is not known.
+    """The store does not answer as it should, so it is unknown whether it took the request.
 
     Args:
-        text: what was seen, without secrets.
-        pause_s: for how long it asks to be left alone, in seconds.
+        text: what was observed, without secrets.
+        pause_s: seconds for which the store asks not to be called.
     """
 
     def __init__(self, text: str, pause_s: float = 0.0) -> None:
@@ -40,12 +40,12 @@ class StoreAwayError(RuntimeError):
 
 
 class TrackingError(RuntimeError):
-    """The tracking store cannot be used as it was asked for."""
+    """The tracking store cannot be used as requested."""
 
 
 @contextmanager
 def store_errors() -> Iterator[None]:
-    """Whatever a store raises becomes one of this file's errors, whose texts and tracebacks hold no secret."""
+    """Turn any error of a store into one of this module's, without secrets in its text and traceback."""
     from mlflow.exceptions import MlflowException
 
     try:
@@ -60,10 +60,10 @@ def store_errors() -> Iterator[None]:
 
 
 def one_attempt_client(tracking_uri: str) -> MlflowClient:
-    """MLflow's client without the retries of its own, which last minutes and may write a batch twice.
+    """MLflow's client without its own retries, which last minutes and may write a batch twice.
 
-    A request whose answer was lost looks like one that never arrived: what stands has to be looked up before it is
-    sent again. Only artifacts still go the client's patient way.
+    A request whose answer was lost looks like one that never arrived, so look up what the store has before you send it
+    again. Requests for artifacts keep the retries of the client.
     """
     from mlflow.store.tracking.rest_store import RestStore
     from mlflow.tracking import MlflowClient
@@ -72,14 +72,14 @@ def one_attempt_client(tracking_uri: str) -> MlflowClient:
     client = MlflowClient(tracking_uri)
     shared = client._tracking_client.store
     if isinstance(shared, RestStore):
-        once: Any = copy.copy(shared)  # every other client of this process has the one that is shared
+        once: Any = copy.copy(shared)  # all other clients of this process use the shared store
         once._call_endpoint = MethodType(_call_once, once)
         client._tracking_client = type("OneAttempt", (TrackingServiceClient,), {"store": once})(tracking_uri)
     return client
 
 
 def _call_once(store: Any, api: Any, json_body: str | None = None, endpoint: str | None = None, **options: Any) -> Any:
-    """As `RestStore._call_endpoint`, with one attempt."""
+    """Do what `RestStore._call_endpoint` does, with one attempt."""
     from mlflow.environment_variables import MLFLOW_HTTP_REQUEST_TIMEOUT
     from mlflow.store.tracking import rest_store
     from mlflow.utils.proto_json_utils import parse_dict

@@ -1,4 +1,4 @@
-"""The figures of throughput and how they are computed."""
+"""The throughput figures, and how they are computed."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ _LOGGED = (
 
 @dataclass(frozen=True)
 class ThroughputSummary:
-    """How fast a run trained; warm-up, validation and checkpoints are left out.
+    """How fast a run trained, without warm-up, validation and checkpoints.
 
     Attributes:
         steps: optimizer steps measured on each rank.
-        samples: different samples that all replicas read in them.
-        seconds: time of those steps.
+        samples: different samples that all replicas read in these steps.
+        seconds: time of these steps.
         samples_per_second: of the whole run, over all devices.
         samples_per_second_per_device: the same, divided by the number of devices (ranks).
         step_time_median_s: median time of an optimizer step on rank 0.
         step_time_p95_s: the time that 95 % of the steps of rank 0 did not exceed (nearest rank).
         data_wait_share: share of the step before its batches were on the device, 0 to 1, averaged over ranks.
         mfu: model FLOPs utilisation (Chowdhery et al. 2022, appendix B, https://arxiv.org/abs/2204.02311): the model's
-            operations in a second, divided by what all devices can do, 0 to 1; None where either is unknown.
+            operations per second, divided by the peak of all devices, 0 to 1; None if either is unknown.
     """
 
     steps: int
@@ -69,7 +69,7 @@ class ThroughputSummary:
     mfu: float | None = None
 
     def as_metrics(self, prefix: str) -> dict[str, float]:
-        """The rates and times under `prefix/`, as they are logged; what is unknown is left out."""
+        """The rates and times as metrics under `prefix/`, without those that are unknown."""
         figures = {f"{prefix}/{name}": getattr(self, name) for name in _LOGGED}
         return {name: value for name, value in figures.items() if value is not None}
 
@@ -77,17 +77,17 @@ class ThroughputSummary:
 def summarize(
     totals: Totals, step_times: Sequence[float], *, ranks: int, replicas: int, peak_flops: float | None = None
 ) -> ThroughputSummary:
-    """The figures of some steps.
+    """Compute the figures of some steps.
 
-    Ranks that share a replica read the same samples, so `replicas / ranks` of the samples counted are different
-    ones, and so are the operations. Ranks run side by side, so the time that passed is the mean over ranks.
+    Ranks that share a replica read the same samples, so only `replicas / ranks` of the counted samples are different.
+    The same holds for the operations. Ranks run side by side, so the elapsed time is the mean over ranks.
 
     Args:
-        totals: sums over all ranks; must hold at least one step.
+        totals: sums over all ranks, of at least one step.
         step_times: seconds of each step on this rank; not empty.
         ranks: world size.
         replicas: data-parallel size.
-        peak_flops: floating-point operations that one device can do in a second, where that is known.
+        peak_flops: floating-point operations per second that one device can do, if known.
     """
     samples = totals.samples * replicas / ranks
     flops = totals.flops * replicas / ranks

@@ -1,4 +1,4 @@
-"""Samples per second of the whole job, from the samples that each rank has counted."""
+"""Measures the samples per second of the whole job from the samples that each rank counts."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def _leading_dimension(batch: Any) -> int | None:
 class ThroughputCallback(Callback):
     """Measures samples per second, step time and the wait for data, and logs them with the other metrics.
 
-    A step is an optimizer step: with accumulated gradients it has several batches. Samples are counted in the
-    batches that each rank really got, then summed over ranks. A step lasts from the end of the previous one (this
-    callback's `on_train_batch_end`) to its own; validation, checkpoints and what lies between epochs belong to no
-    step. The wait for data is the part before a batch is on the device: the data loader, the copy to the device,
-    and whatever Lightning, loggers and callbacks after this one do between two batches.
+    A step is an optimizer step: with accumulated gradients it has several batches. Each rank counts the samples of the
+    batches that it really got, and the counts are summed over ranks. A step lasts from the end of the previous one
+    (this callback's `on_train_batch_end`) to its own end. Validation, checkpoints and the time between epochs belong to
+    no step. The wait for data is the part before a batch is on the device: the data loader, the copy to the device, and
+    whatever Lightning, loggers and callbacks after this one do between two batches.
 
-    On a GPU the times are those of the GPU, from CUDA events: a loader that keeps ahead of the GPU costs no wait.
-    No step makes the host wait; with several ranks each window ends in one all-reduce of five numbers, which does.
+    On a GPU the times are those of the GPU, from CUDA events, so a loader that keeps ahead of the GPU causes no wait.
+    No step makes the host wait. With several ranks each window ends in one all-reduce of five numbers, which does.
 
     | metric, every `trainer.log_every_n_steps` or its first multiple from `minimum_window` on | meaning |
     |---|---|
@@ -69,21 +69,22 @@ class ThroughputCallback(Callback):
     | throughput/data_wait_share | 0 to 1, mean over ranks |
     | throughput/mfu | 0 to 1: the model's FLOPs over what all devices can do; not for an unknown GPU, nor on a CPU |
 
-    FLOPs are those of the whole model on the batches, whatever the strategy cuts and computes again: by the module's
-    own `training_flops(batch)`, else counted by torch if it has `pipeline_batch`. Other modules have no MFU.
+    FLOPs are those of the whole model on the batches, however the strategy splits it and whatever it recomputes. They
+    come from the module's own `training_flops(batch)`; otherwise torch counts them if the module has `pipeline_batch`.
+    Other modules have no MFU.
 
     Args:
         warmup_steps: steps at the start of each `fit` that are not measured: compilation, autotuning, first batches.
-        unit: what a sample is called in the progress bar and the report, such as `images`.
+        unit: the name of a sample in the progress bar and the report, such as `images`.
         batch_size: counts the samples of a batch; by default the first tensor's leading dimension.
-        clock: the host's clock in seconds, used where there is no GPU.
-        minimum_window: the least steps in a window. A median of one step says nothing, and five figures at each
-            step would cost more than all else that is logged.
-        peak_flops: floating-point operations that one device can do in a second, at the precision of this run; None
-            takes it from the vendor's data sheet, for the GPUs that Azure has.
+        clock: the host's clock in seconds, used if there is no GPU.
+        minimum_window: minimum number of steps in a window. The median of one step says nothing, and five figures at
+            each step would cost more than everything else that is logged.
+        peak_flops: floating-point operations per second that one device can do at the precision of this run. None uses
+            the vendor's data sheet, for the GPUs that Azure has.
 
     Attributes:
-        latest: the last window's figures, None before the first one is over.
+        latest: the figures of the last window; None before the first one has ended.
     """
 
     def __init__(
@@ -118,14 +119,14 @@ class ThroughputCallback(Callback):
         self._flops: Callable[[Any], float] | None = None
 
     def summary(self) -> ThroughputSummary | None:
-        """The figures of the whole `fit`; None where no step was measured, as in one shorter than the warm-up."""
+        """The figures of the whole `fit`; None if no step was measured, as in one shorter than the warm-up."""
         if not self._step_times:
             return None
         return self._summarize(self._totals, self._step_times)
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # here the module is whole; next the strategy cuts it
+        # The module is still whole here: the strategy splits it later.
         self._peak = self.peak_flops or peak_flops(trainer.strategy.root_device, str(trainer.precision))
         self._flops = flops_of(pl_module) if self._peak and stage == "fit" else None
 
@@ -136,7 +137,7 @@ class ThroughputCallback(Callback):
         self._totals, self._step_times, self._steps, self.latest = Totals(), array("d"), 0, None
         self._ranks, self._replicas = trainer.world_size, data_parallel_size(trainer)
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        # a multiple of it, so that the figures stand at steps at which other metrics are logged too
+        # A multiple, so that the figures are logged at steps at which other metrics are logged too.
         self._window = every * math.ceil(self.minimum_window / every) if every else 0
 
     @override
@@ -151,14 +152,14 @@ class ThroughputCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if batch is None:  # Lightning trained nothing and did not call on_train_batch_start
+        if batch is None:  # Lightning skipped the batch and did not call on_train_batch_start
             return
         self._recorder.batch_done(self._count(batch), self._flops(batch) if self._flops else 0.0)
         if trainer.fit_loop._should_accumulate():
             return
         self._steps += 1
         self._recorder.step_done(keep=self._steps > self.warmup_steps)
-        # The step at which Lightning logs `self.log` values, and the same one on every rank.
+        # Lightning logs `self.log` values at this step, which is the same on every rank.
         step = trainer.fit_loop.epoch_loop._batches_that_stepped
         if self._window and (step + 1) % self._window == 0:
             self._close_window(trainer, step)
@@ -186,7 +187,7 @@ class ThroughputCallback(Callback):
             logger.log_metrics(metrics, step=step)
 
     def _account(self, trainer: Trainer, steps: list[Step]) -> Totals:
-        """Add this rank's steps, and every other rank's, to the totals of the run."""
+        """Add the steps of all ranks to the totals of the run, and return the sums of these steps."""
         self._step_times.extend(step.seconds for step in steps)
         mine = Totals(
             len(steps),
@@ -204,7 +205,7 @@ class ThroughputCallback(Callback):
 
 
 def find_throughput(trainer: Trainer) -> ThroughputCallback | None:
-    """The trainer's own `ThroughputCallback`, if it has one."""
+    """Return the trainer's `ThroughputCallback`, if it has one."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return next((callback for callback in callbacks if isinstance(callback, ThroughputCallback)), None)
 

@@ -1,4 +1,4 @@
-"""Sends the files of what a store has not taken, by the next start or by hand."""
+"""Sends the files of records that a store has not taken, at the next start or by hand."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from azureml_strategy.tracking.sender import SECOND_LOOK_S, Sender
 from azureml_strategy.tracking.spool import Spool, find_spools
 from azureml_strategy.tracking.store import StoreAwayError, StoreRefusedError, TrackingError, store_errors
 
-# How often an item is looked at again that the store refuses, while nothing shows whether it is right to.
+# How often to send a refused item again while it is unclear whether the fault lies with the item.
 _LOOKS = 3
 
 
 def command(folder: Path) -> str:
-    """What a person types to send the files of a folder."""
+    """The shell command that sends the files of a folder."""
     return f"azureml-strategy jobs upload-metrics {shlex.quote(str(folder.absolute()))}"
 
 
 def upload(spool: Spool, tracking_uri: str) -> str:
-    """Send what a file holds and delete it once all of it stands; what stands already is not written again.
+    """Send what the store does not have of a file, and delete the file once the store has all of it.
 
     Args:
         spool: the file, held.
@@ -34,7 +34,7 @@ def upload(spool: Spool, tracking_uri: str) -> str:
         The id of the run.
 
     Raises:
-        ValueError: the file is none of ours.
+        ValueError: the file is not one of ours.
         TrackingError: the store does not have the run, or refuses an item; the file stays.
         StoreAwayError: the store does not answer; the file stays.
     """
@@ -60,17 +60,17 @@ def upload(spool: Spool, tracking_uri: str) -> str:
 
 
 class Leftovers:
-    """Files in a run's folder that earlier starts left for the same store.
+    """Files that earlier starts left in a run's folder for the same store.
 
     Args:
-        folder: the run's.
+        folder: the folder of the run.
         request: the run.
     """
 
     def __init__(self, folder: Path, request: RunRequest) -> None:
         self._uri = request.tracking_uri
         self._spools: list[Spool] = []
-        with suppress(OSError):  # a folder that cannot be read is no reason not to train
+        with suppress(OSError):  # an unreadable folder must not stop training
             store = describe_store(self._uri)
             self._spools = [each for each in find_spools(folder, deep=False) if each.store == store]
 
@@ -78,10 +78,10 @@ class Leftovers:
         return bool(self._spools)
 
     def send(self) -> None:
-        """Send them all; one that cannot be sent stays, and costs a warning.
+        """Send all files. A file that cannot be sent stays, with a warning.
 
         Raises:
-            StoreAwayError: the store does not answer; the rest is sent by another call.
+            StoreAwayError: the store does not answer. Another call sends the rest.
         """
         while self._spools:
             spool = self._spools[0]
@@ -101,15 +101,15 @@ class Leftovers:
 
 
 def upload_all(folder: Path, address: Callable[[str], str], tell: Callable[[str], None]) -> bool:
-    """Send every such file in a folder and below.
+    """Send every such file in a folder and its subfolders.
 
     Args:
-        folder: or one such file.
-        address: the store's address to use for the one that a file names.
+        folder: the folder, or one such file.
+        address: maps the store's address in a file to the address to use.
         tell: prints a line.
 
     Returns:
-        Whether nothing is left.
+        Whether all files were sent.
     """
     spools = find_spools(folder)
     if not spools:

@@ -1,4 +1,4 @@
-"""Metrics, parameters and tags as MLflow takes them."""
+"""Converts metrics, steps and hyperparameters to values that MLflow accepts."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from lightning.fabric.utilities.logger import _convert_params, _flatten_dict
 from azureml_strategy.cluster.redaction import redact, redact_text
 from azureml_strategy.tracking.metric_names import AZURE_PARAMS_PER_RUN, PARAM_VALUE_LENGTH, clean_name
 
-# MLflow keeps steps as signed integers of 64 bits.
+# MLflow stores steps as signed integers of 64 bits.
 _STEPS = range(-(2**63), 2**63)
 
 
 class DeviceValue:
     """A number that a GPU may still be computing.
 
-    Taking it queues a copy behind the work that makes it and returns at once.
+    The constructor queues a copy behind the work that computes the number, and returns at once.
 
     Args:
-        tensor: has one element and lies on a CUDA device; the caller may change it in place afterwards.
+        tensor: has one element and is on a CUDA device; the caller may change it in place afterwards.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -39,23 +39,24 @@ class DeviceValue:
 
 
 def as_number(value: Any) -> SupportsFloat:
-    """The value as a float; of a GPU's tensor something whose `float()` neither waits here nor changes until then.
+    """Convert a value to a float, or to an object that reads a GPU tensor's current value later.
 
-    NaN and infinity are numbers, and so are True and False: 1.0 and 0.0.
+    `float()` of that object waits for the GPU; this function does not. NaN and infinity are numbers, and so are True
+    and False: 1.0 and 0.0.
 
     Raises:
         ValueError: it is not one real number of 64 bits; the message says what to log instead.
     """
     if isinstance(value, torch.Tensor) and value.is_cuda and value.numel() == 1 and not value.is_complex():
         return DeviceValue(value)
-    if hasattr(value, "item") and hasattr(value, "shape"):  # torch's and NumPy's
+    if hasattr(value, "item") and hasattr(value, "shape"):  # of torch or NumPy
         value = _only_element(value)
     advice = _advice(value)
     if advice is not None:
         raise ValueError(advice)
     try:
         number = float(value)
-    except Exception as error:  # whatever a type's own __float__ raises
+    except Exception as error:  # a type's own __float__ may raise anything
         raise ValueError(f"float() says {type(error).__name__}: {error}; log a number that is made of it") from None
     if math.isinf(number) and not _is_infinite(value):
         raise ValueError("it is too large for a float of 64 bits; log its logarithm")
@@ -63,10 +64,10 @@ def as_number(value: Any) -> SupportsFloat:
 
 
 def as_step(step: Any) -> int:
-    """The step as an integer; a fraction is cut off.
+    """The step as an integer, truncated if it has a fraction.
 
     Raises:
-        ValueError: it is no number, or one of more than 64 bits.
+        ValueError: it is not a number, or needs more than 64 bits.
     """
     try:
         step = operator.index(step)
@@ -81,7 +82,7 @@ def as_step(step: Any) -> int:
 
 
 def type_name(value: Any) -> str:
-    """The type as a warning shows it, with the shape of an array."""
+    """The name of the type for a warning, with the shape of an array."""
     shape = getattr(value, "shape", None)
     return type(value).__name__ + (f" of shape {tuple(shape)}" if shape else "")
 
@@ -92,12 +93,12 @@ def _only_element(array: Any) -> Any:
         raise ValueError(f"it has {size} elements; log one number of it, such as its mean()")
     try:
         return array.item()
-    except Exception as error:  # a tensor of the meta device, for one, has a shape but no value
+    except Exception as error:  # a tensor on the meta device, for example, has a shape but no value
         raise ValueError(f"its value cannot be read ({type(error).__name__}: {error}); log a plain number") from None
 
 
 def _advice(value: Any) -> str | None:
-    """What to log instead of a value of a well-known type that is no number."""
+    """What to log instead of a value of a well-known type that is not a number."""
     if value is None:
         return "leave it out, or log float('nan')"
     if isinstance(value, str | bytes):
@@ -114,15 +115,15 @@ def _is_infinite(value: Any) -> bool:
 
 
 def as_texts(params: dict[str, Any] | Namespace) -> dict[str, str]:
-    """Nested hyperparameters as flat `a/b` names with text values, without secrets, cut to what stores accept."""
+    """Flatten nested hyperparameters to `a/b` names with text values, without secrets and cut to the length limit."""
     flat = _flatten_dict(redact("", _convert_params(params)))
     return {clean_name(name): redact_text(str(value))[:PARAM_VALUE_LENGTH] for name, value in flat.items()}
 
 
 def new_params(recorded: Mapping[str, str], params: Mapping[str, str]) -> dict[str, str]:
-    """Those that the run does not have yet.
+    """The parameters that the run does not have yet.
 
-    A store never changes a parameter, and a retried or resumed job logs into the same run: the first value stays.
+    A store never changes a parameter, and a retried or resumed job logs into the same run, so the first value stays.
     """
     changed = [name for name, value in params.items() if recorded.get(name, value) != value]
     if changed:
@@ -136,7 +137,7 @@ def new_params(recorded: Mapping[str, str], params: Mapping[str, str]) -> dict[s
 
 
 def fit_azure(recorded: Mapping[str, str], params: dict[str, str]) -> dict[str, str]:
-    """As many as Azure ML still takes into the run, in order."""
+    """The first parameters, as many as Azure ML still accepts in the run."""
     room = max(AZURE_PARAMS_PER_RUN - len(recorded), 0)
     if len(params) > room:
         warnings.warn(

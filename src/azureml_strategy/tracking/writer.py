@@ -1,9 +1,9 @@
-"""The thread that writes to MLflow, so that training does not wait for it.
+"""The background thread that writes to MLflow, so that training does not wait for it.
 
-The life of a point: `log_metrics` accepts it (`values`, `names`) and queues it here. The writer's thread puts what is
-queued into batches, and the `Sender` brings them to the run. Where the store is away, everything that is queued goes
-to a file (`Spool`), which is sent before anything newer as soon as the store is back; each of its points is looked up
-first, so that it stands once. What is still in the file at the end stays there, for the next start or the command.
+`log_metrics` converts a point (`values`, `metric_names`) and queues it here. The thread puts queued records into
+batches, and the `Sender` sends them to the run. While the store is away, everything queued goes to a file (`Spool`).
+Once the store is back, the file is sent before anything newer, and each of its points is looked up first, so that it is
+written only once. What is still in the file at the end stays there, for the next start or the upload command.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from azureml_strategy.tracking.upload import Leftovers, command
 if TYPE_CHECKING:
     from mlflow.entities import Metric
 
-# Seconds between two attempts while the store is away: the first, and the longest; each is twice the one before.
+# Seconds between two attempts while the store is away: the first and the longest pause. Each is twice the previous.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
-# How long the end of a run waits for a store that is known to be away: everything is in the file already.
+# How long the end of a run waits for a store that is known to be away; everything is in the file already.
 _PATIENCE_S = 10.0
 
 
 class BatchWriter:
     """Opens one run and writes records to it, in batches, on a thread of its own.
 
-    Training waits for the store only where it takes everything, but too slowly: then a full queue slows `put` down.
+    Training waits for the store only if the store takes everything but is too slow: then a full queue blocks `put`.
 
     Args:
-        request: the run; it is opened on the thread, as soon as the store is there.
-        folder: for the file of what the store has not taken, and where such files of earlier starts are looked for.
-        interval_s: how long records gather before they are written, in seconds.
-        capacity: the most records held in memory; a record is one call of `log_metrics`.
+        request: the run; the thread opens it as soon as the store answers.
+        folder: for the file of what the store has not taken; earlier starts may have left such files there.
+        interval_s: seconds for which records are collected before they are written.
+        capacity: maximum number of records in memory; a record is one call of `log_metrics`.
         second_look_s: see `Sender`.
 
     Attributes:
-        run: the run, None until it is open.
-        refusal: why it never will be, where the store says so.
+        run: the run; None until it is open.
+        refusal: the error, if the store says that the run cannot be opened.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class BatchWriter:
         self._resume_at = 0.0
         self._lost = 0
         self._disk_error = ""
-        self._moving = threading.RLock()  # while something is in none of the queues
+        self._moving = threading.RLock()  # held while records move between queues and are in none of them
 
     def start(self) -> None:
         """Start the thread, which opens the run."""
@@ -100,8 +100,11 @@ class BatchWriter:
     def wait_for_run(self, timeout_s: float | None) -> None:
         """Wait until the run is open, or the first attempt to open it has failed.
 
+        Args:
+            timeout_s: maximum time to wait, in seconds; None waits without limit.
+
         Raises:
-            TrackingError: the store says that there is no such run.
+            TrackingError: the store says that there is no such run, or is a file or database that cannot be opened.
         """
         self._is_watched = self._tried.wait(timeout_s)
         refusal, uri = self.refusal, self._request.tracking_uri
@@ -112,13 +115,13 @@ class BatchWriter:
             raise refusal
 
     def leave_out_earlier(self) -> None:
-        """Write no metric again that an earlier attempt has written."""
+        """Do not write metrics again that previous attempts have written."""
         self._continues = True
         if self._sender is not None and self.run is not None:
             self._sender.earlier = EarlierMetrics(self.run.client, self.run.run_id)
 
     def put(self, record: Record) -> None:
-        """Queue a record; returns at once unless the store cannot keep up."""
+        """Queue a record. Returns at once unless the store cannot keep up."""
         if self._thread is None:
             self.start()
         elif not self._closes_at_exit:
@@ -132,7 +135,7 @@ class BatchWriter:
         self._records.append(record)
 
     def unwritten(self) -> list[Metric]:
-        """The metrics that the store has not taken yet, in order; one that it is just taking is among them."""
+        """The pending metrics, in order, with those that the store is taking at this moment."""
         with self._moving:
             spool = self._present_spool()
             spooled = [batch for batch, _ in spool.batches(self._sent_up_to)] if spool else []
@@ -142,21 +145,21 @@ class BatchWriter:
 
     @property
     def is_away(self) -> bool:
-        """Whether the last attempt to reach the store has failed."""
+        """Whether the last attempt to reach the store failed."""
         return self._away is not None
 
     def wake(self) -> None:
-        """Write what is queued now instead of at the end of the interval. Safe in a signal handler."""
+        """Write what is queued now, not at the end of the interval. Safe in a signal handler."""
         self._wake.put(None)
 
     def flush(self, timeout_s: float = 60.0) -> bool:
         """Wait until everything queued so far is written.
 
-        Polls instead of waiting on a lock, because a signal handler may call it while it runs.
+        This method polls and does not wait on a lock, because a signal handler may call it while it runs.
 
         Args:
-            timeout_s: how long to wait after the last batch that the store took, in seconds; a store that is known
-                to be away is given ten at most.
+            timeout_s: seconds to wait after the last batch that the store took; at most ten if the store is known to be
+                away.
 
         Returns:
             Whether nothing is left.
@@ -174,8 +177,8 @@ class BatchWriter:
     def close(self, timeout_s: float = 60.0) -> bool:
         """Flush and end the thread; a later `put` starts it again.
 
-        What could not be written goes to the file, and a warning names it; the thread goes on trying until the
-        process ends.
+        What could not be written goes to the file, and a warning names it. In that case the thread keeps trying until
+        the process ends.
 
         Returns:
             Whether everything was written.
@@ -202,7 +205,7 @@ class BatchWriter:
         return self._sender.accepted if self._sender is not None else 0
 
     def _is_anything_left(self) -> bool:
-        # The order matters: the thread says that it is busy before it takes a record away.
+        # The order matters: the thread sets `_busy` before it takes a record out of the queue.
         return bool(
             self._records
             or self._busy
@@ -255,7 +258,7 @@ class BatchWriter:
         except TrackingError as error:
             self.refusal = error if self._is_watched and not self._tried.is_set() else None
             self._fail(error)
-        except Exception as error:  # whatever else happens: this thread must outlive it
+        except Exception as error:  # whatever happens, this thread must survive it
             self._fail(StoreAwayError(redact_text(f"{type(error).__name__}: {error}")))
         finally:
             self._tried.set()
@@ -299,11 +302,11 @@ class BatchWriter:
                 records = [self._records.popleft() for _ in range(min(len(self._records), 1000))]
                 self._backlog.extend(make_batches(records))
             batch = self._backlog[0] if self._backlog else None
-        if batch is None:  # no value of these records could be read
+        if batch is None:  # none of these records had a value that could be read
             return
         sender.send(batch)
         with self._moving:
-            if self._backlog and self._backlog[0] is batch:  # else the end of the run has put it into the file
+            if self._backlog and self._backlog[0] is batch:  # else `_keep` on another thread has moved it to the file
                 self._backlog.popleft()
 
     def _fail(self, error: StoreAwayError | StoreRefusedError | TrackingError) -> None:
@@ -312,7 +315,9 @@ class BatchWriter:
         self._pause_s = min(max(2 * self._pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
         self._resume_at = time.monotonic() + max(self._pause_s, self._away.pause_s)
         self._keep()
-        is_told = not self._tried.is_set() and not is_remote(self._request.tracking_uri)  # `wait_for_run` raises
+        is_told = not self._tried.is_set() and not is_remote(
+            self._request.tracking_uri
+        )  # because `wait_for_run` raises
         if first and self.refusal is None and not is_told:
             where = f"kept in {self._spool.path if self._spool else 'memory'}"
             warnings.warn(
@@ -320,7 +325,7 @@ class BatchWriter:
             )
 
     def _keep(self) -> None:
-        """Move everything that is held in memory to the file."""
+        """Move all records and batches in memory to the file."""
         with self._moving:
             held = [*self._backlog, *(self._sender.take_suspects() if self._sender else ())]
             held += make_batches(self._records.popleft() for _ in range(len(self._records)))
@@ -331,7 +336,7 @@ class BatchWriter:
                 self._spool.append(held)
                 self._backlog.clear()
                 self._disk_error = ""
-            except Exception as error:  # whatever a disk brings about: this thread must outlive it
+            except Exception as error:  # whatever the disk does, this thread must survive it
                 for batch in held:
                     batch.doubtful = True
                 self._backlog = deque(held)

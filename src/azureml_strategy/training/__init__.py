@@ -1,4 +1,4 @@
-"""Whole runs from one configuration."""
+"""Runs a whole training from one configuration."""
 
 from __future__ import annotations
 

@@ -29,28 +29,28 @@ from azureml_strategy.training.targets import own_modules
 
 log = logging.getLogger(__name__)
 
-# What needs no quotes in Hydra's notation.
+# Values that need no quotes in Hydra's notation.
 _PLAIN = re.compile(r"[\w/.-]+")
-# Hydra's flags for folders with further groups, which only Hydra itself sees.
+# Hydra's flags that name further folders of configuration, which only Hydra itself reads.
 _SEARCH_PATH_FLAGS = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
 
 
 class _Refusal(BaseException):
-    """Passes through Hydra, which would print a traceback and go on with the next job of a sweep."""
+    """An error that passes through Hydra, which would print a traceback and start the next job of a sweep."""
 
 
 def _command_to_go_on(recipe: str, arguments: Sequence[str], config: DictConfig) -> str:
-    """The command line of this run, or of this job of a sweep, in the same folder."""
+    """The command line that resumes this run, or this job of a sweep, in the same folder."""
     options = [each for each in arguments if not is_override(each) and each not in ("-m", "--multirun")]
     kept = [each for each in HydraConfig.get().overrides.task if not each.startswith(("output_dir=", "resume="))]
     folder = str(Path(config.output_dir).absolute())
     if not _PLAIN.fullmatch(folder):
-        folder = f"'{folder}'"  # for Hydra, within what the shell quotes
+        folder = f"'{folder}'"  # quotes for Hydra, inside those for the shell
     return shlex.join(["azureml-strategy", "train", recipe, *options, *kept, f"output_dir={folder}"])
 
 
 def _content_errors() -> tuple[type[Exception], ...]:
-    """What is wrong with what a recipe says, where only a run finds it."""
+    """Errors in the content of a recipe that only a run can find."""
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
     from azureml_strategy.data import CorpusError, DataFolderError
@@ -59,14 +59,14 @@ def _content_errors() -> tuple[type[Exception], ...]:
 
 
 def _check_folder(config: DictConfig, arguments: Sequence[str]) -> None:
-    """Refuse an output folder that cannot be made, at which Hydra ends with a traceback."""
+    """Refuse an output folder that cannot be created, for which Hydra would print a traceback."""
     flags = {each for each in arguments if each.startswith("-")}
-    if flags - {"-m", "--multirun"}:  # `--cfg job` and the like make none
+    if flags - {"-m", "--multirun"}:  # `--cfg job` and similar flags create no folder
         return
     key = "hydra.sweep.dir" if flags else "hydra.run.dir"
     try:
         folder = Path(str(OmegaConf.select(config, key))).absolute()
-    except OmegaConfBaseException:  # it needs what only the running application knows
+    except OmegaConfBaseException:  # it depends on values that only the running application knows
         return
     there = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
@@ -100,7 +100,7 @@ def run_recipe(recipe: str, arguments: Sequence[str]) -> None:
 
     @hydra.main(version_base="1.3", config_path=None, config_name=found.name)
     def application(config: DictConfig) -> None:
-        sys.argv = command_line  # what a strategy repeats to start further processes
+        sys.argv = command_line  # a strategy repeats it to start further processes
         from lightning.pytorch.utilities.exceptions import SIGTERMException
 
         from azureml_strategy.training.run import speaks_for_all, train
@@ -117,12 +117,12 @@ def run_recipe(recipe: str, arguments: Sequence[str]) -> None:
             raise _Refusal(error) from error
         except _content_errors() as error:
             if "HYDRA_FULL_ERROR" in os.environ or HydraConfig.get().mode is RunMode.MULTIRUN:
-                raise  # the next job of a sweep may be right
+                raise  # the next job of a sweep may succeed
             raise _Refusal(f"{error} (HYDRA_FULL_ERROR=1 shows where.)") from error
         except Exception:
             if launch is None or launch.world_size == 1 or HydraConfig.get().mode is not RunMode.MULTIRUN:
                 raise
-            # Hydra would go on with the next job, while other ranks may still wait for this one in a collective.
+            # Hydra would start the next job, while other ranks may still wait for this one in a collective.
             traceback.print_exc()
             sys.exit(1)
 

@@ -20,13 +20,13 @@ from azureml_strategy.cluster.redaction import redact_text
 from azureml_strategy.training.recipes import Recipe, RecipeError, hidden_by, near_matches
 from azureml_strategy.training.targets import HYDRA_OWN, locate, taken_by
 
-# The keys of a recipe; `vars` is the user's.
+# The keys of a recipe; `vars` is for the user.
 SECTIONS = (
     *("seed", "matmul_precision", "output_dir", "resume", "global_batch", "num_classes", "vars"),
     *("model", "data", "trainer", "strategy", "tracking", "checkpoint", "callbacks"),
-    *("cluster", "job"),  # what a submitted job was asked to be; `train` only records them
+    *("cluster", "job"),  # settings of a submitted job; `train` only records them
 )
-# Arguments of the Trainer that have a section of their own.
+# Arguments of the Trainer that other sections set.
 _TRAINER_ELSEWHERE = {
     "strategy": "the `strategy` section",
     "logger": "`tracking.logger`",
@@ -35,17 +35,17 @@ _TRAINER_ELSEWHERE = {
     "enable_progress_bar": "`tracking.progress_bar`",
     "default_root_dir": "`output_dir`",
 }
-# What Hydra lets through when a configuration cannot be composed.
+# What Hydra raises if a configuration cannot be composed.
 _UNCOMPOSABLE = (HydraException, OmegaConfBaseException, YAMLError, RecursionError)
-# What no run can do without.
+# Every run needs these sections.
 _NEEDED = ("model", "data", "trainer", "strategy", "tracking")
 
 
 def check_overrides(recipe: Recipe, overrides: Sequence[str]) -> DictConfig:
-    """Compose the recipe with the overrides, as Hydra is about to; of a sweep, its first job.
+    """Compose the recipe with the overrides, as Hydra is about to. Of a sweep, only its first job is composed.
 
     Returns:
-        What it comes to; nothing in it is resolved yet.
+        The configuration, unresolved.
 
     Raises:
         RecipeError: Hydra refuses; the message names the override and its near matches.
@@ -54,13 +54,13 @@ def check_overrides(recipe: Recipe, overrides: Sequence[str]) -> DictConfig:
 
 
 def compose_recipe(recipe: Recipe, overrides: Sequence[str]) -> DictConfig:
-    """The recipe with the overrides and Hydra's own section; nothing in it is resolved yet.
+    """Compose the recipe with the overrides and Hydra's own section, and leave everything unresolved.
 
     Raises:
         RecipeError: Hydra refuses; the message names the override and its near matches.
     """
     folder, overrides = recipe.folder, list(overrides)
-    # Not by `initialize`, which reads the source of each module on the stack to find out who calls.
+    # Not `initialize`, which reads the source of each module on the stack to find its caller.
     shipped = "azureml_strategy.recipes"
     initialize = partial(initialize_config_dir, folder) if folder else partial(initialize_config_module, shipped)
     with initialize(version_base="1.3"):
@@ -83,7 +83,7 @@ def _check_sections(recipe: Recipe, config: DictConfig) -> None:
 
 
 def _hiding(recipe: Recipe) -> str:
-    """A hint at files of the user's that stand in for ours."""
+    """A hint about files of the user that take the place of ours."""
     hidden = hidden_by(recipe.folder) if recipe.folder else []
     if not hidden:
         return ""
@@ -94,7 +94,7 @@ def _hiding(recipe: Recipe) -> str:
 
 
 def _of_one_job(overrides: Sequence[str]) -> list[str]:
-    """The overrides of a sweep's first job. What only the sweeper can expand, as `glob(*)`, is left out."""
+    """The overrides of a sweep's first job, without those that only the sweeper can expand, such as `glob(*)`."""
     return [one for each in overrides for one in _first_choice(each)]
 
 
@@ -111,10 +111,10 @@ def _first_choice(text: str) -> list[str]:
 
 
 def check_config(config: DictConfig) -> None:
-    """Check the composed configuration: sections that nothing reads, and arguments that no constructor takes.
+    """Refuse sections that nothing reads, and arguments that no constructor takes, in a composed configuration.
 
     Raises:
-        RecipeError: such a key; the message names its near matches.
+        RecipeError: there is such a key; the message names its near matches.
     """
     for name in config:
         if name not in SECTIONS:
@@ -141,7 +141,7 @@ def _check_trainer(trainer: DictConfig) -> None:
 
 def _check_arguments(path: str, node: dict[str, Any]) -> None:
     if "${" in str(node["_target_"]):
-        return  # known only while it runs; Hydra refuses it there
+        return  # known only at run time, when Hydra refuses what is wrong
     taken = taken_by(locate(path, node["_target_"]))
     if taken is None:
         return
@@ -152,7 +152,7 @@ def _check_arguments(path: str, node: dict[str, Any]) -> None:
 
 
 def target_nodes(node: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every node that names a `_target_`, with its place; values stay unresolved."""
+    """Every node with a `_target_`, and its path. Values stay unresolved."""
     if OmegaConf.is_config(node):
         node = OmegaConf.to_container(node, resolve=False)
     if isinstance(node, list):
@@ -167,7 +167,7 @@ def target_nodes(node: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any
 
 
 def _explain(recipe: Recipe, overrides: Sequence[str], error: Exception) -> str:
-    """Hydra's own words, and the near matches of the first override that cannot be."""
+    """Hydra's own message, with the near matches of the first override that is impossible."""
     if isinstance(error, RecursionError):
         again = _hiding(recipe) or " Look at the `defaults` of its files."
         return f"Recipe {recipe.name!r} cannot be composed: a file starts from itself.{again}"
@@ -201,7 +201,7 @@ def _composes(recipe: Recipe) -> bool:
 
 
 def _keys(node: Any, path: str = "") -> Iterator[str]:
-    """Every key of the configuration, with dots."""
+    """Every key of the configuration, in dotted form."""
     if not isinstance(node, DictConfig):
         return
     for name in map(str, node):

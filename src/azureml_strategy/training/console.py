@@ -1,4 +1,4 @@
-"""What a run prints: each line once, none that a reader cannot use, and no secret."""
+"""Cleans up what a run prints: no duplicate lines, no useless lines and no secrets."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from azureml_strategy.cluster.redaction import redact_text
 
 @contextlib.contextmanager
 def discreet_console() -> Iterator[None]:
-    """What this process prints meanwhile tells no secret: lines of logs, tracebacks, and what the user's code prints.
+    """Remove secrets from what this process prints: log lines, tracebacks, and the output of the user's code.
 
-    What is written past Python, as by NCCL, is not looked through.
+    Output that does not pass through Python, such as NCCL's, is not filtered.
     """
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = DiscreetStream(sys.stdout), DiscreetStream(sys.stderr)
@@ -27,7 +27,7 @@ def discreet_console() -> Iterator[None]:
 
 
 class DiscreetStream:
-    """A stream of text without its secrets; all else is the stream's own.
+    """A text stream that removes secrets. Everything else is passed to the wrapped stream.
 
     Args:
         stream: where the text goes.
@@ -40,13 +40,13 @@ class DiscreetStream:
         """Write the text without secrets.
 
         Returns:
-            The length of the given text, as a stream that takes all of it.
+            The length of the given text, as a stream returns that takes all of it.
         """
         self._stream.write(redact_text(text))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Write each of them."""
+        """Write all lines without secrets."""
         for line in lines:
             self.write(line)
 
@@ -55,7 +55,7 @@ class DiscreetStream:
 
 
 class _DiscreetFormatter(logging.Formatter):
-    """Another formatter's lines without secrets."""
+    """Wraps a formatter and removes secrets from its lines."""
 
     def __init__(self, formatter: logging.Formatter) -> None:
         super().__init__()
@@ -66,10 +66,10 @@ class _DiscreetFormatter(logging.Formatter):
 
 
 def tidy_console() -> None:
-    """Leave the console to Hydra's handler and to what matters; call it after Lightning was imported.
+    """Leave only Hydra's handler and useful lines on the console. Call it after the import of Lightning.
 
-    Lightning adds a handler of its own beside Hydra's, so that each of its lines appears twice, and its remarks
-    hold advertisements. Its warnings stay. Where Hydra logs into a file as well, that tells no secret either.
+    Lightning adds its own handler beside Hydra's, so that each of its lines appears twice, and its info lines contain
+    advertisements. Its warnings stay. If Hydra also logs into a file, secrets are removed there too.
     """
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.FileHandler):
@@ -77,5 +77,5 @@ def tidy_console() -> None:
     logging.getLogger("lightning").handlers.clear()
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    # torch 2.13 deprecates what Lightning 2.6 asks of it; a user can do nothing about it.
+    # torch 2.13 deprecates a call that Lightning 2.6 makes; a user can do nothing about it.
     warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")

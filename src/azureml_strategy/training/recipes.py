@@ -1,4 +1,4 @@
-"""The recipes that there are, and errors that name the near matches. Imports no Hydra, so that it answers at once."""
+"""Finds recipes, and names near matches in its errors. Does not import Hydra, so that it answers at once."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 
 
 class RecipeError(ValueError):
-    """A recipe or an override is not what it should be; the message names the near matches."""
+    """A recipe or an override is wrong; the message names the near matches."""
 
 
 def near_matches(word: str, known: Iterable[str]) -> str:
-    """The end of an error message: the known words nearest to the one that was typed, or all of a few."""
+    """The end of an error message: the known words nearest to the given one, or all of them if they are few."""
     words = sorted(set(known))
     near = get_close_matches(word, words, n=3, cutoff=0.75)
     # `max_epoch` is near `trainer.max_epochs`, although most of the letters differ.
@@ -27,11 +27,11 @@ def near_matches(word: str, known: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A whole run, in one YAML file.
+    """A whole run in one YAML file.
 
     Attributes:
-        name: what `azureml-strategy train` takes.
-        folder: where the file lies; None for a shipped recipe, which Hydra's search path has already.
+        name: the name that `azureml-strategy train` accepts.
+        folder: the folder of the file; None for a shipped recipe, which is on Hydra's search path already.
         summary: the first line of the file.
     """
 
@@ -41,7 +41,7 @@ class Recipe:
 
 
 def shipped_recipes() -> list[Recipe]:
-    """The recipes of this package, by name."""
+    """The recipes of this package, sorted by name."""
     found = [file for file in files("azureml_strategy.recipes").iterdir() if file.name.endswith(".yaml")]
     return sorted(
         (Recipe(file.name.removesuffix(".yaml"), None, _summary(file.read_text(encoding="utf-8"))) for file in found),
@@ -50,10 +50,11 @@ def shipped_recipes() -> list[Recipe]:
 
 
 def find_recipe(recipe: str) -> Recipe:
-    """A shipped recipe by its name, or the user's own by the path of its file.
+    """Find a shipped recipe by its name, or the user's own by the path of its file.
 
     Raises:
-        RecipeError: there is none, it is no text, or the file would be hidden by a shipped recipe.
+        RecipeError: there is none, its file is not readable text or does not end in .yaml, or a shipped recipe would
+            hide it.
     """
     shipped = {each.name: each for each in shipped_recipes()}
     if recipe in shipped:
@@ -81,7 +82,7 @@ def find_recipe(recipe: str) -> Recipe:
 
 
 def hidden_by(folder: str) -> list[str]:
-    """The files of a folder that have the name of one of ours, which Hydra would load in its place: a `base.yaml`."""
+    """The files of a folder that Hydra would load in place of ours of the same name, such as a `base.yaml`."""
     ours = [file.name for package in ("conf", "recipes") for file in files(f"azureml_strategy.{package}").iterdir()]
     return sorted(name for name in os.listdir(folder) if name.endswith(".yaml") and name in ours)
 

@@ -1,6 +1,6 @@
-"""What our YAML files ask at run time: `${azureml.by_device:32,224}` and the like.
+"""Resolvers that our YAML files use at run time, such as `${azureml.by_device:32,224}`.
 
-Loaded with the search-path plugin, so that a user's own Hydra application can use them too.
+The search-path plugin loads them too, so that a user's own Hydra application can use them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from azureml_strategy.cluster import detect_launch
 
 
 def register_resolvers() -> None:
-    """Make the resolvers known to OmegaConf; again and again does no harm."""
+    """Register the resolvers with OmegaConf. Repeated calls do no harm."""
     OmegaConf.register_new_resolver("azureml.run", run_name, use_cache=True, replace=True)
     OmegaConf.register_new_resolver("azureml.hydra_subdir", hydra_subdir, replace=True)
     OmegaConf.register_new_resolver("azureml.by_device", by_device, replace=True)
@@ -23,25 +23,28 @@ def register_resolvers() -> None:
 
 
 def run_name() -> str:
-    """A name for the output folder that all ranks share: the job's, else the time."""
+    """A name for the output folder that all ranks share: that of the job, otherwise the current time."""
     return os.environ.get("AZUREML_RUN_ID") or datetime.now().strftime("%Y-%m-%d/%H-%M-%S")
 
 
 def hydra_subdir() -> str | None:
-    """Where Hydra records the configuration: on global rank 0 only."""
+    """The folder in which Hydra records the configuration; None on all global ranks but 0."""
     launch = detect_launch()
     return ".hydra" if launch is None or launch.rank == 0 else None
 
 
 def by_device(on_cpu: Any, on_gpu: Any) -> Any:
-    """One value for a machine without a GPU, one for a machine with one."""
+    """Choose one value for a machine without a GPU, and the other for a machine with one."""
     import torch
 
     return on_gpu if torch.cuda.is_available() else on_cpu
 
 
 def precision() -> str:
-    """The fastest of Lightning's precisions that this device computes in hardware and that keeps float32's range."""
+    """The fastest of Lightning's precisions for this device: bf16-mixed if its hardware computes bfloat16.
+
+    Otherwise it is 16-mixed on a GPU and 32-true on a CPU.
+    """
     import torch
 
     if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""One run from its configuration, and what is recorded of the configuration."""
+"""Trains one run from its configuration, and records the configuration."""
 
 from __future__ import annotations
 
@@ -32,31 +32,32 @@ from azureml_strategy.training.checks import check_config
 from azureml_strategy.training.recipes import RecipeError
 from azureml_strategy.training.targets import drop_keys_of_old_targets, loggers_and_callbacks, make
 
-# Sections that say where things are, or what may differ between the attempts of a job.
+# Sections that say where things are, or that may differ between the attempts of a job.
 _NO_HYPERPARAMETERS = ("output_dir", "resume", "global_batch", "tracking", "checkpoint", "job")
 
 log = logging.getLogger(__name__)
-# How long a process that we started may take to fail as well, once this one has; it may wait for it in a collective.
+# How long the processes that we started may take to end after this one failed. They may wait in a collective for it.
 _GRACE_SECONDS = 5.0
 
 
 def hyperparameters(config: DictConfig) -> dict[str, Any]:
-    """The configuration as hyperparameters: resolved, without what says only where things are.
+    """The configuration as hyperparameters: resolved, without the sections that say only where things are.
 
-    A value that comes from the environment stays as the configuration has it, `${oc.env:NAME}`: that reproduces the
-    run, and a variable is where secrets are.
+    A value from the environment stays as written in the configuration, `${oc.env:NAME}`. This form reproduces the run,
+    and environment variables often hold secrets.
 
     Args:
-        config: as it was composed; nothing in it needs to be resolved.
+        config: as composed; nothing in it needs to be resolved.
     """
     with _asked_environment() as asked:
         return {str(name): _recorded(config, name, asked) for name in config if str(name) not in _NO_HYPERPARAMETERS}
 
 
 def keep_secrets(config: DictConfig) -> None:
-    """Keep what has a secret's name in the configuration out of all that this process prints and writes from now on.
+    """Remove the secrets in the configuration from all that this process prints and writes from now on.
 
-    Also out of the files in which Hydra has just written down the running job, where it has.
+    A secret is a value whose key has a secret's name. If Hydra has written the configuration of the running job to
+    files, the secrets are removed there too.
 
     Args:
         config: of the running job.
@@ -80,11 +81,11 @@ def _hide_secrets_in(file: Path) -> None:
         return
     whole = file.with_name(f".{file.name}.{os.getpid()}")
     whole.write_text(yaml.safe_dump(shown, sort_keys=False, allow_unicode=True), encoding="utf-8")
-    whole.replace(file)  # at once, as the other jobs of a sweep read and write the same file
+    whole.replace(file)  # atomic, because the other jobs of a sweep read and write the same file
 
 
 def _recorded(node: DictConfig | ListConfig, key: Any, asked: list[str]) -> Any:
-    """The value of one key, resolved unless that asks for a variable."""
+    """The value of one key: resolved, unless that reads an environment variable."""
     if OmegaConf.is_missing(node, key):
         return "???"
     asked.clear()
@@ -101,7 +102,7 @@ def _recorded(node: DictConfig | ListConfig, key: Any, asked: list[str]) -> Any:
 
 @contextmanager
 def _asked_environment() -> Iterator[list[str]]:
-    """The variables that interpolations have asked for meanwhile."""
+    """Collect the names of the variables that interpolations read inside the context."""
     asked: list[str] = []
 
     def ask(key: str, *default: Any) -> Any:
@@ -128,7 +129,7 @@ def train(config: DictConfig) -> dict[str, float]:
     Raises:
         RecipeError: a key that nothing reads, or something that cannot be made.
         LaunchError: the Trainer contradicts the job.
-        ResumeError: the checkpoint that `resume` names cannot be resumed from, or its global batch not be kept.
+        ResumeError: the checkpoint that `resume` names cannot be resumed from, or its global batch size cannot be kept.
     """
     drop_keys_of_old_targets(config)
     check_config(config)
@@ -152,7 +153,7 @@ def train(config: DictConfig) -> dict[str, float]:
 
 
 def _repeats(chosen: Path | None, resume: str) -> bool:
-    """Whether an earlier attempt has logged steps that come again: it may have ended before its first checkpoint."""
+    """Whether a previous attempt may have logged steps that this one repeats, even if it left no checkpoint."""
     job = read_job()
     return chosen is not None or (resume in (AUTO, ANY) and job is not None and job.attempt > 0)
 
@@ -177,7 +178,10 @@ def _trainer(config: DictConfig, chosen: Path | None) -> Trainer:
 
 
 def _termination() -> list[Callback]:
-    """What every Trainer of a distributed job has by itself; anywhere else Ctrl-C stops a run in the same way."""
+    """The callback that stops a run on Ctrl-C as well, unless this is a distributed job.
+
+    Every Trainer of a distributed job has such a callback by itself.
+    """
     if detect_launch() is not None or switched_off(os.environ, TERMINATION_SWITCH):
         return []
     return [TerminateTogether(None if read_job() else "off", ctrl_c=True)]
@@ -199,7 +203,7 @@ def _announce(folder: str) -> None:
 
 
 def speaks_for_all() -> bool:
-    """Whether this process is rank 0, before there is a Trainer that knows."""
+    """Whether this process is rank 0, for use before there is a Trainer that knows."""
     launch = detect_launch()
     return launch.rank == 0 if launch is not None else os.environ.get("LOCAL_RANK", "0") == "0"
 
@@ -212,10 +216,10 @@ def _say_where_checkpoints_are(trainer: Trainer) -> None:
 
 @contextmanager
 def _own_processes(trainer: Trainer) -> Iterator[None]:
-    """The processes that the strategy starts end with the run, and so does what they needed.
+    """End the processes that the strategy started when the run ends, and undo their environment.
 
-    Without it the next run of a sweep would take the variables of these for those of processes that are still
-    there. Ranks that the platform started stay, and keep their group for the next run.
+    Otherwise the next run of a sweep would take their variables for those of running processes. Ranks that the platform
+    started stay, and keep their process group for the next run.
     """
     environ = dict(os.environ)
     failed = True
@@ -234,7 +238,10 @@ def _own_processes(trainer: Trainer) -> Iterator[None]:
 
 
 def _end(processes: list[subprocess.Popen[bytes]]) -> None:
-    """End what this failed process has started; Lightning would kill this process too, once one of them fails."""
+    """End the processes that this failed process has started.
+
+    Lightning would kill this process too as soon as one of them fails, so clear the list that its observer reads first.
+    """
     ending = list(processes)
     processes.clear()  # Lightning's observer has the same list
     for process in ending:

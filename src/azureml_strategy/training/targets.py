@@ -1,4 +1,4 @@
-"""The classes that a recipe names with `_target_`: checked before anything is built, and built."""
+"""Checks and builds the classes that a recipe names with `_target_`."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ from omegaconf.errors import OmegaConfBaseException
 from azureml_strategy.training.recipes import RecipeError, near_matches
 
 HYDRA_OWN = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")
-"""Keys beside a `_target_` that Hydra reads itself."""
+"""Keys beside a `_target_` that Hydra itself reads."""
 
 log = logging.getLogger(__name__)
-_SHIPPED = "azureml-strategy"  # as our search-path plugin calls itself
+_SHIPPED = "azureml-strategy"  # the name that our search-path plugin gives itself
 
 
 @contextmanager
 def own_modules(folder: str | None) -> Iterator[None]:
-    """Let recipes name the user's own modules: beside the recipe, then in the current folder.
+    """Let recipes name the user's own modules, beside the recipe or in the current folder.
 
-    Both come at the end of the path. At its front, where a script's own folder stands, a file `random.py` or `data.py`
-    would take the place of Python's or of an installed package in every process of the run. Processes that
-    multiprocessing starts get this path from it; ranks get it by running the same command.
+    Both folders go to the end of the path. At its front, where Python puts the folder of a script, a file `random.py`
+    or `data.py` would replace Python's module or that of an installed package in every process of the run. Processes
+    that multiprocessing starts inherit this path; ranks get it because they run the same command.
 
     Args:
-        folder: where the recipe lies; None for a shipped one.
+        folder: the folder of the recipe; None for a shipped one.
     """
     added = [each for each in dict.fromkeys((folder, os.getcwd())) if each is not None and each not in sys.path]
     sys.path.extend(added)
@@ -64,11 +64,11 @@ def locate(place: str, target: str) -> Any:
     """The class or function that a `_target_` names.
 
     Args:
-        place: of the key, for the error message, as `model.network`.
-        target: a dotted path, as `torch.optim.SGD`.
+        place: path of the key for the error message, such as `model.network`.
+        target: a dotted path, such as `torch.optim.SGD`.
 
     Raises:
-        RecipeError: there is no such thing, or its module cannot be imported.
+        RecipeError: the target does not exist, or its module cannot be imported.
     """
     refuse_missing(place, target)
     key = f"{place}._target_ is {target!r}"
@@ -86,10 +86,10 @@ def locate(place: str, target: str) -> Any:
 
 
 def refuse_missing(place: str, target: str) -> None:
-    """Refuse a `_target_` without a value, as `base_run` has for the model.
+    """Refuse a `_target_` without a value, which is what `base_run` has for the model.
 
     Raises:
-        RecipeError: it is `???`.
+        RecipeError: the target is `???`.
     """
     if target == MISSING:
         raise RecipeError(
@@ -99,10 +99,10 @@ def refuse_missing(place: str, target: str) -> None:
 
 
 def taken_by(target: Any) -> set[str] | None:
-    """The names of the arguments that a class or function takes; None where it takes any."""
+    """The names of the arguments that a class or function takes; None if it takes any."""
     try:
         parameters = inspect.signature(target).parameters
-    except (TypeError, ValueError):  # some that are written in C do not say
+    except (TypeError, ValueError):  # some functions written in C have no signature
         return None
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
         return None
@@ -110,10 +110,10 @@ def taken_by(target: Any) -> set[str] | None:
 
 
 def lies_in(folder: str, target: str) -> bool:
-    """Whether a dotted path names a module of this folder, and none that is installed; nothing is imported.
+    """Whether a dotted path names a module of this folder, and not an installed one. Nothing is imported.
 
     Args:
-        folder: the current one, or any other.
+        folder: the folder to look in.
         target: a dotted path.
     """
     top = target.split(".")[0]
@@ -125,7 +125,7 @@ def lies_in(folder: str, target: str) -> bool:
 
 
 def _import(key: str, parts: list[str]) -> tuple[ModuleType, list[str]]:
-    """The innermost module of a dotted path, and the names that are left."""
+    """Import the innermost module of a dotted path, and return it with the remaining names."""
     module: ModuleType | None = None
     for place, part in enumerate(parts):
         if module is not None and (hasattr(module, part) or not hasattr(module, "__path__")):
@@ -139,7 +139,7 @@ def _import(key: str, parts: list[str]) -> tuple[ModuleType, list[str]]:
             if module is not None:
                 return module, parts[place:]
             raise RecipeError(_no_module(key, name)) from error
-        except Exception as error:  # whatever the user's module does
+        except Exception as error:  # the user's module may raise anything
             raise RecipeError(_broken(key, name, error)) from error
     assert module is not None, "a dotted path has a part"
     return module, []
@@ -164,7 +164,7 @@ def _absent(key: str, owner: Any, name: str) -> str:
 
 
 def _hidden(module: str, file: str) -> str:
-    """What to do where a module of the user's has the name of another, which Python finds first."""
+    """A hint for a module of the user that another one hides, because Python finds the other one first."""
     top = module.split(".")[0]
     for folder in _own_folders():
         for own in (folder / f"{top}.py", folder / top / "__init__.py"):
@@ -174,7 +174,7 @@ def _hidden(module: str, file: str) -> str:
 
 
 def _broken(key: str, name: str, error: Exception) -> str:
-    """Why a module cannot be imported, and the innermost line of the user's own code that is at fault."""
+    """Why a module cannot be imported, with the innermost line of the user's own code in the traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [each for each in frames if any(Path(each.filename).is_relative_to(folder) for folder in _own_folders())]
     if isinstance(error, SyntaxError):
@@ -186,20 +186,21 @@ def _broken(key: str, name: str, error: Exception) -> str:
 
 
 def _own_folders() -> list[Path]:
-    """The folders of the path that hold neither Python itself nor what is installed."""
+    """The folders of the path that hold neither Python itself nor installed packages."""
     installed = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")]
     folders = [Path(each or os.curdir).absolute() for each in sys.path]
     return [each for each in folders if each.is_dir() and not any(each.is_relative_to(one) for one in installed)]
 
 
 def drop_keys_of_old_targets(config: DictConfig) -> None:
-    """Take out what shipped files give to a `_target_` that the user has replaced, and that the new one does not take.
+    """Remove keys of shipped files for a `_target_` that the user has replaced, if the new target does not take them.
 
-    A key that the user wrote stays, in his files or on the command line, so that the check of the configuration
-    refuses it. Of a class that takes any keyword, what its base classes name counts; a function that does keeps all.
+    A key that the user wrote, in a file or on the command line, stays, so that the check of the configuration refuses
+    it. A class that takes any keyword is judged by the arguments that its base classes name. A function that takes any
+    keyword keeps all keys.
 
     Args:
-        config: composed by Hydra's running application; any other is left as it is. Changed in place.
+        config: composed by Hydra's running application, changed in place. Any other configuration is left as it is.
 
     Raises:
         RecipeError: there is no such target.
@@ -227,7 +228,7 @@ def _drop(path: str, node: DictConfig, own: set[str]) -> None:
 
 
 def _taken(target: Any) -> set[str] | None:
-    """The arguments that a target names; a class that hands any keyword on takes what its base class names, too."""
+    """The arguments that a target takes. A class that passes any keyword on also takes those that its bases name."""
     taken = taken_by(target)
     if taken is not None or not inspect.isclass(target):
         return taken
@@ -248,7 +249,7 @@ def _say(line: str) -> None:
 
 
 def _written() -> tuple[set[str], set[str]]:
-    """Every key that the user's files and overrides give, and every key that ours give."""
+    """Every key that the user's files and overrides set, and every key that our files set."""
     hydra = HydraConfig.get()
     overrides = [*hydra.overrides.task, *hydra.overrides.hydra]
     loader = GlobalHydra.instance().config_loader()
@@ -268,7 +269,7 @@ def _written() -> tuple[set[str], set[str]]:
 
 
 def _file(name: str) -> tuple[str, Traversable] | None:
-    """A file of the configuration and who provides it, from the first place of Hydra's search path that has it."""
+    """A configuration file and its provider, from the first place on Hydra's search path that has it."""
     for source in HydraConfig.get().runtime.config_sources:
         if source.schema not in ("file", "pkg"):
             continue
@@ -279,7 +280,7 @@ def _file(name: str) -> tuple[str, Traversable] | None:
 
 
 def _keys(node: Any, path: str) -> Iterator[str]:
-    """The keys of the values in a nest of dictionaries, with dots."""
+    """The keys of the values in nested dictionaries, in dotted form."""
     if not isinstance(node, dict):
         yield path
         return
@@ -288,15 +289,15 @@ def _keys(node: Any, path: str) -> Iterator[str]:
 
 
 def make(place: str, node: Any, **settings: Any) -> Any:
-    """Make what a node of the configuration names, and everything inside of it.
+    """Build what a node of the configuration names, and everything inside it.
 
     Args:
-        place: of the node, for the error message.
-        node: with a `_target_`, or with such nodes anywhere below; any other value is returned as it is.
-        settings: Hydra's, as `_convert_`.
+        place: path of the node, for the error message.
+        node: has a `_target_`, or such nodes anywhere below. Any other value is returned as it is.
+        settings: Hydra's, such as `_convert_`.
 
     Raises:
-        RecipeError: it cannot be made, and why.
+        RecipeError: it cannot be built; the message says why.
     """
     if not isinstance(node, (DictConfig, ListConfig)):
         return node
@@ -311,13 +312,13 @@ def make(place: str, node: Any, **settings: Any) -> Any:
 
 
 def loggers_and_callbacks(config: DictConfig) -> tuple[list[Logger], list[Callback]]:
-    """What `tracking`, `callbacks` and `checkpoint` make, in this order.
+    """Build the loggers and callbacks of `tracking`, `callbacks` and `checkpoint`, in this order.
 
-    Each of them is one object, or a mapping or a list of them, of mappings and lists again; `null` leaves one out.
-    A part of `tracking` that makes a logger is one, whatever its name.
+    Each section is one object, or a mapping or list of objects, mappings and lists; `null` leaves one out. Any object
+    under `tracking` that is a logger is used as one, whatever its key.
 
     Raises:
-        RecipeError: a part makes something else.
+        RecipeError: a section makes something else.
     """
     loggers: list[Logger] = []
     callbacks: list[Callback] = []
@@ -360,7 +361,7 @@ def _neither(place: str, made: Any) -> str:
 
 
 def _reason(error: InstantiationException) -> str:
-    """What the constructor said, and where; Hydra's own words where it called none."""
+    """What the constructor said, and where; Hydra's own message if no constructor was called."""
     cause: BaseException = error
     while isinstance(cause, InstantiationException) and cause.__cause__ is not None:
         cause = cause.__cause__
