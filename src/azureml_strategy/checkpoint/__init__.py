@@ -1,4 +1,4 @@
-"""Ending a run, and going on with it later."""
+"""Writes checkpoints of a run and resumes from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One file of a checkpoint: complete on disk or not there; and what each strategy writes."""
+"""Writes checkpoint files atomically, and prepares what each strategy writes."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ from azureml_strategy.control.gather import Exchange, gather
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Lightning's own, but what it writes survives the end of the process and of the machine, and can be read again.
+    """Lightning's CheckpointIO, with files that survive a crash of the process or machine, and that a restart can load.
 
-    Stock Lightning collects the file in memory, writes it into the system's temporary folder and copies it from there,
-    which on a mount is no atomic step. Here it goes straight into a temporary name beside its place, is synchronized
-    with the disk, and renamed.
+    Stock Lightning collects the file in memory, writes it into the system's temporary folder and copies it from there.
+    On a mount this copy is not atomic. This class writes to a temporary name beside the target, synchronizes the file
+    with the disk and renames it.
 
     Args:
-        plain: keep what torch's weights-only unpickler refuses in plain form, and refuse to write what a restart
-            could not load. False where the strategy reads its files past this class, and would not find it again.
+        plain: convert what torch's weights-only unpickler refuses to plain form, and refuse to write what a restart
+            could not load. Set False for a strategy that does not read its files through this class: it could not
+            convert them back.
     """
 
-    plain = True  # for classes of others that have an `__init__` of their own
+    plain = True  # default for subclasses of users whose `__init__` does not set it
 
     def __init__(self, plain: bool = True) -> None:
         self.plain = plain
@@ -52,18 +53,18 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         self.write(checkpoint, Path(path))
 
     def write(self, checkpoint: dict[str, Any], target: Path) -> StoredFile:
-        """Write a file that is complete or not there.
+        """Write a file atomically: afterwards it is complete, or it does not exist.
 
         Args:
-            checkpoint: already in plain form, if it is to be.
-            target: its place.
+            checkpoint: the content, already in plain form if it should be.
+            target: path of the file.
 
         Returns:
-            Its size and checksum, of what was given to the disk.
+            Size and checksum of the bytes that were handed to the disk.
 
         Raises:
-            OSError: the disk fails, or is full.
-            ValueError: a restart could not load it.
+            OSError: the disk fails or is full.
+            ValueError: a restart could not load the content.
         """
         if self.plain:
             require_loadable(checkpoint)
@@ -72,12 +73,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         try:
             with open(part, "wb") as file:
                 summed = _SummedFile(file)
-                torch.save(checkpoint, summed)  # type: ignore[arg-type] # which asks for no more than this
+                torch.save(checkpoint, summed)  # type: ignore[arg-type] # torch.save needs no more than this
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(part, target)
         except BaseException:
-            part.unlink(missing_ok=True)  # a full disk must not stay full
+            part.unlink(missing_ok=True)  # do not keep a full disk full
             raise
         sync_folder(target.parent)
         return StoredFile(summed.size, summed.crc32)
@@ -93,7 +94,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 class _SummedFile:
-    """A file whose checksum is known when it is written, so that nobody has to read it for that."""
+    """Computes the checksum of a file while it is written, so that nobody has to read it back."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -109,23 +110,26 @@ class _SummedFile:
 
 
 def reads_through_io(strategy: Strategy) -> bool:
-    """Whether a strategy has its CheckpointIO read single files, or puts back itself what was moved in them."""
+    """Tell whether a strategy can read back plain-form entries.
+
+    It can if its CheckpointIO reads single files, or if it converts the entries back itself.
+    """
     return type(strategy).load_checkpoint is Strategy.load_checkpoint or isinstance(strategy, PlainDataStrategy)
 
 
 class WriteStaged(Protocol):
-    """Writes what was staged, or a copy of it; on any thread, by all ranks."""
+    """Writes staged content or a copy of it. All ranks call it, on any thread."""
 
     def __call__(self, content: Any, path: Path, exchange: Exchange) -> Summed | None:
-        """Write this rank's files below a path: in steps that the ranks take together, so that all fail alike.
+        """Write this rank's files below a path, in steps that all ranks take together, so that all of them fail alike.
 
         Args:
-            content: as staged.
-            path: of the checkpoint.
-            exchange: with the ranks that write as well.
+            content: the content as it was staged.
+            path: path of the checkpoint.
+            exchange: connects the ranks that write.
 
         Returns:
-            The files that are on disk and summed already, by name, on all ranks; None where all are to be read back.
+            The files that are already on disk and summed, by name, on all ranks; None if all files must be read back.
 
         Raises:
             StepError: a step failed on some rank.
@@ -135,29 +139,29 @@ class WriteStaged(Protocol):
 
 @runtime_checkable
 class StagesCheckpoint(Protocol):
-    """A strategy that can write later than it is asked to."""
+    """A strategy that can stage a checkpoint now and write it later."""
 
     def stage_checkpoint(self, checkpoint: dict[str, Any]) -> tuple[Any, WriteStaged] | None:
-        """Collect what this rank is to write; a collective.
+        """Collect what this rank writes; a collective.
 
         Args:
             checkpoint: as Lightning gives it to `save_checkpoint`.
 
         Returns:
-            What to copy, and what writes the copy; None where it has to be written at once.
+            The content to copy, and a function that writes the copy; None if the checkpoint must be written at once.
         """
         ...
 
 
 def make_plain(strategy: Strategy, checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint as a restart can read it, if it is our part to read it; a collective.
+    """Convert a checkpoint to plain form, if the strategy leaves this to us; a collective.
 
     Args:
         strategy: the Trainer's.
-        checkpoint: what this rank has, as Lightning gives it to `save_checkpoint`.
+        checkpoint: this rank's content, as Lightning gives it to `save_checkpoint`.
 
     Raises:
-        UnsavableStateError: on all ranks, where one has something that a restart could not be given back.
+        UnsavableStateError: on all ranks, if a rank has something that a restart could not restore.
     """
     apart = strategy.written_apart if isinstance(strategy, PlainDataStrategy) else ()
     checkpoint_io = strategy.checkpoint_io
@@ -175,14 +179,14 @@ def make_plain(strategy: Strategy, checkpoint: dict[str, Any]) -> dict[str, Any]
 
 
 def stage(strategy: Strategy, checkpoint: dict[str, Any]) -> tuple[Any, WriteStaged] | None:
-    """Collect what this rank is to write; a collective.
+    """Collect what this rank writes; a collective.
 
     Args:
         strategy: the Trainer's.
         checkpoint: as Lightning gives it to `save_checkpoint`.
 
     Returns:
-        What to copy, and what writes the copy; None where the strategy writes at once only.
+        The content to copy, and a function that writes the copy; None if the strategy can only write at once.
     """
     if isinstance(strategy, StagesCheckpoint):
         return strategy.stage_checkpoint(checkpoint)
@@ -191,7 +195,7 @@ def stage(strategy: Strategy, checkpoint: dict[str, Any]) -> tuple[Any, WriteSta
     if not plain or not isinstance(checkpoint_io, AtomicCheckpointIO):
         return None
     ours = type(checkpoint_io).save_checkpoint is AtomicCheckpointIO.save_checkpoint
-    # a subclass may change what is written, or leave something else in the place
+    # A subclass may change the content or write something else, so its own `save_checkpoint` must be called.
     save = checkpoint_io.write if ours else checkpoint_io.save_checkpoint
 
     def write(content: Any, path: Path, exchange: Exchange) -> Summed | None:

@@ -1,4 +1,8 @@
-"""What a resume cannot restore, said beforehand; and state of Lightning callbacks that Lightning leaves out."""
+"""Makes a resume exact.
+
+It saves and restores the state of Lightning callbacks that Lightning leaves out of a checkpoint, and warns of what a
+resume cannot restore.
+"""
 
 from __future__ import annotations
 
@@ -27,20 +31,21 @@ from torch.utils.data import DataLoader
 
 from azureml_strategy.control.gather import gather
 
-# Hooks of these are known, and their state is kept.
+# Packages whose hooks are known and whose state is kept.
 _KNOWN = ("lightning.", "azureml_strategy.")
 _apart = WarningCache()
 
 
 def save(trainer: Trainer, checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Collect it, between two steps.
+    """Collect the state that Lightning leaves out. Call it between two steps.
 
     Args:
         trainer: in training.
-        checkpoint: Lightning's; of a pruned module it gets the weights as they are used, under their usual names.
+        checkpoint: Lightning's. For a pruned module, its weights are replaced by the masked weights, under their usual
+            names.
 
     Returns:
-        What `restore` takes.
+        The state that `restore` takes.
     """
     module = trainer.lightning_module
     pruned = {}
@@ -56,7 +61,7 @@ def save(trainer: Trainer, checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def stop_again(trainer: Trainer, state: dict[str, Any]) -> None:
-    """A training that was stopped early is over, when its job is started again as well."""
+    """Stop a resumed training that was stopped early: restarting its job must not train it further."""
     if not state["stopped"]:
         return
     trainer.should_stop = True
@@ -68,12 +73,13 @@ def stop_again(trainer: Trainer, state: dict[str, Any]) -> None:
 
 
 def restore(trainer: Trainer, state: dict[str, Any], within_epoch: bool) -> None:
-    """Put it back, when all hooks before the next step have been called.
+    """Restore the state, after all hooks before the next step have been called.
 
     Args:
-        trainer: in a resumed `fit`, with everything restored that Lightning restores.
-        state: what `save` gave.
-        within_epoch: whether the next step is not the first of an epoch, so that no `on_train_epoch_start` comes.
+        trainer: in a resumed `fit`, after Lightning has restored its own state.
+        state: what `save` returned.
+        within_epoch: whether the next step is not the first of its epoch, so that Lightning does not call
+            `on_train_epoch_start`.
     """
     module = trainer.lightning_module
     _prune_again(module, state["pruned"])
@@ -91,12 +97,12 @@ def restore(trainer: Trainer, state: dict[str, Any], within_epoch: bool) -> None
 
 
 def _restart_averaging(trainer: Trainer, callback: StochasticWeightAveraging) -> None:
-    """Have it make its scheduler, as in the epoch in which it averaged last, without averaging once more.
+    """Create the averaging scheduler as in the epoch of the last average, without averaging again.
 
-    Lightning has it do so in the next epoch that begins, if that is not the one for BatchNorm. And the scheduler sets
-    learning rates when it is made; those of the checkpoint are the right ones.
+    Lightning would create it only at the start of the next epoch, and not at all if that is the epoch for BatchNorm.
+    Creating the scheduler sets learning rates, so the checkpoint's rates are put back.
     """
-    # When the training is complete, its on_train_end asks for what it set in an epoch of another process.
+    # on_train_end reads this. In a training that is already complete, only a previous process has set it.
     callback._accumulate_grad_batches = trainer.accumulate_grad_batches
     if callback._scheduler_state is None:
         return
@@ -113,7 +119,10 @@ def _restart_averaging(trainer: Trainer, callback: StochasticWeightAveraging) ->
 
 
 def _share_first_weights(callback: ModelPruning) -> None:
-    """The lottery ticket's weights to begin with: Lightning gives the layer their memory, which then trains them."""
+    """Let the lottery ticket's initial weights share the memory of the trained weights, as in an uninterrupted run.
+
+    Lightning resets a layer by giving it the memory of the initial weights. Further training then changes them too.
+    """
     if callback._resample_parameters:
         return
     for layer in (callback._original_layers or {}).values():
@@ -135,7 +144,7 @@ def _prune_again(module: LightningModule, pruned: dict[str, dict[str, torch.Tens
 
 
 def _pruned(module: LightningModule) -> Iterator[tuple[str, nn.Module, str]]:
-    """The path of each pruned weight, its layer and its name there."""
+    """Yield the path of each pruned weight, its layer and its name in the layer."""
     for path, layer in module.named_modules():
         for hook in layer._forward_pre_hooks.values():
             if isinstance(hook, prune.BasePruningMethod):
@@ -157,14 +166,14 @@ def _without_suffix(names: list[str]) -> set[str]:
 
 
 def _batch_norms(module: LightningModule) -> Iterator[tuple[str, Any]]:
-    """The layers of which BaseFinetuning freezes the statistics as well."""
+    """Yield the layers whose statistics BaseFinetuning freezes as well."""
     for name, layer in module.named_modules():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm):
             yield name, layer
 
 
 def _time_is_up(callback: Callback) -> bool:
-    """Whether it is a Timer that has stopped the training, which decides anew: its time may be extended."""
+    """Tell whether a Timer has stopped the training. It decides again after a restart, as its time may be extended."""
     left = callback.time_remaining() if isinstance(callback, Timer) else None
     return left is not None and left <= 0
 
@@ -175,7 +184,7 @@ def _callbacks(trainer: Trainer) -> list[Callback]:
 
 
 def warn_of_what_is_lost(trainer: Trainer) -> None:
-    """One warning, on rank 0, if a restart of this training cannot repeat it exactly.
+    """Warn once, on rank 0, if a restart cannot repeat this training exactly.
 
     Args:
         trainer: about to train, with its loaders made.
@@ -187,9 +196,9 @@ def warn_of_what_is_lost(trainer: Trainer) -> None:
 
 
 def warn_of_ranks_apart(trainer: Trainer) -> None:
-    """A warning, on rank 0, if ranks follow values of their own with their learning rates; a collective where any do.
+    """Warn on rank 0 if ReduceLROnPlateau follows different values on different ranks.
 
-    That is known when the values are there, not at the start.
+    This is known only once there are values, not at the start. It is a collective if the Trainer has such a scheduler.
 
     Args:
         trainer: in training.
@@ -229,7 +238,7 @@ def _of_loaders(trainer: Trainer) -> Iterator[str]:
 
 
 def _begins_within_epoch(loader: Any) -> bool:
-    """Whether it leaves out what was read: a ResumableLoader, which this room does not know."""
+    """Tell whether a loader skips the samples already read: a ResumableLoader, which this package must not import."""
     return isinstance(loader, DataLoader) and isinstance(loader, _Stateful) and _is_ours(loader)
 
 
@@ -238,7 +247,7 @@ def _is_ours(part: Any) -> bool:
 
 
 def _of_hooks(trainer: Trainer) -> Iterator[str]:
-    """Lightning does not call it again in an epoch that was begun by another process."""
+    """Report `on_train_epoch_start` hooks: Lightning does not repeat them in an epoch that another process began."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     owners = [(trainer.lightning_module, LightningModule), *((each, Callback) for each in callbacks)]
     for owner, base in owners:

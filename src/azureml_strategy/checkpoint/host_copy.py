@@ -1,4 +1,4 @@
-"""The state of a training at one moment, copied into the host's memory, from which a thread then writes it."""
+"""Copies the state of a training into host memory, from which a background thread writes it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-_ALIGNMENT = 64  # bytes of a cache line
+_ALIGNMENT = 64  # bytes, one cache line
 
 
 class HostCopy:
-    """A copy of a training's state; made by `HostCopyBuffer`.
+    """A copy of a training's state, made by `HostCopyBuffer`.
 
     Args:
-        structure: the pickled state, without its tensors.
-        tensors: their copies, in the order in which they were met.
-        gpu_done: when what GPUs copy will have arrived; None without them.
+        structure: the pickled state without its tensors.
+        tensors: copies of the tensors, in the order in which the pickler met them.
+        gpu_done: the event that marks the end of the copies from GPUs; None without GPUs.
     """
 
     def __init__(self, structure: io.BytesIO, tensors: Sequence[Tensor], gpu_done: torch.cuda.Event | None) -> None:
@@ -34,7 +34,7 @@ class HostCopy:
         self._gpu_done = gpu_done
 
     def content(self) -> Any:
-        """What was copied, with its tensors on the host; on any thread."""
+        """Return the copied state, with its tensors on the host. Any thread may call this."""
         if self._gpu_done is not None:
             self._gpu_done.synchronize()
         self._structure.seek(0)
@@ -42,10 +42,10 @@ class HostCopy:
 
 
 class HostCopyBuffer:
-    """Memory for one copy at a time.
+    """Memory that holds one copy at a time.
 
-    It is kept for the next copy: the system clears new memory page by page, which takes longer than to fill it. It is
-    pinned where there are GPUs, which then write into it while the host goes on.
+    The memory is kept for the next copy, because the system clears new memory page by page, which takes longer than
+    filling it. With GPUs it is pinned, so that they write into it while the host continues.
     """
 
     def __init__(self) -> None:
@@ -56,15 +56,15 @@ class HostCopyBuffer:
     def copy(self, content: Any) -> HostCopy:
         """Copy what `torch.save` would write, as it is now.
 
-        The copy is complete before control returns to the training: no later write to a tensor of the host reaches it,
-        however it is made. GPUs copy in the order of the current stream, before anything that the training asks of
-        them afterwards in this stream. Other threads of the user's must not write meanwhile.
+        The copy of host tensors is complete when this returns, so no later write to them reaches it. GPUs copy in the
+        order of the current stream, before any work that the training queues later in this stream. Other threads of the
+        user must not write to the state meanwhile.
 
-        What is not a tensor is pickled. Tensors that share memory share it in the copy, and of a view only what it
-        shows is copied.
+        Everything that is not a tensor is pickled. Tensors that share memory share it in the copy. Of a view, only the
+        visible part is copied.
 
         Args:
-            content: tensors on any device, nested at will in objects that can be pickled.
+            content: tensors on any device, nested in any objects that can be pickled.
 
         Returns:
             The copy, valid until the next one is made.
@@ -79,7 +79,7 @@ class HostCopyBuffer:
         sources = [_local_part(each) for each in pickler.tensors]
         regions = lay_out(sources)
         self._reserve(needed_bytes(regions))
-        # what lies in no memory that could be copied byte by byte, such as a sparse tensor
+        # Tensors without memory that can be copied byte by byte, such as sparse ones.
         copies = {i: each.clone() for i, each in enumerate(sources) if not has_bytes(each)}
         for region in regions:
             copies |= region.copied_into(self._memory, sources)
@@ -92,9 +92,9 @@ class HostCopyBuffer:
     def _reserve(self, size: int) -> None:
         if self._memory.numel() >= size:
             return
-        self._memory = torch.empty(0, dtype=torch.uint8)  # give the old one back first
+        self._memory = torch.empty(0, dtype=torch.uint8)  # free the old memory first
         if torch.cuda.is_available():
-            with suppress(RuntimeError):  # no memory that could be pinned: then copies from the GPU take longer
+            with suppress(RuntimeError):  # too little memory can be pinned: copies from the GPU take longer
                 self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
                 return
         self._memory = torch.from_numpy(np.empty(size, dtype=np.uint8))  # numpy asks for huge pages
@@ -102,14 +102,14 @@ class HostCopyBuffer:
 
 @dataclass
 class Region:
-    """Memory without a gap that some tensors lie in, and the place of its copy.
+    """A gapless range of memory that some tensors lie in, and the place of its copy.
 
     Attributes:
-        tensor: one that begins at its start.
-        address: of its first byte.
+        tensor: a tensor that begins at the start of the region.
+        address: address of the first byte.
         size: bytes.
-        target: where the copy begins, in bytes from the start of the buffer.
-        members: which of the tensors lie in it, by their index.
+        target: offset of the copy in the buffer, in bytes.
+        members: indices of the tensors that lie in the region.
     """
 
     tensor: Tensor
@@ -119,22 +119,23 @@ class Region:
     members: list[int]
 
     def copied_into(self, buffer: Tensor, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Copy it; from a GPU without waiting for it.
+        """Copy the region into the buffer, without waiting for a GPU.
 
         Returns:
-            The copies of the tensors that lie in it, by their index.
+            The copies of the tensors that lie in the region, by their index.
         """
         copy = buffer[self.target : self.target + self.size]
         if self.tensor.device.type == "cpu":
-            # Not by torch's threads: they gain little, and on busy cores wait for one another at each region. And by
-            # the address, as tensors that overlap may belong to storages of which none has all of the region.
+            # torch's copy would use threads: they gain little, and on busy cores they wait for one another at each
+            # region. memmove takes an address, as overlapping tensors may belong to storages none of which covers the
+            # whole region.
             ctypes.memmove(copy.data_ptr(), self.address, self.size)
         else:
             source = torch.empty(0, dtype=torch.uint8, device=self.tensor.device)
             storage = self.tensor.untyped_storage()
             source.set_(storage, self.address - storage.data_ptr(), (self.size,), (1,))
             copy.copy_(source, non_blocking=self.tensor.is_cuda)
-        base = torch.from_numpy(copy.numpy())  # a storage of its own: torch.save writes each as a whole, and once
+        base = torch.from_numpy(copy.numpy())  # a storage of its own, as torch.save writes each storage whole and once
         return {index: self._view(tensors[index], base) for index in self.members}
 
     def _view(self, tensor: Tensor, base: Tensor) -> Tensor:
@@ -143,7 +144,7 @@ class Region:
 
 
 def span(tensor: Tensor) -> int:
-    """Bytes from the first element to the last, whatever lies between them."""
+    """Bytes from the first element to the last, including any gaps."""
     if tensor.is_contiguous():
         return tensor.nbytes
     strides = zip(tensor.shape, tensor.stride(), strict=True)
@@ -151,7 +152,7 @@ def span(tensor: Tensor) -> int:
 
 
 def lay_out(tensors: Sequence[Tensor]) -> list[Region]:
-    """The regions that tensors lie in, each with a place in one buffer; tensors that overlap are in one region."""
+    """Find the regions that tensors lie in, and give each a place in one buffer. Overlapping tensors share a region."""
     places = sorted(
         (each.get_device(), each.data_ptr(), index) for index, each in enumerate(tensors) if has_bytes(each)
     )
@@ -169,7 +170,7 @@ def lay_out(tensors: Sequence[Tensor]) -> list[Region]:
 
 
 def needed_bytes(regions: Sequence[Region]) -> int:
-    """How large the buffer has to be: the same in whatever order memory was handed out."""
+    """Size of the buffer. It does not depend on the order in which the tensors' memory was allocated."""
     if not regions:
         return 0
     last = regions[-1]
@@ -177,20 +178,19 @@ def needed_bytes(regions: Sequence[Region]) -> int:
 
 
 def has_bytes(tensor: Tensor) -> bool:
-    """Whether a tensor is no more than some bytes and how to look at them: not empty, sparse or of a subclass."""
+    """Tell whether a tensor is only a view of bytes: not empty, sparse, quantized, on the meta device or a subclass."""
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and tensor.numel() > 0
     return plain and not (tensor.is_meta or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
 
 
 def _local_part(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def _like(source: Tensor, copy: Tensor) -> Tensor:
-    """The copy as whatever its source is."""
+    """Give the copy the type of its source."""
     if isinstance(source, DTensor):
-        # not by `from_local`, which would move the copy to the devices of the mesh
+        # `from_local` would move the copy to the devices of the mesh.
         copy = DTensor(copy, source._spec, requires_grad=False)  # type: ignore[no-untyped-call]
     if type(source) is nn.Parameter:
         return nn.Parameter(copy, requires_grad=source.requires_grad)
@@ -198,7 +198,7 @@ def _like(source: Tensor, copy: Tensor) -> Tensor:
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves out tensors, and keeps a list of them."""
+    """Leaves tensors out of the pickle and collects them in a list."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
@@ -216,7 +216,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Puts copies in the places of the tensors."""
+    """Puts the copies in the places of the tensors."""
 
     def __init__(self, file: io.BytesIO, copies: Sequence[Tensor]) -> None:
         super().__init__(file)

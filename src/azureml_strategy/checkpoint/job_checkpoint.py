@@ -1,4 +1,4 @@
-"""JobCheckpoint: when a checkpoint is due, what goes into it, and what is put back at a resume."""
+"""JobCheckpoint: decides when to write a checkpoint, what it contains, and what a resume restores."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from azureml_strategy.control.gather import gather
 
 Broadcast = Callable[[tuple[int, bool]], tuple[int, bool]]
 
-# Of one logger: name, value, step and milliseconds since 1970 of each metric.
+# The pending metrics of one logger: name, value, step and milliseconds since 1970 of each.
 Unwritten = list[list[Any]]
-# Our own entry among those of Lightning's checkpoint.
+# Key of our own entry in Lightning's checkpoint.
 _OURS = "azureml_strategy"
 
 
 class SharedTimer:
-    """An interval of time, measured by rank 0 and known to all ranks at the cost of a few collectives.
+    """Measures an interval of time on rank 0, and shares the result with all ranks by a few collectives.
 
-    Clocks differ, so that rank 0 has to tell the others. It does not at each batch: it says after how many batches,
-    by their duration so far, half of the time that is left will be over, and nobody asks before.
+    Clocks differ between ranks, so rank 0 must decide. It does not broadcast at each batch: from the duration of the
+    batches so far, it says after how many batches half of the remaining time will be over. No rank asks before.
 
     Args:
         interval_s: seconds.
@@ -56,16 +56,16 @@ class SharedTimer:
         self.restart()
 
     def restart(self) -> None:
-        """Begin the interval; on all ranks at the same batch."""
+        """Restart the interval. Call it on all ranks at the same batch."""
         self._since = time.monotonic()
         self._batches = 0
         self._ask_at = 1
 
     def due(self, broadcast: Broadcast) -> bool:
-        """Count a batch; whether the interval is over.
+        """Count a batch, and tell whether the interval is over.
 
         Args:
-            broadcast: gives every rank what rank 0 gave.
+            broadcast: returns rank 0's value on every rank.
         """
         self._batches += 1
         if self._batches < self._ask_at:
@@ -79,7 +79,10 @@ class SharedTimer:
 
 @runtime_checkable
 class _KeepingLogger(Protocol):
-    """A logger that writes later than it is called, as a `JobMLFlowLogger`; this package does not know the tracking."""
+    """A logger that keeps metrics in memory and writes them later, such as `JobMLFlowLogger`.
+
+    It is a protocol because this package must not import the tracking package.
+    """
 
     def unwritten(self) -> Unwritten: ...
 
@@ -87,48 +90,54 @@ class _KeepingLogger(Protocol):
 
 
 def unwritten(trainer: Trainer) -> list[Unwritten]:
-    """What each such logger still has in memory: a resumed run would not log it again."""
+    """Collect the pending metrics of each such logger. A resumed run would not log them again."""
     return [logger.unwritten() for logger in trainer.loggers if isinstance(logger, _KeepingLogger)]
 
 
 def log_again(trainer: Trainer, kept: list[Unwritten]) -> None:
-    """Give it back to them; what the store has meanwhile, they leave out."""
+    """Give the loggers their pending metrics back. They skip those that the store already has."""
     loggers = [logger for logger in trainer.loggers if isinstance(logger, _KeepingLogger)]
-    for logger, metrics in zip(loggers, kept, strict=False):  # whoever added a logger meanwhile has nothing to give it
+    for logger, metrics in zip(loggers, kept, strict=False):  # a logger that was added since has no entry
         logger.log_again(metrics)
 
 
 class JobCheckpoint(ModelCheckpoint):
-    """Checkpoints from which a killed run goes on as if nothing had happened.
+    """Writes checkpoints from which a killed run continues as if it had not been interrupted.
 
-    Differences to Lightning's ModelCheckpoint: a checkpoint counts only when all its files are on disk and its
-    manifest, with their sizes and checksums, is written; it holds the random numbers of every rank and what was about
-    to be logged; it is written once, whether it is among the last or the best; a disk that is full or fails costs a
-    warning, not the run. What dead attempts left half-written is removed at the start of training.
+    It differs from Lightning's ModelCheckpoint as follows:
 
-    Training stands still only while its state is copied; see `HostCopyBuffer`. A thread of each rank writes, one
-    checkpoint at a time: the next one waits for the last, and so does the end of training.
+    - A checkpoint counts only when all its files are on disk and its manifest, with their sizes and checksums, is
+      written.
+    - It contains the random states of every rank and the pending metrics.
+    - It is written once, even if it is both among the last and the best.
+    - A full or failing disk causes a warning and does not end the run.
+    - At the start of training, half-written files of previous attempts are removed.
 
-    It is written after each validation, or each epoch where there is none, and besides that by step and by time. The
-    interval in time begins anew with each checkpoint. Which ones stay is decided by the manifests on disk, so that
-    it survives restarts; the newest is never deleted. Newest is by the start that wrote it and by step, not by a clock.
-    Those that were passed over when the run was resumed, damaged or not wanted, count for nothing: they take no sound
-    one's place, and are not deleted. Neither are those of another Azure ML run in the same folder.
+    Training pauses only while its state is copied, see `HostCopyBuffer`. A background thread of each rank then writes
+    the copy. Only one checkpoint is written at a time: the next one, and the end of training, wait for it.
+
+    Checkpoints are written after each validation, or after each epoch if there is no validation, and also at intervals
+    of steps and of time. The time interval restarts with each checkpoint.
+
+    The manifests on disk decide which checkpoints stay, so the decision survives restarts. The newest checkpoint is
+    never deleted. Newest means the latest start that wrote one, then the highest step; clocks do not matter.
+    Checkpoints that the resume passed over, because they are damaged or were not wanted, are not deleted and take no
+    place of a sound one. The same holds for checkpoints of another Azure ML run in the same folder.
 
     Args:
-        dirpath: the folder; else `checkpoints` below the Trainer's `default_root_dir`.
+        dirpath: the folder; by default `checkpoints` below the Trainer's `default_root_dir`.
         filename: as in ModelCheckpoint, without its extension.
-        monitor: the metric that says which are the best; None for no best.
-        mode: whether a `min` or a `max` of it is better.
+        monitor: the metric that decides which checkpoints are the best; None to keep no best ones.
+        mode: `min` or `max`, whichever is better for the metric.
         save_top_k: how many of the best stay; -1 for all.
-        keep_last: how many of the newest stay, 1 or more; two, so that one can be damaged.
-        every_n_train_steps: optimizer steps between two; None for no such interval.
-        every_minutes: the longest time between two; None for no such interval.
-        every_n_epochs: which epochs' ends count.
-        asynchronous: write behind the training, which takes as much of the host's memory as a rank writes. False has
-            training wait; and so it does under strategies of others that write several files.
-        read_again: a loader that does not know its place, within an epoch, is read again up to it, which takes time.
-            False refuses to resume there.
+        keep_last: how many of the newest stay, 1 or more. With two, one may be damaged.
+        every_n_train_steps: optimizer steps between two checkpoints; None for no such interval.
+        every_minutes: the longest time between two checkpoints; None for no such interval.
+        every_n_epochs: write at the end of every n-th epoch, or after the validations in it.
+        asynchronous: write on a background thread, which needs as much host memory as a rank writes. With False,
+            training waits. It also waits under third-party strategies that write several files.
+        read_again: in the middle of an epoch, read a loader that cannot restore its position again up to there, which
+            takes time. With False, such a resume is refused.
 
     Raises:
         ValueError: `keep_last` or an interval is out of range.
@@ -172,7 +181,7 @@ class JobCheckpoint(ModelCheckpoint):
         if self.dirpath is None:
             self.dirpath = str(Path(trainer.default_root_dir, "checkpoints"))
         with warnings.catch_warnings():
-            # a restarted job finds its own checkpoints there
+            # A restarted job finds its own checkpoints there.
             warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
             super().setup(trainer, pl_module, stage)
         FitLoopState.of(trainer).forget()
@@ -208,10 +217,10 @@ class JobCheckpoint(ModelCheckpoint):
             self._note_measurement(trainer)
 
     def on_step_boundary(self, trainer: Trainer) -> None:
-        """Save, if it is time: between two steps nothing of the last one is missing."""
+        """Save a checkpoint if one is due. Between two steps, nothing of the last step is missing."""
         before, self._steps = self._steps, trainer.global_step
         every = self._every_steps
-        passed = every is not None and self._steps // every > before // every  # a batch may have several steps
+        passed = every is not None and self._steps // every > before // every  # a batch may take several steps
         timed = self._timer is not None and self._timer.due(trainer.strategy.broadcast)
         if passed or timed:
             self._due = self._due or "interval"
@@ -220,11 +229,11 @@ class JobCheckpoint(ModelCheckpoint):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._finish(trainer)  # Lightning would add a checkpoint that is there already
+        self._finish(trainer)  # Lightning would write a checkpoint that exists already
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """No new one: other ranks may not have met it, and a checkpoint needs all of them."""
+        """Write no new checkpoint: it needs all ranks, and other ranks may not have met the exception."""
         self._adopt(trainer, self._saving.close())
 
     @override
@@ -236,10 +245,10 @@ class JobCheckpoint(ModelCheckpoint):
 
         Args:
             trainer: on all ranks between the same two steps, as in `on_step_boundary`.
-            reason: why, for the manifest and the log.
+            reason: why it is written, for the manifest and the log.
 
         Returns:
-            The path of this step's checkpoint, complete on disk; None where it could not be written.
+            The path of this step's checkpoint, complete on disk; None if it could not be written.
         """
         self._finish(trainer)
         if self._last_global_step_saved != trainer.global_step or not self._last_checkpoint_saved:
@@ -295,20 +304,20 @@ class JobCheckpoint(ModelCheckpoint):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {}  # which ones are kept is read from the manifests
+        return {}  # the manifests say which checkpoints stay
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         pass
 
     def _note_measurement(self, trainer: Trainer) -> None:
-        """A validation has ended, or an epoch where there is none."""
+        """Note that a validation has ended, or an epoch without validation."""
         self._measured = True
         if self._every_n_epochs >= 1 and (trainer.current_epoch + 1) % self._every_n_epochs == 0:
             self._due = "epoch"
 
     def _save(self, trainer: Trainer, reason: str) -> None:
-        """Write, commit and clear away, or begin to; every failure ends as a warning, on all ranks alike."""
+        """Write and commit a checkpoint and delete old ones, or start to. A failure becomes a warning on all ranks."""
         self._finish(trainer)
         warn_of_ranks_apart(trainer)
         self._last_global_step_saved, self._last_checkpoint_saved = trainer.global_step, ""
@@ -321,7 +330,7 @@ class JobCheckpoint(ModelCheckpoint):
             self._finish(trainer)
 
     def _finish(self, trainer: Trainer) -> None:
-        """Wait for the checkpoint that is being written, if there is one; on all ranks."""
+        """Wait for the checkpoint that is being written, if any. Call it on all ranks."""
         if self._saving.under_way:
             waits_for_checkpoint(trainer)
         self._adopt(trainer, self._saving.finish())
@@ -350,10 +359,10 @@ class JobCheckpoint(ModelCheckpoint):
         return Path(self.format_checkpoint_name(self._monitor_candidates(trainer))).name
 
     def _score(self, trainer: Trainer) -> float | None:
-        """What the last validation has measured, if it came after the checkpoint before.
+        """Return the metric of the last validation, if it came after the previous checkpoint.
 
         Raises:
-            MisconfigurationException: nobody logs the metric; on all ranks.
+            MisconfigurationException: nothing logs the metric; on all ranks.
         """
         if not self.monitor or not self._measured:
             return None
@@ -373,7 +382,7 @@ class JobCheckpoint(ModelCheckpoint):
             rank_zero_info(f"Removed what an earlier attempt left half-written: {', '.join(left)}")
 
     def _adopt(self, trainer: Trainer, written: Written | None) -> None:
-        """What Lightning and its loggers ask of a ModelCheckpoint, equal on all ranks."""
+        """Set what Lightning and its loggers read from a ModelCheckpoint, equal on all ranks."""
         if written is None:
             return
         self._last_checkpoint_saved = self.last_model_path = str(self._folder.path / written.manifest.name)
@@ -386,7 +395,7 @@ class JobCheckpoint(ModelCheckpoint):
 
 
 def _generators(trainer: Trainer) -> dict[str, Any]:
-    """Random generators that the parts of a training keep for themselves."""
+    """Find the random generators that parts of the training own."""
     loaders = trainer.fit_loop._combined_loader
     return find_generators(
         {

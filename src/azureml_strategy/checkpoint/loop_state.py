@@ -1,4 +1,4 @@
-"""Where Lightning's loops and the data loaders are, and how a resumed fit goes on from there."""
+"""Tracks where Lightning's loops and the data loaders are, and puts a resumed fit back there."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from azureml_strategy.checkpoint.resume import ResumeError
 
 log = logging.getLogger(__name__)
 
-# Where a pass through the data begins: before its iterators are made, which draw random numbers.
+# Key of the random state at the start of a pass through the data. Making its iterators draws random numbers.
 _BEGIN = -1
-# From so many batches on, a person wants to know what takes so long.
+# Reading at least this many batches again is logged, to explain the delay.
 _MANY_BATCHES = 50
 
 
 class DataPosition:
-    """Remembers what it takes to stand again at the same batch of the same epoch.
+    """Remembers how to return to the same batch of the same epoch.
 
-    Loaders with `state_dict` and `load_state_dict` are asked. All others are read once more from the beginning of the
-    epoch, after the random numbers have been put back to where they were when the iterators were made and when the
-    first batch was read: samplers, worker processes and random transforms then draw the same.
+    Loaders with `state_dict` and `load_state_dict` are asked for their state. All others are read again from the
+    beginning of the epoch. Before that, the random numbers are restored to where they were when the iterators were made
+    and when the first batch was read, so that samplers, worker processes and random transforms draw the same.
 
-    Where the loader has no length, Lightning reads one batch ahead. States and random numbers are then those before
-    that batch, so that it comes again.
+    If a loader has no length, Lightning reads one batch ahead. States and random numbers are then those before that
+    batch, so that it is read again.
 
     Args:
-        trainer: whose loaders for training.
+        trainer: whose training loaders are tracked.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -54,11 +54,11 @@ class DataPosition:
         self._may_read_again = True
 
     def begin_pass(self) -> None:
-        """New iterators are about to be made."""
+        """Note that new iterators are about to be made."""
         self._marks, self._last, self._states = {_BEGIN: self._random_state()}, None, None
 
     def before_fetch(self) -> None:
-        """A batch is about to be read."""
+        """Note that a batch is about to be read."""
         fetcher = self._trainer.fit_loop._data_fetcher
         assert fetcher is not None
         number = fetcher.fetched
@@ -75,7 +75,7 @@ class DataPosition:
             self._states = copy.deepcopy(self._loaders._state_dicts())
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank needs to come back to the batch that is next, between two steps."""
+        """Return what this rank needs to return to the next batch. Call it between two steps."""
         fit = self._trainer.fit_loop
         if fit._combined_loader is None:
             return {"marks": [], "loaders": None, "reloaded": None}
@@ -91,28 +91,28 @@ class DataPosition:
         return {"marks": list(marks.items()), "loaders": loaders, "reloaded": fit._last_train_dl_reload_epoch}
 
     def load_state_dict(self, state: dict[str, Any] | None, read_again: bool) -> None:
-        """Where `go_to` is to go.
+        """Set the position that `go_to` goes to.
 
         Args:
-            state: this rank's; None where there were other ranks.
-            read_again: whether what was read before is read again where a loader does not know its place.
+            state: this rank's; None if the checkpoint was written by another number of ranks.
+            read_again: whether a loader that cannot restore its position is read again up to it.
         """
         self._saved, self._may_read_again = state, read_again
 
     def go_to(self, fetcher: _DataFetcher, batches: int) -> None:
-        """Have the next batch be the one that was next when the checkpoint was taken.
+        """Make the next batch the one that was next when the checkpoint was written.
 
         Args:
-            fetcher: Lightning's, of which nothing was read yet that counts.
-            batches: of the epoch that were read before.
+            fetcher: Lightning's. Nothing that counts has been read from it yet.
+            batches: number of batches of the epoch that were read before.
 
         Raises:
-            ResumeError: they would have to be read again, which `load_state_dict` was told not to do.
+            ResumeError: the batches would have to be read again, and `load_state_dict` forbade it.
         """
         saved, self._saved = self._saved, None
         self._marks = dict(saved["marks"]) if saved is not None else {}
         states = saved["loaders"] if saved is not None else self._states_of_lightning()
-        self._loaders.reset()  # ends workers that have begun with other random numbers
+        self._loaders.reset()  # ends workers that have started with other random numbers
         if _BEGIN in self._marks:
             set_random_state(self._marks[_BEGIN], self._generators())
         if states is not None and self._all_stateful():
@@ -127,9 +127,9 @@ class DataPosition:
         self._replayed = None
 
     def begin_epoch(self) -> None:
-        """Before the first epoch of a resumed run, at whose beginning the checkpoint was taken.
+        """Restore the loaders' states before the first epoch of a run that resumes at the beginning of an epoch.
 
-        Loaders get their states: a stream may go on over the ends of epochs.
+        A stream may continue across the ends of epochs.
         """
         saved = self._saved
         if saved is None or saved["reloaded"] is None:
@@ -141,7 +141,7 @@ class DataPosition:
             self._loaders._load_state_dicts(saved["loaders"])
 
     def leave_end(self, fetcher: _DataFetcher) -> None:
-        """Once the iterators of that epoch are made: those of loaders that stood at their end give nothing."""
+        """Restart iterators that stand at their end, as they would yield nothing. Called once they are made."""
         saved, self._saved = self._saved, None
         if saved is None or not saved["loaders"] or not self._all_stateful():
             return
@@ -182,13 +182,16 @@ class DataPosition:
             log.warning("Read %d batches again in %.0f s.", batches, time.monotonic() - started)
 
     def _states_of_lightning(self) -> list[dict[str, Any]] | None:
-        """Rank 0's, from Lightning's own entry of the checkpoint: what it has of another number of ranks."""
+        """Take rank 0's states from Lightning's own entry of the checkpoint, written by another number of ranks."""
         states = self._trainer.fit_loop._combined_loader_states_to_load
         self._trainer.fit_loop._combined_loader_states_to_load = []
         return states or None
 
     def _keep_mark_of_new_iterators(self) -> None:
-        """A loader that is shorter than another one begins again in the middle of the epoch, and draws for it."""
+        """Keep the random state from before a loader restarted.
+
+        A loader that is shorter than another one restarts within the epoch, and draws random numbers for it.
+        """
         if self._last is not None and self._last[2] != self._iterators():
             self._marks[self._last[0]] = self._last[1]
 
@@ -215,13 +218,14 @@ class DataPosition:
 
 @runtime_checkable
 class ActsBetweenSteps(Protocol):
-    """A callback that is asked between two steps."""
+    """A callback that is called between two steps."""
 
     def on_step_boundary(self, trainer: Trainer) -> None:
-        """All that belongs to the last step is done: hooks, validation, schedulers, logs; on all ranks alike.
+        """Act after everything of the last step is done: hooks, validation, schedulers and logs; on all ranks alike.
 
-        After the last batch of an epoch it is called once the epoch's end is done as well. `trainer.current_epoch` is
-        still the epoch of the last step. Between batches whose gradients are accumulated it is not called.
+        After the last batch of an epoch, it is called when the end of the epoch is done as well.
+        `trainer.current_epoch` is still the epoch of the last step. It is not called between batches whose gradients
+        are accumulated.
 
         Args:
             trainer: in training.
@@ -230,22 +234,22 @@ class ActsBetweenSteps(Protocol):
 
 
 class FitLoopState:
-    """Asks callbacks between steps, and puts a resumed fit loop where the checkpoint was taken.
+    """Calls callbacks between steps, and puts a resumed fit loop where the checkpoint was written.
 
-    Lightning has no hook for either, so that some methods of this Trainer's two loops are wrapped.
+    Lightning has no hook for either, so this wraps some methods of the Trainer's two loops.
 
     Args:
-        trainer: whose loops; use `FitLoopState.of`.
+        trainer: owner of the loops; use `FitLoopState.of`.
 
     Attributes:
-        data: the place in the training data.
-        between_steps: whether callbacks are being asked now, so that a checkpoint is whole.
+        data: the position in the training data.
+        between_steps: whether callbacks are being called now, so that a checkpoint is complete.
     """
 
     _of_trainers: ClassVar[weakref.WeakKeyDictionary[Trainer, FitLoopState]] = weakref.WeakKeyDictionary()
 
     def __init__(self, trainer: Trainer) -> None:
-        self._ref = weakref.ref(trainer)  # which has this, by its loops
+        self._ref = weakref.ref(trainer)  # weak, as the trainer refers to this object by its loops
         self.data = DataPosition(weakref.proxy(trainer))
         self._restore: Callable[[bool], None] | None = None
         self._within_epoch = False
@@ -263,36 +267,36 @@ class FitLoopState:
         _wrap(epoch, "on_advance_end", self._on_batch_done)
 
     @property
-    def _trainer(self) -> Any:  # Lightning's annotations lack its callbacks and the counters that loops use
+    def _trainer(self) -> Any:  # Any: Lightning's annotations lack the callbacks and the loops' counters
         trainer = self._ref()
         assert trainer is not None
         return trainer
 
     @classmethod
     def of(cls, trainer: Trainer) -> FitLoopState:
-        """The one of this Trainer; made at the first call, before its `fit` has begun to train."""
+        """Return the state of this Trainer. The first call makes it, before `fit` begins to train."""
         if trainer not in cls._of_trainers:
             cls._of_trainers[trainer] = cls(trainer)
         return cls._of_trainers[trainer]
 
     def forget(self) -> None:
-        """Nothing is resumed: what a `fit` that failed on its way was to go on from is not the next one's."""
+        """Resume nothing: a state that a failed `fit` was to resume from does not belong to the next one."""
         self._restore = None
 
     def resume(self, data: dict[str, Any] | None, restore: Callable[[bool], None], read_again: bool) -> None:
-        """Have the next `fit_loop.run` begin between the two steps where the checkpoint was taken.
+        """Make the next `fit_loop.run` begin between the two steps where the checkpoint was written.
 
         Args:
-            data: this rank's `DataPosition.state_dict`; None where it is of another number of ranks.
-            restore: called last before the next step, to put back what hooks have changed meanwhile; with whether that
-                step is not the first of an epoch.
-            read_again: whether loaders that do not know their place are read again up to it.
+            data: this rank's `DataPosition.state_dict`; None if the checkpoint was written by another number of ranks.
+            restore: called last before the next step, to restore what hooks have changed meanwhile. Its argument says
+                whether that step is not the first of its epoch.
+            read_again: whether loaders that cannot restore their position are read again up to it.
         """
         self.data.load_state_dict(data, read_again)
         self._restore = restore
 
     def _run(self, run: Callable[[], None]) -> None:
-        """`_FitLoop.run`. A training that is complete ends as it did: hooks at its end may swap weights."""
+        """Wrap `_FitLoop.run`. A training that is already complete runs its end hooks again: they may swap weights."""
         resumes, self._started, self._within_epoch = self._restore is not None, False, False
         self._steps = self._trainer.global_step
         if resumes:
@@ -310,23 +314,23 @@ class FitLoopState:
             self._restore = None
 
     def _correct_progress(self) -> None:
-        """Say what Lightning guesses: whether an epoch is under way.
+        """Tell Lightning whether an epoch is under way, which it would guess.
 
-        It takes a Trainer with `max_steps` for one that is always within an epoch, and then reads another batch.
+        With `max_steps`, it assumes that a Trainer is always within an epoch, and then reads another batch.
         """
         fit = self._trainer.fit_loop
         epoch, batches = fit.epoch_progress, fit.epoch_loop.batch_progress
         if epoch.current.processed < epoch.current.started and batches.is_last_batch:
-            epoch.increment_processed()  # with other ranks now, no whole batch of the epoch is left
+            epoch.increment_processed()  # with another number of ranks, no whole batch of the epoch is left
         for progress in (epoch.total, epoch.current):
             progress.completed = progress.processed
         self._within_epoch = epoch.current.processed < epoch.current.started
         _set_restarting(fit, self._within_epoch)
-        # Else the iterators that were made before the random numbers were restored would be used.
+        # Otherwise Lightning would use the iterators that were made before the random numbers were restored.
         fit._resuming_from_checkpoint = self._within_epoch
 
     def _load_loader_states(self, load: Callable[[], None]) -> None:
-        """`_FitLoop._load_combined_loader_states`, right before the iterators are made for the first time."""
+        """Wrap `_FitLoop._load_combined_loader_states`, which runs right before the first iterators are made."""
         if self._restore is None:
             load()
         self.data.begin_pass()
@@ -340,12 +344,12 @@ class FitLoopState:
 
     def _reset(self, reset: Callable[[], None]) -> None:
         with warnings.catch_warnings():
-            if self._restore is not None:  # then what it warns of is seen to
+            if self._restore is not None:  # this class handles what it warns of
                 warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before")
             reset()
 
     def _on_epoch_run_start(self, on_run_start: Callable[[_DataFetcher], None], fetcher: _DataFetcher) -> None:
-        """`_TrainingEpochLoop.on_run_start`, which makes new iterators in all epochs but the first."""
+        """Wrap `_TrainingEpochLoop.on_run_start`, which makes new iterators in all epochs but the first."""
         resumes, self._restore = self._restore, None
         fit = self._trainer.fit_loop
         if resumes is None or not self._within_epoch:
@@ -357,8 +361,8 @@ class FitLoopState:
             return
         on_run_start(fetcher)
         self.data.go_to(fetcher, fit.epoch_loop.batch_progress.current.ready)
-        # All that Lightning does for loops that restart is done. It would look for a validation to finish, and leave
-        # out schedulers that follow a metric at the end of this epoch.
+        # Lightning has done all it does for loops that restart. If they stayed marked, it would look for a validation
+        # to finish, and at the end of this epoch skip schedulers that follow a metric.
         _set_restarting(fit, False)
         self._within_epoch = False
         resumes(True)
@@ -378,8 +382,8 @@ class FitLoopState:
         on_advance_end()
         if accumulating(self._trainer, stepped=True):
             return
-        # Callbacks, names of checkpoints and stock Lightning, should it resume from one, count this epoch as the
-        # present one until it is over.
+        # Until the epoch is over it counts as the current one: for callbacks, for checkpoint names, and for stock
+        # Lightning if it resumes from such a checkpoint.
         progress = self._trainer.fit_loop.epoch_progress
         for each in (progress.total, progress.current):
             each.completed -= 1
@@ -400,21 +404,21 @@ class FitLoopState:
 
 
 def accumulating(trainer: Trainer, stepped: bool) -> bool:
-    """Whether gradients wait for further batches, at the end of one.
+    """Tell whether gradients wait for further batches, at the end of a batch.
 
     Args:
         trainer: in training.
-        stepped: whether an optimizer has stepped in the last batch. A module that optimizes manually may accumulate
-            in a way that only this shows.
+        stepped: whether an optimizer has stepped in the last batch. If a module optimizes manually, only this may show
+            whether it accumulates.
     """
     engine = getattr(trainer.strategy, "deepspeed_engine", None)
-    if engine is not None:  # counts on over the ends of epochs, where Lightning begins anew
+    if engine is not None:  # DeepSpeed keeps counting across epochs, Lightning restarts
         return bool(engine.micro_steps % engine.gradient_accumulation_steps())
     return trainer.fit_loop._should_accumulate() or not (trainer.lightning_module.automatic_optimization or stepped)
 
 
 def _set_restarting(fit_loop: _FitLoop, restarting: bool) -> None:
-    """Past _FitLoop's own setter, which knows better where there is `max_steps`."""
+    """Bypass _FitLoop's own setter, which overrides the value if there is `max_steps`."""
     _Loop.restarting.fset(fit_loop, restarting)  # type: ignore[attr-defined]
 
 

@@ -1,4 +1,4 @@
-"""Tells callbacks that watch a training that it stands still on purpose."""
+"""Tells callbacks that watch a training that it pauses on purpose."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from lightning.pytorch import Trainer
 
 @runtime_checkable
 class Pausable(Protocol):
-    """A callback that would take a pause for a fault, as `HangWatch`."""
+    """A callback that would mistake a pause for a fault, such as `HangWatch`."""
 
     def pause(self) -> None:
-        """The training stands still from now on."""
+        """Training pauses from now on."""
 
     def resume(self) -> None:
-        """It goes on."""
+        """Training continues."""
 
 
 @runtime_checkable
 class KnowsWriting(Protocol):
-    """A callback to which the writing of a checkpoint may take longer than a step."""
+    """A callback that allows for a checkpoint taking longer to write than a step."""
 
     def writes_checkpoint(self) -> None:
-        """The training waits for one from now on."""
+        """Training waits for a checkpoint from now on."""
 
 
 def waits_for_checkpoint(trainer: Trainer) -> None:
-    """Tell every such callback of a Trainer, whose main thread is about to wait."""
+    """Tell every `KnowsWriting` callback that the main thread is about to wait for a checkpoint."""
     for each in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(each, KnowsWriting):
             each.writes_checkpoint()
@@ -37,10 +37,10 @@ def waits_for_checkpoint(trainer: Trainer) -> None:
 
 @contextmanager
 def paused(trainer: Trainer) -> Iterator[None]:
-    """Have every such callback of a Trainer pause.
+    """Pause every `Pausable` callback inside the context.
 
     Args:
-        trainer: whose main thread waits inside.
+        trainer: its main thread waits inside the context.
     """
     watching = [each for each in trainer.callbacks if isinstance(each, Pausable)]  # type: ignore[attr-defined]
     for each in watching:

@@ -1,4 +1,7 @@
-"""Finds the newest valid checkpoint of a restarted job. All its files are verified before it is loaded."""
+"""Finds the newest valid checkpoint of a restarted job, and verifies all its files before it is loaded.
+
+Rank 0 chooses the checkpoint. All ranks verify a share of its files, and meet in the rendezvous store.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +33,15 @@ from azureml_strategy.checkpoint.manifest import (
 from azureml_strategy.cluster import Launch, detect_launch
 from azureml_strategy.control.channel import open_store
 
-# How long a rank may read its share: a minimum, which slow mounts need to open files, and what a slow reader takes for
-# the bytes. A storage account gives 120 Gbit/s to all its readers together, 15 MB/s to each of 1,000 ranks.
+# Time limit for a rank to read its share: a minimum, which slow mounts need to open files, plus the time of a slow
+# reader. A storage account gives 120 Gbit/s to all its readers together, 15 MB/s to each of 1,000 ranks.
 _LEAST_SECONDS = 600.0
 _SLOWEST_BYTES_PER_SECOND = 10e6
-# How long rank 0 waits for others that could take a share. Who comes later takes none, and is told the outcome.
+# How long rank 0 waits for ranks that can take a share. A rank that comes later takes none and is told the outcome.
 _ARRIVAL_SECONDS = 120.0
 # Nodes of a job may start minutes apart.
 MEETING_SECONDS = 1800.0
-# How long rank 0, whose store goes with it, stays for the others to read why it ends.
+# How long rank 0 stays when it fails, so that others can read why: it serves the store, which ends with it.
 _FAREWELL_SECONDS = 10.0
 
 log = logging.getLogger(__name__)
@@ -46,26 +49,29 @@ AUTO, ANY, NEVER = "auto", "any", "never"
 # How long a mount may take to show one node what another one sees.
 _VISIBLE_SECONDS = 120.0
 _POLL_SECONDS = 0.5
-# What a process tells those that its strategy starts on this node.
+# Environment variable that hands the choice to processes that a strategy starts on this node.
 _CHOICE = "AZUREML_STRATEGY_RESUME"
-# A process may train several times, in a sweep; all ranks count the same.
+# A process may train several times, as in a sweep. All ranks count alike.
 _choices = itertools.count()
-# Rank 0 serves the store, in which others may look after it went on.
+# Rank 0 serves the store and must keep it open: other ranks may still read from it after rank 0 has gone on.
 _kept_open: list[object] = []
 Check = Callable[[Manifest, Path], "str | None"]
-"""Says why the content of a checkpoint in a folder is not what was written; None if it is."""
+"""Returns why the content of a checkpoint in a folder is not what was written, or None if it is."""
 
 
 class NotVerifiedError(RuntimeError):
-    """A share was not checked in time, or the check itself failed: nobody knows whether the checkpoint is whole."""
+    """A share was not checked in time, or its check failed: it is unknown whether the checkpoint is whole."""
 
 
 def shared_out(files: Mapping[str, StoredFile], ranks: Iterable[int]) -> dict[int, list[str]]:
-    """Which rank reads which files, so that each has about as many bytes.
+    """Distribute files over ranks, so that each rank reads about as many bytes.
 
     Args:
         files: of the checkpoint.
         ranks: those that take part.
+
+    Returns:
+        The names of each rank's files.
     """
     loads = [(0, rank) for rank in sorted(ranks)]
     shares: dict[int, list[str]] = {rank: [] for _, rank in loads}
@@ -77,13 +83,13 @@ def shared_out(files: Mapping[str, StoredFile], ranks: Iterable[int]) -> dict[in
 
 
 def time_limit(files: Mapping[str, StoredFile], shares: Mapping[int, list[str]]) -> float:
-    """Seconds in which the largest share must have been read."""
+    """Seconds within which the largest share must be read."""
     largest = max(sum(files[name].size for name in share) for share in shares.values())
     return _LEAST_SECONDS + largest / _SLOWEST_BYTES_PER_SECOND
 
 
 class Leader:
-    """Rank 0, which says what is to be checked, and hears what was found.
+    """Rank 0, which hands out the shares and collects the verdicts.
 
     Args:
         store: reached by all ranks, with names that nobody else uses.
@@ -96,14 +102,17 @@ class Leader:
         self._round = 0
 
     def fault(self, manifest: Manifest, folder: Path) -> str | None:
-        """Why the content of the files is not what was written, found by all ranks together; None if it is.
+        """Have all ranks verify the content of a checkpoint's files together.
 
         Args:
-            manifest: of a checkpoint whose files this rank sees, at their sizes.
+            manifest: of a checkpoint whose files this rank sees, with the right sizes.
             folder: the manifest's.
 
+        Returns:
+            Why the content is not what was written; None if it is.
+
         Raises:
-            NotVerifiedError: a share could not be checked, or was not in time.
+            NotVerifiedError: a share could not be checked, or not in time.
         """
         files = manifest.files
         listed = {name: [stored.size, stored.crc32] for name, stored in files.items()}
@@ -118,11 +127,11 @@ class Leader:
         return _judged(folder / manifest.name, {0: own, **heard}, seconds)
 
     def end(self, answer: dict[str, Any], stay: bool = False) -> None:
-        """Tell the others the outcome.
+        """Tell the other ranks the outcome.
 
         Args:
             answer: what `follow` returns there.
-            stay: until they have read it, for a while: this process ends.
+            stay: wait a while until they have read it, because this process is about to end.
         """
         self._say("order", {"answer": answer})
         if stay:
@@ -130,14 +139,14 @@ class Leader:
                 self._store.wait([f"told/{rank}" for rank in self._others], timedelta(seconds=_FAREWELL_SECONDS))
 
     def _present(self) -> list[int]:
-        """The other ranks that see the files."""
+        """Return the other ranks that see the files."""
         said = self._said_by(self._others, "sees", time.monotonic() + _ARRIVAL_SECONDS)
         return [rank for rank, sees in said.items() if sees]
 
     def _said_by(self, ranks: Iterable[int], what: str, deadline: float) -> dict[int, Any]:
-        """What other ranks said until then; None of those that have not."""
+        """Return what other ranks have said by the deadline; None for those that said nothing."""
         keys = {rank: f"{self._round}/{what}/{rank}" for rank in ranks}
-        with suppress(RuntimeError):  # torch's, where one of them has not come
+        with suppress(RuntimeError):  # torch's, if one of them has not come
             self._store.wait(list(keys.values()), timedelta(seconds=max(1.0, deadline - time.monotonic())))
         return {
             rank: json.loads(self._store.get(key)) if self._store.check([key]) else None for rank, key in keys.items()
@@ -148,7 +157,7 @@ class Leader:
 
 
 def follow(store: Store, rank: int) -> dict[str, Any]:
-    """Any other rank: check what rank 0 says, until it has come to an end.
+    """Run on every rank but 0: check the shares that rank 0 hands out, until it tells the outcome.
 
     Args:
         store: the one of `Leader`.
@@ -172,7 +181,7 @@ def follow(store: Store, rank: int) -> dict[str, Any]:
         task = _said(store, f"{number}/shares", _ARRIVAL_SECONDS + _LEAST_SECONDS)
         share = {name: files[name] for name in task["shares"].get(str(rank), ())}
         store.set(f"{number}/verdict/{rank}", json.dumps(_verdict(folder, share, task["seconds"])))
-        seconds = task["seconds"] + _LEAST_SECONDS  # rank 0 gives up before
+        seconds = task["seconds"] + _LEAST_SECONDS  # longer than rank 0 itself waits
     raise AssertionError("it counts without end")
 
 
@@ -180,7 +189,7 @@ def _said(store: Store, key: str, seconds: float) -> dict[str, Any]:
     try:
         store.wait([key], timedelta(seconds=seconds))
         said: dict[str, Any] = json.loads(store.get(key))
-    except RuntimeError as error:  # torch's: in vain, or the server is gone
+    except RuntimeError as error:  # torch's: the wait timed out, or the server is gone
         raise NotVerifiedError(
             "Rank 0, which chooses the checkpoint to go on from, has ended, or has said nothing for "
             f"{seconds / 60:,.0f} min. Its log says why (user_logs/std_log_process_0.txt)."
@@ -196,7 +205,7 @@ def _verdict(folder: Path, share: Mapping[str, StoredFile], seconds: float) -> d
 
 
 def _judged(path: Path, verdicts: Mapping[int, dict[str, str | None] | None], seconds: float) -> str | None:
-    """One fault is enough, whatever became of the other shares."""
+    """Combine the verdicts. One fault is enough, whatever happened to the other shares."""
     said = {rank: verdict for rank, verdict in verdicts.items() if verdict is not None}
     fault = next((verdict["fault"] for verdict in said.values() if verdict["fault"] is not None), None)
     errors = {rank: verdict["error"] for rank, verdict in said.items() if verdict["error"] is not None}
@@ -212,21 +221,23 @@ def _judged(path: Path, verdicts: Mapping[int, dict[str, str | None] | None], se
 
 
 class ResumeError(ValueError):
-    """The checkpoint that was asked for cannot be resumed from."""
+    """The run cannot resume from the checkpoint that was asked for."""
 
 
 def checkpoint_to_resume(resume: str, folder: Path) -> Path | None:
-    """The checkpoint to go on from, the same one on all ranks: rank 0 chooses, and all check their share of its files.
+    """Choose the checkpoint to resume from, the same on all ranks.
+
+    Rank 0 chooses, and each rank checks a share of its files.
 
     Args:
-        resume: `auto` for the newest one below the folder whose files are those of its manifest, None if there is
+        resume: `auto` for the newest checkpoint below the folder whose files match its manifest, or None if there is
             none; `any` for the same, whichever Azure ML run wrote it; `never`; or the path of a checkpoint.
         folder: the run's output.
 
     Raises:
-        ResumeError: under `auto`, the newest one is of another run; the path that was given does not exist, or its
-            files are not those of its manifest; the check failed or took too long; or this rank does not see the
-            checkpoint that rank 0 chose.
+        ResumeError: under `auto`, the newest one belongs to another run; the given path does not exist, or its files do
+            not match its manifest; the check failed or took too long; or this rank does not see the checkpoint that
+            rank 0 chose.
         LaunchError: the ranks of the job cannot meet.
     """
     if _CHOICE in os.environ:
@@ -241,7 +252,7 @@ def checkpoint_to_resume(resume: str, folder: Path) -> Path | None:
 
 @contextmanager
 def told_to_children(chosen: Path | None) -> Iterator[None]:
-    """Processes started in here go on from this checkpoint too, instead of choosing for themselves."""
+    """Make processes that start inside the context resume from this checkpoint, instead of choosing one themselves."""
     if _CHOICE in os.environ:  # this is one of them
         yield
         return
@@ -257,15 +268,15 @@ def _alone(manifest: Manifest, folder: Path) -> str | None:
 
 
 def newest_valid(folder: Path, check: Check = _alone, run_id: str | None = None) -> Path | None:
-    """The newest checkpoint below a folder that is whole; each one that is not gets a line that says why.
+    """Return the newest checkpoint below a folder that is whole. Each one that is not is logged with the reason.
 
     Args:
-        folder: its own manifests count, and those of the folders in it.
-        check: of the files' content.
+        folder: its own manifests count, and those of its direct subfolders.
+        check: verifies the content of the files.
         run_id: of this run; None if the run does not matter.
 
     Raises:
-        ResumeError: the newest one is of another run.
+        ResumeError: the newest one belongs to another run.
     """
     found = {path: _readable(path) for path in _below(folder)}
     complete = {manifest: path.parent for path, manifest in found.items() if manifest is not None}
@@ -284,7 +295,7 @@ def newest_valid(folder: Path, check: Check = _alone, run_id: str | None = None)
 
 
 def _require_same_run(manifest: Manifest, folder: Path, run_id: str | None) -> None:
-    """One that was written outside a job, or is read there, belongs to whoever uses the folder."""
+    """Refuse another run's checkpoint. One that was written or is read outside a job belongs to the folder's user."""
     if None in (manifest.run_id, run_id) or manifest.run_id == run_id:
         return
     raise ResumeError(
@@ -337,7 +348,7 @@ def _given(path: Path, check: Check) -> Path:
 
 
 def _may_be_torchs(path: Path) -> bool:
-    """Whether torch.load could read it: a zip archive, or a pickle as before torch 1.6, which starts with 0x80."""
+    """Tell whether torch.load could read it: a zip archive, or a pickle as before torch 1.6, which starts with 0x80."""
     if path.is_dir() or zipfile.is_zipfile(path):
         return True
     with path.open("rb") as file:
@@ -345,7 +356,7 @@ def _may_be_torchs(path: Path) -> bool:
 
 
 def _agreed(launch: Launch, resume: str, folder: Path) -> Path | None:
-    """Rank 0's choice. Lightning wants to be told before there is a process group; the store is there earlier."""
+    """Agree on rank 0's choice, through the store: Lightning needs it before there is a process group."""
     store = open_store(launch, timedelta(seconds=MEETING_SECONDS), f"resume/{next(_choices)}")
     try:
         if launch.rank > 0:

@@ -1,4 +1,4 @@
-"""Writes checkpoints: on a background thread of each rank, from a copy, or at once while training waits."""
+"""Writes checkpoints: from a copy on a background thread of each rank, or at once while training waits."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from azureml_strategy.control.gather import Exchange, GroupExchange, StepError, 
 Result = TypeVar("Result")
 log = logging.getLogger(__name__)
 
-# What the disk must have beside a checkpoint as large as the last one: its manifest, and what others write.
+# Free disk space needed in addition to the size of the last checkpoint, for the manifest and for what others write.
 _SPARE_BYTES = 16 << 20
 WriteParts = Callable[[Path, Exchange], Summed | None]
-"""Writes this rank's files of a checkpoint to a path; called by all ranks, on which it fails alike.
+"""Writes this rank's files of a checkpoint to a path. All ranks call it, and it fails on all of them alike.
 
-It returns, on all ranks, what is on disk and summed already; None where every file is to be read back.
+It returns, on all ranks, the files that are already on disk and summed; None if every file must be read back.
 """
 _STORE_TIMEOUT = timedelta(seconds=60)
-# How long a process that has failed stays for a checkpoint to be complete: other ranks may be gone.
+# How long a failed process waits for a checkpoint to complete: other ranks may be gone.
 _LAST_WAIT_SECONDS = 60.0
-# A wait that somebody wants to know of.
+# Longer waits are logged.
 _LONG_WAIT_SECONDS = 1.0
 
 
 class Behind(Generic[Result]):
-    """A thread that does one thing, and after that the next.
+    """A background thread that does one task at a time.
 
     Args:
         name: of the thread.
@@ -55,40 +55,40 @@ class Behind(Generic[Result]):
 
     @property
     def busy(self) -> bool:
-        """Whether something was begun that `finish` has not been called for."""
+        """Whether a task was begun that `finish` has not been called for."""
         return self._thread is not None
 
     def begin(self, work: Callable[[], Result | None]) -> None:
-        """Do something on the thread; what was begun before must be finished.
+        """Run a task on the thread. The previous task must be finished.
 
         Args:
-            work: what raises there is logged, and gives None.
+            work: the task. If it raises, the exception is logged and the result is None.
         """
         assert self._thread is None, "one at a time"
 
         def run() -> None:
             try:
                 self._result = work()
-            except Exception as error:  # nobody else would see it
+            except Exception as error:  # an exception in a thread would go unnoticed
                 log.warning("%s: %s: %s", self._name, type(error).__name__, redact_text(str(error)))
 
-        # A daemon: where other ranks are gone, an interpreter that waits for it would not end.
+        # A daemon: if other ranks are gone, the thread may never end, and the interpreter would wait for it at exit.
         self._thread = threading.Thread(target=run, name=self._name, daemon=True)
         self._thread.start()
 
     def finish(self, timeout_s: float | None = None) -> Result | None:
-        """Wait for what was begun, and forget it.
+        """Wait for the task that was begun, and forget it.
 
         Args:
-            timeout_s: how long at most, in seconds; None without end.
+            timeout_s: the longest wait in seconds; None for no limit.
 
         Returns:
-            Its result; None where it failed, or is not done in time.
+            The task's result; None if it failed or is not done in time.
         """
         thread = self._thread
         if thread is None:
             return None
-        thread.join(timeout_s)  # may be interrupted: then it is still under way
+        thread.join(timeout_s)  # if this is interrupted, the task stays under way
         self._thread = None
         result, self._result = (None, None) if thread.is_alive() else (self._result, None)
         return result
@@ -96,11 +96,11 @@ class Behind(Generic[Result]):
 
 @dataclass(frozen=True)
 class Written:
-    """A checkpoint that is complete, the same on all ranks.
+    """A complete checkpoint, the same on all ranks.
 
     Attributes:
-        manifest: its own.
-        scores: of the best checkpoints there are now, by their path, the best first.
+        manifest: the checkpoint's.
+        scores: scores of the best checkpoints that exist now, by path, the best first.
     """
 
     manifest: Manifest
@@ -109,13 +109,14 @@ class Written:
 
 @dataclass(frozen=True)
 class CheckpointWriter:
-    """Writes checkpoints into a folder and removes superfluous ones; on any thread.
+    """Writes checkpoints into a folder and removes superfluous ones, on any thread.
 
     Args:
-        folder: where to.
+        folder: the target.
         keep_last: how many of the newest stay.
         keep_best: how many of the best stay; -1 for all.
-        passed_over: names of checkpoints that neither count nor go, because the run was resumed from an older one.
+        passed_over: names of checkpoints that are neither counted nor deleted, because the run resumed from an older
+            one.
     """
 
     folder: CheckpointFolder
@@ -124,16 +125,16 @@ class CheckpointWriter:
     passed_over: Collection[str] = ()
 
     def write(self, draft: Manifest, write_parts: WriteParts, exchange: Exchange) -> Written | None:
-        """Write a checkpoint and its manifest; by all ranks.
+        """Write a checkpoint and its manifest. All ranks call this.
 
         Args:
-            draft: its manifest but for its files; a number is added to the name if there is such a checkpoint. That of
-                rank 0 is written.
+            draft: the manifest without its files. Rank 0's is written, with a number added to the name if the name is
+                taken.
             write_parts: writes this rank's files.
-            exchange: between the ranks.
+            exchange: connects the ranks.
 
         Returns:
-            What was written; None, with a warning, where any rank failed.
+            What was written; None, with a warning, if any rank failed.
         """
         name = None
         try:
@@ -154,13 +155,13 @@ class CheckpointWriter:
         return manifest
 
     def _begin(self, name: str) -> str:
-        """The name to write under. Known beforehand, a full disk does not stop one rank in the middle."""
+        """Return the name to write under. Checking for a full disk first keeps a rank from failing halfway."""
         name = self.folder.begin(name)
         free = self.folder.free_bytes()
         sizes = (
             (_SPARE_BYTES + sum(file.size for file in each.files.values()), each) for each in self.folder.complete()
         )
-        # A manifest that says too much, and is not true, must not end all saving.
+        # A false manifest that claims too many bytes must not end all saving, so only one whose files are there counts.
         needed = next((size for size, each in sizes if size <= free or look(self.folder.path, each.files) is None), 0)
         if free < needed:
             self.folder.remove(name)
@@ -168,7 +169,7 @@ class CheckpointWriter:
         return name
 
     def _settle(self, name: str, summed: Summed, exchange: Exchange) -> dict[str, StoredFile]:
-        """Have all files reach the disk and sum them, each on one of the ranks."""
+        """Make all files reach the disk and sum them, each on one of the ranks."""
         files = exchange.together(lambda: self.folder.listing(name))
         if not any(files):
             raise StepError("nothing was written")
@@ -176,7 +177,10 @@ class CheckpointWriter:
         return dict(sorted(item for each in settled for item in each.items()))
 
     def _cleared_away(self, written: Manifest, exchange: Exchange) -> dict[str, float]:
-        """The scores of what is left; none where that cannot be said. What was written counts whatever happens here."""
+        """Clear away, and return the scores of what is left.
+
+        A failure gives no scores. The checkpoint just written counts anyway.
+        """
         try:
             return exchange.on_rank_zero(lambda: self._clear_away(written))
         except StepError as error:
@@ -184,7 +188,7 @@ class CheckpointWriter:
             return {}
 
     def _clear_away(self, written: Manifest) -> dict[str, float]:
-        """Remove what may go; the scores of what is left. What was just written stays, wherever it is in the order."""
+        """Remove superfluous checkpoints, but never the one just written. Return the scores of those left."""
         counted = [each for each in self.folder.own() if each.name not in self.passed_over]
         rest = superfluous(counted, self.keep_last, self.keep_best, written.mode)
         gone = [each for each in rest if each.name != written.name]
@@ -206,11 +210,14 @@ class CheckpointWriter:
             try:
                 self.folder.remove(name)
             except OSError:
-                return  # the next attempt's start removes it
+                return  # the next attempt removes the leftover files when it starts
 
 
 def _warn(text: str, rank: int) -> None:
-    """Python's warnings belong to all threads at once: what the main thread silences for itself would be lost."""
+    """Warn on the main thread, log on any other.
+
+    Python's warning filters are shared by all threads: what the main thread silences for itself would be lost.
+    """
     if threading.current_thread() is threading.main_thread():
         rank_zero_warn(text)
     elif rank == 0:
@@ -218,7 +225,7 @@ def _warn(text: str, rank: int) -> None:
 
 
 def _share(files: list[list[str]], rank: int) -> list[str]:
-    """The files that this rank is to check: one that it sees, as a mount may show a file late on other nodes."""
+    """Return the files that this rank checks. It sees each of them: a mount may show a file late on other nodes."""
     seen: dict[str, list[int]] = {}
     for owner, names in enumerate(files):
         for name in names:
@@ -227,10 +234,10 @@ def _share(files: list[list[str]], rank: int) -> list[str]:
 
 
 class Saving:
-    """The way of a checkpoint from the memory of the ranks to the disk; used by the main thread.
+    """Takes a checkpoint from the memory of the ranks to the disk. The main thread uses it.
 
-    Between `connect` and `close` checkpoints are written by a thread of each rank, from a copy, wherever the strategy
-    can tell what it would write. Else training waits.
+    Between `connect` and `close`, a background thread of each rank writes checkpoints from a copy, if the strategy can
+    stage what it would write. Otherwise training waits.
     """
 
     def __init__(self) -> None:
@@ -242,12 +249,12 @@ class Saving:
 
     @property
     def under_way(self) -> bool:
-        """Whether a checkpoint is being written, or was, and `finish` not called since."""
+        """Whether a checkpoint was begun and `finish` has not been called since."""
         return self._behind.busy
 
     def connect(self, trainer: Trainer) -> None:
-        """Let the ranks' threads find one another, or find one another again; a collective."""
-        # a name of their own: below torchrun the store outlives the processes
+        """Connect the ranks' threads, or connect them again; a collective."""
+        # Use a unique name: under torchrun the store outlives the processes.
         name = trainer.strategy.broadcast(uuid.uuid4().hex)
 
         def connection() -> Store | None:
@@ -267,15 +274,15 @@ class Saving:
             )
 
     def save(self, trainer: Trainer, draft: Manifest, writer: CheckpointWriter) -> None:
-        """Write a checkpoint, or begin to; a collective. The one before must be finished.
+        """Write a checkpoint, or begin to; a collective. The previous one must be finished.
 
         Args:
-            trainer: has trained to the end of a step.
-            draft: what the manifest will say, but for the files.
-            writer: writes it.
+            trainer: at the end of a step.
+            draft: the manifest without its files.
+            writer: writes the checkpoint.
 
         Raises:
-            UnsavableStateError: on all ranks, something that a restart could not be given back.
+            UnsavableStateError: on all ranks, if the state contains something that a restart could not restore.
         """
         started = time.monotonic()
         if self._broken:
@@ -298,10 +305,10 @@ class Saving:
         self._behind.begin(write)
 
     def finish(self) -> Written | None:
-        """Wait for what was begun; a collective.
+        """Wait for the checkpoint that was begun; a collective.
 
         Returns:
-            The checkpoint; None where there was none to wait for, or it failed.
+            The checkpoint; None if there was none to wait for, or it failed.
         """
         started = time.monotonic()
         written, self._written = self._agreed() if self._behind.busy else self._written, None
@@ -311,18 +318,18 @@ class Saving:
         return written
 
     def close(self) -> Written | None:
-        """Wait for what was begun, but not without end: other ranks may have failed.
+        """Wait for the checkpoint that was begun, but only for a limited time: other ranks may have failed.
 
         Returns:
             The checkpoint, if it is complete.
         """
         written = self._behind.finish(_LAST_WAIT_SECONDS)
-        self._buffer = HostCopyBuffer()  # the old one's memory is not needed any more
+        self._buffer = HostCopyBuffer()  # free the old one's memory
         self._disconnect()
         return written
 
     def _agreed(self) -> Written | None:
-        """What rank 0 has written, on all ranks: if their threads lost one another, the last word is known to few."""
+        """Return rank 0's outcome on all ranks: if the threads lost one another, only some ranks know it."""
         written = self._behind.finish()
         outcomes = gather((written is not None, self._threads is not None and self._threads.broken))
         self._broken = any(broken for _, broken in outcomes)
@@ -336,7 +343,7 @@ class Saving:
         self._threads, self._broken = None, False
 
     def _copied(self, content: Any, write: WriteStaged) -> WriteParts:
-        """Copy what is to be written, and give what writes the copy."""
+        """Copy the content, and return a function that writes the copy."""
         try:
             copy = self._buffer.copy(content)
         except Exception as error:  # whatever it is, the other ranks must not wait for this one
@@ -346,7 +353,7 @@ class Saving:
 
 
 def _at_once(trainer: Trainer, checkpoint: dict[str, Any]) -> WriteParts:
-    """As in `Trainer.save_checkpoint`, without the barrier at its end, which an error would keep a rank from."""
+    """Write as `Trainer.save_checkpoint` does, but without its final barrier, which a failed rank would not reach."""
 
     def write(path: Path, exchange: Exchange) -> None:
         exchange.together(lambda: trainer.strategy.save_checkpoint(checkpoint, str(path)))
@@ -355,7 +362,7 @@ def _at_once(trainer: Trainer, checkpoint: dict[str, Any]) -> WriteParts:
 
 
 def _content(exchange: Exchange, get: Callable[[], Any]) -> Any:
-    """What this rank is to write, if all ranks have theirs."""
+    """Return what this rank writes, if all ranks have theirs."""
     content: list[Any] = []
     exchange.together(lambda: content.append(get()))
     return content[0]

@@ -1,4 +1,4 @@
-"""Data sets: folders of images, digits that need no download, random images; and text, read as tokens."""
+"""Data sets: folders of images, handwritten digits that need no download, random images, and text read as tokens."""
 
 from __future__ import annotations
 

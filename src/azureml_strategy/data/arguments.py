@@ -1,10 +1,10 @@
-"""Checks of what a user gives to a data module."""
+"""Checks and completes the arguments of data modules."""
 
 from __future__ import annotations
 
 import os
 
-# More decoding processes than this only wait for one another; 12 is what each GPU of a 96-core Azure VM gets.
+# More decoding processes than this only wait for one another. On a 96-core Azure VM each GPU gets 12.
 _MOST_WORKERS = 16
 
 
@@ -12,7 +12,7 @@ def require(name: str, value: float, valid: bool, rule: str) -> None:
     """Refuse an argument that is out of range.
 
     Raises:
-        ValueError: it names the argument, what was given and the rule.
+        ValueError: names the argument, the given value and the rule.
     """
     if not valid:
         raise ValueError(f"{name}={value!r}, but it must be {rule}.")

@@ -1,4 +1,4 @@
-"""Whether ranks that should read different samples are given the same ones."""
+"""Checks whether ranks that should read different samples read the same ones."""
 
 from __future__ import annotations
 
@@ -27,27 +27,30 @@ from azureml_strategy.control.channel import another_connection
 
 log = logging.getLogger(__name__)
 
-# One batch may be equal by chance or on purpose: tiny data that wraps around, or a batch that is used again and again.
+# A single batch may be equal by chance or on purpose: tiny data that wraps around, or a batch that is used repeatedly.
 _BATCHES = 2
-# Of a tensor or array, spread over all of it: enough to tell batches apart, and little to copy from a GPU.
+# About so many elements, spread over a tensor or array, are hashed: enough to tell batches apart, and little to copy
+# from a GPU.
 _MOST_ELEMENTS = 4096
-# A batch is as deep and as wide as a nest of containers may be; what lies further down does not count.
+# A batch may be any nest of containers. What lies deeper, or comes after so many leaves, does not count.
 _DEEPEST, _MOST_LEAVES = 6, 256
 _CONNECT_SECONDS = 10.0
-# A process may fit several times; all ranks count the same.
+# A process may fit several times. All ranks count alike.
 _fits = itertools.count()
 
 
 class DataCheck(IsolatedCallback):
-    """Warns, once a fit, if ranks train on the same samples, as with an IterableDataset that nothing has split.
+    """Warns once per fit if ranks train on the same samples, as with an IterableDataset that nothing has split.
 
-    Lightning gives a map-style data set a DistributedSampler, and an iterable one nothing: each rank reads all of it,
-    and N ranks learn what one would. Each rank hashes its first two training batches and leaves the hash in the
-    rendezvous store; rank 0 compares what is there, and waits for nobody. Only ranks of different data-parallel
-    replicas are compared. Nothing is compared with `overfit_batches`, where all loaders have a DistributedSampler, or
-    where a rank's own two batches are equal. Ranks that read the same samples in another order are not found.
+    Lightning gives a map-style data set a DistributedSampler, but an iterable one nothing: each rank reads all of it,
+    and N ranks learn what one would. Each rank hashes its first two training batches and leaves the hashes in the
+    rendezvous store. Rank 0 compares the hashes that are there and waits for no other rank.
 
-    A GPU is waited for once, at the second batch.
+    Only ranks of different data-parallel replicas are compared. Nothing is compared with `overfit_batches`, if all
+    loaders have a DistributedSampler, or if a rank's own two batches are equal. The check does not find ranks that read
+    the same samples in another order.
+
+    It waits for the GPU once, at the second batch.
     """
 
     switch = DATA_CHECK_SWITCH
@@ -75,7 +78,7 @@ class DataCheck(IsolatedCallback):
                 self._batches = None
         elif self._store is not None:
             self._looks += 1
-            if self._looks & (self._looks - 1) == 0:  # the others are a step behind, or an hour
+            if self._looks & (self._looks - 1) == 0:  # at powers of two: other ranks may be a step behind, or an hour
                 self._compare(trainer, at_end=False)
 
     @override
@@ -85,11 +88,11 @@ class DataCheck(IsolatedCallback):
         self._batches = self._store = None
 
     def _tell(self, trainer: Trainer, digests: list[str]) -> None:
-        """Leave the hashes where rank 0 finds them."""
+        """Leave the hashes in the store for rank 0."""
         connection = another_connection(trainer.world_size, timedelta(seconds=_CONNECT_SECONDS))
         if connection is None:
             return
-        # torchrun's store outlives the processes that it starts again
+        # torchrun's store outlives the processes that it restarts
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = PrefixStore(f"azureml_strategy/data_check/{attempt}/{self._fit}", connection)
         store.set(str(trainer.global_rank), json.dumps({"replica": _replica(trainer)[0], "batches": digests}))
@@ -117,14 +120,14 @@ class DataCheck(IsolatedCallback):
 
 
 class _Batch:
-    """What tells a batch from others: a few bytes of each tensor, still on its device, and all else as text."""
+    """What identifies a batch: some bytes of each tensor, still on its device, and everything else as text."""
 
     def __init__(self, batch: Any) -> None:
         self.text: list[str] = []
         self.pieces: list[Tensor] = []
         for leaf in itertools.islice(_leaves(batch, 0), _MOST_LEAVES):
             if isinstance(leaf, Tensor):
-                with contextlib.suppress(RuntimeError, TypeError):  # sparse or nested ones, or of a class of its own
+                with contextlib.suppress(RuntimeError, TypeError):  # sparse or nested tensors, or of a subclass
                     self.text.append(f"{leaf.dtype} {tuple(leaf.shape)}")
                     self.pieces.append(_sample(leaf))
             else:
@@ -132,7 +135,7 @@ class _Batch:
 
 
 def _digests(batches: list[_Batch]) -> list[str]:
-    """A hash of each batch; all bytes of a device are copied at once."""
+    """Hash each batch. The bytes of a device are copied to the host in one go."""
     devices = {piece.device for batch in batches for piece in batch.pieces}
     copied: dict[int, bytes] = {}
     for device in devices:
@@ -147,18 +150,18 @@ def _digests(batches: list[_Batch]) -> list[str]:
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """Bytes of some elements of a tensor, uint8; a copy, as the training step may write into the batch."""
+    """Take some elements of a tensor as bytes, uint8. It is a copy, as the training step may write into the batch."""
     if tensor.is_meta:
         raise TypeError("there is nothing in it")
     plain = tensor.detach()
-    while not plain.is_contiguous() and plain.dim() > 1:  # flattening all of it would be a copy of the batch
+    while not plain.is_contiguous() and plain.dim() > 1:  # flattening the whole tensor would copy the batch
         plain = plain[0]
     flat = plain.reshape(-1)
     return flat[:: max(1, flat.numel() // _MOST_ELEMENTS)].clone().view(torch.uint8)
 
 
 def _leaves(node: Any, depth: int) -> Iterator[Any]:
-    """The tensors of a batch, whatever holds them, and everything else that can be told apart, as text."""
+    """Yield the tensors in a batch's containers, and as text everything else that identifies the batch."""
     if isinstance(node, Tensor):
         yield node
     elif isinstance(node, (str, bytes, int, float, complex)) or node is None:
@@ -188,7 +191,7 @@ def _children(node: Any) -> Iterable[Any]:
 
 
 def _same(told: Mapping[int, Mapping[str, Any]]) -> list[list[int]]:
-    """Ranks with equal batches, one of each replica; those whose own batches are all equal tell nothing."""
+    """Find groups of ranks with equal batches, one rank per replica. Skip ranks whose own batches are all equal."""
     by_batches: dict[tuple[str, ...], dict[int, int]] = {}
     for rank, each in sorted(told.items()):
         if len(set(each["batches"])) > 1:
@@ -197,13 +200,13 @@ def _same(told: Mapping[int, Mapping[str, Any]]) -> list[list[int]]:
 
 
 def _replica(trainer: Trainer) -> tuple[int, int]:
-    """Which replica this process belongs to, and how many there are."""
+    """Return this process's replica and the number of replicas."""
     arguments = trainer.distributed_sampler_kwargs
     return (arguments["rank"], arguments["num_replicas"]) if arguments else (0, 1)
 
 
 def _is_split(trainer: Trainer) -> bool:
-    """Whether every loader has a sampler that gives each replica samples of its own."""
+    """Tell whether every loader has a sampler that gives each replica its own samples."""
     loaders = CombinedLoader(trainer.train_dataloader).flattened
     samplers = [(getattr(each, "sampler", None), getattr(each, "batch_sampler", None)) for each in loaders]
     return all(isinstance(one, DistributedSampler) or _within(batches) for one, batches in samplers)

@@ -18,22 +18,22 @@ _PIXELS = 32
 _BRIGHTEST = 16  # the digits have 17 grey levels
 _QUALITY = 95
 _SPLIT_SEED = 0
-_FOLDER = "validation-"  # and the fraction
+_FOLDER = "validation-"  # followed by the fraction
 
 
 class DigitsDataModule(ImageFolderDataModule):
     """The 1,797 digits that come with scikit-learn, written once as JPEG files and read like any image set.
 
-    They are the test set of https://archive.ics.uci.edu/dataset/80: 8 x 8 pixels, here enlarged to 32 x 32.
-    Digits are not mirrored, and cropped only a little.
+    They are the test set of https://archive.ics.uci.edu/dataset/80: 8 x 8 pixels, here enlarged to 32 x 32. Digits are
+    not mirrored, and cropped only a little.
 
     Args:
-        root: a folder of digits that an earlier run wrote, or an empty one to write them into; None for
+        root: a folder of digits that an earlier run wrote, or an empty folder to write them into; None for
             `azureml_strategy/digits` in the user's cache, `~/.cache` or XDG_CACHE_HOME.
-        image_size: width and height of the images given, pixels.
-        batch_size: images a step and process.
-        num_workers: decoding processes a dataloader. 0 decodes in the training process, which for images as
-            small as these costs less than handing them over.
+        image_size: width and height of the images returned, pixels.
+        batch_size: images per step and process.
+        num_workers: decoding processes per dataloader. 0 decodes in the training process, which for such small images
+            costs less than transferring them between processes.
         validation_fraction: share of the digits for validation, the same ones in each run.
         minimum_scale: the smallest share of an image's area that a training crop may have.
 
@@ -55,7 +55,7 @@ class DigitsDataModule(ImageFolderDataModule):
         require("validation_fraction", validation_fraction, 0 < validation_fraction < 1, rule)
         self.validation_fraction = validation_fraction
         super().__init__(
-            # the name says what is inside: another fraction gets a folder of its own
+            # Each fraction gets a folder of its own.
             _place(root) / f"{_FOLDER}{validation_fraction:g}",
             image_size=image_size,
             batch_size=batch_size,
@@ -68,12 +68,15 @@ class DigitsDataModule(ImageFolderDataModule):
 
     @override
     def prepare_data(self) -> None:
-        """Write the files, unless they exist."""
+        """Write the files unless they exist."""
         write_digits(self.root, self.validation_fraction)
 
 
 def _place(root: str | os.PathLike[str] | None) -> Path:
-    """Where the digits are, or are to be. A misspelt folder, or one of other images, would go unnoticed."""
+    """Return the folder of the digits.
+
+    A missing folder, or one of other images, is refused: a misspelt name would go unnoticed.
+    """
     if root is None:
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "azureml_strategy" / "digits"
     folder = Path(root).expanduser()
@@ -91,11 +94,11 @@ def _place(root: str | os.PathLike[str] | None) -> Path:
 def write_digits(folder: Path, validation_fraction: float) -> None:
     """Write the digits as `folder/{train,val}/{0..9}/NNNN.jpg`, all or nothing.
 
-    They are written beside the folder and renamed into place: a process that is killed leaves no half data set,
-    and where several write at once, on however many nodes, the first one wins and the others use its files.
+    They are written beside the folder and renamed into place, so a killed process leaves no incomplete data set. If
+    several processes write at once, on any number of nodes, the first one wins and the others use its files.
 
     Args:
-        folder: is left as it is where it exists.
+        folder: target; left as it is if it exists.
         validation_fraction: share of the digits for `val`.
     """
     if folder.is_dir():
@@ -107,7 +110,7 @@ def write_digits(folder: Path, validation_fraction: float) -> None:
         try:
             written.rename(folder)
         except OSError:
-            if not folder.is_dir():  # not merely another process that was first
+            if not folder.is_dir():  # otherwise another process was first
                 raise
 
 

@@ -1,4 +1,4 @@
-"""Images in class folders: finding them, and saying what is wrong where there are none."""
+"""Finds images in class folders, and reports what is wrong if there are none."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _HINT = (
 
 
 class DataFolderError(FileNotFoundError):
-    """A data folder is missing, empty or laid out differently; the message names it."""
+    """A data folder is missing, empty or has another layout. The message names it."""
 
 
 @dataclass(frozen=True)
 class ClassFolders:
-    """The images below a root, one folder a class: `root/class/image.jpg`.
+    """The images below a root, one folder per class: `root/class/image.jpg`.
 
     Attributes:
         root: the folder that holds the class folders.
-        classes: names of the class folders, sorted; the place of a class is its label.
-        names: `class/image.jpg` of each image, as bytes. One numpy array and no list of strings: worker
-            processes share its memory, where reference counts would have each copy a list page by page.
+        classes: names of the class folders, sorted; the index of a class is its label.
+        names: `class/image.jpg` of each image, as bytes. A numpy array, because worker processes share its memory; a
+            list of strings would be copied page by page into each of them, by its reference counts.
         labels: int64 labels of the images.
     """
 
@@ -42,23 +42,23 @@ class ClassFolders:
     labels: NDArray[np.int64]
 
     def path(self, index: int) -> str:
-        """The whole path of an image."""
+        """Return the full path of an image."""
         return os.path.join(self.root, os.fsdecode(self.names[index]))
 
 
 def scan_class_folders(root: str | os.PathLike[str]) -> ClassFolders:
-    """List the images below a root, without opening or examining any.
+    """List the images below a root, without opening any.
 
-    Only the extension counts (`EXTENSIONS`, in either case), so that a mounted data set is listed by reading its
-    folders alone. Hidden folders and files are left out. A class folder without images is kept, since leaving it
-    out would shift the labels after it, and warned of.
+    Only the extension counts (`EXTENSIONS`, in either case), so listing a mounted data set only reads its folders.
+    Hidden folders and files are skipped. A class folder without images is kept with a warning, because skipping it
+    would shift the labels after it.
 
     Raises:
-        DataFolderError: no such folder, no class folders in it, or no images in any.
+        DataFolderError: the folder does not exist, has no class folders, or none of them has images.
     """
     root = os.path.expanduser(os.fspath(root))
     classes = _class_names(root)
-    with ThreadPoolExecutor(max_workers=16) as pool:  # listing a mounted folder is waiting for the network
+    with ThreadPoolExecutor(max_workers=16) as pool:  # listing a mounted folder mostly waits for the network
         listed = list(pool.map(lambda name: _image_names(root, name), classes))
     names = [name for folder in listed for name in folder]
     if not names:
@@ -72,11 +72,11 @@ def scan_class_folders(root: str | os.PathLike[str]) -> ClassFolders:
 
 
 def resolve_root(root: str | os.PathLike[str] | None, input_name: str | None, environ: Mapping[str, str]) -> Path:
-    """The folder of a data set: `root` as given, or where Azure ML mounted the job's input `input_name`.
+    """Return the folder of a data set: `root` as given, or where Azure ML mounted the job's input `input_name`.
 
     Args:
         root: a folder.
-        input_name: name of an input of the job. Azure ML writes where it is mounted to AZURE_ML_INPUT_<name>.
+        input_name: name of an input of the job. Azure ML writes its mount point to AZURE_ML_INPUT_<name>.
         environ: the process's environment variables.
 
     Raises:

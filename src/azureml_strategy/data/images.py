@@ -1,4 +1,4 @@
-"""Images for training and evaluation: decoded, cropped, and counted where they cannot be read."""
+"""Image data sets for training and evaluation: decoding, cropping, and counting of unreadable images."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from azureml_strategy.data.folders import scan_class_folders
 
 _NAMED = 5
 
-# What is inside decides, whatever the name says; no other decoder of Pillow's is offered a file.
+# The content decides the format, not the file name. Pillow's other decoders are never offered a file.
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
 # Aspect ratios of random crops: Szegedy et al. 2014, section 6 (https://arxiv.org/abs/1409.4842).
 _ASPECT_RATIOS = (3 / 4, 4 / 3)
@@ -31,19 +31,19 @@ IGNORED_LABEL = -100
 
 
 class UnreadableImagesError(RuntimeError):
-    """More images cannot be read than allowed, or none at all can."""
+    """More images are unreadable than allowed, or all of them are."""
 
 
 class UnreadableImages:
-    """Which images of a data set could not be read.
+    """Tracks which images of a data set could not be read.
 
-    The marks lie in shared memory: the worker processes of a DataLoader and the process that started them see
-    the same ones. An image counts once, however many epochs and workers meet it.
+    The marks lie in shared memory, so the worker processes of a DataLoader and the process that started them see the
+    same ones. An image counts once, however many epochs and workers meet it.
 
     Args:
         total: number of images.
         maximum: how many may be unreadable before it is an error.
-        path: from the index of an image to its path.
+        path: maps the index of an image to its path.
     """
 
     def __init__(self, total: int, maximum: int, path: Callable[[int], str]) -> None:
@@ -58,10 +58,10 @@ class UnreadableImages:
         return int(self._marks.sum())
 
     def add(self, index: int, error: Exception) -> None:
-        """Count an image and warn of it by its path and the reason.
+        """Count an image, and warn with its path and the reason.
 
         Raises:
-            UnreadableImagesError: that was one too many, or the last one.
+            UnreadableImagesError: more than `maximum` images are unreadable, or all of them.
         """
         self._marks[index] = True
         reason = f"{type(error).__name__}: {error}"
@@ -87,25 +87,25 @@ class UnreadableImages:
 def decode_image(path: str, size: int, choose_crop: Callable[[int, int], Crop]) -> Tensor:
     """Read a crop of an image file, resized to a square.
 
-    A JPEG is decoded at a half, a quarter or an eighth of its size where the crop allows, which costs that much
-    less. Greyscale, palette, CMYK, transparent and 16-bit images become RGB; a rotation in EXIF is ignored, as in
-    the published results on ImageNet.
+    If the crop allows it, a JPEG is decoded at a half, a quarter or an eighth of its size, which costs correspondingly
+    less. Greyscale, palette, CMYK, transparent and 16-bit images become RGB. EXIF rotation is ignored, as in the
+    published results on ImageNet.
 
     Args:
         path: of the file.
         size: width and height of the result, pixels.
-        choose_crop: from width and height of the image, pixels, to the crop.
+        choose_crop: maps width and height of the image, pixels, to the crop.
 
     Returns:
         uint8 `(3, size, size)`.
 
     Raises:
-        Exception: of many types; Pillow has no common one for what it cannot read.
+        Exception: of many types; Pillow has no common one for files that it cannot read.
     """
     with Image.open(path, formats=_FORMATS) as image:
         width, height = image.size
         crop = choose_crop(width, height)
-        # the smallest whole image in which the crop still has `size` pixels a side
+        # Decode the smallest whole image in which the crop still has `size` pixels a side.
         image.draft(None, (math.ceil(size * width / crop.width), math.ceil(size * height / crop.height)))
         box = _scaled_box(crop, (width, height), image.size)
         square = _rgb(image).resize((size, size), Image.Resampling.BILINEAR, box=box)
@@ -115,9 +115,9 @@ def decode_image(path: str, size: int, choose_crop: Callable[[int, int], Crop]) 
 
 
 def _scaled_box(crop: Crop, seen: tuple[int, int], decoded: tuple[int, int]) -> tuple[float, float, float, float]:
-    """The crop's left, top, right and bottom in the image as decoded, which may be smaller than as seen."""
+    """Return left, top, right and bottom of the crop in the decoded image, which may be smaller than the original."""
     across, down = decoded[0] / seen[0], decoded[1] / seen[1]
-    # rounding must not push an edge out of the image, which Pillow refuses
+    # Rounding must not push an edge out of the image: Pillow refuses that.
     right = min((crop.left + crop.width) * across, decoded[0])
     bottom = min((crop.top + crop.height) * down, decoded[1])
     return crop.left * across, crop.top * down, right, bottom
@@ -140,18 +140,18 @@ class Crop(NamedTuple):
 
 
 def random_crop(width: int, height: int, minimum_scale: float, flip: bool, rng: random.Random) -> Crop:
-    """A crop of random area and aspect ratio, as in torchvision's RandomResizedCrop, mirrored half the time.
+    """Return a crop of random area and aspect ratio, as torchvision's RandomResizedCrop, mirrored half the time.
 
     Args:
         width: of the image, pixels.
         height: of the image, pixels.
         minimum_scale: the smallest share of the image's area, above 0 and up to 1; 0.08 for ImageNet.
         flip: whether to mirror at all.
-        rng: where the randomness comes from.
+        rng: source of randomness.
 
     Returns:
-        A crop within the image. Where none of ten fits, as in an extremely long one, the largest in the centre
-        whose aspect ratio is allowed.
+        A crop within the image. If none of ten attempts fits, as in an extremely long image, it is the largest centred
+        crop of an allowed aspect ratio.
     """
     mirrored = flip and rng.random() < 0.5
     for _ in range(_ATTEMPTS):
@@ -166,13 +166,13 @@ def random_crop(width: int, height: int, minimum_scale: float, flip: bool, rng: 
 
 
 def centre_crop(width: int, height: int, share: float) -> Crop:
-    """The square in the centre.
+    """Return a square in the centre of an image.
 
     Args:
         width: of the image, pixels.
         height: of the image, pixels.
-        share: side of the square over the image's shorter side. 0.875 is the usual evaluation on ImageNet:
-            resize the shorter side to 256 pixels, then cut out 224.
+        share: side of the square divided by the image's shorter side. 0.875 is the usual evaluation on ImageNet: resize
+            the shorter side to 256 pixels, then cut out 224.
     """
     side = min(width, height) * share
     return _centred(width, height, side, side)
@@ -183,11 +183,11 @@ def _centred(width: int, height: int, crop_width: float, crop_height: float) -> 
 
 
 class ImageFolder(Dataset[tuple[Tensor, int]], ABC):
-    """Images in class folders, decoded when asked for.
+    """Images in class folders, decoded on access.
 
     Args:
         root: the folder that holds the class folders: `root/class/image.jpg`.
-        image_size: width and height of the images given, pixels.
+        image_size: width and height of the images returned, pixels.
         max_unreadable: how many images may be unreadable before it is an error; each process counts its own.
 
     Raises:
@@ -201,7 +201,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]], ABC):
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of the classes; the place of a class is its label."""
+        """Names of the classes; the index of a class is its label."""
         return self.folders.classes
 
     def __len__(self) -> int:
@@ -210,14 +210,14 @@ class ImageFolder(Dataset[tuple[Tensor, int]], ABC):
     @abstractmethod
     @override
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        """An image, uint8 `(3, image_size, image_size)`, and its label."""
+        """Return an image, uint8 `(3, image_size, image_size)`, and its label."""
 
     @abstractmethod
     def crop(self, width: int, height: int, draw: int) -> Crop:
-        """The part to use of an image of so many pixels."""
+        """Return the part of an image to use. Width and height are the image's, in pixels."""
 
     def read(self, index: int, draw: int) -> tuple[Tensor, int] | None:
-        """The image and its label, or None, counted, where the image cannot be read.
+        """Return the image and its label, or None if the image cannot be read, which is counted.
 
         Raises:
             UnreadableImagesError: more than `max_unreadable` images cannot be read.
@@ -234,14 +234,14 @@ class ImageFolder(Dataset[tuple[Tensor, int]], ABC):
 
 
 class TrainingImages(ImageFolder):
-    """Randomly cropped and mirrored images; another one takes the place of an unreadable one.
+    """Randomly cropped and mirrored images. Another image replaces an unreadable one.
 
-    What is random depends on the seed and the draw alone: not on the number of workers or processes, nor on
-    whether the run was interrupted. Ranks that share a replica therefore read the same.
+    Randomness depends only on the seed and the draw, not on the number of workers or processes, nor on whether the run
+    was interrupted. Ranks that share a replica therefore read the same.
 
     Args:
         root: the folder that holds the class folders: `root/class/image.jpg`.
-        image_size: width and height of the images given, pixels.
+        image_size: width and height of the images returned, pixels.
         max_unreadable: how many images may be unreadable before it is an error.
         minimum_scale: the smallest share of an image's area that a crop may have.
         flip: mirror half of the images.
@@ -264,15 +264,15 @@ class TrainingImages(ImageFolder):
 
     @override
     def __getitem__(self, draw: int) -> tuple[Tensor, int]:
-        """An image and its label.
+        """Return an image and its label.
 
         Args:
-            draw: `epoch * len(self) + index`, as `TrainingSampler` counts, so that an image is cropped
-                differently in each epoch; an index alone is a draw of epoch 0.
+            draw: `epoch * len(self) + index`, as `TrainingSampler` counts, so that an image is cropped differently in
+                each epoch. A plain index is a draw of epoch 0.
         """
         sample = self.read(draw % len(self), draw)
         substitutes = random.Random(f"{self.seed}/{draw}/substitutes")
-        while sample is None:  # ends: that no image can be read is an error
+        while sample is None:  # terminates: `read` raises once no image can be read
             sample = self.read(substitutes.randrange(len(self)), draw)
         return sample
 
@@ -283,13 +283,13 @@ class TrainingImages(ImageFolder):
 
 
 class EvaluationImages(ImageFolder):
-    """The centres of the images; a blank one with the label -100 takes the place of an unreadable one.
+    """The centres of the images. A blank image with the label -100 replaces an unreadable one.
 
     Args:
         root: the folder that holds the class folders: `root/class/image.jpg`.
-        image_size: width and height of the images given, pixels.
+        image_size: width and height of the images returned, pixels.
         max_unreadable: how many images may be unreadable before it is an error.
-        centre: side of the square that is used over the image's shorter side.
+        centre: side of the evaluated square divided by the image's shorter side.
     """
 
     def __init__(
@@ -304,7 +304,7 @@ class EvaluationImages(ImageFolder):
 
     @override
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        """An image and its label; a blank one for `index == len(self)`, with which samplers pad."""
+        """Return an image and its label, or a blank image for `index == len(self)`, with which samplers pad."""
         sample = self.read(index, draw=index) if index < len(self) else None
         return sample or (torch.zeros(3, self.image_size, self.image_size, dtype=torch.uint8), IGNORED_LABEL)
 

@@ -1,4 +1,4 @@
-"""Data modules over class folders of images."""
+"""The data module for class folders of images."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from azureml_strategy.data.folders import DataFolderError, resolve_root
 from azureml_strategy.data.images import EvaluationImages, TrainingImages
 from azureml_strategy.data.sampler import EvaluationSampler, ResumableLoader, TrainingSampler, global_seed, replica
 
-# Seconds for one batch of a worker. A mount that stopped answering must end the run, not hold it up for ever.
+# Seconds that a worker may take for one batch. A mount that stopped answering must end the run, not stall it forever.
 _BATCH_TIMEOUT = 600
 
 ImageLoader = DataLoader[tuple[Tensor, int]]
@@ -25,29 +25,29 @@ ImageLoader = DataLoader[tuple[Tensor, int]]
 class ImageFolderDataModule(LightningDataModule):
     """Images in class folders, `root/train/class/image.jpg` and `root/val/class/image.jpg`, as ImageNet's.
 
-    Batches are `(images, labels)`: uint8 `(batch_size, 3, image_size, image_size)`, to be normalised on the
-    device, and int64 `(batch_size,)`, where -100 marks what no metric may count.
+    Batches are `(images, labels)`: uint8 `(batch_size, 3, image_size, image_size)`, to be normalised on the device, and
+    int64 `(batch_size,)`. No metric may count a label of -100.
 
-    Training images are shuffled by epoch and `seed_everything`'s seed. In an evaluation every image is read by
-    exactly one rank, and all ranks take equally many steps.
+    Training images are shuffled by epoch and `seed_everything`'s seed. In an evaluation, exactly one replica reads each
+    image, and all ranks take the same number of steps.
 
     Args:
         root: the folder with the folders for training and validation.
         input_name: instead of `root`, the name of an input of the Azure ML job, mounted or downloaded.
-        image_size: width and height of the images given, pixels.
-        batch_size: images a step and process.
-        num_workers: decoding processes a dataloader; None for this process's share of the cores.
+        image_size: width and height of the images returned, pixels.
+        batch_size: images per step and process.
+        num_workers: decoding processes per dataloader; None for this process's share of the cores.
         max_unreadable: how many images of a data set may be unreadable before a process gives up.
         minimum_scale: the smallest share of an image's area that a training crop may have.
         flip: mirror half of the training images.
-        evaluation_centre: side of the evaluated square in the centre over the image's shorter side.
+        evaluation_centre: side of the evaluated centre square divided by the image's shorter side.
         train_folder: name of the folder for training.
         val_folder: name of the folder for validation, which is the test set as well.
 
     Raises:
-        ValueError: an argument is out of range.
-        DataFolderError: the job has no input of that name; in `setup`, a folder is missing or empty, or the
-            classes of the two differ.
+        ValueError: an argument is out of range, or not exactly one of `root` and `input_name` is given.
+        DataFolderError: the job has no input of that name; in `setup`, a folder is missing or empty, or the classes of
+            the two folders differ.
     """
 
     def __init__(
@@ -105,10 +105,10 @@ class ImageFolderDataModule(LightningDataModule):
 
     @override
     def train_dataloader(self) -> ImageLoader:
-        """Shuffled batches, all of the full size.
+        """Return shuffled batches, all of the full size.
 
         Raises:
-            ValueError: the images are fewer than one batch on each replica.
+            ValueError: there are fewer images than one batch on each replica.
         """
         assert self._train is not None, "setup('fit') lists the images"
         replicas, rank = replica(self.trainer)
@@ -123,14 +123,14 @@ class ImageFolderDataModule(LightningDataModule):
 
     @override
     def val_dataloader(self) -> ImageLoader:
-        """Every validation image once, in order."""
+        """Return every validation image once, in order."""
         assert self._val is not None, "setup() lists the images"
         sampler = EvaluationSampler(self._val, *replica(self.trainer))
         return DataLoader(self._val, sampler=sampler, **self._reading())
 
     @override
     def test_dataloader(self) -> ImageLoader:
-        """The same as for validation: ImageNet's test set has no labels."""
+        """Return the same as for validation: ImageNet's test set has no labels."""
         return self.val_dataloader()
 
     def _reading(self) -> dict[str, Any]:
@@ -149,7 +149,7 @@ class ImageFolderDataModule(LightningDataModule):
 
 
 def _check_same_classes(train: TrainingImages, val: EvaluationImages) -> None:
-    """Refuse folders of different classes: a label is the place of a class, so it would mean two things."""
+    """Refuse folders with different classes: a label is the index of a class, so it would mean two things."""
     if train.classes == val.classes:
         return
     only_one = sorted(set(train.classes) ^ set(val.classes))

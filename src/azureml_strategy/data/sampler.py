@@ -1,4 +1,4 @@
-"""Samplers and loaders that know their place, so that a resumed run goes on at the exact sample."""
+"""Samplers and loaders that restore their position, so that a resumed run continues at the exact sample."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from typing_extensions import override
 class ResumableSampler(DistributedSampler[int]):
     """Shuffles by seed and epoch alone, and deals the samples out to the replicas one by one.
 
-    Sample i of an epoch is the same for any number of replicas, so equal global batches hold equal samples: of a
-    global batch, replica r reads the samples r, r + replicas, and so on. The last samples that do not fill all
-    replicas are left out.
+    Sample i of an epoch is the same for any number of replicas, so equal global batches hold equal samples. Of a global
+    batch, replica r reads the samples r, r + replicas, and so on. Samples at the end that do not fill all replicas are
+    left out.
 
     Args:
         dataset: what to draw from.
@@ -27,7 +27,7 @@ class ResumableSampler(DistributedSampler[int]):
         seed: of the shuffling; the same on all ranks.
 
     Attributes:
-        resume_at: epoch and the number of its samples, over all replicas, that were read before.
+        resume_at: an epoch, and how many of its samples, over all replicas, were read before.
     """
 
     def __init__(self, dataset: Sized, num_replicas: int, rank: int, seed: int) -> None:
@@ -42,27 +42,27 @@ class ResumableSampler(DistributedSampler[int]):
         return iter(order[self.rank : complete : self.num_replicas].tolist())
 
     def order(self) -> Tensor:
-        """The samples of the epoch, int64, as torch's DistributedSampler shuffles them."""
+        """Return the samples of the epoch, int64, in the order of torch's DistributedSampler."""
         return torch.randperm(self._samples, generator=torch.Generator().manual_seed(self.seed + self.epoch))
 
     @property
     def first_sample(self) -> int:
-        """Where the epoch begins, counted in samples of all replicas: above 0 only in the one that was interrupted."""
+        """Where the epoch begins, in samples of all replicas: above 0 only in the epoch that was interrupted."""
         epoch, samples = self.resume_at
         return samples if epoch == self.epoch else 0
 
 
 class ResumableLoader(DataLoader[Any]):
-    """A DataLoader that an epoch can be taken up with in its middle, on another number of replicas too.
+    """A DataLoader that can resume in the middle of an epoch, also on another number of replicas.
 
-    `state_dict` and `load_state_dict` are what Lightning saves with a checkpoint and gives back. It draws from random
-    numbers of its own where torch's takes one of the process's for each epoch: a resumed epoch begins once more, and
-    would shift all that are drawn later.
+    Lightning saves `state_dict` with a checkpoint and gives it back to `load_state_dict`. The loader draws from its own
+    random numbers. torch's draws one of the process's in each epoch: a resumed epoch begins once more, which would
+    shift all later draws.
 
     Args:
         dataset: what to read.
         sampler: a `ResumableSampler`.
-        batch_size: samples of a batch.
+        batch_size: samples per batch.
         options: further arguments of torch's DataLoader.
     """
 
@@ -74,23 +74,23 @@ class ResumableLoader(DataLoader[Any]):
         super().__init__(dataset, sampler=sampler, batch_size=batch_size, **options)
 
     @override
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's says which class of iterator
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's names the iterator's class
         self._given, self._begun_at = 0, self.sampler.first_sample
         for batch in super().__iter__():
-            # Of this pass only: one that is shorter than another loader begins again within the epoch.
+            # Resume in this pass only: a loader that is shorter than another one restarts within the epoch.
             self.sampler.resume_at = (0, 0)
-            # counted when it is handed out: worker processes are some batches ahead
+            # Count a batch when it is handed out: worker processes are some batches ahead.
             self._given += 1
             yield batch
 
     def state_dict(self) -> dict[str, int]:
-        """The epoch and its samples, over all replicas, that are read; whatever the number of replicas."""
+        """Return the epoch and how many of its samples, over all replicas, were read."""
         assert self.batch_size is not None
         samples = self._begun_at + self._given * self.batch_size * self.sampler.num_replicas
         return {"epoch": self.sampler.epoch, "samples": samples}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Begin the epoch of `state` after its samples."""
+        """Start the epoch of `state` after its samples."""
         self._given, self._begun_at = 0, state["samples"]
         self.sampler.resume_at = (state["epoch"], state["samples"])
         self.sampler.set_epoch(state["epoch"])  # Lightning tells the epoch only after the workers have started
@@ -99,8 +99,8 @@ class ResumableLoader(DataLoader[Any]):
 class TrainingSampler(ResumableSampler):
     """Gives each replica its own training images, none twice in an epoch.
 
-    It yields draws, `epoch * len(dataset) + index`, which tell `TrainingImages` the epoch: a worker process
-    that lives on has no other way of knowing.
+    It yields draws, `epoch * len(dataset) + index`, which tell `TrainingImages` the epoch. A worker process that
+    persists across epochs has no other way to know it.
     """
 
     @override
@@ -109,11 +109,10 @@ class TrainingSampler(ResumableSampler):
 
 
 class EvaluationSampler(DistributedSampler[int]):
-    """Gives every sample to exactly one replica, in order, and all replicas equally many.
+    """Gives every sample to exactly one replica, in order, and the same number to each replica.
 
-    torch's own sampler repeats samples to make the shares equal, which counts them twice; this one pads with the
-    index `len(dataset)`, a blank sample that no metric counts. As a DistributedSampler it is left in place by
-    Lightning.
+    torch's own sampler repeats samples to make the shares equal, which counts them twice. This one pads with the index
+    `len(dataset)`, a blank sample that no metric counts. Lightning does not replace it, as it is a DistributedSampler.
 
     Args:
         dataset: what to read.
@@ -123,7 +122,7 @@ class EvaluationSampler(DistributedSampler[int]):
 
     def __init__(self, dataset: Dataset[Any], num_replicas: int, rank: int) -> None:
         super().__init__(dataset, num_replicas, rank, shuffle=False, drop_last=False)
-        self._padding = len(dataset)  # type: ignore[arg-type]  # which torch does not ask of a Dataset
+        self._padding = len(dataset)  # type: ignore[arg-type]  # torch's Dataset does not require len
 
     @override
     def __iter__(self) -> Iterator[int]:
@@ -131,11 +130,11 @@ class EvaluationSampler(DistributedSampler[int]):
 
 
 def replica(trainer: Trainer | None) -> tuple[int, int]:
-    """How many replicas read different samples, and which of them this process is; one without a Trainer."""
+    """Return how many replicas read different samples, and which of them this process is; one without a Trainer."""
     arguments = trainer.distributed_sampler_kwargs if trainer is not None else None
     return (arguments["num_replicas"], arguments["rank"]) if arguments else (1, 0)
 
 
 def global_seed() -> int:
-    """The seed of Lightning's `seed_everything`, or 0, as Lightning takes it for the samplers it makes."""
+    """Return the seed of `seed_everything`, or 0, as Lightning does for the samplers that it makes."""
     return int(os.environ.get("PL_GLOBAL_SEED", "0"))

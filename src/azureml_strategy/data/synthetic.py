@@ -1,4 +1,4 @@
-"""Random images made on the device: the speed of training without any loading."""
+"""Random images made on the device, to measure the speed of training without any loading."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from azureml_strategy.data.sampler import replica
 
 
 class RepeatedBatch:
-    """An epoch that gives the same batch again and again.
+    """An epoch that returns the same batch again and again.
 
     Args:
         images: uint8 `(N, 3, H, W)`.
@@ -23,7 +23,7 @@ class RepeatedBatch:
     """
 
     def __init__(self, images: Tensor, labels: Tensor, steps: int) -> None:
-        self.batch_size = len(labels)  # what the learning rate is scaled by
+        self.batch_size = len(labels)  # the learning rate is scaled by it
         self._batch = (images, labels)
         self._steps = steps
         self._given = self._skip = 0
@@ -38,11 +38,11 @@ class RepeatedBatch:
             yield self._batch
 
     def state_dict(self) -> dict[str, int]:
-        """How far the epoch is, for Lightning's checkpoint."""
+        """Return the position in the epoch, for Lightning's checkpoint."""
         return {"given": self._given}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Begin the next epoch where that of `state` was; at its start, if that was at its end."""
+        """Start the next epoch at the position of `state`, or at its beginning if `state` is of an epoch's end."""
         self._skip = state["given"] % self._steps
 
 
@@ -50,12 +50,12 @@ class SyntheticDataModule(LightningDataModule):
     """One batch of random images and labels on each replica, made on its device and used at every step.
 
     Args:
-        batch_size: images a step and process.
+        batch_size: images per step and process.
         image_size: width and height, pixels.
         num_classes: labels are from 0 to `num_classes - 1`.
         steps_per_epoch: batches of a training epoch.
         validation_steps: batches of a validation.
-        seed: of the batch; each replica's is different.
+        seed: of the batch; each replica's batch is different.
 
     Raises:
         ValueError: an argument is out of range.

@@ -1,4 +1,4 @@
-"""Sequences of tokens for training and validation."""
+"""Sequences of tokens for training and validation, as a data set, a sampler and a data module."""
 
 from __future__ import annotations
 
@@ -29,30 +29,30 @@ from azureml_strategy.data.tokens import (
     write_tokens,
 )
 
-# Seconds for one batch of a worker. A mount that stopped answering must end the run, not hold it up for ever.
+# Seconds that a worker may take for one batch. A mount that stopped answering must end the run, not stall it forever.
 _BATCH_TIMEOUT = 600
 
 
 class SequenceSampler(ResumableSampler):
-    """Deals out the sequences of a text. Seed and epoch are mixed: no order comes back under another seed."""
+    """Deals out the sequences of a text. It mixes seed and epoch, so no order recurs under another seed."""
 
     @override
     def order(self) -> Tensor:
-        # torch's own rule, seed + epoch, would give epoch 1 of seed 0 the order of epoch 0 of seed 1
+        # torch's own rule, seed + epoch, would give epoch 1 of seed 0 the order of epoch 0 of seed 1.
         mixed = int(np.random.SeedSequence([self.seed, self.epoch]).generate_state(1)[0])
         return torch.randperm(self._samples, generator=torch.Generator().manual_seed(mixed))
 
 
 class TokenSequences(Dataset[tuple[Tensor, Tensor]]):
-    """All sequences of a file of tokens, side by side; a tail that fills no sequence is left out.
+    """All sequences of a file of tokens, side by side. A tail shorter than a sequence is left out.
 
-    A sample is `(inputs, targets)`, int64 `(length,)` each: the target of a token is the one after it. The index
-    `len(self)` gives a sample whose targets are all -100, which makes the shares of the ranks equal.
+    A sample is `(inputs, targets)`, int64 `(length,)` each: the target of a token is the next token. The index
+    `len(self)` gives a sample whose targets are all -100, which samplers use to make the shares of the ranks equal.
 
     Args:
         path: the file, which is mapped and not read.
-        dtype: of its tokens, as numpy names it.
-        length: tokens of a sequence.
+        dtype: of its tokens, numpy's name.
+        length: tokens per sequence.
     """
 
     def __init__(self, path: Path, dtype: str, length: int) -> None:
@@ -61,7 +61,7 @@ class TokenSequences(Dataset[tuple[Tensor, Tensor]]):
         self._tokens = map_tokens(path, dtype)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # a worker process that is not forked maps the file itself; numpy would send it the whole content
+        # A worker process that is not forked maps the file itself. numpy would send it the whole content.
         return (TokenSequences, self._arguments)
 
     def __len__(self) -> int:
@@ -77,34 +77,33 @@ class TokenSequences(Dataset[tuple[Tensor, Tensor]]):
 
 
 def count_tokens(batch: tuple[Tensor, Tensor]) -> int:
-    """The tokens of a batch: what `ThroughputCallback(batch_size=..., unit="tokens")` counts."""
+    """Return the number of tokens of a batch, for `ThroughputCallback(batch_size=..., unit="tokens")`."""
     return batch[0].numel()
 
 
 class TextDataModule(LightningDataModule):
     """Sequences of tokens from text files, by default the source of Python's standard library on this machine.
 
-    Batches are `(inputs, targets)`, int64 `(batch_size, sequence_length)` each: the target of a token is the one
-    after it, and -100 marks what no metric may count. The text is made into tokens once, by one process of each
-    node, and then mapped into memory by all.
+    Batches are `(inputs, targets)`, int64 `(batch_size, sequence_length)` each: the target of a token is the next
+    token, and no metric may count a target of -100. One process of each node converts the text to tokens once. Then all
+    processes map them into memory.
 
     Training sequences are shuffled by epoch and `seed_everything`'s seed, the same for any number of replicas.
-    Validation has documents of its own, which are the test set as well; every sequence of them is read by exactly
-    one replica.
+    Validation has its own documents, which are the test set as well. Exactly one replica reads each of their sequences.
 
     Args:
         root: a folder of text, or one file.
         input_name: instead of `root`, the name of an input of the Azure ML job, mounted or downloaded.
         pattern: which files below the folder are documents.
         tokenizer: a `tokenizer.json` of the `tokenizers` library; None reads bytes, 256 tokens.
-        end_of_text: the tokenizer's token that follows each document, as `<|endoftext|>`; None for none. Bytes have
-            byte 0 there.
-        sequence_length: tokens of a sequence.
-        batch_size: sequences a step and process.
-        num_workers: reading processes a dataloader. 0 reads in the training process, which costs less than handing
-            over what is so small.
+        end_of_text: the tokenizer's token that follows each document, such as `<|endoftext|>`; None for none. Documents
+            read as bytes are followed by byte 0.
+        sequence_length: tokens per sequence.
+        batch_size: sequences per step and process.
+        num_workers: reading processes per dataloader. 0 reads in the training process, which costs less than
+            transferring such small samples between processes.
         validation_fraction: share of the documents for validation; 0 for no validation.
-        cache: where the tokens are kept, for later runs too.
+        cache: folder where the tokens are kept, also for later runs.
 
     Raises:
         ValueError: an argument is out of range.
@@ -146,7 +145,7 @@ class TextDataModule(LightningDataModule):
 
     @override
     def prepare_data(self) -> None:
-        """Write the tokens, unless they are there."""
+        """Write the tokens unless they exist."""
         self._locate(write=True)
 
     @override
@@ -154,7 +153,7 @@ class TextDataModule(LightningDataModule):
         """Open the tokens.
 
         Raises:
-            CorpusError: they are too few for one sequence, or not those of rank 0.
+            CorpusError: there are too few tokens for one sequence, or they differ from those of rank 0.
         """
         if self._files is None:
             self._files = read_manifest(self._locate(write=False))
@@ -163,10 +162,10 @@ class TextDataModule(LightningDataModule):
 
     @override
     def train_dataloader(self) -> ResumableLoader:
-        """Shuffled batches, all of the full size.
+        """Return shuffled batches, all of the full size.
 
         Raises:
-            CorpusError: the sequences are fewer than one batch on each replica.
+            CorpusError: there are fewer sequences than one batch on each replica.
         """
         sequences = self._sequences("train")
         replicas, rank = replica(self.trainer)
@@ -181,7 +180,7 @@ class TextDataModule(LightningDataModule):
 
     @override
     def val_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]] | list[Any]:
-        """Every validation sequence once, in order; nothing without a `validation_fraction`."""
+        """Return every validation sequence once, in order; nothing if `validation_fraction` is 0."""
         if not self.validation_fraction:
             return []
         sequences = self._sequences("val")
@@ -189,7 +188,7 @@ class TextDataModule(LightningDataModule):
 
     @override
     def test_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]] | list[Any]:
-        """The same as for validation."""
+        """Return the same as for validation."""
         return self.val_dataloader()
 
     def _locate(self, write: bool) -> Path:
@@ -239,7 +238,7 @@ class TextDataModule(LightningDataModule):
         first = self.trainer.strategy.broadcast(files.digest)
         if self.trainer.strategy.reduce_boolean_decision(first == files.digest):
             return
-        if first == files.digest:  # stops as well: the others would be waited for
+        if first == files.digest:  # this rank's text is right, but it would wait for the others
             raise CorpusError("Other ranks have another text than rank 0; what to do stands in their logs.")
         raise CorpusError(
             f"Global rank {self.trainer.global_rank} has another text than rank 0: the hash of its tokens is "

@@ -1,4 +1,4 @@
-"""Text files as files of tokens, by a tokenizer or byte by byte."""
+"""Finds text files, and writes and reads them as files of tokens, by a tokenizer or byte by byte."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from typing_extensions import override
 from azureml_strategy.data.folders import resolve_root
 
 _MANIFEST = "manifest.json"
-# Of the layout below: another one is another folder.
+# Version of the layout below. Another version gets another folder.
 _VERSION = 1
 
 Tokens = NDArray[np.unsignedinteger[Any]]
-# Between documents read as bytes: no text has this one.
+# Separates documents that are read as bytes: text does not contain it.
 _NUL = 0
-# Parts of the standard library's folder that are not it, or that hold texts made to be malformed.
+# Folders below the standard library's that are not part of it, or that hold deliberately malformed texts.
 _NOT_STANDARD = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 _SPLIT_SEED = 0
 
 
 @dataclass(frozen=True)
 class TokenFiles:
-    """A folder with `train.bin`, `val.bin` and the manifest that these fields are read from.
+    """A folder with `train.bin`, `val.bin` and a manifest, from which these fields are read.
 
     Attributes:
-        folder: where they lie.
-        dtype: of the tokens, as numpy names it.
-        train: tokens for training.
-        val: tokens for validation.
-        digest: hash of all tokens, equal where two nodes read the same text with the same tokenizer.
+        folder: path of the folder.
+        dtype: of the tokens, numpy's name.
+        train: number of tokens for training.
+        val: number of tokens for validation.
+        digest: hash of all tokens, equal if two nodes read the same text with the same tokenizer.
     """
 
     folder: Path
@@ -51,12 +51,12 @@ class TokenFiles:
     digest: str
 
     def path(self, part: str) -> Path:
-        """The file of `train` or `val`."""
+        """Return the file of `train` or `val`."""
         return self.folder / f"{part}.bin"
 
 
 def token_folder(cache: Path, corpus: Corpus, tokenizer: Tokenizer, validation_fraction: float) -> Path:
-    """The folder for these documents, this tokenizer and this split; another one if any of them changes."""
+    """Return the folder for these documents, this tokenizer and this split. It changes if any of them does."""
     facts = (_VERSION, corpus.identity(), tokenizer.identity, validation_fraction)
     return cache / hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
@@ -64,13 +64,13 @@ def token_folder(cache: Path, corpus: Corpus, tokenizer: Tokenizer, validation_f
 def write_tokens(folder: Path, corpus: Corpus, tokenizer: Tokenizer, validation_fraction: float) -> None:
     """Write the token files, all or nothing.
 
-    They are written beside the folder and renamed into place: a process that is killed leaves no half data set,
-    and where several write at once, on however many nodes, the first one wins and the others use its files.
+    They are written beside the folder and renamed into place, so a killed process leaves no incomplete data set. If
+    several processes write at once, on any number of nodes, the first one wins and the others use its files.
 
     Args:
-        folder: is left as it is where it exists.
+        folder: target; left as it is if it exists.
         corpus: the documents.
-        tokenizer: makes tokens of them.
+        tokenizer: converts them to tokens.
         validation_fraction: share of the documents for validation.
 
     Raises:
@@ -91,15 +91,15 @@ def write_tokens(folder: Path, corpus: Corpus, tokenizer: Tokenizer, validation_
         try:
             written.rename(folder)
         except OSError:
-            if not folder.is_dir():  # not merely another process that was first
+            if not folder.is_dir():  # otherwise another process was first
                 raise
 
 
 def read_manifest(folder: Path) -> TokenFiles:
-    """What a folder of tokens holds.
+    """Read what a folder of tokens holds.
 
     Raises:
-        CorpusError: there is no such folder, or a file is not as long as the manifest says.
+        CorpusError: the folder does not exist, or a file is not as long as its manifest says.
     """
     if not (folder / _MANIFEST).is_file():
         raise CorpusError(
@@ -120,7 +120,7 @@ def read_manifest(folder: Path) -> TokenFiles:
 
 
 def map_tokens(path: Path, dtype: str) -> Tokens:
-    """The tokens of a file, mapped: only what is read of them is in memory, once for all processes of a machine."""
+    """Map the tokens of a file: only what is read is in memory, once for all processes of a machine."""
     return np.memmap(path, dtype=dtype, mode="r")
 
 
@@ -136,11 +136,11 @@ def _write_part(folder: Path, part: str, documents: Iterable[Path], tokenizer: T
 
 
 class Tokenizer(ABC):
-    """Makes numbers from 0 to `vocab_size - 1` of a document.
+    """Converts a document to numbers from 0 to `vocab_size - 1`.
 
     Attributes:
-        vocab_size: how many tokens there are.
-        identity: a hash, another one for a tokenizer that gives other tokens.
+        vocab_size: number of different tokens.
+        identity: a hash, which differs for tokenizers that give different tokens.
     """
 
     vocab_size: int
@@ -153,11 +153,11 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, document: Path) -> Tokens:
-        """The tokens of a file, with what separates documents at the end, in `dtype`."""
+        """Return the tokens of a file in `dtype`, with the separator of documents at the end."""
 
 
 class ByteTokenizer(Tokenizer):
-    """Every byte is a token, whatever the encoding; byte 0 follows each document."""
+    """Makes every byte a token, whatever the encoding. Byte 0 follows each document."""
 
     vocab_size = 256
     identity = "bytes"
@@ -168,20 +168,20 @@ class ByteTokenizer(Tokenizer):
 
 
 class FileTokenizer(Tokenizer):
-    """A tokenizer in one JSON file, as the `tokenizers` library saves it: `tokenizer.json` beside many models.
+    """A tokenizer in one JSON file, as the `tokenizers` library saves it: the `tokenizer.json` of many models.
 
     Args:
         path: the file.
-        end_of_text: the token that follows each document, as `<|endoftext|>`; None for none.
+        end_of_text: the token that follows each document, such as `<|endoftext|>`; None for none.
 
     Raises:
-        CorpusError: no such file or token, or the library is missing.
+        CorpusError: the file or the token does not exist, or the library is missing.
     """
 
     def __init__(self, path: Path, end_of_text: str | None) -> None:
         self._tokenizer = _load(path)
         self.identity = hashlib.sha256(path.read_bytes() + f"\0{end_of_text}".encode()).hexdigest()
-        # the numbers of added tokens may leave gaps, so that counting them is not enough
+        # The numbers of added tokens may leave gaps, so counting the tokens is not enough.
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self._end: list[int] = []
         if end_of_text is not None:
@@ -217,12 +217,12 @@ def _load(path: Path) -> Any:
 
 
 class CorpusError(ValueError):
-    """Text to train on is missing, too little or unreadable; the message says which."""
+    """The text to train on is missing, too short or unreadable. The message says which."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents, one a file, in the order of their names.
+    """Documents, one per file, sorted by name.
 
     Attributes:
         root: the folder below which they lie, or the only file.
@@ -233,7 +233,7 @@ class Corpus:
     documents: tuple[Path, ...]
 
     def identity(self) -> str:
-        """A hash of names, sizes and times of change: another one where a document was changed, added or removed."""
+        """Hash names, sizes and modification times. The hash differs if a document was changed, added or removed."""
         digest = hashlib.sha256()
         for path in self.documents:
             facts = path.stat()
@@ -241,13 +241,13 @@ class Corpus:
         return digest.hexdigest()
 
     def split(self, validation_fraction: float) -> tuple[Sequence[Path], Sequence[Path]]:
-        """Whole documents for training and for validation, the same ones at every call.
+        """Return whole documents for training and for validation, the same ones at every call.
 
         Args:
-            validation_fraction: share of the documents for validation, from 0; one at least where it is above 0.
+            validation_fraction: share of the documents for validation, from 0. Above 0, it is at least one document.
 
         Raises:
-            CorpusError: there is no document left for training.
+            CorpusError: no document is left for training.
         """
         total = len(self.documents)
         count = max(1, round(total * validation_fraction)) if validation_fraction else 0
@@ -265,16 +265,16 @@ class Corpus:
 def find_corpus(
     root: str | os.PathLike[str] | None, input_name: str | None, pattern: str, environ: Mapping[str, str]
 ) -> Corpus:
-    """The user's documents, or where neither root nor input is given the source of Python's standard library.
+    """Find the user's documents. Without root and input, take the source of Python's standard library.
 
     Args:
         root: a folder, or one file.
         input_name: name of an input of the Azure ML job.
-        pattern: which files below the folder are documents, as `*.txt`; hidden ones never are.
+        pattern: which files below the folder are documents, such as `*.txt`; hidden ones never are.
         environ: the process's environment variables.
 
     Raises:
-        CorpusError: nothing is there, or nothing but empty files.
+        CorpusError: there are no files, or only empty ones.
         DataFolderError: the job has no such input.
     """
     if root is None and input_name is None:
@@ -290,7 +290,7 @@ def find_corpus(
 
 def _standard_library(folder: Path) -> Iterator[Path]:
     for place, folders, files in os.walk(folder):
-        # Not entered at all: there may be a hundred times as many files in site-packages.
+        # Do not enter them at all: site-packages may hold a hundred times as many files.
         folders[:] = (name for name in folders if name not in _NOT_STANDARD)
         yield from (Path(place, name) for name in files if name.endswith(".py"))
 

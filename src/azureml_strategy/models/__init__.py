@@ -1,4 +1,4 @@
-"""ResNet-50 and GPT, and the LightningModules that train them and other networks for the same purpose."""
+"""ResNet-50 and GPT, and LightningModules that train these and other networks for the same tasks."""
 
 from azureml_strategy.models.chain import ChainLayer, build_chain, seeded
 from azureml_strategy.models.classifier import ImageClassifier

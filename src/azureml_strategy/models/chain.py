@@ -1,4 +1,4 @@
-"""A network as a chain of layers, each made by itself and the same whoever makes it."""
+"""A network as a chain of layers. Each layer is built separately, with the same parameters in every process."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import nn
 
 @dataclass(frozen=True)
 class ChainLayer:
-    """One layer of a chain: it takes what the layer before it returns.
+    """One layer of a chain. Its input is the output of the layer before it.
 
     Attributes:
-        build: makes the layer; its parameters are the same at every call and in every process.
+        build: builds the layer, with the same parameters at every call and in every process.
         name: unique in the chain.
-        kind: what layers are counted by where a chain is cut by layer type.
+        kind: the layer type, by which layers are counted when a chain is cut by layer type.
         tied: layers with the same key share one parameter; None for a layer that shares nothing.
         tied_parameter: the name of that parameter in this layer.
     """
@@ -31,18 +31,18 @@ class ChainLayer:
 
 
 def seeded(make: Callable[[], nn.Module], seed: int, index: int) -> Callable[[], nn.Module]:
-    """A builder that draws from a random state of its own and leaves the process's as it was.
+    """Return a builder that uses its own random state and leaves the process's state unchanged.
 
     Args:
         make: draws its parameters from torch's default generators.
         seed: of the whole network.
-        index: of this draw; layers that share a parameter must draw it first, and from the same index.
+        index: of this draw. Layers that share a parameter must draw it first, and from the same index.
     """
     return functools.partial(_build_seeded, make, seed, index)
 
 
 def build_chain(layers: Sequence[ChainLayer]) -> nn.ModuleList:
-    """All layers in one process, with one parameter for all layers of a tie."""
+    """Build all layers in one process. Tied layers share one parameter."""
     modules = nn.ModuleList(layer.build() for layer in layers)
     shared: dict[str, nn.Parameter] = {}
     for layer, module in zip(layers, modules, strict=True):
@@ -54,7 +54,7 @@ def build_chain(layers: Sequence[ChainLayer]) -> nn.ModuleList:
 
 
 def _build_seeded(make: Callable[[], nn.Module], seed: int, index: int) -> nn.Module:
-    # torch's CPU generator takes 32 bits of a seed; this mixes all bits of both numbers into them
+    # torch's CPU generator takes 32 bits of a seed. This mixes all bits of both numbers into them.
     mixed = int(np.random.SeedSequence([seed, index]).generate_state(1)[0])
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices):

@@ -1,4 +1,4 @@
-"""Training of an image classifier: any network from images to logits."""
+"""A LightningModule that trains an image classifier: any network from images to logits."""
 
 from __future__ import annotations
 
@@ -31,34 +31,34 @@ class Chained(Protocol):
     """A network that is a chain of its submodules."""
 
     def chain(self) -> list[tuple[str, str]]:
-        """Name and kind of each layer, in order; each takes what the one before returns."""
+        """Return name and kind of each layer, in order. The input of each is the output of the one before."""
 
 
 class ImageClassifier(LightningModule):
-    """Trains a network as Goyal et al. 2017 (https://arxiv.org/abs/1706.02677) did, with a cosine decay.
+    """Trains a network as Goyal et al. 2017 (https://arxiv.org/abs/1706.02677) did, but with a cosine decay.
 
-    Batches are `(images, labels)`. Images are uint8 `(N, 3, H, W)`, normalised here on the device (a quarter
-    of the bytes of float32 on the way), or floating point, taken as normalised. Labels are int64 `(N,)`, and
-    -100 is ignored.
+    Batches are `(images, labels)`. Images are either uint8 `(N, 3, H, W)`, normalised here on the device (to transfer a
+    quarter of the bytes of float32), or floating point, assumed to be normalised. Labels are int64 `(N,)`, and -100 is
+    ignored.
 
-    Logs `train/loss` every step, this rank's, label smoothing included; and after an evaluation `val/loss`,
+    It logs this rank's `train/loss` at every step, label smoothing included. After an evaluation it logs `val/loss`,
     `val/top1` and `val/top5` (`test/...`) over all samples of all ranks, without label smoothing.
 
     Args:
-        network: from normalised images `(N, 3, H, W)` to logits `(N, classes)`.
-        learning_rate: for 256 samples a step; scaled linearly by the global batch.
+        network: maps normalised images `(N, 3, H, W)` to logits `(N, classes)`.
+        learning_rate: for 256 samples per step; scaled linearly by the global batch.
         momentum: of SGD.
-        nesterov: whether the momentum is Nesterov's.
-        weight_decay: not applied to parameters of one dimension: normalisations and biases.
+        nesterov: whether to use Nesterov momentum.
+        weight_decay: not applied to parameters with one dimension: normalisations and biases.
         warmup_epochs: length of the linear warm-up; may be a fraction.
         label_smoothing: share of the target spread evenly over the classes, 0 to 1.
         mean: of each channel, for pixels from 0 to 1.
         std: standard deviation of each channel, for pixels from 0 to 1.
-        channels_last: keep images and convolutions in NHWC, which tensor cores compute in.
-        compile: `torch.compile` the network, in place: names in checkpoints stay as they are.
+        channels_last: keep images and convolutions in NHWC, in which tensor cores compute.
+        compile: `torch.compile` the network in place, so names in checkpoints stay as they are.
 
     Raises:
-        ValueError: `compile` with a network of a class of torch's own, such as `nn.Sequential`.
+        ValueError: `compile` with a network of one of torch's own classes, such as `nn.Sequential`.
     """
 
     def __init__(
@@ -86,14 +86,14 @@ class ImageClassifier(LightningModule):
 
     @override
     def setup(self, stage: str) -> None:
-        """Learn from the data module, where it says so, how many classes the labels have."""
+        """Read the number of classes from the data module, if it has one."""
         self.data_classes = getattr(getattr(self.trainer, "datamodule", None), "num_classes", None)
 
     def pipeline_layers(self) -> list[ChainLayer]:
-        """Normalisation and network as a chain, for a strategy that gives each rank a part of it.
+        """Return normalisation and network as a chain, for a strategy that gives each rank a part of it.
 
         Raises:
-            TypeError: the network does not say how it is one.
+            TypeError: the network has no `chain()`.
         """
         if not isinstance(self.network, Chained):
             raise TypeError(
@@ -104,20 +104,20 @@ class ImageClassifier(LightningModule):
         return [ChainLayer(functools.partial(self.get_submodule, name), name, kind) for name, kind in names]
 
     def pipeline_batch(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """What the first layer takes, and what the loss is computed with."""
+        """Return the input of the first layer, and the labels for the loss."""
         images, labels = batch
         return images, labels
 
     @override
     def forward(self, images: Tensor) -> Tensor:
-        """Images `(N, 3, H, W)`, uint8 or normalised, to logits `(N, classes)`.
+        """Map images `(N, 3, H, W)`, uint8 or normalised, to logits `(N, classes)`.
 
         Raises:
             ValueError: the network has fewer outputs than the data module has classes.
         """
         logits = cast(Tensor, self.network(self.normalise(images)))
         if self.data_classes is not None and logits.shape[1] < self.data_classes:
-            # on a GPU the loss would fail with a device-side assertion that names neither number
+            # On a GPU the loss would fail with a device-side assertion that names neither number.
             raise ValueError(
                 f"The network has {logits.shape[1]} outputs, but the data has {self.data_classes} classes. "
                 f"Build it with num_classes={self.data_classes}."
@@ -157,16 +157,16 @@ class ImageClassifier(LightningModule):
 
     @override
     def predict_step(self, batch: Batch | Tensor, batch_idx: int) -> Tensor:
-        """Class probabilities in float32, `(N, classes)`, of a batch of images with or without labels."""
+        """Return class probabilities in float32, `(N, classes)`, for a batch of images with or without labels."""
         images = batch if isinstance(batch, Tensor) else batch[0]
         return torch.softmax(self(images).float(), dim=1)
 
     @override
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """SGD with a peak learning rate of `learning_rate * global batch / 256`, changed every step."""
+        """Return SGD with a peak learning rate of `learning_rate * global batch / 256`, which changes at every step."""
         trainer = self.trainer
-        # As Trainer.estimated_stepping_batches does, which leaves it out when only max_steps is given; until
-        # then neither the batch size nor the length of an epoch is known.
+        # Until this is done, neither the batch size nor the length of an epoch is known.
+        # Trainer.estimated_stepping_batches does it too, but not if only max_steps is given.
         trainer.fit_loop.setup_data()
         sgd = SGD(
             recipe.decay_groups(self.network, self.hparams["weight_decay"]),
@@ -181,7 +181,7 @@ class ImageClassifier(LightningModule):
         }
 
     def _start_sums(self) -> None:
-        # no buffer, because a precision plugin may convert buffers to bfloat16, which counts to 256
+        # Not a buffer: a precision plugin may convert buffers to bfloat16, which counts only to 256.
         self._sums = torch.zeros(4, dtype=torch.float64, device=self.device)
 
     def _add_to_sums(self, batch: Batch) -> None:
@@ -191,13 +191,14 @@ class ImageClassifier(LightningModule):
     def _log_means(self, stage: str) -> None:
         sums = cast(Tensor, self.trainer.strategy.reduce(self._sums, reduce_op="sum"))
         for name, value in evaluation_means(sums).items():
-            # already the same on every rank: the maximum of equal numbers is exact, their mean may be rounded
+            # The value is already the same on every rank. The maximum of equal numbers is exact; their mean may be
+            # rounded.
             self.log(f"{stage}/{name}", value, reduce_fx="max", sync_dist=True)
 
 
 def _compile_in_place(network: nn.Module) -> None:
     if type(network).forward.__module__.startswith("torch.nn."):
-        # torch.compile does not trace into the code of torch.nn where a call starts: it would do nothing, silently
+        # A call that starts in code of torch.nn is not traced: torch.compile would silently do nothing.
         raise ValueError(
             f"compile=True has no effect on a bare {type(network).__name__}. Give a network of a class of your own, "
             "whose forward calls it, or leave compile=False."

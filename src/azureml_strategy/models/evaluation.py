@@ -12,10 +12,10 @@ _TOP_K = 5
 
 
 def mean_cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Cross-entropy in float32, averaged over the labels that are not `IGNORED`; 0 where all are.
+    """Cross-entropy in float32, averaged over the labels that are not `IGNORED`; 0 if all are.
 
-    torch's own mean is NaN for a batch without a valid label, and one such batch on one rank would poison the
-    gradients of all.
+    torch's own mean is NaN for a batch without a valid label. One such batch on one rank would make the gradients of
+    all ranks NaN.
 
     Args:
         logits: `(N, classes)`.
@@ -30,14 +30,14 @@ def mean_cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float = 
 
 
 def evaluation_sums(logits: Tensor, labels: Tensor) -> Tensor:
-    """What one batch adds: `[sum of cross-entropies, top-1 hits, top-5 hits, valid samples]` in float64.
+    """Return the sums of one batch: `[cross-entropies, top-1 hits, top-5 hits, valid samples]` in float64.
 
-    Sums can be added over batches and ranks and divided once, at the end; means cannot, unless all batches
-    are equally large. With fewer than five classes, top-5 asks for any of them and is always hit.
+    Sums can be added over batches and ranks and divided once at the end. Means cannot, unless all batches have the same
+    size. With five classes or fewer, every valid sample is a top-5 hit.
 
     Args:
         logits: `(N, classes)`.
-        labels: `(N,)`, class indices or `IGNORED`, which counts nowhere.
+        labels: `(N,)`, class indices or `IGNORED`, which is not counted.
     """
     loss = functional.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
     best = logits.topk(min(_TOP_K, logits.shape[1]), dim=1).indices
@@ -47,6 +47,6 @@ def evaluation_sums(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def evaluation_means(sums: Tensor) -> dict[str, Tensor]:
-    """`loss`, `top1` and `top5` (0 to 1) of the sums of all batches and ranks; NaN without a valid sample."""
+    """Return `loss`, `top1` and `top5` (0 to 1) from the sums of all batches and ranks; NaN without a valid sample."""
     loss, top1, top5 = (sums[:3] / sums[3]).float().unbind()
     return {"loss": loss, "top1": top1, "top5": top5}

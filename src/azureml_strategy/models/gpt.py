@@ -1,4 +1,4 @@
-"""A GPT: normalization, rotary positions, attention, feed-forward layers and their initial values."""
+"""The layers of a GPT and their initial values, and the normalisation of images for classifiers."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ class Normalisation(nn.Module):
 
     @override
     def forward(self, images: Tensor) -> Tensor:
-        """Images `(N, 3, H, W)`: uint8 ones are normalised, others taken as normalised."""
-        images = images.contiguous(memory_format=self.memory_format)  # while a pixel is still one byte
+        """Normalise images `(N, 3, H, W)` if they are uint8. Others are assumed to be normalised."""
+        images = images.contiguous(memory_format=self.memory_format)  # now, while a pixel is still one byte
         if images.dtype != torch.uint8:
             return images
-        # the buffers have the dtype of the parameters, also where a precision plugin has converted the module
+        # The buffers have the dtype of the parameters, even if a precision plugin has converted the module.
         return images.to(self.scale.dtype).mul_(self.scale).add_(self.shift)
 
 
 def rotate(states: Tensor, base: float) -> Tensor:
     """Turn the numbers i and i + D/2 of each state by `place * base**(-2i/D)`.
 
-    Su et al. 2021, section 3.2 (https://arxiv.org/abs/2104.09864), with the pairs laid out as in Llama's published
-    weights for transformers. It is computed in float32: in bfloat16 an angle of 1,000 is off by up to 2.
+    This is Su et al. 2021, section 3.2 (https://arxiv.org/abs/2104.09864), with the pairs laid out as in Llama's
+    published weights for transformers. It computes in float32: in bfloat16 an angle of 1,000 is off by up to 2.
 
     Args:
         states: queries or keys, `(..., T, D)`, D even.
@@ -67,11 +67,11 @@ def rotate(states: Tensor, base: float) -> Tensor:
     return turned.type_as(states)
 
 
-# No buffer: a precision plugin would convert it, and each block of a pipeline has to have it.
+# Not a buffer: a precision plugin would convert it, and each block of a pipeline needs it.
 @functools.lru_cache(maxsize=8)
 def _table(length: int, width: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the angles, float32, `(length, width / 2)` each."""
-    # the first use may be a validation under inference_mode, whose tensors no backward pass may keep
+    """Return cosines and sines of the angles, float32, `(length, width / 2)` each."""
+    # The first use may be a validation under inference_mode. A later backward pass cannot use tensors made there.
     with torch.inference_mode(False):
         exponents = torch.arange(0, width, 2, dtype=torch.float32, device=device) / width
         places = torch.arange(length, dtype=torch.float32, device=device)
@@ -82,16 +82,17 @@ def _table(length: int, width: int, base: float, device: torch.device) -> tuple[
 def residual_std(config: GPTConfig) -> float:
     """Standard deviation of the matrices that write to the residual stream.
 
-    Each block adds to it twice, so it would grow with the root of `2 * layers` (Radford et al. 2019, section 2.3).
+    Each block adds to the stream twice, so without this it would grow with the root of `2 * layers` (Radford et al.
+    2019, section 2.3).
     """
     return INITIAL_STD / math.sqrt(2 * config.layers)
 
 
 class CausalSelfAttention(nn.Module):
-    """Every token attends to itself and to those before it, through torch's `scaled_dot_product_attention`.
+    """Lets every token attend to itself and the tokens before it, by torch's `scaled_dot_product_attention`.
 
-    Queries, keys and values have a matrix each, so that tensor parallelism can give each rank some of the heads; how
-    many there are is read from the states.
+    Queries, keys and values have separate matrices, so that tensor parallelism can give each rank some of the heads.
+    The number of heads is read from the states.
 
     Args:
         config: the shape of the network.
@@ -110,7 +111,7 @@ class CausalSelfAttention(nn.Module):
 
     @override
     def forward(self, hidden: Tensor) -> Tensor:
-        """`(N, T, width)` to `(N, T, width)`."""
+        """Map `(N, T, width)` to `(N, T, width)`."""
         query, key, value = (self._heads(matrix(hidden)) for matrix in (self.query, self.key, self.value))
         if self.rotary_base is not None:
             query, key = rotate(query, self.rotary_base), rotate(key, self.rotary_base)
@@ -125,7 +126,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class GELUMLP(nn.Module):
-    """Two matrices with a GELU between them, by the tanh approximation that GPT-2 uses.
+    """Two matrices with a GELU between them, in the tanh approximation of GPT-2.
 
     Args:
         config: the shape of the network.
@@ -138,12 +139,14 @@ class GELUMLP(nn.Module):
 
     @override
     def forward(self, hidden: Tensor) -> Tensor:
-        """`(N, T, width)` to `(N, T, width)`."""
+        """Map `(N, T, width)` to `(N, T, width)`."""
         return cast(Tensor, self.down(functional.gelu(self.up(hidden), approximate="tanh")))
 
 
 class SwiGLUMLP(nn.Module):
-    """Two matrices side by side, one of them through a SiLU, multiplied (Shazeer 2020, https://arxiv.org/abs/2002.05202).
+    """Multiplies two projections, one of them after a SiLU, and projects back (Shazeer 2020).
+
+    See https://arxiv.org/abs/2002.05202.
 
     Args:
         config: the shape of the network.
@@ -157,7 +160,7 @@ class SwiGLUMLP(nn.Module):
 
     @override
     def forward(self, hidden: Tensor) -> Tensor:
-        """`(N, T, width)` to `(N, T, width)`."""
+        """Map `(N, T, width)` to `(N, T, width)`."""
         return cast(Tensor, self.down(functional.silu(self.gate(hidden)) * self.up(hidden)))
 
 
@@ -167,12 +170,12 @@ class NormalLinear(nn.Linear):
     Args:
         in_features: size of an input.
         out_features: size of an output.
-        bias: whether it has one.
+        bias: whether the layer has a bias.
         std: standard deviation of the initial matrix.
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool, std: float = INITIAL_STD) -> None:
-        self.std = std  # torch's constructor draws the values
+        self.std = std  # set first, as torch's constructor draws the values
         super().__init__(in_features, out_features, bias=bias)
 
     @override
@@ -191,7 +194,7 @@ class NormalEmbedding(nn.Embedding):
 
 
 class Embedding(NormalEmbedding):
-    """Tokens to hidden states; the table is `weight`, which a tied output matrix shares.
+    """Maps tokens to hidden states. A tied output matrix shares the table, `weight`.
 
     Args:
         config: the shape of the network.
@@ -205,7 +208,7 @@ class Embedding(NormalEmbedding):
 
     @override
     def forward(self, tokens: Tensor) -> Tensor:
-        """Int64 `(N, T)` to `(N, T, width)`."""
+        """Map int64 `(N, T)` to `(N, T, width)`."""
         hidden = super().forward(tokens)
         if self.positions is not None:
             hidden = hidden + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
@@ -213,7 +216,7 @@ class Embedding(NormalEmbedding):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a normalisation and beside a shortcut.
+    """Attention and MLP, each after a normalisation and in parallel with a shortcut.
 
     Args:
         config: the shape of the network.
@@ -230,7 +233,7 @@ class Block(nn.Module):
 
     @override
     def forward(self, hidden: Tensor) -> Tensor:
-        """`(N, T, width)` to `(N, T, width)`."""
+        """Map `(N, T, width)` to `(N, T, width)`."""
         if self.checkpointed and torch.is_grad_enabled():
             return cast(Tensor, checkpoint(self._forward, hidden, use_reentrant=False))
         return self._forward(hidden)
@@ -241,11 +244,11 @@ class Block(nn.Module):
 
 
 def gpt_layers(config: GPTConfig, seed: int) -> list[ChainLayer]:
-    """The network from int64 tokens `(N, T)` to logits `(N, T, vocab_size)`.
+    """Return the layers from int64 tokens `(N, T)` to logits `(N, T, vocab_size)`.
 
-    The initial parameters are GPT-2's (Radford et al. 2019): normal with a standard deviation of 0.02, less where a
-    block writes to the residual stream; biases zero; gains one. They depend on `config` and `seed` alone, not on
-    which layers a process makes.
+    The initial parameters are GPT-2's (Radford et al. 2019): normal with a standard deviation of 0.02, or less if a
+    block writes to the residual stream with them; biases zero; gains one. They depend only on `config` and `seed`, not
+    on which layers a process builds.
 
     Args:
         config: the shape of the network.
@@ -262,7 +265,7 @@ def gpt_layers(config: GPTConfig, seed: int) -> list[ChainLayer]:
         ChainLayer(seeded(functools.partial(Embedding, config), seed, 0), "embedding", "embedding", tie),
         *blocks,
         ChainLayer(seeded(functools.partial(_norm, config), seed, last), "norm", "norm"),
-        # a tied output matrix draws what the embedding draws first, so both start equal in separate processes too
+        # A tied output matrix draws what the embedding draws first, so both start equal even in separate processes.
         ChainLayer(seeded(output, seed, 0 if config.tied else last + 1), "output", "output", tie),
     ]
 

@@ -1,4 +1,4 @@
-"""The shape of a GPT, and what follows from it: parameters and FLOPs."""
+"""The configuration of a GPT, and its number of parameters and FLOPs."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ MLP = Literal["swiglu", "gelu"]
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """A decoder of blocks with a normalisation before each of their two parts, as in GPT-2 and Llama.
+    """A decoder whose blocks normalise before each of their two parts, as in GPT-2 and Llama.
 
     Args:
-        vocab_size: different tokens.
+        vocab_size: number of different tokens.
         context: tokens of the longest sequence. Learned positions end there; rotary ones do not.
-        layers: blocks.
+        layers: number of blocks.
         width: of the hidden states.
         heads: of the queries; each is `width / heads` wide.
         mlp_width: of the hidden states inside an MLP.
         kv_heads: of keys and values, each shared by `heads / kv_heads` query heads (Ainslie et al. 2023,
             https://arxiv.org/abs/2305.13245); None for as many as `heads`.
         norm: `rmsnorm` (Zhang and Sennrich 2019) or `layernorm`.
-        positions: `rotary` (Su et al. 2021), added to queries and keys, or `learned`, added to the embeddings.
+        positions: `rotary` (Su et al. 2021), applied to queries and keys, or `learned`, added to the embeddings.
         mlp: `swiglu` (Shazeer 2020), three matrices, or `gelu`, two, with the tanh approximation of GPT-2.
-        tied: the output matrix is the embedding table.
+        tied: use the embedding table as the output matrix.
         bias: of the linear layers in the blocks, and of LayerNorm.
-        dropout: of the embeddings, of attention and of what each part of a block adds; 0 for none.
+        dropout: of the embeddings, of attention and of the output of each part of a block; 0 for none.
         norm_eps: added to the variance, or to the mean square.
         rotary_base: longest wavelength of the rotary positions over 2 pi, in tokens.
-        checkpoint_activations: keep only the input of each block and compute the rest again in the backward pass:
-            about a third more computation for a fraction of the memory.
+        checkpoint_activations: keep only the input of each block and recompute the rest in the backward pass: about a
+            third more computation for a fraction of the memory.
 
     Raises:
-        ValueError: the numbers fit no network.
+        ValueError: the values do not fit together.
     """
 
     vocab_size: int
@@ -70,16 +70,16 @@ class GPTConfig:
 
     @property
     def key_value_heads(self) -> int:
-        """Heads of keys and values."""
+        """Number of heads of keys and values."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
     def head_width(self) -> int:
-        """Numbers of a query, key or value of one head."""
+        """Size of a query, key or value of one head."""
         return self.width // self.heads
 
     def parameters(self) -> int:
-        """Trained numbers of the whole network; a tied matrix counts once."""
+        """Number of trained parameters of the whole network; a tied matrix counts once."""
         positions = self.context * self.width if self.positions == "learned" else 0
         table = self.vocab_size * self.width
         return table * (1 if self.tied else 2) + positions + self.layers * self._block() + self._norm()
@@ -87,9 +87,9 @@ class GPTConfig:
     def flops_per_token(self, sequence_length: int) -> int:
         """Floating-point operations of a forward and backward pass for one token, `6 N + 12 L H Q T`.
 
-        Chowdhery et al. 2022, appendix B (https://arxiv.org/abs/2204.02311). N leaves out what is looked up and not
-        multiplied: learned positions, and an embedding table that is not the output matrix as well. What
-        `checkpoint_activations` computes again does not count; attention counts as if it were not causal.
+        The formula is from Chowdhery et al. 2022, appendix B (https://arxiv.org/abs/2204.02311). N excludes parameters
+        that are looked up and not multiplied: learned positions, and an embedding table that is not the output matrix
+        as well. Recomputation by `checkpoint_activations` does not count. Attention counts as if it were not causal.
 
         Args:
             sequence_length: T, tokens that attend to one another.

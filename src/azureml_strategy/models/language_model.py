@@ -1,4 +1,4 @@
-"""Training of a GPT on sequences of tokens."""
+"""A LightningModule that trains a GPT on sequences of tokens."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ Batch = tuple[Tensor, Tensor]
 class LanguageModel(LightningModule):
     """A GPT that learns to predict each next token.
 
-    Batches are `(inputs, targets)`, both int64 `(N, T)`: the target of a token is the one after it, and -100 is
-    ignored. The layers are made in `configure_model`, or each stage's own by a pipeline; outside a Trainer call
-    `configure_model` first. Their parameters are called `layers.<place>.<name in the layer>`.
+    Batches are `(inputs, targets)`, both int64 `(N, T)`: the target of a token is the next token, and a target of -100
+    is ignored. `configure_model` builds the layers, or a pipeline builds each stage's own. Outside a Trainer, call
+    `configure_model` first. The parameters are named `layers.<place>.<name in the layer>`.
 
-    Logs `train/loss` every step, this rank's; and after an evaluation `val/loss` and `val/perplexity` (`test/...`)
-    over all tokens of all ranks.
+    It logs this rank's `train/loss` at every step. After an evaluation it logs `val/loss` and `val/perplexity`
+    (`test/...`) over all tokens of all ranks.
 
     Args:
         network: the shape of the network.
-        learning_rate: peak, whatever the batch.
+        learning_rate: peak, whatever the batch size.
         beta1: decay of AdamW's mean of gradients; both defaults are those of Brown et al. 2020, appendix B
             (https://arxiv.org/abs/2005.14165).
         beta2: decay of AdamW's mean of squared gradients.
         eps: of AdamW.
         weight_decay: of matrices and embeddings; normalisations and biases do not decay.
-        warmup_steps: optimizer steps of the linear warm-up; after it the rate falls by a cosine.
+        warmup_steps: optimizer steps of the linear warm-up; after it the rate falls along a cosine.
         seed: of the initial parameters.
     """
 
@@ -58,11 +58,11 @@ class LanguageModel(LightningModule):
         self.layers = nn.ModuleList()
 
     def pipeline_layers(self) -> list[ChainLayer]:
-        """The network as a chain, for a strategy that gives each rank a part of it."""
+        """Return the network as a chain, for a strategy that gives each rank a part of it."""
         return gpt_layers(self.network, self.hparams["seed"])
 
     def pipeline_batch(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """What the first layer takes, and what the loss is computed with."""
+        """Return the input of the first layer, and the targets for the loss."""
         inputs, targets = batch
         return inputs, targets
 
@@ -76,14 +76,14 @@ class LanguageModel(LightningModule):
         return mean_cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
     def sharded_blocks(self) -> Iterable[nn.Module]:
-        """The parts of the network whose parameters are gathered one after the other."""
+        """Return the parts of the network whose parameters are gathered one after the other."""
         return (layer for layer in self.layers if isinstance(layer, Block))
 
     def tensor_parallel_plan(self) -> dict[str, str]:
-        """How the matrices of the blocks are cut: by output, `colwise`, or by input, `rowwise`.
+        """Return how the matrices of the blocks are cut: by output, `colwise`, or by input, `rowwise`.
 
-        Shoeybi et al. 2019, section 3 (https://arxiv.org/abs/1909.08053). Embedding and output matrix stay whole:
-        few vocabularies divide by the number of ranks.
+        The plan is that of Shoeybi et al. 2019, section 3 (https://arxiv.org/abs/1909.08053). Embedding and output
+        matrix stay whole, because few vocabulary sizes are divisible by the number of ranks.
         """
         by_output = ["attention.query", "attention.key", "attention.value", "mlp.up"]
         by_output += ["mlp.gate"] if self.network.mlp == "swiglu" else []
@@ -91,7 +91,7 @@ class LanguageModel(LightningModule):
         return {f"layers.*.{name}": style for name, style in styles.items()}
 
     def tensor_parallel_counts(self) -> dict[str, int]:
-        """What each rank of a tensor-parallel group gets an equal share of."""
+        """Return what each rank of a tensor-parallel group gets an equal share of."""
         return {"heads": self.network.heads, "heads of keys and values": self.network.key_value_heads}
 
     @override
@@ -101,10 +101,10 @@ class LanguageModel(LightningModule):
 
     @override
     def setup(self, stage: str) -> None:
-        """Compare the network with the data module, where that says what it gives.
+        """Check that the network fits the data module, as far as that states its vocabulary and sequence length.
 
         Raises:
-            ValueError: it has more tokens than the network, or longer sequences.
+            ValueError: the data has more tokens than the network, or longer sequences.
         """
         data = getattr(self.trainer, "datamodule", None)
         self._check_vocabulary(getattr(data, "vocab_size", None))
@@ -112,7 +112,7 @@ class LanguageModel(LightningModule):
 
     @override
     def forward(self, tokens: Tensor) -> Tensor:
-        """Int64 `(N, T)` to logits `(N, T, vocab_size)`."""
+        """Map int64 `(N, T)` to logits `(N, T, vocab_size)`."""
         states = tokens
         for layer in self.layers:
             states = layer(states)
@@ -142,7 +142,7 @@ class LanguageModel(LightningModule):
 
     @override
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """AdamW, its learning rate changed every step."""
+        """Return AdamW, with a learning rate that changes at every step."""
         settings = self.hparams
         groups = recipe.decay_groups(self, settings["weight_decay"])
         betas = (settings["beta1"], settings["beta2"])
@@ -158,13 +158,13 @@ class LanguageModel(LightningModule):
         return self.pipeline_loss(self(inputs), targets)
 
     def _log_loss(self, stage: str, batch: Batch) -> None:
-        # the mean over batches and ranks, each with the weight of its tokens: exact, whatever their sizes
+        # Average over batches and ranks, weighted by their tokens: exact, whatever their sizes.
         tokens = int((batch[1] != IGNORED).sum())
         self.log(f"{stage}/loss", self._loss(batch), batch_size=tokens, sync_dist=True)
 
     def _log_perplexity(self, stage: str) -> None:
         loss = self.trainer.callback_metrics[f"{stage}/loss"]
-        # already the same on every rank: the maximum of equal numbers is exact, their mean may be rounded
+        # The value is already the same on every rank. The maximum of equal numbers is exact; their mean may be rounded.
         self.log(f"{stage}/perplexity", loss.exp(), reduce_fx="max", sync_dist=True)
 
     def _check_vocabulary(self, tokens: int | None) -> None:

@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules of the recipes."""
+"""Optimizer settings and learning-rate schedules of the recipes."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from azureml_strategy.cluster.data_parallel import batch_size_of, data_parallel_size
 
-# The batch that published ResNet-50 learning rates are stated for: Goyal et al. 2017, section 2.1
+# The batch size that published ResNet-50 learning rates refer to: Goyal et al. 2017, section 2.1
 # (https://arxiv.org/abs/1706.02677): "0.1 for 256 images".
 REFERENCE_BATCH = 256
 
 
 def scaled_learning_rate(learning_rate: float, global_batch: int) -> float:
-    """The linear scaling rule of Goyal et al. 2017: the peak learning rate grows with the global batch.
+    """Scale the peak learning rate linearly with the global batch (Goyal et al. 2017).
 
     Args:
-        learning_rate: for `REFERENCE_BATCH` samples a step.
-        global_batch: samples a step over all replicas, gradient accumulation included.
+        learning_rate: for `REFERENCE_BATCH` samples per step.
+        global_batch: samples per step over all replicas, gradient accumulation included.
     """
     return learning_rate * global_batch / REFERENCE_BATCH
 
 
 def warmup_cosine(step: int, warmup_steps: int, total_steps: int) -> float:
-    """The share of the peak learning rate that a step uses.
+    """Return the share of the peak learning rate that a step uses.
 
-    It rises linearly from `1 / warmup_steps` to 1 over the warm-up (Goyal et al. 2017, section 2.2), then
-    falls to zero along half a cosine (Loshchilov and Hutter 2016, https://arxiv.org/abs/1608.03983, no restarts).
+    It rises linearly from `1 / warmup_steps` to 1 over the warm-up (Goyal et al. 2017, section 2.2), then falls to zero
+    along half a cosine (Loshchilov and Hutter 2016, https://arxiv.org/abs/1608.03983, no restarts).
 
     Args:
         step: optimizer steps already taken, from 0.
-        warmup_steps: steps of the warm-up; a run that ends before it never reaches the peak.
-        total_steps: steps of the whole run, warm-up included; 0.0 from there on.
+        warmup_steps: steps of the warm-up. A run that ends before it never reaches the peak.
+        total_steps: steps of the whole run, warm-up included. From there on the share is 0.0.
 
     Returns:
         Between 0 and 1.
@@ -51,14 +51,14 @@ def warmup_cosine(step: int, warmup_steps: int, total_steps: int) -> float:
 
 
 def decay_groups(network: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups for an optimizer, without weight decay on normalisations and biases.
+    """Make parameter groups for an optimizer, without weight decay on normalisations and biases.
 
-    Those are the parameters of one dimension; decaying them costs accuracy at large batches
-    (Jia et al. 2018, section 3.1, https://arxiv.org/abs/1807.11205).
+    Those are the parameters with one dimension. Decaying them costs accuracy at large batches (Jia et al. 2018, section
+    3.1, https://arxiv.org/abs/1807.11205).
 
     Args:
-        network: only its parameters that require gradients are taken.
-        weight_decay: of the parameters of two dimensions and more.
+        network: only its parameters that require gradients are used.
+        weight_decay: of the parameters with two or more dimensions.
 
     Returns:
         One or two groups; an empty one is left out.
@@ -71,13 +71,13 @@ def decay_groups(network: nn.Module, weight_decay: float) -> list[dict[str, Any]
 
 
 def warmup_cosine_schedule(optimizer: Optimizer, warmup_steps: int, total_steps: int) -> LRSchedulerConfigType:
-    """`warmup_cosine` over an optimizer, as `configure_optimizers` returns it: stepped every step."""
+    """Return `warmup_cosine` for an optimizer, in the form of `configure_optimizers`, stepped at every step."""
     factor = functools.partial(warmup_cosine, warmup_steps=warmup_steps, total_steps=total_steps)
     return {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}
 
 
 def total_steps(trainer: Trainer) -> int:
-    """Optimizer steps of the whole run.
+    """Number of optimizer steps of the whole run.
 
     Raises:
         ValueError: the run has no end that can be counted in steps.
@@ -94,7 +94,11 @@ def total_steps(trainer: Trainer) -> int:
 
 
 def warmup_steps(trainer: Trainer, epochs: float) -> int:
-    """Optimizer steps of a warm-up of so many epochs, which may be a fraction.
+    """Number of optimizer steps of a warm-up.
+
+    Args:
+        trainer: about to train.
+        epochs: length of the warm-up; may be a fraction.
 
     Raises:
         ValueError: the train dataloader has no length, so an epoch has no number of steps.
@@ -127,5 +131,5 @@ def global_batch(trainer: Trainer) -> int:
 
 
 def _dimensions(parameter: nn.Parameter) -> int:
-    # under ZeRO-3 what is left of a parameter is flat and empty, and DeepSpeed keeps its shape beside it
+    # Under ZeRO-3 the remaining parameter is flat and empty. DeepSpeed keeps its shape in `ds_shape`.
     return len(getattr(parameter, "ds_shape", parameter.shape))

@@ -7,15 +7,16 @@ from typing import cast
 from torch import Tensor, nn
 from typing_extensions import override
 
-_EXPANSION = 4  # channels after a bottleneck over channels inside
+_EXPANSION = 4  # channels of a bottleneck's output divided by channels inside
 _STEM_CHANNELS = 64
 
 
 class Bottleneck(nn.Module):
-    """Convolutions of 1x1, 3x3 and 1x1 beside a shortcut.
+    """Convolutions of 1x1, 3x3 and 1x1, in parallel with a shortcut.
 
-    In v1.5 the stride is on the 3x3 and not on the first 1x1 as in the paper: about half a point better top-1
-    (https://ngc.nvidia.com/catalog/resources/nvidia:resnet_50_v1_5_for_pytorch), and what torchvision trains.
+    In v1.5 the stride is on the 3x3 convolution, not on the first 1x1 as in the paper. This gives about half a point
+    better top-1 (https://ngc.nvidia.com/catalog/resources/nvidia:resnet_50_v1_5_for_pytorch), and torchvision does the
+    same.
 
     Args:
         in_channels: channels of the input.
@@ -42,12 +43,12 @@ class Bottleneck(nn.Module):
 
     @override
     def forward(self, features: Tensor) -> Tensor:
-        """`(N, in_channels, H, W)` to `(N, 4 * channels, ceil(H / stride), ceil(W / stride))`."""
+        """Map `(N, in_channels, H, W)` to `(N, 4 * channels, ceil(H / stride), ceil(W / stride))`."""
         shortcut = features if self.downsample is None else self.downsample(features)
         features = self.relu(self.bn1(self.conv1(features)))
         features = self.relu(self.bn2(self.conv2(features)))
         features = self.bn3(self.conv3(features))
-        features += shortcut  # in place: one activation less is written
+        features += shortcut  # in place, which writes one activation less
         return cast(Tensor, self.relu(features))
 
 
@@ -59,8 +60,8 @@ class ResNet50(nn.Module):
 
     Args:
         num_classes: number of outputs.
-        zero_init_residual: start the last batch normalisation of every bottleneck at zero, so that each
-            begins as its shortcut; better at large batches (Goyal et al. 2017, section 5.1,
+        zero_init_residual: initialise the last batch normalisation of every bottleneck with zero, so that each begins
+            as its shortcut. This is better at large batches (Goyal et al. 2017, section 5.1,
             https://arxiv.org/abs/1706.02677), by 0.2 to 0.3 points of top-1 according to torchvision.
     """
 
@@ -83,13 +84,13 @@ class ResNet50(nn.Module):
 
     @override
     def forward(self, images: Tensor) -> Tensor:
-        """Normalised images `(N, 3, H, W)` to logits `(N, num_classes)`; H and W of 32 pixels or more."""
+        """Map normalised images `(N, 3, H, W)` to logits `(N, num_classes)`; H and W are 32 pixels or more."""
         features = self.maxpool(self.relu(self.bn1(self.conv1(images))))
         features = self.layer4(self.layer3(self.layer2(self.layer1(features))))
         return cast(Tensor, self.fc(self.flatten(self.avgpool(features))))
 
     def chain(self) -> list[tuple[str, str]]:
-        """Name and kind of each layer, in the order in which they follow one another."""
+        """Return name and kind of each layer, in execution order."""
         stages = {"layer1": self.layer1, "layer2": self.layer2, "layer3": self.layer3, "layer4": self.layer4}
         blocks = [f"{stage}.{block}" for stage, modules in stages.items() for block in range(len(modules))]
         return [
@@ -105,7 +106,7 @@ def _stage(in_channels: int, channels: int, blocks: int, stride: int) -> nn.Sequ
 
 
 def _initialise(network: nn.Module, zero_init_residual: bool) -> None:
-    """Initialise as torchvision: He et al. 2015 (https://arxiv.org/abs/1502.01852) by fan-out."""
+    """Initialise as torchvision does: He et al. 2015 (https://arxiv.org/abs/1502.01852) by fan-out."""
     for module in network.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
