@@ -56,17 +56,15 @@ def test_nodes_times_price_times_time(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     logger = JobMLFlowLogger("e", tracking_uri=store)
-    cost, throughput = CostTracker(price_per_hour=36.0, interval_s=50.0, clock=clock), ThroughputCallback(unit="images")
+    cost, throughput = CostTracker(price_per_hour=36.0, clock=clock), ThroughputCallback(unit="images")
     callbacks = [Passing(clock), throughput, cost, RunReport()]
     make_trainer(logger=logger, callbacks=callbacks, max_epochs=2).fit(model, data)
     # 36 an hour is a cent a second; 40 seconds of start-up and 2 epochs of 20 batches
     assert cost.so_far == pytest.approx(0.40 + 2.00)
-    assert cost.mean_epoch == pytest.approx(1.00)
     clock.now += 1000
     assert cost.so_far == pytest.approx(2.40)
     run = client.get_run(logger.run_id)
-    assert values(client, logger.run_id, "cost/epoch") == {1.0}
-    assert values(client, logger.run_id, "cost/run") == {0.9, 1.4, 1.9, 2.4}  # every 50 s, at epochs' ends, at the end
+    assert values(client, logger.run_id, "cost/run") == {2.4}
     summary = throughput.summary()
     assert summary is not None
     assert run.data.metrics["cost/per_million_samples"] == pytest.approx(1e4 / summary.samples_per_second)
@@ -75,7 +73,6 @@ def test_nodes_times_price_times_time(
     assert "cost.date" not in run.data.tags
     output = " ".join(capsys.readouterr().out.split())
     assert "| cost | 2.40 USD (1 node x 36 USD/h, tracking.cost.price_per_hour) |" in output
-    assert "| cost of an epoch | 1.00 USD |" in output
     assert "| cost of 10^6 images |" in output
 
 

@@ -7,19 +7,17 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from azureml_strategy.bench.measure import Measurement
 from azureml_strategy.bench.options import format_size
 from azureml_strategy.bench.plan import Plan
 from azureml_strategy.bench.results import Pairs, Results, Sweep
+from azureml_strategy.tracking.tables import print_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_WIDTH = 100  # of a table where standard output is no terminal, in characters
 # Of more pairs only the slow ones are printed; the file has all.
 _MOST_PAIRS = 28
 
@@ -107,17 +105,9 @@ def print_results(results: Results, files: Sequence[Path]) -> None:
         results: what was measured.
         files: what was written.
     """
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(width=_WIDTH, highlight=False, color_system=None)
-    style = box.ROUNDED if console.is_terminal else box.ASCII
     sweep = results.measured
     table = _sweep_table(sweep, results) if isinstance(sweep, Sweep) else _pairs_table(sweep)
-    table.box = style
-    console.print(table, markup=False)
-    for line in _lines(results):
-        console.print(line, markup=False, soft_wrap=True)
-    console.print(f"Written: {', '.join(map(str, files))}", markup=False, soft_wrap=True)
+    print_table(table, [*_lines(results), f"Written: {', '.join(map(str, files))}"])
 
 
 def _sweep_table(sweep: Sweep, results: Results) -> Table:

@@ -117,7 +117,7 @@ def _request(options: argparse.Namespace) -> ClusterRequest:
 def _show(options: argparse.Namespace) -> int:
     from azureml_strategy.jobs.client import as_yaml, plain
     from azureml_strategy.jobs.compute import list_clusters, show_cluster
-    from azureml_strategy.jobs.listing import render_table
+    from azureml_strategy.tracking.tables import render_table
 
     workspace = client(options)
     if options.name:

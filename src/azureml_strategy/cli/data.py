@@ -142,8 +142,8 @@ def _attach(options: argparse.Namespace) -> int:
 
 @refusing
 def _show(options: argparse.Namespace) -> int:
-    from azureml_strategy.jobs.listing import render_table
     from azureml_strategy.jobs.storage import list_data, show_data
+    from azureml_strategy.tracking.tables import render_table
 
     workspace = client(options)
     if options.name:

@@ -51,7 +51,8 @@ def add_to(verbs: Verbs) -> None:
 
 @refusing
 def _list(options: argparse.Namespace) -> int:
-    from azureml_strategy.jobs.listing import list_jobs, render_table
+    from azureml_strategy.jobs.listing import list_jobs
+    from azureml_strategy.tracking.tables import render_table
 
     found = list_jobs(client(options), options.limit, options.experiment, options.status)
     rows = [(job.name, job.status, job.created, job.experiment, job.compute, job.nodes) for job in found]

@@ -8,19 +8,15 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from azureml_strategy.cluster.job import format_money
 from azureml_strategy.study.options import StudyOptions, count
 from azureml_strategy.study.scaling import Row, Scaling
+from azureml_strategy.tracking.tables import print_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-
-_WIDTH = 120  # of the table if standard output is no terminal, in characters
 
 
 class _Column(NamedTuple):
@@ -32,20 +28,14 @@ class _Column(NamedTuple):
 
 def print_study(scaling: Scaling, options: StudyOptions, files: Sequence[Path]) -> None:
     """Print the table, remarks about it, and the paths of the written files."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(width=_WIDTH, highlight=False, color_system=None)
-    table = Table(box=box.ROUNDED if console.is_terminal else box.ASCII)
+    table = Table()
     columns = [each for each in _columns(scaling) if any(each.value(row) for row in scaling.rows)]
     for column in columns:
         table.add_column(column.heading, justify="left" if column.heading in ("transport", "result") else "right")
     for row in scaling.rows:
         table.add_row(*(column.value(row) or "-" for column in columns))
-    console.print()
-    console.print(table, markup=False)
-    for line in _remarks(scaling, options):
-        console.print(line, markup=False, soft_wrap=True)
-    console.print(f"Written: {', '.join(map(str, files))}", markup=False, soft_wrap=True)
+    print()
+    print_table(table, [*_remarks(scaling, options), f"Written: {', '.join(map(str, files))}"], width=120)
 
 
 def _columns(scaling: Scaling) -> list[_Column]:

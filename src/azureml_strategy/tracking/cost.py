@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -28,15 +28,16 @@ class CostTracker(Callback):
     of all ranks and the first batches. It excludes what Azure bills outside the command: the start of the node, the
     download of the image, idle time before the cluster scales down, and storage. Several runs in one process (a sweep)
     split its time and never count any of it twice. If a restarted job continues a run, the cost includes its previous
-    attempts.
+    attempts, except those that were killed before they could log.
 
     Without a price the callback does nothing; it never assumes one.
 
-    | metric | when | meaning |
-    |---|---|---|
-    | cost/run | every `interval_s`, at the end of each epoch, of the run, and at an exception | all nodes so far |
-    | cost/epoch | at the end of each epoch | since the last one ended; training, validation and checkpoints |
-    | cost/per_million_samples | with `cost/run`, once throughput is measured | all nodes, at the measured throughput |
+    It logs at the end of the run, also at one by an exception or SIGTERM:
+
+    | metric | meaning |
+    |---|---|
+    | cost/run | all nodes, from the start to the end |
+    | cost/per_million_samples | all nodes, at the measured throughput |
 
     Tags: `cost.price_per_hour`, `cost.currency`, `cost.source`, `cost.date`. The cost per million samples needs a
     `ThroughputCallback` and excludes its warm-up steps, so that it compares cluster sizes and not start-up times.
@@ -45,7 +46,6 @@ class CostTracker(Callback):
         price_per_hour: price of one node. By default it comes from the job's environment variables; without those there
             is no price.
         currency: of `price_per_hour`.
-        interval_s: seconds between two logged costs inside an epoch.
         clock: returns seconds, like `time.monotonic`.
     """
 
@@ -56,14 +56,12 @@ class CostTracker(Callback):
         self,
         price_per_hour: float | None = None,
         currency: str = "USD",
-        interval_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__()
         self._given = (
             None if price_per_hour is None else Price(price_per_hour, currency, "tracking.cost.price_per_hour")
         )
-        self._interval_s = interval_s
         self._clock = clock
         self._started: float | None = None
         self._ended: float | None = None
@@ -74,11 +72,6 @@ class CostTracker(Callback):
         """Cost of the run until now, or until it ended, with its previous attempts, in the price's currency."""
         assert self._started is not None
         return self._earlier + self._per_second * ((self._ended or self._clock()) - self._started)
-
-    @property
-    def mean_epoch(self) -> float | None:
-        """Mean cost of an epoch; None before the first epoch has ended."""
-        return self._in_epochs / self._epochs if self._epochs else None
 
     def per_million_samples(self, samples_per_second: float) -> float:
         """Cost of all nodes while the run trains on a million samples."""
@@ -96,39 +89,14 @@ class CostTracker(Callback):
             return
         self.nodes = trainer.num_nodes
         self._per_second = self.nodes * self.price.per_hour / _SECONDS_PER_HOUR
-        now = self._clock()
         paid = CostTracker._paid_until
-        self._started = now - process_age_s() if paid is None else paid
-        self._ended, self._epochs, self._in_epochs = None, 0, 0.0
-        self._next_log = now + self._interval_s
+        self._started = self._clock() - process_age_s() if paid is None else paid
+        self._ended = None
         self._earlier = 0.0
         for logger in trainer.loggers:
             if isinstance(logger, JobMLFlowLogger):
                 self._earlier = logger.metric_at_start(_RUN) or 0.0
                 logger.log_tags(_tags(self.price))
-
-    @override
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.price is not None and self._epochs == 0:
-            self._epoch_began = self.so_far
-
-    @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if self.price is not None and self._clock() >= self._next_log:
-            self._log(trainer, {})
-
-    @override
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.price is None:
-            return
-        # An epoch begins at the end of the previous one, so that the time between two epochs is counted.
-        cost = self.so_far - self._epoch_began
-        self._epoch_began += cost
-        self._epochs += 1
-        self._in_epochs += cost
-        self._log(trainer, {"cost/epoch": cost})
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -142,11 +110,7 @@ class CostTracker(Callback):
         if self.price is None or self._started is None:
             return
         self._ended = CostTracker._paid_until = self._clock()
-        self._log(trainer, {})
-
-    def _log(self, trainer: Trainer, metrics: dict[str, float]) -> None:
-        self._next_log = self._clock() + self._interval_s
-        metrics = {_RUN: self.so_far, **metrics}
+        metrics = {_RUN: self.so_far}
         throughput = find_throughput(trainer)
         summary = throughput.summary() if throughput else None
         if summary:

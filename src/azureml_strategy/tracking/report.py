@@ -9,8 +9,6 @@ from datetime import timedelta
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_only
-from rich import box
-from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
 
@@ -19,11 +17,11 @@ from azureml_strategy.tracking.cost import CostTracker, find_cost
 from azureml_strategy.tracking.logger import JobMLFlowLogger
 from azureml_strategy.tracking.network import run_network
 from azureml_strategy.tracking.summary import ThroughputSummary
+from azureml_strategy.tracking.tables import print_table
 from azureml_strategy.tracking.throughput import find_throughput
 
 # val/top1, train_acc, accuracy, test/acc_top5, ...
 _ACCURACY = re.compile(r"(^|[/_.])(acc|accuracy|top_?\d+)($|[/_.])", re.IGNORECASE)
-_WIDTH = 100  # of the table if standard output is no terminal, in characters
 
 
 class RunReport(Callback):
@@ -89,8 +87,6 @@ def _cost_rows(cost: CostTracker, summary: ThroughputSummary | None, unit: str) 
     assert cost.price is not None
     currency = cost.price.currency
     yield "cost", f"{format_money(cost.so_far)} {currency} ({cost.describe()})"
-    if cost.mean_epoch is not None:
-        yield "cost of an epoch", f"{format_money(cost.mean_epoch)} {currency}"
     if summary:
         per_million = cost.per_million_samples(summary.samples_per_second)
         yield f"cost of 10^6 {unit}", f"{format_money(per_million)} {currency}"
@@ -105,10 +101,7 @@ def _log_summary(trainer: Trainer, summary: ThroughputSummary, unit: str) -> Non
 
 
 def _print(rows: list[tuple[str, str]], logger: JobMLFlowLogger | None) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(width=_WIDTH, highlight=False, color_system=None)
-    table = Table(box=box.ROUNDED if console.is_terminal else box.ASCII, show_header=False)
+    table = Table(show_header=False)
     location = logger.location if logger else None
     if location:
         rows.append(("run", f"{location.run_name} ({location.run_id})"))
@@ -116,7 +109,4 @@ def _print(rows: list[tuple[str, str]], logger: JobMLFlowLogger | None) -> None:
         rows.append(("store", location.store))
     for row in rows:
         table.add_row(*row)
-    console.print(table, markup=False)
-    if location:
-        # On its own line and without wrapping, so that it can be copied.
-        console.print(f"Open the run: {location.open_with}", markup=False, soft_wrap=True)
+    print_table(table, [f"Open the run: {location.open_with}"] if location else [])
