@@ -1,7 +1,7 @@
 """PyTorch Lightning on Azure Machine Learning: one script, from a laptop to a cluster.
 
-Importing this package registers the strategy names (`Trainer(strategy="azureml_ddp")`), whether Lightning was
-imported before or is imported later. It imports neither torch nor Lightning itself.
+Importing this package registers the strategy names (`Trainer(strategy="azureml_ddp")`), whether Lightning is
+imported before or after it. The package itself imports neither torch nor Lightning.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Telling Hydra's overrides from its flags, without Hydra."""
+"""Tells Hydra's overrides from its flags without importing Hydra."""
 
 from __future__ import annotations
 

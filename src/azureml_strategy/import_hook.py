@@ -1,6 +1,6 @@
-"""Run something once a module has been imported, without importing it.
+"""Runs an action after a module has been imported, without importing the module.
 
-The standard library's own machinery, because importing a library for this takes longer than the whole package may.
+It uses only the standard library: importing a library for this would take longer than this whole package may take.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Action = Callable[[ModuleType], None]
 
 
 def when_imported(module: str, action: Action) -> None:
-    """Call `action(module)` now if the module has been imported, else right after its first import."""
+    """Call `action(module)` now if the module is already imported, or else right after its first import."""
     if module in sys.modules:
         action(sys.modules[module])
     else:
@@ -24,7 +24,7 @@ def when_imported(module: str, action: Action) -> None:
 
 
 class _OneModule(MetaPathFinder):
-    """Finds one module where the other finders find it, and acts after its code has run."""
+    """Finds one module through the other finders, and acts after the module's code has run."""
 
     def __init__(self, module: str, action: Action) -> None:
         self._module = module
@@ -36,7 +36,7 @@ class _OneModule(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != self._module or self._looking:
             return None
-        self._looking = True  # the others answer the line below
+        self._looking = True  # the line below asks all finders; this one must stay out
         try:
             spec = importlib.util.find_spec(fullname)
         finally:

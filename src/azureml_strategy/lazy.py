@@ -1,4 +1,4 @@
-"""Public names whose modules are imported when they are first used (PEP 562)."""
+"""Imports the modules of public names only when the names are used (PEP 562)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def lazy_attributes(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """A module-level `__getattr__` that imports a name's module when it is asked for.
+    """Return a module-level `__getattr__` that imports the module of a name when the name is used.
 
     Args:
         package: the package's `__name__`.

@@ -1,4 +1,4 @@
-"""Where Lightning meets this package: strategy names, and the callbacks of every Trainer in a job."""
+"""Registers the strategy names with Lightning, and supplies the callbacks that each Trainer in a job gets."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ log = logging.getLogger(__name__)
 
 
 def register_when_lightning_is_imported() -> None:
-    """Register the strategy names now, or as soon as the script imports Lightning: either order works."""
+    """Register the strategy names now if Lightning is imported, or else as soon as the script imports it."""
     when_imported("lightning.pytorch.strategies", _register)
     when_imported("pytorch_lightning.strategies", _register_refusals)
 
 
 def job_callbacks() -> list[Callback]:
-    """The callbacks that Lightning adds to every Trainer: some in a distributed job, none elsewhere.
+    """Return the callbacks that Lightning adds to every Trainer: some in a distributed job, none elsewhere.
 
-    Each has a switch. One that cannot be loaded is left out with a warning.
+    Each callback has a switch. A callback that cannot be loaded is left out with a warning.
 
     Raises:
         LaunchError: this process cannot know its rank.
@@ -52,9 +52,9 @@ def job_callbacks() -> list[Callback]:
 
 
 def pytorch_lightning_callbacks() -> list[Callback]:
-    """What `pytorch_lightning`, the separate copy of Lightning, adds to every Trainer: in a distributed job the guard.
+    """Return the callbacks for `pytorch_lightning`, the separate copy of Lightning: in a distributed job the guard.
 
-    The other callbacks need Lightning's own loops.
+    The other callbacks need the loops of `lightning`.
 
     Raises:
         LaunchError: this process cannot know its rank.
@@ -65,7 +65,7 @@ def pytorch_lightning_callbacks() -> list[Callback]:
 
 
 def _launch() -> Launch | None:
-    """This process's place; None where nothing needs it."""
+    """Return this process's launch; None if no callback needs it."""
     from azureml_strategy.cluster.launchers import detect_launch
 
     if switched_off(os.environ, CALLBACKS_SWITCH):
@@ -73,7 +73,7 @@ def _launch() -> Launch | None:
     try:
         return detect_launch()
     except LaunchError:
-        if switched_off(os.environ, GUARD_SWITCH):  # as workers of a parallel job do, which have no ranks
+        if switched_off(os.environ, GUARD_SWITCH):  # as in a parallel job, whose workers have no ranks
             return None
         raise
 
@@ -126,7 +126,7 @@ def _data_check(launch: Launch) -> Callback:
     return DataCheck()
 
 
-# switch: what makes the callback
+# switch: function that makes the callback
 _PARTS: dict[str, Callable[[Launch], Callback]] = {
     GUARD_SWITCH: _guard,
     HANG_WATCH_SWITCH: _hang_watch,
@@ -137,13 +137,13 @@ _PARTS: dict[str, Callable[[Launch], Callback]] = {
 
 
 def _register(strategies: ModuleType) -> None:
-    """Register makers instead of classes: Lightning may be half imported here, and by this very package."""
+    """Register functions instead of classes: Lightning may be half imported here, even by this package itself."""
     for name, (maker, description, arguments) in _STRATEGIES.items():
         strategies.StrategyRegistry.register(name, maker, description=description, **arguments)
 
 
 def _register_refusals(strategies: ModuleType) -> None:
-    """`pytorch_lightning` is a second copy of Lightning with its own classes; ours cannot work under it."""
+    """Register a refusal: `pytorch_lightning` is a copy of Lightning with its own classes, where ours cannot work."""
     for name in _STRATEGIES:
         strategies.StrategyRegistry.register(name, _refuse, description="needs the `lightning` package")
 

@@ -1,4 +1,4 @@
-"""The former place of `azureml_strategy.hang_detection.HangWatch`, for configurations that name it."""
+"""The former module of `HangWatch`, kept for configurations that name it; use `azureml_strategy.hang_detection`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The network benchmark: joins the job's processes, measures collectives or pairs of nodes, judges and records."""
+"""The network benchmark: it measures collectives or pairs of nodes, judges the bandwidth and records the results."""
 
 from __future__ import annotations
 

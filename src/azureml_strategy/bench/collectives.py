@@ -1,4 +1,4 @@
-"""The collective operations: what each rank gives, what the right result is, and the bandwidth it amounts to."""
+"""The collective operations: what each rank sends, what it must receive, and the factor to bus bandwidth."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-# Odd 64-bit multipliers (of Knuth's MMIX generator, and 2^64 over the golden ratio). With one multiplication alone two
-# ranks would differ by a constant, which may be none; the shift and the second one mix the bits.
+# Odd 64-bit multipliers (of Knuth's MMIX generator, and 2^64 over the golden ratio). With only one multiplication, two
+# ranks would differ by a constant, which may be 0; the shift and the second multiplication mix the bits.
 _INDEX_STEP, _RANK_STEP = 6364136223846793005, -7046029254386353131
 _LARGEST = 120
-# Elements made at once: the intermediates, 2 MB each, stay in a core's cache (0.4 s for 2^24 elements; 2 s if they do
-# not).
+# Elements computed at once: the intermediates, 2 MB each, fit into a core's cache (0.4 s for 2^24 elements; 2 s if they
+# do not fit).
 BLOCK = 1 << 18
-# Elements times ranks that are computed again to check one result: two seconds of one core.
+# Most elements times ranks that are recomputed to check one result: this takes two seconds of one core.
 _MOST_COMPUTED = 1 << 26
-# torch 2.13 renamed these two, and warns of the old names.
+# torch 2.13 renamed these two functions, and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -33,9 +33,9 @@ class Place:
 
     Attributes:
         rank: rank inside the group.
-        world_size: processes of the group.
-        device: where its tensors are.
-        group: None for all processes of the job.
+        world_size: number of processes in the group.
+        device: device of its tensors.
+        group: the process group; None for all processes of the job.
     """
 
     rank: int
@@ -44,26 +44,26 @@ class Place:
     group: dist.ProcessGroup | None = None
 
     def synchronize(self) -> None:
-        """Wait until the device has done what it was given."""
+        """Wait until the device has finished its work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def meet(self) -> None:
-        """Wait until every process of the group is here and its device idle."""
-        # All-reduce, because `barrier` must be told the device and does not wait for it.
+        """Wait until every process of the group has called this and its device is idle."""
+        # Not `barrier`: it must be told the device, and does not wait for it.
         dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
         self.synchronize()
 
     def highest(self, values: Sequence[float]) -> list[float]:
-        """The highest value over the processes, at each position."""
+        """Return the highest value over the processes, at each position."""
         return self._combine(values, dist.ReduceOp.MAX)
 
     def lowest(self, values: Sequence[float]) -> list[float]:
-        """The lowest value over the processes, at each position."""
+        """Return the lowest value over the processes, at each position."""
         return self._combine(values, dist.ReduceOp.MIN)
 
     def total(self, values: Sequence[float]) -> list[float]:
-        """The sum over the processes, at each position."""
+        """Return the sum over the processes, at each position."""
         return self._combine(values, dist.ReduceOp.SUM)
 
     def _combine(self, values: Sequence[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
@@ -73,17 +73,18 @@ class Place:
 
 
 def contribution(rank: int | Tensor, indices: Tensor, world_size: int, dtype: torch.dtype) -> Tensor:
-    """The elements that a rank contributes, in float64.
+    """Return the elements that a rank contributes, in float64.
 
-    They are whole numbers so small that the sum over all ranks is exact in the data type, in whatever order a
-    library adds: a wrong result needs no tolerance to be told from rounding. (With more ranks than the type's exact
-    range, 256 in bfloat16, they are -1, 0 and 1; the sum of 1024 of these leaves the range with a chance of 1e-21.)
+    They are small whole numbers, so that the sum over all ranks is exact in the data type, in whatever order a library
+    adds. A wrong result can then be told from rounding without a tolerance. (If there are more ranks than the type's
+    exact range, 256 in bfloat16, the elements are -1, 0 and 1. The sum of 1024 of these leaves the range with a
+    probability of 1e-21.)
 
     Args:
-        rank: the rank; or for each index, whose element it is.
+        rank: the rank; or a tensor with the rank for each index.
         indices: positions in the rank's tensor, int64.
-        world_size: how many ranks are added up.
-        dtype: of the tensors that are sent.
+        world_size: number of ranks in the sum.
+        dtype: data type of the tensors that are sent.
     """
     exact = int(2 / torch.finfo(dtype).eps)
     largest = max(1, min(_LARGEST, exact // world_size))
@@ -94,7 +95,7 @@ def contribution(rank: int | Tensor, indices: Tensor, world_size: int, dtype: to
 
 
 def fill(tensor: Tensor, rank: int, world_size: int) -> None:
-    """Overwrite a tensor with what a rank contributes."""
+    """Overwrite a tensor with the contribution of a rank."""
     for start in range(0, tensor.numel(), BLOCK):
         part = tensor[start : start + BLOCK]
         indices = torch.arange(start, start + part.numel(), device=tensor.device)
@@ -106,8 +107,8 @@ class Check:
     """The check of one result.
 
     Attributes:
-        checked: elements compared on each rank.
-        wrong: elements that differ, on the rank that has most of them.
+        checked: number of elements compared on each rank.
+        wrong: number of elements that differ, on the rank with the most.
     """
 
     checked: int
@@ -115,16 +116,16 @@ class Check:
 
 
 def check(collective: Collective, sent: torch.Tensor, received: torch.Tensor, total: int, place: Place) -> Check:
-    """Run a collective once and compare the result with the float64 sum or copy that it must be.
+    """Run a collective once, and compare its result with the expected sum or copy in float64.
 
-    Every element is compared, up to 64 Mi elements times ranks; of more, evenly spaced ones.
+    Up to 64 Mi elements times ranks, every element is compared; above that, evenly spaced elements.
 
     Args:
-        collective: what to check.
-        sent: from `Collective.buffers`; overwritten.
-        received: the same.
+        collective: the collective to check.
+        sent: tensor from `Collective.buffers`; it is overwritten.
+        received: tensor from `Collective.buffers`; it is overwritten.
         total: message size in elements.
-        place: this process.
+        place: this process in the group.
     """
     received.fill_(math.nan)
     fill(sent, place.rank, place.world_size)
@@ -140,14 +141,16 @@ def check(collective: Collective, sent: torch.Tensor, received: torch.Tensor, to
 
 
 class Collective(ABC):
-    """One collective. `total` is the message size in elements as nccl-tests counts it (doc/PERFORMANCE.md there):
-    the whole tensor, where each rank holds one shard of it before or after.
+    """A collective operation.
+
+    `total` is the message size in elements as nccl-tests counts it (doc/PERFORMANCE.md there): the size of the whole
+    tensor, of which each rank may hold one shard before or after.
 
     Attributes:
-        name: as on the command line.
-        in_place: whether the result overwrites what was sent.
-        sends_shard: whether a rank sends its shard only.
-        receives_shard: whether a rank receives its shard only.
+        name: name on the command line.
+        in_place: whether the result overwrites the tensor that was sent.
+        sends_shard: whether a rank sends only its shard.
+        receives_shard: whether a rank receives only its shard.
     """
 
     name: ClassVar[str]
@@ -157,18 +160,18 @@ class Collective(ABC):
 
     @abstractmethod
     def bus_factor(self, world_size: int) -> float:
-        """Bus bandwidth over algorithm bandwidth (nccl-tests, doc/PERFORMANCE.md)."""
+        """Return the ratio of bus bandwidth to algorithm bandwidth (nccl-tests, doc/PERFORMANCE.md)."""
 
     @abstractmethod
     def run(self, sent: Tensor, received: Tensor, place: Place) -> None:
-        """Run it once; the tensors are the same one where it works in place."""
+        """Run the collective once; if it works in place, both arguments are the same tensor."""
 
     @abstractmethod
     def expected(self, indices: Tensor, total: int, place: Place, dtype: torch.dtype) -> Tensor:
-        """What this rank must receive at these positions, in float64."""
+        """Return what this rank must receive at these positions, in float64."""
 
     def buffers(self, total: int, place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Tensors to send from and to receive into."""
+        """Return the tensors to send from and to receive into."""
         shard = total // place.world_size
         sent = torch.zeros(shard if self.sends_shard else total, dtype=dtype, device=place.device)
         if self.in_place:
@@ -254,7 +257,7 @@ class Broadcast(Collective):
 
 
 class AllToAll(Collective):
-    """Every rank sends each rank another shard of its tensor."""
+    """Every rank sends a different shard of its tensor to each rank."""
 
     name = "all-to-all"
 
@@ -284,8 +287,8 @@ class SendReceive(Collective):
     @override
     def run(self, sent: Tensor, received: Tensor, place: Place) -> None:
         following, previous = (place.rank + 1) % place.world_size, (place.rank - 1) % place.world_size
-        # Receive first: gloo announces each receive on the connection that carries the data, and an announcement
-        # behind a tensor of its own would hold the other direction up until that tensor is sent.
+        # Receive first: gloo announces each receive on the connection that carries the data. Behind this rank's own
+        # tensor, the announcement would delay the other direction until that tensor is sent.
         operations = [
             dist.P2POp(dist.irecv, received, group=place.group, group_peer=previous),
             dist.P2POp(dist.isend, sent, group=place.group, group_peer=following),

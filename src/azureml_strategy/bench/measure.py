@@ -1,4 +1,4 @@
-"""Time and bandwidth of one collective at one message size."""
+"""Measures time and bandwidth of one collective at one message size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from azureml_strategy.bench.collectives import Check, Collective, Place, check
 
-# How c10d's Backend ("Backend gloo does not support ..."), gloo and NCCL refuse an operation or a data type.
+# Messages with which c10d's Backend ("Backend gloo does not support ..."), gloo and NCCL refuse an operation or dtype.
 _REFUSAL = re.compile(r"not support|unsupported|invalid scalar type", re.I)
 
 
@@ -21,9 +21,9 @@ class Procedure:
     """How to measure.
 
     Attributes:
-        dtype: of the elements.
-        iterations: how often a collective is timed.
-        warmup: how often it runs before that.
+        dtype: data type of the elements.
+        iterations: number of timed runs.
+        warmup: number of runs before the timed ones.
     """
 
     dtype: torch.dtype
@@ -33,20 +33,20 @@ class Procedure:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One collective at one message size. Bandwidths are of the median time, in GB/s (10^9 bytes).
+    """The measurement of one collective at one message size. Bandwidths are for the median time, in GB/s (10^9 bytes).
 
     Attributes:
-        collective: its name.
+        collective: name of the collective.
         size: message size in bytes, as nccl-tests counts it.
         median_s: median over the iterations of the slowest rank's time, in seconds.
-        p95_s: 95th percentile of the same.
-        min_s: the shortest.
-        max_s: the longest.
+        p95_s: 95th percentile of these times.
+        min_s: shortest of these times.
+        max_s: longest of these times.
         algorithm_bandwidth: size over time.
         bus_bandwidth: algorithm bandwidth times the collective's factor: what a link carries, whatever the number
             of ranks.
-        checked: elements of the result compared on each rank.
-        wrong: how many of them were wrong, on the rank that had most.
+        checked: number of result elements compared on each rank.
+        wrong: number of wrong elements, on the rank with the most.
     """
 
     collective: str
@@ -69,13 +69,13 @@ def measure(collective: Collective, place: Place, size: int, procedure: Procedur
     """Check a collective, then time it. Every process of the group must call it.
 
     Args:
-        collective: what to measure.
-        place: this process.
+        collective: the collective to measure.
+        place: this process in the group.
         size: message size in bytes; rounded down to a whole number of elements for each rank, but at least one.
-        procedure: how.
+        procedure: how to measure.
 
     Raises:
-        Unavailable: the backend refuses it. The same on every process.
+        Unavailable: the backend refuses the collective. All processes raise it.
     """
     dtype = procedure.dtype
     total = max(1, size // dtype.itemsize // place.world_size) * place.world_size
@@ -86,13 +86,13 @@ def measure(collective: Collective, place: Place, size: int, procedure: Procedur
         if not _REFUSAL.search(str(error)):
             raise
         raise Unavailable(str(error)) from error
-    sent.zero_()  # sums in place would grow to infinity
+    sent.zero_()  # repeated sums in place would grow to infinity
     seconds = _time(lambda: collective.run(sent, received, place), place, procedure)
     return _summarize(collective, place.world_size, total * dtype.itemsize, seconds, found)
 
 
 def _time(run: Callable[[], None], place: Place, procedure: Procedure) -> list[float]:
-    """The slowest rank's time of each iteration: a collective ends with the last rank."""
+    """Return the slowest rank's time of each iteration: a collective ends when the last rank does."""
     seconds = []
     for _ in range(procedure.warmup + procedure.iterations):
         place.meet()

@@ -1,4 +1,4 @@
-"""The job's processes as a process group that measures."""
+"""Joins the job's processes in a process group for the benchmark."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Member:
     Attributes:
         launch: its place in the job.
         place: its place in the group, and its device.
-        backend: the group's.
-        session: the network that was set up for it.
+        backend: backend of the group.
+        session: the network setup of the group.
     """
 
     launch: Launch
@@ -43,7 +43,7 @@ class Member:
         return max(0, torch.cuda.device_count() - used) if self.backend == "nccl" else 0
 
     def largest_message(self) -> int:
-        """What fits into the device of every process, in bytes."""
+        """Return the bytes of the largest message that fits on every process's device. Every process must call it."""
         if self.place.device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(self.place.device)
         else:
@@ -52,10 +52,10 @@ class Member:
 
 
 def require_launch() -> Launch:
-    """This process's place in the job.
+    """Return this process's place in the job.
 
     Raises:
-        BenchError: there is nobody to talk to.
+        BenchError: this is not a process of a job, or the job has only one process.
         LaunchError: the job's variables cannot be trusted.
     """
     launch = detect_launch()
@@ -70,12 +70,15 @@ def require_launch() -> Launch:
 
 @contextmanager
 def join(launch: Launch, backend: str | None, timeout: timedelta) -> Iterator[Member]:
-    """Start the process group of the job; it ends with the block.
+    """Start the process group of the job, and destroy it at the end of the block.
 
     Args:
-        launch: this process's place.
-        backend: by default NCCL where there is a GPU, else gloo.
-        timeout: for the others to come, and for each collective.
+        launch: this process's place in the job.
+        backend: `nccl` or `gloo`; by default NCCL if there is a GPU, else gloo.
+        timeout: limit for the other processes to join, and for each collective.
+
+    Yields:
+        This process in the group.
 
     Raises:
         BenchError: this process has no GPU, and NCCL needs one.
@@ -99,7 +102,7 @@ def join(launch: Launch, backend: str | None, timeout: timedelta) -> Iterator[Me
 
 def _cuda_device(launch: Launch) -> torch.device:
     visible = torch.cuda.device_count()
-    # A launcher may show each process its own GPU only.
+    # A launcher may show each process only its own GPU.
     index = 0 if visible == 1 else launch.local_rank
     if index >= visible:
         raise BenchError(

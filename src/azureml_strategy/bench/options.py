@@ -1,4 +1,4 @@
-"""What a benchmark is asked to measure: collectives, message sizes, repetitions."""
+"""The options of a benchmark: collectives, message sizes, repetitions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 class BenchError(ValueError):
-    """The command line or the job cannot be measured as asked."""
+    """The command line is wrong, or the job cannot be measured as asked."""
 
 
 _UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)}
@@ -24,13 +24,13 @@ _UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", sta
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """Message sizes in bytes, ascending.
+    """Read message sizes and return them in bytes, ascending.
 
     Args:
         text: sizes and ranges, separated by commas. `1MB-256MB` is every doubling of 1 MB up to 256 MB, and 256 MB.
 
     Raises:
-        BenchError: what cannot be read as a size.
+        BenchError: a part cannot be read as a size, or a range goes from large to small.
     """
     sizes: set[int] = set()
     for part in text.split(","):
@@ -63,7 +63,7 @@ def _doublings(first: int, last: int) -> list[int]:
 
 
 def format_size(size: int) -> str:
-    """A size in bytes for a reader: in a binary unit where it is a whole number of them, else in a decimal one."""
+    """Return a size in bytes as text: in a binary unit if it is a whole number of them, else in a decimal unit."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         whole, rest = divmod(size, _UNITS[unit.lower()])
         if rest == 0 and 1 <= whole < 1024:
@@ -77,21 +77,21 @@ class BenchOptions:
     """What to measure, and where the results go; None leaves the choice to the benchmark.
 
     Attributes:
-        collectives: names, in the order of the table; by default all.
+        collectives: names of the collectives, in the order of the table; by default all.
         sizes: message sizes in bytes, ascending.
-        iterations: how often each size is timed.
-        warmup: how often it runs before that.
-        dtype: of the elements.
-        backend: `nccl` or `gloo`; by default NCCL where there is a GPU.
-        timeout_s: how long to wait for the job's other processes, and for a collective, in seconds.
-        expect: bus bandwidth to be reached by all-reduce, in GB/s; by default the VM size's.
-        pairs: measure every two nodes instead of all together.
-        output: JSON file.
-        plot: PNG file.
+        iterations: number of timed runs of each size.
+        warmup: number of runs before the timed ones.
+        dtype: data type of the elements.
+        backend: `nccl` or `gloo`; by default NCCL if there is a GPU.
+        timeout_s: seconds to wait for the job's other processes, and for a collective.
+        expect: bus bandwidth that all-reduce should reach, in GB/s; by default that of the VM size.
+        pairs: whether to measure every two nodes instead of all nodes together.
+        output: path of the JSON file.
+        plot: path of the PNG file.
         mlflow: whether to log into the job's MLflow run.
 
     Raises:
-        BenchError: an unknown name, or a number that cannot be.
+        BenchError: a name is unknown, a number is out of range, or two options exclude each other.
     """
 
     collectives: Sequence[str] | None = None

@@ -1,4 +1,4 @@
-"""The bandwidth between every two nodes, and the slow node or link that explains it."""
+"""Measures the bandwidth between every two nodes, and finds slow nodes and links."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from azureml_strategy.bench.collectives import COLLECTIVES, Place
 from azureml_strategy.bench.measure import Procedure, measure
 
 Pair = tuple[int, int]
-# Below this share of the usual bandwidth a pair counts as slow. Healthy pairs of one cluster differ by less:
-# published two-node runs on ND H100 v5 range from 442 to 467 GB/s.
+# A pair counts as slow below this share of the usual bandwidth. Healthy pairs of one cluster differ by less: published
+# two-node runs on ND H100 v5 range from 442 to 467 GB/s.
 SLOW = 0.8
 
 
 @dataclass(frozen=True)
 class PairBandwidths:
-    """All-reduce between each two nodes.
+    """The bandwidth of all-reduce between every two nodes.
 
     Attributes:
-        bus_bandwidth: of each pair of nodes, in GB/s.
+        bus_bandwidth: bus bandwidth of each pair of nodes, in GB/s.
         wrong: pairs that computed a wrong sum.
     """
 
@@ -33,9 +33,10 @@ class PairBandwidths:
 
 
 def tournament(nodes: int) -> list[list[Pair]]:
-    """Rounds in which every two nodes meet once and no node is in two pairs: the circle method of sports schedules.
+    """Return rounds of pairs by the circle method of sports schedules.
 
-    With an odd number of nodes one rests in each round.
+    Over all rounds every two nodes meet once; in one round no node is in two pairs. With an odd number of nodes, one
+    node rests in each round.
     """
     circle: list[int | None] = [*range(nodes), *([None] if nodes % 2 else [])]
     rounds = []
@@ -48,23 +49,23 @@ def tournament(nodes: int) -> list[list[Pair]]:
 
 
 def measure_pairs(place: Place, nodes: int, size: int, procedure: Procedure, timeout: timedelta) -> PairBandwidths:
-    """All-reduce over all processes of two nodes, for every two nodes. Every process of the job must call it.
+    """Measure all-reduce over all processes of two nodes, for every two nodes. Every process of the job must call it.
 
-    The pairs of a round are measured at the same time, so that n nodes take n rounds and not n * (n - 1) / 2. They
-    share no node, hence no adapter; they share switches, as they do in training.
+    The pairs of a round are measured at the same time, so n nodes take at most n rounds, not n * (n - 1) / 2. They
+    share no node, and so no adapter. They share switches, as in training.
 
     Args:
-        place: this process among all.
-        nodes: nodes of the job, each with the same number of processes, in order of rank.
+        place: this process in the group of all processes.
+        nodes: number of nodes, each with the same number of processes, in order of rank.
         size: message size in bytes.
         procedure: how to measure.
-        timeout: of the pairs' process groups.
+        timeout: time-out of the pairs' process groups.
 
     Raises:
         Unavailable: the backend has no all-reduce for this data type.
     """
     pairs = list(itertools.combinations(range(nodes), 2))
-    # One position for each pair, which its first process fills and no other: the sum over the job is the whole.
+    # One position for each pair. Only the first process of the pair fills it, so the sum over the job has all values.
     bandwidths, wrong = [0.0] * len(pairs), [0.0] * len(pairs)
     for played in tournament(nodes):
         for pair in played:
@@ -83,7 +84,7 @@ def measure_pairs(place: Place, nodes: int, size: int, procedure: Procedure, tim
 
 
 def _enter(place: Place, pair: Pair, nodes: int, timeout: timedelta) -> Place | None:
-    """This process's place in a group of two nodes; None if its node is neither."""
+    """Return this process's place in a new group of two nodes; None if its node is neither."""
     processes = place.world_size // nodes
     ranks = [node * processes + local_rank for node in pair for local_rank in range(processes)]
     if place.rank not in ranks:
@@ -94,12 +95,12 @@ def _enter(place: Place, pair: Pair, nodes: int, timeout: timedelta) -> Place | 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What the pairs say.
+    """Slow nodes and links, found from the bandwidths of the pairs.
 
     Attributes:
-        usual: bus bandwidth that a healthy pair has, in GB/s; None where there is nothing to go by.
-        threshold: below it a pair is slow, in GB/s.
-        slow_nodes: nodes all of whose pairs are slow.
+        usual: bus bandwidth of a healthy pair in GB/s; None if it is not known.
+        threshold: bus bandwidth in GB/s below which a pair is slow; None if `usual` is None.
+        slow_nodes: nodes of which all pairs are slow.
         slow_links: slow pairs of nodes that are not slow themselves.
     """
 
@@ -117,13 +118,13 @@ class Diagnosis:
 def diagnose(bandwidths: Mapping[Pair, float], expected: float | None = None) -> Diagnosis:
     """Tell slow nodes from slow links.
 
-    The usual bandwidth is the median over the nodes of each one's best pair. The median over the pairs would not do:
-    one slow node of three spoils two of the three pairs, but no healthy node's best one. So up to half of the nodes
-    may be slow. Two nodes have nothing to be compared with but `expected`.
+    The usual bandwidth is the median, over the nodes, of each node's best pair. The median over the pairs would not
+    work: one slow node of three spoils two of the three pairs, but not the best pair of a healthy node. So up to half
+    of the nodes may be slow. Two nodes can only be compared with `expected`.
 
     Args:
-        bandwidths: bus bandwidth of each pair of nodes in GB/s, all pairs of two nodes or more, each once.
-        expected: what a pair must reach, in GB/s; used for two nodes only.
+        bandwidths: bus bandwidth in GB/s of every pair of two or more nodes, each pair once.
+        expected: bandwidth that a pair must reach, in GB/s; used only for two nodes.
     """
     nodes = sorted({node for pair in bandwidths for node in pair})
     usual = expected if len(nodes) == 2 else _usual(bandwidths, nodes)

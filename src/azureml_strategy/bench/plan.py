@@ -1,4 +1,4 @@
-"""What is measured once it is known with whom: the user's wishes, and what fits the backend where there are none."""
+"""Plans the measurement once the processes have joined: the user's options, completed with the backend's defaults."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from azureml_strategy.bench.results import Conditions
 from azureml_strategy.bench.verdict import Expectation, expect
 
 _KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
-# Azure's health checks of nodes run all-reduce at 8 and 16 GiB; gloo's slower networks are full at less.
+# Azure's health checks of nodes run all-reduce at 8 and 16 GiB; smaller messages saturate gloo's slower networks.
 _SIZES = {
     "nccl": [*(64 * _KIB << power for power in range(0, 17, 2)), 8 * _GIB],
     "gloo": [64 * _KIB << power for power in range(0, 11, 2)],
 }
 _PAIR_SIZES = {"nccl": [_GIB], "gloo": [16 * _MIB]}
-# nccl-tests' defaults when this was written were 20 and 1; a first exchange also opens connections here.
+# The defaults of nccl-tests at the time of writing were 20 and 1; here the first runs also open connections.
 _ITERATIONS = {"nccl": 20, "gloo": 10}
 _WARMUP = {"nccl": 5, "gloo": 2}
 
@@ -31,11 +31,11 @@ class Plan:
     """What one run measures.
 
     Attributes:
-        conditions: as the results tell them.
-        collectives: names; all-reduce alone between pairs.
-        sizes: message sizes in bytes, ascending; one between pairs.
-        procedure: how each is measured.
-        expectation: of all-reduce.
+        conditions: the conditions, as reported with the results.
+        collectives: names of the collectives; only all-reduce between pairs.
+        sizes: message sizes in bytes, ascending; only one between pairs.
+        procedure: how to measure each collective.
+        expectation: expected bandwidth of all-reduce.
     """
 
     conditions: Conditions
@@ -46,10 +46,10 @@ class Plan:
 
 
 def make_plan(options: BenchOptions, member: Member) -> Plan:
-    """Complete what the user left open. Every process must call it.
+    """Complete the options that the user left open. Every process must call it.
 
     Raises:
-        BenchError: a message does not fit into some process's memory. The same on every process.
+        BenchError: a message does not fit into the memory of some process. All processes raise it.
     """
     conditions = _conditions(options, member)
     return Plan(
@@ -68,7 +68,7 @@ def make_plan(options: BenchOptions, member: Member) -> Plan:
 
 
 def _sizes(options: BenchOptions, backend: str, largest: int) -> Sequence[int]:
-    """The sizes to measure, of which none is above `largest`."""
+    """Return the sizes to measure: none above `largest`, except the smallest default if no default fits."""
     if options.sizes is None:
         usual = (_PAIR_SIZES if options.pairs else _SIZES)[backend]
         return [size for size in usual if size <= largest] or [min(usual)]

@@ -1,4 +1,4 @@
-"""The results as a table and as a picture."""
+"""Prints the results of the benchmark as a table, and draws them as a picture."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from azureml_strategy.tracking.tables import print_table
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Of more pairs only the slow ones are printed; the file has all.
+# If there are more pairs, only slow and wrong ones are printed; the file has all.
 _MOST_PAIRS = 28
 
 
 def plot(results: Results) -> bytes:
-    """Bus bandwidth over message size, a line for each collective; for pairs, a square for each two nodes.
+    """Draw bus bandwidth over message size, one line per collective; for pairs, one square per two nodes.
 
     Returns:
         A PNG file.
@@ -76,11 +76,11 @@ def _draw_pairs(axes: Axes, pairs: Pairs, nodes: int) -> None:
 
 
 def print_start(plan: Plan, idle_gpus: int) -> None:
-    """Say what is going to be measured, and what will not be.
+    """Print what will be measured, and how many GPUs take no part.
 
     Args:
-        plan: what is measured.
-        idle_gpus: GPUs of each node that take no part.
+        plan: what will be measured.
+        idle_gpus: number of GPUs of each node that take no part.
     """
     conditions = plan.conditions
     sizes = " to ".join(format_size(size) for size in dict.fromkeys((plan.sizes[0], plan.sizes[-1])))
@@ -99,11 +99,11 @@ def print_start(plan: Plan, idle_gpus: int) -> None:
 
 
 def print_results(results: Results, files: Sequence[Path]) -> None:
-    """Print the table, the verdict and where the rest is.
+    """Print the table, the verdict and the names of the files.
 
     Args:
         results: what was measured.
-        files: what was written.
+        files: the files that were written.
     """
     sweep = results.measured
     table = _sweep_table(sweep, results) if isinstance(sweep, Sweep) else _pairs_table(sweep)

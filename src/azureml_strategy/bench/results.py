@@ -1,4 +1,4 @@
-"""The results of a benchmark, as a JSON document and as metrics of the run."""
+"""Holds the results of a benchmark, writes them as JSON, and logs them as metrics of the MLflow run."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class Conditions:
 
     Attributes:
         backend: `nccl` or `gloo`.
-        dtype: of the elements.
-        nodes: nodes of the job.
-        processes_per_node: processes on each.
+        dtype: data type of the elements.
+        nodes: number of nodes.
+        processes_per_node: number of processes on each node.
         device: name of rank 0's device.
-        vm_size: as the job or the machine names it.
-        iterations: how often each size was timed.
-        warmup: how often it ran before that.
-        torch: its version.
-        nccl: its version; None with gloo.
+        vm_size: VM size as the job or the machine names it.
+        iterations: number of timed runs of each size.
+        warmup: number of runs before the timed ones.
+        torch: version of torch.
+        nccl: version of NCCL; None with gloo.
     """
 
     backend: str
@@ -53,34 +53,34 @@ class Conditions:
 
 @dataclass(frozen=True)
 class Sweep:
-    """All collectives over all sizes.
+    """The measurements of all collectives at all sizes.
 
     Attributes:
-        measurements: in the order of the table.
-        unavailable: the backend's words for each collective that it does not have.
+        measurements: measurements in the order of the table.
+        unavailable: the backend's message for each collective that it does not support.
     """
 
     measurements: Sequence[Measurement]
     unavailable: dict[str, str] = field(default_factory=dict)
 
     def largest(self, collective: str) -> Measurement | None:
-        """A collective at its largest size; None if it was not measured."""
+        """Return the measurement of a collective at its largest size; None if it was not measured."""
         return next((each for each in reversed(self.measurements) if each.collective == collective), None)
 
     @property
     def wrong(self) -> list[Measurement]:
-        """Measurements of a collective that gave a wrong result."""
+        """Measurements whose collective gave a wrong result."""
         return [each for each in self.measurements if each.wrong]
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Every two nodes.
+    """The measurements of every two nodes.
 
     Attributes:
         size: message size in bytes.
-        bandwidths: of each pair.
-        diagnosis: what is slow.
+        bandwidths: bandwidth of each pair.
+        diagnosis: slow nodes and links.
     """
 
     size: int
@@ -90,13 +90,13 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Results:
-    """What one run of the benchmark found.
+    """The results of one run of the benchmark.
 
     Attributes:
-        conditions: what it was measured with.
-        measured: collectives, or pairs of nodes.
-        verdict: of all-reduce, or of the best pair; None if neither was measured.
-        network: how the nodes talk.
+        conditions: the conditions of the measurement.
+        measured: measurements of collectives, or of pairs of nodes.
+        verdict: verdict on all-reduce, or on the best pair; None if neither was measured.
+        network: how the nodes communicate.
     """
 
     conditions: Conditions
@@ -106,13 +106,13 @@ class Results:
 
     @property
     def sound(self) -> bool:
-        """Whether every result was right and no node or link slow."""
+        """Whether every result was right and no node or link was slow."""
         if isinstance(self.measured, Sweep):
             return not self.measured.wrong
         return self.measured.diagnosis.healthy and not self.measured.bandwidths.wrong
 
     def to_json(self) -> str:
-        """Everything, for a file."""
+        """Return all results as JSON text, for a file."""
         content = {
             "conditions": asdict(self.conditions),
             "verdict": asdict(self.verdict) if self.verdict else None,
@@ -123,7 +123,7 @@ class Results:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file that is complete or not there; its folder is made."""
+    """Write a file so that it is either complete or absent; create its folder if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")
     part.write_bytes(content)
@@ -143,14 +143,14 @@ def _pairs(pairs: Pairs) -> dict[str, object]:
 
 
 def log_results(results: Results, files: Sequence[Path]) -> None:
-    """Log into the run that MLFLOW_RUN_ID names; without one, nothing is logged. The run stays open.
+    """Log the results into the run that MLFLOW_RUN_ID names; without that variable, log nothing. The run stays open.
 
-    A collective's metrics have the message size in bytes as their step, `bench/all-reduce/bus_bandwidth_GBps` and so
-    on. A store that does not take them costs a warning.
+    The step of each metric, such as `bench/all-reduce/bus_bandwidth_GBps`, is the message size in bytes. If the store
+    fails, there is a warning and no exception.
 
     Args:
         results: what was measured.
-        files: artifacts of the run.
+        files: files to log as artifacts.
     """
     run_id = os.environ.get("MLFLOW_RUN_ID")
     if not run_id:
@@ -162,7 +162,7 @@ def log_results(results: Results, files: Sequence[Path]) -> None:
             run.client.log_batch(run_id, **arguments)
         for path in files:
             run.client.log_artifact(run_id, str(path), _FOLDER)
-    except Exception as error:  # whatever a store raises: the figures are printed and in a file already
+    except Exception as error:  # of any kind: the results are already printed and in a file
         text = redact_text(f"{type(error).__name__}: {error}")
         warnings.warn(f"The results were not all logged into run {run_id}: {text}", stacklevel=2)
 

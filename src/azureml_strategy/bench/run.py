@@ -1,4 +1,4 @@
-"""One run of the benchmark, from the job's variables to the report."""
+"""Runs the benchmark, from the job's variables to the report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from azureml_strategy.bench.verdict import Verdict, judge
 
 
 def run_bench(options: BenchOptions) -> int:
-    """Measure, as one process of a job; all of them must call it with the same options.
+    """Measure as one process of a job. All processes must call it with the same options.
 
     Rank 0 prints and records the results.
 
@@ -24,7 +24,7 @@ def run_bench(options: BenchOptions) -> int:
         The exit code: 1 on rank 0 if a collective gave a wrong result, or a node or a link is slow.
 
     Raises:
-        BenchError: this is no job, or it cannot be measured as asked.
+        BenchError: this is not a job of several processes, or the job cannot be measured as asked.
         LaunchError: the job's variables cannot be trusted, or processes are missing.
     """
     launch = require_launch()
@@ -38,7 +38,7 @@ def run_bench(options: BenchOptions) -> int:
         measured = _measure_pairs(plan, member, timeout) if options.pairs else _sweep(plan, member)
         network = member.session.observe()
     if network is None:
-        return 0  # the code of another rank could end the job before rank 0 has recorded anything
+        return 0  # a failure code of another rank could end the job before rank 0 has recorded the results
     results = Results(plan.conditions, measured, _judge(plan, measured), network)
     _record(results, options)
     return 0 if results.sound else 1
@@ -61,13 +61,13 @@ def _measure_pairs(plan: Plan, member: Member, timeout: timedelta) -> Pairs:
         bandwidths = measure_pairs(member.place, plan.conditions.nodes, size, plan.procedure, timeout)
     except Unavailable as refusal:
         raise BenchError(f"{member.backend} has no all-reduce of {plan.conditions.dtype}: {refusal}") from refusal
-    # Nobody reaches a line rate: a pair that has less than 80 % of it may be sound.
+    # No pair reaches the line rate: one that has less than 80 % of it may be healthy.
     expected = None if plan.expectation.is_line_rate else plan.expectation.bandwidth
     return Pairs(size, bandwidths, diagnose(bandwidths.bus_bandwidth, expected))
 
 
 def _judge(plan: Plan, measured: Sweep | Pairs) -> Verdict | None:
-    """All-reduce at the largest size, where health checks measure it too; of pairs, the best."""
+    """Judge all-reduce at its largest size, as health checks do; of pairs, judge the best one."""
     if isinstance(measured, Pairs):
         return judge(max(measured.bandwidths.bus_bandwidth.values()), plan.expectation, in_ring=False)
     largest = measured.largest("all-reduce")

@@ -1,4 +1,4 @@
-"""Whether a bandwidth is what the hardware should give."""
+"""Judges whether a measured bandwidth is what the hardware should give."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BELOW = "below expected"
 HALF = "half of expected: one bad node or HCA in the ring"
 UNKNOWN_SIZE = "unknown size"
 NOTHING_KNOWN = "nothing to compare with"
-# A ring is as fast as its slowest link: published runs with one bad node or HCA came out at half of the others.
+# A ring is as fast as its slowest link: published runs with one bad node or HCA reached half of the others' bandwidth.
 _HALF = (0.4, 0.6)
 _ENOUGH = 0.9
 
@@ -21,9 +21,9 @@ class Expectation:
     """What all-reduce should reach with large messages.
 
     Attributes:
-        bandwidth: bus bandwidth in GB/s; None where there is nothing to go by.
-        reason: where it is from, or why there is none.
-        is_line_rate: whether it is what the wires carry at most, not what somebody has measured.
+        bandwidth: bus bandwidth in GB/s; None if it is not known.
+        reason: source of the bandwidth, or why it is not known.
+        is_line_rate: whether it is the upper bound of the links, not a measured value.
         known_size: whether the VM size is in the table.
     """
 
@@ -35,12 +35,12 @@ class Expectation:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A bandwidth beside its expectation.
+    """A measured bandwidth, compared with its expectation.
 
     Attributes:
         word: the verdict.
         measured: bus bandwidth in GB/s.
-        expectation: what it was compared with.
+        expectation: the expectation that it was compared with.
     """
 
     word: str
@@ -61,14 +61,14 @@ class Verdict:
 def expect(
     size: VMSize | None, *, backend: str, nodes: int, processes_per_node: int, given: float | None = None
 ) -> Expectation:
-    """What a job's all-reduce should reach.
+    """Return what a job's all-reduce should reach.
 
     Args:
-        size: of the job's VMs; None where nothing says it.
+        size: size of the job's VMs; None if it is not known.
         backend: `nccl` or `gloo`.
-        nodes: nodes that take part.
-        processes_per_node: processes on each.
-        given: what the user expects, in GB/s.
+        nodes: number of nodes that take part.
+        processes_per_node: number of processes on each node.
+        given: bandwidth that the user expects, in GB/s.
     """
     if given is not None:
         return Expectation(given, "as --expect says")
@@ -83,12 +83,12 @@ def expect(
 
 
 def judge(measured: float, expectation: Expectation, *, in_ring: bool) -> Verdict:
-    """Compare a bus bandwidth with what it should be.
+    """Compare a bus bandwidth with its expectation.
 
     Args:
-        measured: in GB/s.
-        expectation: what it should be.
-        in_ring: whether several nodes took part, of which one could slow the others down.
+        measured: bus bandwidth in GB/s.
+        expectation: the expected bandwidth.
+        in_ring: whether several nodes took part, so that one could slow down the others.
     """
     if expectation.bandwidth is None:
         return Verdict(NOTHING_KNOWN if expectation.known_size else UNKNOWN_SIZE, measured, expectation)

@@ -1,4 +1,4 @@
-"""Runs a command here as an Azure ML job of several nodes would: same variables, same run, same ending."""
+"""Runs a command on this machine as an Azure ML job of several nodes would: same variables, same run, same end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An Azure ML job of several nodes, emulated on this machine, with preemptions."""
+"""Emulates an Azure ML job of several nodes on this machine, with preemptions."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from azureml_strategy.emulator.run import mlflow_run
 
 @dataclass(frozen=True)
 class Preemption:
-    """When a node goes.
+    """When a node is preempted.
 
     Attributes:
-        after_s: from the job's start to the announcement, in seconds.
-        notice_s: from the announcement to the end, in seconds. Azure gives a low-priority node at least 30.
+        after_s: seconds from the job's start to the announcement.
+        notice_s: seconds from the announcement to the node's end. Azure gives a low-priority node at least 30.
     """
 
     after_s: float
@@ -45,12 +45,16 @@ class Preemption:
 
 @contextmanager
 def announced(preemption: Preemption, node: str) -> Iterator[tuple[dict[str, str], PowerCut]]:
-    """A service of Scheduled Events on this machine's loopback, which announces the end of a node from now on.
+    """Serve Scheduled Events on this machine's loopback interface, and announce the preemption of a node there.
 
-    As on Azure only the node itself is told, and the service answers in the words of its documentation.
+    As on Azure, only the node itself is told. The service answers in the format of Azure's documentation.
+
+    Args:
+        preemption: when the announcement and the node's end come, counted from now.
+        node: name of the node.
 
     Yields:
-        Where to ask, by the node that may, and the end that is announced.
+        The service's address, by the name of the node, and the announced end of the node.
     """
     announced_at = time.time() + preemption.after_s
     event = {
@@ -73,7 +77,7 @@ def announced(preemption: Preemption, node: str) -> Iterator[tuple[dict[str, str
             self.wfile.write(answer)
 
         def log_message(self, format: str, *arguments: Any) -> None:  # noqa: A002 - http.server's name
-            """One line a second is for nobody."""
+            """Log nothing: nobody needs one line a second."""
 
     power_cut = PowerCut(node, time.monotonic() + preemption.after_s + preemption.notice_s)
     with ThreadingHTTPServer(("127.0.0.1", 0), Service) as server:
@@ -89,17 +93,17 @@ class EmulatedJob:
     """What to emulate.
 
     Attributes:
-        command: what each process runs.
-        nodes: nodes of the job.
-        processes_per_node: processes on each of them.
+        command: the command that each process runs.
+        nodes: number of nodes.
+        processes_per_node: number of processes on each node.
         distribution: `pytorch`, `mpi`, `tensorflow`, or `none` for a job without a `distribution` block.
-        isolate: whether each node gets a network namespace and an address of its own.
-        bandwidth: rate of each node's link, such as `1gbit`; with `isolate` only.
-        preemption: takes the last node away in the middle of the first attempt; None leaves the job alone.
-        nodes_after: nodes that the job comes back with after that; None for as many as before.
+        isolate: whether each node gets its own network namespace and address.
+        bandwidth: rate of each node's link, such as `1gbit`; only with `isolate`.
+        preemption: when to preempt the last node during the first attempt; None for no preemption.
+        nodes_after: number of nodes when the job starts again after that; None for as many as before.
 
     Raises:
-        EmulationError: the numbers or the names make no job.
+        EmulationError: the settings do not make a job.
     """
 
     command: Sequence[str]
@@ -138,11 +142,11 @@ class EmulatedJob:
 
 @dataclass(frozen=True)
 class Emulated:
-    """What became of a job.
+    """The result of an emulated job.
 
     Attributes:
-        exit_code: 0 when all processes ended well, else that of the one that failed first; 130 after Ctrl-C.
-        run: the MLflow run that it belonged to.
+        exit_code: 0 if all processes succeeded, else that of the process that failed first; 130 after Ctrl-C.
+        run: the MLflow run of the job.
     """
 
     exit_code: int
@@ -150,10 +154,10 @@ class Emulated:
 
 
 def emulate(job: EmulatedJob) -> int:
-    """Run the job to its end, its output on this process's standard output.
+    """Run the job to its end, and print its output on this process's standard output.
 
     Returns:
-        The exit code of `Emulated`.
+        The `exit_code` of `Emulated`.
 
     Raises:
         EmulationError: see `emulate_run`.
@@ -162,15 +166,16 @@ def emulate(job: EmulatedJob) -> int:
 
 
 def emulate_run(job: EmulatedJob) -> Emulated:
-    """Like `emulate`, for somebody who reads the run afterwards.
+    """Like `emulate`, but return the MLflow run as well.
 
     Raises:
-        EmulationError: there is no such program, or this machine cannot isolate nodes or shape their links.
+        EmulationError: there is no such program, the MLflow run cannot be opened, or this machine cannot isolate nodes
+            or shape their links.
     """
     if shutil.which(job.command[0], path=_search_path()) is None:
         raise EmulationError(f"There is no program {job.command[0]!r}. Write the command as without emulation.")
     network = IsolatedNodes(job.nodes, job.bandwidth) if job.isolate else None
-    ports = nullcontext(DEFAULT_PORT) if job.isolate else reserved_port()  # isolated nodes have all ports of their own
+    ports = nullcontext(DEFAULT_PORT) if job.isolate else reserved_port()  # isolated nodes have their own ports
     with mlflow_run(isolated=job.isolate) as run, network or nullcontext(), ports as port:
         _announce(job, run)
         outcome = _run_preempted(job, run, port) if job.preemption else _run(job, run, network, port)
@@ -185,7 +190,7 @@ def _run(job: EmulatedJob, run: EmulatedRun, network: IsolatedNodes | None, port
 
 
 def _run_preempted(job: EmulatedJob, run: EmulatedRun, port: int) -> Outcome:
-    """As Azure ML does it on low-priority nodes: the node goes, and the same run starts again on another."""
+    """Run the job with a preemption, as on low-priority nodes: a node ends, and the same run starts again."""
     assert job.preemption is not None
     attempts = [EmulatedAttempt(number, "LowPriority") for number in range(2)]
     lost = f"node {job.nodes - 1}"
@@ -206,7 +211,7 @@ def _processes(
     attempt: EmulatedAttempt,
     events: Mapping[str, str],
 ) -> list[Process]:
-    # Each node gets an address of its own even without isolation: Linux answers to all of 127.0.0.0/8.
+    # Each node gets its own address even without isolation: Linux answers to all of 127.0.0.0/8.
     addresses = network.addresses if network else [f"127.0.2.{node + 1}" for node in range(job.nodes)]
     processes = []
     for rank in range(job.nodes * job.processes_per_node):
@@ -222,7 +227,7 @@ def _processes(
             main_address=addresses[0],
             main_port=port,
         )
-        # Azure ML sets no port under MPI and TensorFlow; a job that shares its machine with others must.
+        # Azure ML sets no port under MPI and TensorFlow, but a job that shares its machine with others needs one.
         own_port = None if job.distribution in ("pytorch", "none") or port == DEFAULT_PORT else port
         environ = {
             **_shared_machine(job, isolated=network is not None),
@@ -236,18 +241,18 @@ def _processes(
 
 
 def _shared_machine(job: EmulatedJob, isolated: bool) -> dict[str, str]:
-    """The shell's environment, and what makes several nodes fit on one machine."""
+    """Return the shell's environment, with variables that let several nodes share one machine."""
     environ = without_job_variables(os.environ)
     processes = job.nodes * job.processes_per_node
     environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // processes, 1)))
     environ.setdefault("GLOO_SOCKET_IFNAME", "eth0" if isolated else "lo")
     environ["PATH"] = _search_path()
-    environ.setdefault("PYTHONUNBUFFERED", "1")  # Azure ML's images set it; lines would come late otherwise
+    environ.setdefault("PYTHONUNBUFFERED", "1")  # as Azure ML's images do; otherwise lines come late
     return environ
 
 
 def _search_path() -> str:
-    """`python` and `azureml-strategy` mean the ones of this environment, activated or not."""
+    """Return a PATH where `python` and `azureml-strategy` are this environment's, even if it is not activated."""
     return os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
 
 

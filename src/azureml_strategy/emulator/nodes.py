@@ -1,4 +1,4 @@
-"""Where emulated nodes are: on ports of the loopback interface, or in network namespaces of their own."""
+"""Places emulated nodes on the loopback interface, or each in its own network namespace."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from types import TracebackType
 from azureml_strategy.cluster.environ import BATCH_PORT, DEFAULT_PORT
 
 _RATE = re.compile(r"[1-9][0-9]*(\.[0-9]+)?[kmg]bit", re.I)
-# Azure's first usable address in a subnet is .4; the network exists between the emulated nodes only.
+# The first usable address of an Azure subnet is .4. The network exists only between the emulated nodes.
 _SUBNET, _FIRST_HOST = "10.0.0", 4
 _MOST_NODES = 250
 
@@ -27,14 +27,17 @@ class EmulationError(RuntimeError):
 
 @contextmanager
 def reserved_port(preferred: int = DEFAULT_PORT) -> Iterator[int]:
-    """Azure ML's own port where it is free, as it always is on a node of one's own, else any other.
+    """Reserve Azure ML's own port if it is free, as it always is on a dedicated node, or else any other port.
 
-    A second emulated job cannot have it meanwhile, and rank 0 of this one can listen on it: the socket that holds it
-    is exclusive when it takes the port and shares it afterwards, with sockets that are marked reusable as torch's
-    store is (socket(7), SO_REUSEADDR).
+    Meanwhile a second emulated job cannot take the port, but rank 0 of this job can listen on it. The socket that
+    reserves the port is exclusive when it takes it. Afterwards it shares the port with sockets that are marked
+    reusable, such as those of torch's store (socket(7), SO_REUSEADDR).
 
     Args:
-        preferred: the port to take where it is free.
+        preferred: the port to take if it is free.
+
+    Yields:
+        The port.
     """
     with _hold(preferred) as holder:
         yield int(holder.getsockname()[1])
@@ -62,16 +65,17 @@ def _bound(port: int) -> socket.socket | None:
 
 
 class IsolatedNodes:
-    """Nodes that reach one another through `eth0` only, each by an address of its own.
+    """Nodes in network namespaces, each with its own address, that reach one another only through `eth0`.
 
-    A bridge in a namespace of its own stands for the switch, so that nothing of the machine's network changes.
+    A bridge in a separate namespace acts as the switch, so the machine's own network does not change.
 
     Args:
-        nodes: how many.
-        bandwidth: what each node can send, such as `1gbit`, `500mbit`; None leaves links unshaped.
+        nodes: number of nodes.
+        bandwidth: rate at which each node can send, such as `1gbit` or `500mbit`; None leaves the links unshaped.
 
     Raises:
-        EmulationError: this machine or this user cannot make namespaces, or the rate is none.
+        EmulationError: this machine or user cannot create namespaces, the rate is not valid, or there are too many
+            nodes.
     """
 
     def __init__(self, nodes: int, bandwidth: str | None) -> None:
@@ -82,19 +86,19 @@ class IsolatedNodes:
         self._switch = f"azureml-{os.getpid()}-switch"
 
     def command_prefix(self, node: int) -> list[str]:
-        """What to put before a command so that it runs on the node."""
+        """Return the words to put before a command so that it runs on the node."""
         return ["ip", "netns", "exec", self._names[node]]
 
     def namespace(self, node: int) -> str:
-        """The file that stands for the node's network namespace, for setns(2)."""
+        """Return the file of the node's network namespace, for setns(2)."""
         return f"/run/netns/{self._names[node]}"
 
     def cut_command(self, node: int) -> list[str]:
-        """What pulls the node's cable out of the switch; any process of the machine's root may run it."""
+        """Return the command that disconnects the node from the switch; any root process of the machine may run it."""
         return self._port_command(node, "down")
 
     def mend_command(self, node: int) -> list[str]:
-        """What puts it back."""
+        """Return the command that connects the node to the switch again."""
         return self._port_command(node, "up")
 
     def __enter__(self) -> IsolatedNodes:
@@ -104,7 +108,7 @@ class IsolatedNodes:
             _run(f"ip -n {self._switch} link set switch up")
             for node, name in enumerate(self._names):
                 self._add(node, name)
-        except BaseException:  # a Ctrl-C must leave none behind either
+        except BaseException:  # a Ctrl-C must not leave namespaces behind
             self.__exit__(None, None, None)
             raise
         return self
@@ -139,7 +143,7 @@ def _refuse_unable(bandwidth: str | None, nodes: int) -> None:
         raise EmulationError(
             f"--isolate needs root to make network namespaces. Type: {_as_root()}, or leave --isolate out."
         )
-    # After that: they are in /usr/sbin, which the PATH of other users may not have.
+    # Check for root first: the tools are in /usr/sbin, which may not be on the PATH of other users.
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
         raise EmulationError(f"--isolate needs {' and '.join(missing)}: install iproute2, or leave it out.")
@@ -150,7 +154,7 @@ def _refuse_unable(bandwidth: str | None, nodes: int) -> None:
 
 
 def _as_root() -> str:
-    """This command as root, by its whole path: sudo has a PATH of its own, without this environment's programs."""
+    """Return this command for sudo, with full paths: sudo's own PATH lacks the programs of this environment."""
     program = shutil.which(sys.argv[0])
     if os.path.basename(sys.argv[0]) == "__main__.py":
         again = [sys.executable, "-m", "azureml_strategy.cli"]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import IO
 
-# How long a process may take to end in order after SIGTERM. Azure gives a spot node at least 30 s.
+# Time for a process to end in order after SIGTERM. Azure gives a spot node at least 30 s.
 _GRACE_SECONDS = 10.0
 _POLL_SECONDS = 0.05
 _LAST_LINES = 30
@@ -25,7 +25,7 @@ _print_lock = threading.Lock()
 
 @dataclass(frozen=True)
 class Process:
-    """One process to start: its name and node, for the output, its command and its whole environment."""
+    """One process to start: name and node (shown in the output), command, and complete environment."""
 
     name: str
     node: str
@@ -35,11 +35,11 @@ class Process:
 
 @dataclass(frozen=True)
 class PowerCut:
-    """The end of a node in the middle of a run: its processes are gone at once, and nothing asks them.
+    """The loss of a node in the middle of a run: all its processes are killed at once, without a signal to end first.
 
     Attributes:
-        node: which.
-        at: when, on `time.monotonic`'s clock, in seconds.
+        node: name of the node.
+        at: time in seconds on `time.monotonic`'s clock.
     """
 
     node: str
@@ -51,11 +51,11 @@ class Outcome:
     """How the processes ended.
 
     Attributes:
-        exit_code: 0, or what a shell would report: 128 + the signal for a process that died of one.
+        exit_code: 0, or the code that a shell would report: 128 + the signal if a signal killed the process.
         failed: the process that failed first, if any.
         reason: `exit code 3`, or `SIGKILL`.
         last_lines: the end of that process's output.
-        lost_node: the node that the power cut ended, if it came to that.
+        lost_node: the node that the power cut ended, if it happened.
     """
 
     exit_code: int
@@ -67,7 +67,7 @@ class Outcome:
 
 @dataclass
 class _Running:
-    """A process, the thread that prints what it writes, and the end of that output."""
+    """A process, the thread that prints its output, and the last lines of that output."""
 
     process: Process
     popen: subprocess.Popen[bytes]
@@ -86,12 +86,12 @@ class _Running:
                 with _print_lock:
                     sys.stdout.write(f"[{self.process.name}, {self.process.node}] {line}\n")
                     sys.stdout.flush()
-            except BrokenPipeError:  # `emulate ... | head` has seen enough
+            except BrokenPipeError:  # `emulate ... | head` reads no more
                 self.unread = True
                 return
 
     def is_alive(self) -> bool:
-        """Whether the process runs, or anything that it has started."""
+        """Whether the process or anything in its process group still runs."""
         if self.popen.poll() is None:
             return True
         try:
@@ -109,14 +109,14 @@ class _Interrupted(BaseException):
 
 
 def run_together(processes: Sequence[Process], power_cut: PowerCut | None = None) -> Outcome:
-    """Start the processes and wait until all have ended well or one has not; then none is left.
+    """Start the processes, wait until all have succeeded or one has failed, and end those that still run.
 
-    Each gets a session of its own, so that a Ctrl-C reaches them through this process only and whatever they start
-    ends with them.
+    Each process gets its own session. So a Ctrl-C reaches it only through this process, and whatever it starts ends
+    with it.
 
     Args:
-        processes: what to start.
-        power_cut: ends a node, and with it the rest, if they still run then.
+        processes: the processes to start.
+        power_cut: when to kill a node, and then end the other processes, if they still run.
     """
     running: list[_Running] = []
     with _interruptible():
@@ -161,19 +161,19 @@ def _wait(running: Sequence[_Running], power_cut: PowerCut | None) -> Outcome:
 
 
 def _failure(one: _Running, code: int) -> Outcome:
-    one.reader.join(timeout=2)  # what it wrote last says why
+    one.reader.join(timeout=2)  # its last output says why it failed
     reason = f"exit code {code}" if code > 0 else signal.Signals(-code).name
     exit_code = code if code > 0 else 128 - code
     return Outcome(exit_code, f"{one.process.name} ({one.process.node})", reason, tuple(one.last_lines))
 
 
 def _print_nowhere() -> None:
-    """Whoever read the output is gone; Python would complain about it at exit."""
+    """Discard further output: its reader is gone, and Python would complain about that at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _end(running: Sequence[_Running]) -> None:
-    """End every process, and everything it has started, in order if it can and by force if not."""
+    """End every process and its process group: with SIGTERM first, with SIGKILL after a grace period."""
     _signal(running, signal.SIGTERM)
     deadline = time.monotonic() + _GRACE_SECONDS
     while any(one.is_alive() for one in running) and time.monotonic() < deadline:
@@ -194,7 +194,7 @@ def _signal(running: Sequence[_Running], signum: int) -> None:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """SIGINT and SIGTERM end the wait once; while the processes are being ended, they are put off."""
+    """Let SIGINT and SIGTERM end the wait, once; afterwards they are ignored while the processes are ended."""
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
         _put_off_signals()
@@ -218,12 +218,12 @@ def _put_off_signals() -> None:
 
 
 def _in_main_thread() -> bool:
-    """Python allows signal handlers nowhere else."""
+    """Whether this is the main thread, the only one where Python allows signal handlers."""
     return threading.current_thread() is threading.main_thread()
 
 
 def _lines(stream: IO[bytes]) -> Iterator[str]:
-    """The lines of a stream; of a progress bar that rewrites its line, what it showed last."""
+    """Yield the lines of a stream; of a progress bar that rewrites its line, only the last state."""
     for raw in stream:
         text = raw.decode(errors="replace").rstrip("\r\n")
         yield text.rsplit("\r", 1)[-1]

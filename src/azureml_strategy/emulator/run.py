@@ -1,4 +1,4 @@
-"""The MLflow run that an emulated job belongs to, as every Azure ML job belongs to one."""
+"""Opens and closes the MLflow run of an emulated job, as Azure ML does for every job."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _EXPERIMENT = "emulated"
 
 @dataclass(frozen=True)
 class _OpenRun(EmulatedRun):
-    """A run that the emulator has opened and closes, as Azure ML does."""
+    """A run that the emulator opens and closes, as Azure ML does."""
 
     client: MlflowClient
 
     def end(self, status: str) -> None:
-        """Close the run with `FINISHED`, `FAILED` or `KILLED`; a server that has gone is told later, from a file."""
+        """Close the run as `FINISHED`, `FAILED` or `KILLED`; if the store fails, keep that in a file to send later."""
         end = End(status, int(1000 * time.time()))
         try:
             with store_errors():
@@ -55,13 +55,15 @@ class _OpenRun(EmulatedRun):
 
 @contextmanager
 def mlflow_run(isolated: bool) -> Iterator[_OpenRun]:
-    """Open a run where MLFLOW_TRACKING_URI says, or in `mlflow.db` in this folder.
+    """Open a run in the store of MLFLOW_TRACKING_URI, or in `mlflow.db` in this folder.
+
+    An exception inside the block closes the run as `FAILED`.
 
     Args:
-        isolated: whether the nodes reach files only, not a server.
+        isolated: whether the nodes can reach only files, not a server.
 
     Raises:
-        EmulationError: the nodes could not reach the store, or it does not answer.
+        EmulationError: the nodes could not reach the store, or the store does not answer or refuses.
     """
     uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{os.path.abspath('mlflow.db')}"
     if isolated and "://" in uri and not uri.startswith(("sqlite:", "file:")):

@@ -1,4 +1,4 @@
-"""Notices a rank that dies or stalls, and says which and where, before the others have waited for half an hour."""
+"""Detects a rank that dies or stalls, and reports which one and where, well before the process group times out."""
 
 from __future__ import annotations
 

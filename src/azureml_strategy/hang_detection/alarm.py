@@ -1,4 +1,4 @@
-"""What the ranks do when there is an alarm: all report, one diagnoses, and everybody hears it. What is kept of it."""
+"""Handles an alarm: all ranks report, one rank diagnoses, all read its verdict, and the records are kept."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from azureml_strategy.hang_detection.flight_recorder import Trace
 from azureml_strategy.hang_detection.main_thread import communicates, frames_of, place
 from azureml_strategy.hang_detection.peers import PASSING, Alarm, Beat, Hearing, Report
 
-# A server that does not answer must not hold up the end.
+# A tracking server that does not answer must not delay the end of the process.
 _FLUSH_SECONDS = 8.0
-# Nor must a file system that hangs, which may be the very reason of it all.
+# A file system that hangs must not delay it either; it may be the cause of the alarm.
 _WRITE_SECONDS = 5.0
 _ENDS = "The processes that wait for it end with exit code 75."
 _GOES_ON = (
@@ -34,18 +34,18 @@ _GOES_ON = (
     "ends the job instead."
 )
 
-# To report: torch looks up the frames of its recorder, for which it imports its compiler.
+# Time to report. To look up the frames of its recorder, torch imports its compiler, which is slow.
 _REPORT_SECONDS, _STACKS_SECONDS = 20.0, 15.0
-# For all to read the verdict, before rank 0 ends and the store with it.
+# Time for all ranks to read the verdict before rank 0 ends, and the store with it.
 _READ_SECONDS = 5.0
 _PAUSE_SECONDS = 0.05
-# For the kernel to take down a process whose connections have ended already.
+# Time for the kernel to remove a process whose connections are closed already.
 _DYING_SECONDS = 5.0
 
 
 @runtime_checkable
 class _RunLogger(Protocol):
-    """What a `JobMLFlowLogger` can; this package does not know the tracking."""
+    """The methods of `JobMLFlowLogger` used here; this package does not import the tracking package."""
 
     def log_tags(self, tags: dict[str, str]) -> None: ...
 
@@ -53,12 +53,12 @@ class _RunLogger(Protocol):
 
 
 class Records:
-    """Writes down what becomes of a run that hangs.
+    """Records what happens in a run that hangs: on standard error, in files, and as tags of the MLflow run.
 
     Args:
-        trainer: whose run it is.
-        folder: for `hang.attempt_N`; None leaves it to the Trainer: its `default_root_dir`, or where that is the
-            working folder of an Azure ML job, which goes with the node, `logs`, which is uploaded.
+        trainer: the Trainer of the run.
+        folder: where `hang.attempt_N` goes. None means the Trainer's `default_root_dir`. If that is the working folder
+            of an Azure ML job, which is lost with the node, None means `logs`, which is uploaded.
     """
 
     def __init__(self, trainer: Trainer, folder: str | os.PathLike[str] | None) -> None:
@@ -69,12 +69,12 @@ class Records:
         self._folder = (root / f"hang.attempt_{self._attempt}").resolve()
 
     def proclaim(self, verdict: Verdict) -> None:
-        """Print the verdict, and keep it.
+        """Print the verdict, write it to a file, and tag the run.
 
         Args:
-            verdict: what it was.
+            verdict: the verdict; if it is on an exception, no file is written.
         """
-        if verdict.kind == "ended":  # an exception speaks for itself
+        if verdict.kind == "ended":  # the exception itself is in the log
             say(verdict.headline)
         else:
             text = f"{verdict.text}\n{_ENDS if verdict.final else _GOES_ON}"
@@ -83,19 +83,19 @@ class Records:
         self._tag("failed" if verdict.final else "hang", verdict.headline)
 
     def note(self, text: str) -> None:
-        """Print what has become of a hang that was reported, and keep it.
+        """Print a message about a hang, and add it to the file.
 
         Args:
-            text: what to say.
+            text: the message.
         """
         say(text)
         self._write("report.txt", f"{redact_text(text)}\n\n".encode(), add=True)
 
     def keep_trace(self, trace: Trace) -> None:
-        """Keep this rank's flight recorder, where `torchfrtrace` finds it.
+        """Write this rank's flight recorder to a file that `torchfrtrace` finds.
 
         Args:
-            trace: what it holds.
+            trace: content of the flight recorder.
         """
         self._write(f"flight_recorder/rank_{self._trainer.global_rank}", pickle.dumps(trace))
 
@@ -129,20 +129,20 @@ def _default_folder(trainer: Trainer) -> Path:
 
 
 def say(text: str) -> None:
-    """Print at once, and whole: the process may end right after."""
+    """Print a message at once and in one piece: the process may end right after."""
     print(redact_text(text), file=sys.stderr, flush=True)
 
 
 def name_the_gone(rank: int, members: Mapping[int, Member], store_answers: Callable[[], bool]) -> str | None:
-    """Which process has ended, where no watch can say so; asks the kernel, then whether rank 0's store is there.
+    """Name the process that has ended when no watch runs: ask the kernel, then see whether rank 0's store is there.
 
     Args:
-        rank: this process's, which has met the end of a connection.
-        members: who was at the roll call.
-        store_answers: whether another connection to the rendezvous store can be opened.
+        rank: this process's global rank; its connection to another rank has ended.
+        members: the processes that were at the roll call.
+        store_answers: returns whether another connection to the rendezvous store can be opened.
 
     Returns:
-        The headline, which is printed; None if nobody is known to be gone.
+        The headline, which is also printed; None if no process is known to be gone.
     """
     gone: tuple[int, ...] = ()
     deadline = time.monotonic() + _DYING_SECONDS
@@ -161,18 +161,18 @@ def name_the_gone(rank: int, members: Mapping[int, Member], store_answers: Calla
 
 
 def store_server() -> str:
-    """Who serves the rendezvous store, in words that follow rank 0's name."""
+    """Return who serves the rendezvous store, in words that follow rank 0's name."""
     return "torchrun's agent on its node" if agent_serves_store() else "it"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the ranks are told.
+    """The part of a verdict that all ranks read.
 
     Attributes:
-        headline: of the verdict.
+        headline: headline of the verdict.
         final: whether the processes that wait are to end.
-        judge: the rank that has reached it.
+        judge: the rank that reached the verdict; -1 if none did in time.
     """
 
     headline: str
@@ -181,21 +181,21 @@ class Outcome:
 
     @classmethod
     def from_json(cls, text: str) -> Outcome:
-        """The outcome from its text."""
+        """Return the outcome from its text."""
         return cls(**json.loads(text))
 
 
 class Inquiry:
-    """The course of alarms on this rank, one after the other.
+    """Handles the alarms on this rank, one after the other.
 
     Args:
         store: shared by the ranks.
-        hearing: what is known of the others.
+        hearing: the heartbeats of the other ranks.
         rank: this process's global rank.
         world_size: number of ranks.
-        main_thread: its `threading.get_ident`.
+        main_thread: the main thread's `threading.get_ident`.
         records: keeps the verdict and this rank's flight recorder.
-        kill: whether any alarm ends the job, where this rank is the judge.
+        kill: whether any alarm on which this rank reaches the verdict ends the job.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ class Inquiry:
         self._number = 0
 
     def alarm(self) -> Alarm | None:
-        """The alarm that others have raised; one that passed while this rank could not answer is passed over."""
+        """Return the alarm that another rank has raised; skip alarms that passed while this rank could not answer."""
         while said := self._store.get(self._key("alarm")):
             verdict = self._store.get(self._key("verdict"))
             if verdict is None or Outcome.from_json(verdict).final:
@@ -228,26 +228,26 @@ class Inquiry:
         return None
 
     def open(self, alarm: Alarm) -> Alarm:
-        """Raise an alarm, unless somebody was faster.
+        """Raise an alarm, unless another rank was faster.
 
         Args:
             alarm: what is wrong.
 
         Returns:
-            The alarm that counts.
+            The alarm that was raised first.
         """
         return Alarm.from_json(self._store.set_first(self._key("alarm"), alarm.to_json()))
 
     def hold(self, alarm: Alarm, beat: Beat, failed: bool) -> Outcome:
-        """Report, and hear the verdict.
+        """Report where this rank is, then reach or read the verdict.
 
         Args:
             alarm: what is wrong.
-            beat: this rank's last sign of life.
+            beat: this rank's last heartbeat.
             failed: whether this rank's main thread has met an exception.
 
         Raises:
-            StoreLostError: rank 0 has ended meanwhile.
+            StoreLostError: the store has ended meanwhile, or does not answer.
         """
         report, trace = self._report(alarm, beat, failed)
         self._store.set(self._key(f"report/{self._rank}"), report.to_json())
@@ -262,11 +262,11 @@ class Inquiry:
         return outcome
 
     def speak_alone(self, alarm: Alarm, beat: Beat, failed: bool) -> str:
-        """Say what has happened, where the others cannot be asked.
+        """Reach a verdict and record it when the other ranks cannot be asked.
 
         Args:
             alarm: what is wrong.
-            beat: this rank's last sign of life.
+            beat: this rank's last heartbeat.
             failed: whether this rank's main thread has met an exception.
 
         Returns:
@@ -281,10 +281,10 @@ class Inquiry:
         return headline
 
     def resolve(self, seconds: float) -> None:
-        """Say that what the last alarm was about has passed.
+        """Record that the hang of the last alarm has passed.
 
         Args:
-            seconds: how long ago the alarm was.
+            seconds: seconds since the alarm.
         """
         self._records.note(f"Rank {self._rank}: the ranks go on, {seconds:.0f} s after they were reported to hang.")
 
@@ -292,7 +292,7 @@ class Inquiry:
         return f"{self._number}/{name}"
 
     def _there(self, alarm: Alarm) -> list[int]:
-        """The ranks that can answer."""
+        """Return the ranks that can answer."""
         left = {rank for rank, beat in self._hearing.beats().items() if beat.over}
         missing = set(alarm.ranks) if alarm.kind != "ended" else set()
         return [rank for rank in range(self._world_size) if rank not in missing | left]
@@ -308,7 +308,7 @@ class Inquiry:
             self._records.keep_trace(trace)
 
     def _record(self, stacks: bool) -> flight_recorder.Trace | None:
-        """With the frames, unless they cannot be had in time: the main thread may hang in an import."""
+        """Read the flight recorder, with frames unless these take too long: the main thread may hang in an import."""
         if not stacks:
             return flight_recorder.record(False, self._since)
         return within(_STACKS_SECONDS, lambda: flight_recorder.record(True, self._since)) or flight_recorder.record(
@@ -347,7 +347,7 @@ class Inquiry:
         self._until(spoken, 2 * _REPORT_SECONDS)
         unsaid = Outcome("There was an alarm, but no rank has said why in time.", alarm.kind not in PASSING, -1)
         outcome = Outcome.from_json(said) if said else unsaid
-        if alarm.ranks != (self._rank,):  # what it says itself comes next
+        if alarm.ranks != (self._rank,):  # its own message comes next
             say(f"Rank {self._rank}: {outcome.headline}")
         return outcome
 

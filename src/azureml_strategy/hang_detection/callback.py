@@ -1,4 +1,4 @@
-"""The watch, as a callback that every Trainer of a job has."""
+"""`HangWatch`, the callback that runs the watch in every Trainer of a job."""
 
 from __future__ import annotations
 
@@ -36,29 +36,29 @@ from azureml_strategy.hang_detection.alarm import Records, name_the_gone, say
 from azureml_strategy.hang_detection.main_thread import CHECKPOINT, END, STANDSTILL, TRAINING, Progress
 from azureml_strategy.hang_detection.watch import Failure, Watch
 
-# What AZUREML_STRATEGY_HANG_WATCH may be. With `off`, a Trainer has no watch but one of your own, which reports.
+# Values of AZUREML_STRATEGY_HANG_WATCH. With `off`, only a HangWatch of your own runs, and it reports.
 _MODES = ("off", "report", "kill")
-# EX_TEMPFAIL of sysexits.h: any code but 0 is a failure to Azure ML, and this one is no other's.
+# EX_TEMPFAIL of sysexits.h. Azure ML takes any code but 0 for a failure, and nothing else uses this one.
 EXIT_CODE = 75
-# What gloo, NCCL and the store say when it is another rank that has ended.
+# Messages of gloo, NCCL and the store when another rank has ended.
 _OF_OTHERS = re.compile(r"gloo/|nccl|connection (closed|reset|refused)|broken pipe|socket timeout|recvValue", re.I)
 _MOST_TEXT = 500
-# For the processes that this one has started to end by themselves.
+# Time for child processes to end by themselves.
 _CHILDREN_SECONDS = 10.0
-# To connect once more, where a connection has ended.
+# Time to open a new connection after one has ended.
 _CONNECT_SECONDS = 10.0
-# No run counts as hanging sooner, unless it is asked for.
+# Lower bounds of the default limits for a training batch and for all else.
 _LEAST_TRAINING_SECONDS, _LEAST_SECONDS = 600.0, 1800.0
 
 
 @dataclass(frozen=True)
 class _Arrival:
-    """What a rank tells all others when the watch begins: one that dies right after that is known already.
+    """What a rank tells the others when the watch begins, so that they can name it if it dies right after.
 
     Attributes:
-        member: its process.
-        run: a name that no other run has; rank 0's is taken.
-        outside: whether it has no connection to the store.
+        member: the rank's process.
+        run: a unique name for the run; all ranks use rank 0's.
+        outside: whether the rank has no connection to the store.
     """
 
     member: Member
@@ -67,36 +67,36 @@ class _Arrival:
 
 
 class HangWatch(IsolatedCallback):
-    """Says which rank the others wait for, where and in what, and ends the job if that rank is gone.
+    """Reports which rank the others wait for, where and in which collective, and ends the job if that rank is gone.
 
-    Stock Lightning waits for the time-out of the process group, half an hour, and then says that a collective has
-    timed out. Here a thread of each rank gives a sign of life every other second through the rendezvous store. When
-    one falls silent, when a process is gone, or when no rank has done anything for too long, all ranks say where they
-    are, by torch's flight recorder and by their Python frames. Rank 0 prints which rank holds up the others, with its
-    host and its last collective, and keeps all that in `hang.attempt_N`.
+    Stock Lightning waits for the time-out of the process group, half an hour, and then reports that a collective has
+    timed out. Here a thread of each rank sends a heartbeat through the rendezvous store every other second. When a rank
+    falls silent, a process is gone, or no rank makes progress for too long, all ranks report where they are, from
+    torch's flight recorder and their Python frames. Rank 0, or else the lowest rank that can answer, prints which rank
+    holds up the others, with its host and last collective, and keeps the report in `hang.attempt_N`.
 
-    Where that can never resolve by itself each process ends with exit code 75: a process is gone, or a node with all
-    of its processes, or ranks stand in different collectives. All else may pass: native code that holds Python's lock,
-    a debugger, a slow disk. It is reported once, and again only after the ranks have gone on.
+    If the hang can never resolve by itself, each process ends with exit code 75: a process is gone, or a node with all
+    its processes, or ranks are in different collectives. Any other hang may pass: native code that holds the GIL, a
+    debugger, a slow disk. It is reported once, and again only after the ranks have made progress.
 
-    When a rank ends with an exception, the others name it and its exception instead of a closed connection.
+    When a rank ends with an exception, the other ranks name that rank and its exception, not just a closed connection.
 
-    Every Trainer of a job has one; of several in a Trainer the first acts, so that one of your own replaces it. A
-    single process has nobody to wait for, and no watch.
+    Every Trainer of a job has this callback. If a Trainer has several, the first one acts, so your own replaces the
+    default. A single process waits for no other rank, so it has no watch.
 
     Args:
-        stall_after_s: after how long without the start or end of a batch, a validation or a checkpoint on any rank the
-            run counts as hanging, in seconds; 0 for never. It is meant for the batches of a training: the start, up to
-            the end of the first batch, and all else, such as validations and checkpoints, may take as long as a
-            collective, and each pause three times as long as the longest until then. By default a third of the
-            time-out of the strategy's process group, but no less than 600, and 1800 for all else.
-        dead_after_s: after how long without a sign of life a rank's machine is asked whether the process lives, if the
-            others wait for it as well, in seconds. A thread cannot speak while other code holds Python's lock.
-        beat_s: pause between two signs of life, in seconds.
+        stall_after_s: seconds after which the run counts as hanging if no rank has started or ended a batch, a
+            validation or a checkpoint; 0 for never. This limit applies to training batches. The start, up to the end of
+            the first batch, and other phases, such as validations and checkpoints, may take as long as a collective.
+            Any pause may last three times as long as the longest one before. The default is a third of the time-out of
+            the strategy's process group, but at least 600; for other phases, the time-out, but at least 1800.
+        dead_after_s: seconds without a heartbeat after which a rank's machine is asked whether the process lives, if
+            the other ranks wait too. A thread cannot send heartbeats while other code holds the GIL.
+        beat_s: seconds between two heartbeats.
         folder: where `hang.attempt_N` goes; by default the Trainer's `default_root_dir`, or `logs` in an Azure ML job
             whose Trainer has none.
-        kill: whether to end the job also where the hang may pass. By default as AZUREML_STRATEGY_HANG_WATCH says:
-            `kill`, or `report`, which is its default.
+        kill: whether to end the job also for a hang that may pass. By default AZUREML_STRATEGY_HANG_WATCH decides:
+            `kill` or `report`; without it, `report`.
     """
 
     switch = HANG_WATCH_SWITCH
@@ -123,7 +123,7 @@ class HangWatch(IsolatedCallback):
             return
         if trainer.world_size == 1 or not dist.is_initialized():
             return
-        # Whatever fails here on one rank, the others must not wait for it.
+        # All ranks must reach the gather, even if this fails on one of them.
         ready = Attempt(lambda: self._arrive(trainer))
         arrival, connection = ready.value or (None, None)
         met: list[_Arrival | None] | None = _gathered(arrival)
@@ -136,12 +136,12 @@ class HangWatch(IsolatedCallback):
                 outside = [rank for rank in range(len(met)) if rank not in present]
                 rank_zero_warn(f"Nobody watches for hangs: no connection to the rendezvous store on rank(s) {outside}.")
             return
-        # Names of this run's own: the store may outlive it, as torchrun's does, and hold what a dead attempt has said.
+        # Each run has its own key prefix: the store may outlive it, as torchrun's does, with a previous attempt's keys.
         names = f"azureml_strategy/watch/{present[0].run}"
         members = {rank: each.member for rank, each in present.items()}
         begun = Attempt(lambda: self._start(trainer, PrefixStore(names, connection), names, members))
         began = _gathered(begun.fault is None)
-        if began is not None and not all(began):  # where a rank has ended, those that have begun name it
+        if began is not None and not all(began):  # None: a rank has ended, and the running watches name it
             self._close()
         begun.settle()
 
@@ -158,18 +158,18 @@ class HangWatch(IsolatedCallback):
         of_others = isinstance(exception, RuntimeError) and bool(_OF_OTHERS.search(text))
         cause = self._watch.fail(Failure(_shortened(text), of_others)) if self._watch is not None else None
         if cause is None and of_others and (known := roll_call.members()) and self._acts(trainer):
-            cause = _without_watch(trainer, known)  # it came before the watch
+            cause = _without_watch(trainer, known)  # the exception came before the watch began
         if cause is not None and sys.version_info >= (3, 11):
             exception.add_note(cause)
-        self._watch = None  # which goes on: a checkpoint that is written on the way out is still noted
+        self._watch = None  # it goes on, and a checkpoint written on the way out is still noted
 
     def pause(self) -> None:
-        """The ranks stand still on purpose."""
+        """Suspend the limit while the ranks wait at a stop barrier."""
         if self._progress is not None:
             self._progress.note(STANDSTILL)
 
     def resume(self) -> None:
-        """They go on."""
+        """Apply the limit again after a stop barrier."""
         if self._progress is not None:
             self._progress.note(TRAINING)
 
@@ -232,7 +232,7 @@ class HangWatch(IsolatedCallback):
         self._note(CHECKPOINT)
 
     def writes_checkpoint(self) -> None:
-        """The training waits for a checkpoint that a thread writes."""
+        """Note that training waits for a checkpoint that a background thread writes."""
         self._note(CHECKPOINT)
 
     @override
@@ -299,7 +299,7 @@ class HangWatch(IsolatedCallback):
 
 
 def _kills() -> bool:
-    """Whether the environment has any hang end the job."""
+    """Whether AZUREML_STRATEGY_HANG_WATCH makes every hang end the job."""
     value = os.environ.get(HANG_WATCH_SWITCH, "").strip().lower()
     if value not in ("", *_MODES):
         modes = ", ".join(_MODES)
@@ -308,7 +308,7 @@ def _kills() -> bool:
 
 
 def _gathered(value: Any) -> list[Any] | None:
-    """What each rank gave; None where one has ended meanwhile, which the run's next collective says as well."""
+    """Gather a value from each rank; None if a rank has ended, which the run's next collective reports as well."""
     try:
         return gather(value)
     except RuntimeError as error:
@@ -320,14 +320,14 @@ def _gathered(value: Any) -> list[Any] | None:
 def _without_watch(trainer: Trainer, known: Mapping[int, Member]) -> str | None:
     def store_answers() -> bool:
         if not dist.is_initialized():
-            return True  # who knows
+            return True  # unknown, so do not blame rank 0
         return another_connection(trainer.world_size, timedelta(seconds=_CONNECT_SECONDS)) is not None
 
     return name_the_gone(trainer.global_rank, known, store_answers)
 
 
 def _is_failure(exception: BaseException) -> bool:
-    """Whether it is this rank's own, and not a signal that all ranks have."""
+    """Whether an exception is this rank's own failure, not a signal that reaches all ranks."""
     if isinstance(exception, SystemExit):
         return not isinstance(exception, SIGTERMException) and exception.code not in (0, None)
     return isinstance(exception, Exception)
@@ -339,7 +339,8 @@ def _shortened(text: str) -> str:
 
 
 def _end_process(trainer: Trainer, idle_s: float) -> None:
-    """End this process, and those that it has started, while its main thread hangs."""
+    """End this process and its child processes while its main thread hangs."""
+    # The first process of the node reports the failure for the processes that it started.
     code = 0 if local.MARKER in os.environ and trainer.local_rank > 0 else EXIT_CODE
     launcher = trainer.strategy.launcher
     if isinstance(launcher, _SubprocessScriptLauncher):

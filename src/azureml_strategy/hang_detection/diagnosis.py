@@ -1,4 +1,4 @@
-"""Which ranks hold up the others, and what the log says of a hang."""
+"""Diagnoses a hang from the ranks' reports: finds the ranks that hold up the others, and writes the log message."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from azureml_strategy.hang_detection.flight_recorder import Collective
 from azureml_strategy.hang_detection.main_thread import lines
 from azureml_strategy.hang_detection.peers import PASSING, Alarm, Beat, Kind, Report
 
-# Ranks must agree on the size of these, whatever else they send.
+# All ranks must use the same size in these; in other collectives sizes may differ.
 _SAME_SIZE = ("all_reduce", "broadcast", "reduce")
 
-_MOST_RANKS = 64  # a table of a thousand ranks says less
+_MOST_RANKS = 64  # a table of a thousand ranks is unreadable
 
 
 def held_up_by(reports: Mapping[int, Report]) -> list[int]:
-    """The ranks that others wait for and that wait for nobody; none if that cannot be told.
+    """Return the ranks that others wait for and that wait for no other rank; empty if that cannot be told.
 
-    A rank waits for those that have not entered the collective that it is in. Where ranks wait in several groups, for
-    one another, the end of each chain is meant. Without a flight recorder, as for gloo's messages between two ranks,
-    the ranks are meant whose Python is outside of a collective while others are inside.
+    A rank waits for the ranks that have not entered its current collective. If such waits form chains over several
+    groups, the result is the end of each chain. Without flight recorder data, as for gloo's messages between two ranks,
+    the result is the ranks whose Python code is outside of a collective while other ranks are inside one.
 
     Args:
-        reports: of all ranks that gave one.
+        reports: the reports of all ranks that sent one.
     """
     waits = {rank: set(_awaited(rank, reports)) for rank in reports}
     awaited = set().union(*waits.values()) if waits else set()
@@ -37,10 +37,13 @@ def held_up_by(reports: Mapping[int, Report]) -> list[int]:
 
 
 def disagreement(reports: Mapping[int, Report]) -> str | None:
-    """Two ranks that are in the same place of a group's order, but not in the same collective.
+    """Describe two ranks that are at the same position in a group's order, but in different collectives.
 
     Args:
-        reports: of all ranks that gave one.
+        reports: the reports of all ranks that sent one.
+
+    Returns:
+        The description; None if there are no such ranks.
     """
     first: dict[tuple[str, int], tuple[int, Collective]] = {}
     entered = [(rank, each) for rank, report in sorted(reports.items()) for each in report.collectives]
@@ -64,7 +67,7 @@ def _awaited(rank: int, reports: Mapping[int, Report]) -> Iterator[int]:
 
 
 def _entered(report: Report | None, group: str) -> int:
-    """The number of the newest collective in the group; 0 for none."""
+    """Return the number of the newest collective that the rank has entered in the group; 0 for none."""
     found = (each.newest for each in (report.collectives if report else ()) if each.group == group)
     return max(found, default=0)
 
@@ -75,9 +78,9 @@ class Verdict:
 
     Attributes:
         kind: what has happened.
-        headline: with rank, node and host.
+        headline: one sentence or more, with rank, node and host.
         text: the headline, and where each rank is.
-        final: whether it can never resolve by itself: a process is gone, or ranks stand in different collectives.
+        final: whether the hang can never resolve by itself: a process is gone, or ranks are in different collectives.
     """
 
     kind: Kind
@@ -88,13 +91,13 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known when an alarm was raised.
+    """What is known about an alarm.
 
     Attributes:
         alarm: the alarm.
-        members: who each rank is; without those that never came.
-        beats: the last sign of life of each rank; without those that never gave one.
-        reports: of the ranks that answered the alarm.
+        members: the process of each rank, except ranks that never joined.
+        beats: the last heartbeat of each rank, except ranks that never sent one.
+        reports: the reports of the ranks that answered the alarm.
         world_size: number of ranks.
     """
 
@@ -105,15 +108,15 @@ class Evidence:
     world_size: int
 
     def name(self, rank: int) -> str:
-        """Rank, node and host."""
+        """Return rank, node and host as text."""
         return str(self.members.get(rank, f"rank {rank}"))
 
 
 def reach_verdict(evidence: Evidence) -> Verdict:
-    """Name the ranks, and say where each is.
+    """Find the ranks that the others wait for, and describe where each rank is.
 
     Args:
-        evidence: what is known.
+        evidence: what is known about the alarm.
     """
     alarm = evidence.alarm
     mismatch = disagreement(evidence.reports) if alarm.kind == "stalled" else None
@@ -149,7 +152,7 @@ def _headline(evidence: Evidence, found: list[int], mismatch: str | None) -> str
 
 
 def _circumstances(evidence: Evidence, found: list[int]) -> Iterator[str]:
-    """Where it was, and where the others wait for it."""
+    """Yield sentences: where the first rank found was, and where the others wait for it."""
     report, beat = evidence.reports.get(found[0]), evidence.beats.get(found[0])
     beat = report.beat if report else beat
     if beat is None:

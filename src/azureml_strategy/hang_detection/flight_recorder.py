@@ -1,4 +1,4 @@
-"""torch's flight recorder: which collectives this process has entered, and which of them are not over."""
+"""Reads torch's flight recorder: which collectives this process has entered, and which are not complete."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d
 from azureml_strategy.hang_detection.main_thread import own_place
 
 _SIZES = {name: dtype.itemsize for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
-# The recorder has names of ATen for them.
+# The recorder uses ATen's names of the data types.
 _SIZES |= {"Float": 4, "Double": 8, "Half": 2, "BFloat16": 2, "Long": 8, "Int": 4, "Short": 2, "Char": 1, "Byte": 1}
 
 Trace = dict[str, Any]
@@ -25,18 +25,18 @@ Trace = dict[str, Any]
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective operation, as a rank has entered it.
+    """One collective operation that a rank has entered.
 
     Attributes:
-        group: the process group's name in torch, the same on all its ranks.
-        ranks: all its ranks; none for a message between two of them, whose numbers others do not share.
-        number: how many were entered before in the group, and itself.
-        operation: such as `all_reduce`.
-        size_bytes: of its input on this rank.
-        entered_at: when, in seconds since 1970.
+        group: torch's name of the process group, the same on all its ranks.
+        ranks: all ranks of the group; empty for a message between two ranks, whose numbers the others do not share.
+        number: its number in the group's order, counted from 1.
+        operation: name, such as `all_reduce`.
+        size_bytes: size of its input on this rank.
+        entered_at: time in seconds since 1970.
         over: whether it is complete on this rank.
-        newest: the number of the newest that this rank has entered in the group.
-        place: where in Python it was called; empty where that is not known.
+        newest: number of the newest collective that this rank has entered in the group.
+        place: where in Python it was called; empty if that is not known.
     """
 
     group: str
@@ -54,12 +54,12 @@ class Collective:
 
 
 def record(stacks: bool, since: float) -> Trace | None:
-    """What the recorder holds; None where this torch has none for the backend in use.
+    """Return the content of the recorder; None if this torch has no recorder for the backend in use.
 
     Args:
-        stacks: with the Python frames of each call, which takes seconds the first time.
-        since: what was entered before does not count, in seconds since 1970: the recorder keeps it when a group is
-            taken down, and the next group has its name.
+        stacks: whether to include the Python frames of each call, which takes seconds the first time.
+        since: time in seconds since 1970; older entries are left out. The recorder keeps the entries of a destroyed
+            group, and the next group has the same name.
     """
     dump = _dumper()
     if dump is None:
@@ -67,7 +67,7 @@ def record(stacks: bool, since: float) -> Trace | None:
     trace: Trace = pickle.loads(dump(includeCollectives=True, includeStackTraces=stacks, onlyActive=False))
     if "entries" not in trace:
         return None
-    # torch's analyser stops at a group that it has no name for: gloo's, and those that have been taken down.
+    # torch's analyser stops at a group that it has no name for: gloo's, and destroyed ones.
     groups = _groups()
     entered = (entry for entry in trace["entries"] if entry["time_created_ns"] >= since * 1e9)
     known = [entry for entry in entered if entry["process_group"][0] in groups]
@@ -75,7 +75,7 @@ def record(stacks: bool, since: float) -> Trace | None:
 
 
 def counts() -> dict[str, int]:
-    """How many operations were entered in each group: cheap enough to be asked every second."""
+    """Return how many operations were entered in each group. It is cheap enough for a call every second."""
     dump = _dumper()
     if dump is None:
         return {}
@@ -84,7 +84,7 @@ def counts() -> dict[str, int]:
 
 
 def collectives(trace: Trace) -> list[Collective]:
-    """Of each group the collective that is not over, the first one if there are several; else the last one.
+    """Return one collective of each group: the first that is not complete, or else the last one.
 
     Args:
         trace: from `record`.
@@ -114,7 +114,7 @@ def _collective(entry: dict[str, Any], groups: dict[str, dict[str, str]]) -> Col
             for sizes, dtype in zip(entry["input_sizes"], entry["input_dtypes"], strict=False)
         ),
         entered_at=entry["time_created_ns"] / 1e9,
-        # gloo never says `completed`, and NCCL's watchdog retires what it has seen complete a little later.
+        # gloo never reports `completed`. NCCL's watchdog retires an entry a little after it has seen it complete.
         over=entry["retired"] or entry["state"] == "completed",
         place=own_place(frames),
     )
@@ -126,7 +126,7 @@ def _dumper() -> Callable[..., bytes] | None:
 
 
 def _groups() -> dict[str, dict[str, str]]:
-    """Names and ranks of the groups that there are, as torch's analyser wants them."""
+    """Return names and ranks of the existing groups, in the format that torch's analyser needs."""
     return {
         name: {"name": name, "desc": group.group_desc, "ranks": str(dist.get_process_group_ranks(group))}
         for group, name in distributed_c10d._world.pg_names.items()

@@ -1,4 +1,4 @@
-"""Where a thread of this process is in Python, and how far its main thread has come."""
+"""Reads the Python frames of a thread, and tracks the progress of the main thread."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LIGHTNING = os.path.dirname(lightning.__file__)
 _ENTRY = os.path.join(_LIGHTNING, "pytorch", "trainer", "call.py")
 _TORCH = os.path.dirname(torch.__file__)
 _STANDARD = sysconfig.get_path("stdlib")
-# A thread that is in one of these waits for other ranks.
+# A thread inside one of these files waits for other ranks.
 _COMMUNICATION = tuple(
     os.path.join(_TORCH, "distributed", name)
     for name in ("distributed_c10d.py", "c10d_logger.py", "_functional_collectives.py")
@@ -27,18 +27,18 @@ _COMMUNICATION = tuple(
 
 Frames = list[tuple[str, int, str]]
 
-# What takes long without a batch going by: models are built, sharded, compiled and loaded; checkpoints are written.
+# Phases that take long without a batch: models are built, sharded, compiled and loaded; checkpoints are written.
 START, CHECKPOINT, STANDSTILL, END = "start-up", "writing a checkpoint", "standing still", "end of the run"
 TRAINING = "training"
-# A pause may be so many times as long as the longest until then.
+# A pause may last this many times as long as the longest one before.
 _GROWTH = 3
 
 
 def frames_of(thread: int) -> Frames:
-    """File, line and function of a thread's innermost frames, innermost first; none when it has ended.
+    """Return file, line and function of a thread's frames, innermost first, 64 at most; empty if it has ended.
 
     Args:
-        thread: its `threading.get_ident`.
+        thread: the thread's `threading.get_ident`.
     """
     frame = sys._current_frames().get(thread)
     summary = traceback.StackSummary.extract(traceback.walk_stack(frame), limit=64, lookup_lines=False) if frame else []
@@ -46,27 +46,27 @@ def frames_of(thread: int) -> Frames:
 
 
 def trainer_frame(thread: int) -> FrameType | None:
-    """The call of `Trainer.fit` or its like that a thread is in, of several the innermost; None outside of them.
+    """Return the frame of the innermost call of `Trainer.fit` or a similar method that a thread is in, or None.
 
     Args:
-        thread: its `threading.get_ident`.
+        thread: the thread's `threading.get_ident`.
     """
     return next((frame for frame in _walk(thread) if _is_entry(frame)), None)
 
 
 def is_inside(thread: int, frame: FrameType) -> bool:
-    """Whether a thread has not left a call, be it that it has called more since.
+    """Whether a thread is still inside a call, directly or in a nested call.
 
     Args:
-        thread: its `threading.get_ident`.
-        frame: the call's.
+        thread: the thread's `threading.get_ident`.
+        frame: the frame of the call.
     """
-    # A stack that changes while one walks along it may seem to end early; hardly twice.
+    # A stack that changes during the walk may seem to end early, but hardly twice in a row.
     return any(each is frame for _ in range(2) for each in _walk(thread))
 
 
 def communicates(frames: Frames) -> bool:
-    """Whether the innermost frame, but for Python's own, is one of torch's collectives.
+    """Whether the innermost frame outside of the standard library is in torch's collectives.
 
     Args:
         frames: from `frames_of`.
@@ -76,17 +76,20 @@ def communicates(frames: Frames) -> bool:
 
 
 def own_place(frames: Frames) -> str:
-    """The innermost frame of somebody's own code below Lightning's loops; empty if there is none.
+    """Return the innermost frame below Lightning's loops that is neither torch's nor the standard library's.
 
     Args:
-        frames: from `frames_of`, or a trace's.
+        frames: from `frames_of`, or from a flight recorder's entry.
+
+    Returns:
+        The frame as text; empty if there is none.
     """
     below = itertools.takewhile(lambda frame: not frame[0].startswith(_LIGHTNING), frames)
     return next((line(*frame) for frame in below if not frame[0].startswith(_TORCH) and not _is_standard(frame[0])), "")
 
 
 def place(frames: Frames) -> str:
-    """As `own_place`, or else the innermost frame.
+    """Like `own_place`, but return the innermost frame if there is none.
 
     Args:
         frames: from `frames_of`.
@@ -95,12 +98,12 @@ def place(frames: Frames) -> str:
 
 
 def lines(frames: Frames) -> list[str]:
-    """The innermost frames as text."""
+    """Return the innermost frames as text."""
     return [line(*frame) for frame in frames[:_MOST_FRAMES]]
 
 
 def line(file: str, number: int, function: str) -> str:
-    """One frame as text."""
+    """Return one frame as text."""
     return f"{file}:{number} in {function}"
 
 
@@ -113,16 +116,16 @@ def _is_entry(frame: FrameType) -> bool:
 
 
 def _is_standard(file: str) -> bool:
-    """Whether it is Python's own; packages may be installed below its folder."""
+    """Whether a file is in the standard library; site-packages may be below the same folder."""
     return file.startswith((_STANDARD, "<frozen")) and "site-packages" not in file
 
 
 class Progress:
-    """Notes of the main thread, read by the watch's.
+    """The progress of the main thread, which the watch thread reads.
 
     Args:
-        stall_after_s: how long a healthy run may go without a note, in seconds.
-        slow_after_s: the same up to the end of the first batch, and then in all but the training itself: validations,
+        stall_after_s: seconds that a healthy run may go without progress.
+        slow_after_s: the same up to the end of the first batch, and later in all phases but training: validations,
             ends of epochs, checkpoints.
     """
 
@@ -134,10 +137,10 @@ class Progress:
         self.phase = START
 
     def note(self, phase: str) -> None:
-        """Something was done.
+        """Note progress of the main thread.
 
         Args:
-            phase: what comes now.
+            phase: the phase that begins or goes on.
         """
         now = time.monotonic()
         if self.phase not in (START, CHECKPOINT, STANDSTILL):
@@ -145,22 +148,22 @@ class Progress:
         self._noted_at, self.phase = now, phase
 
     def batch_done(self, phase: str) -> None:
-        """As `note`, at the end of a batch of the kind that the run is for: from now on nothing is new."""
+        """Like `note`, at the end of a batch of the kind that the run is for: it ends the start-up."""
         self.note(phase)
         self._warm = True
 
     def touch(self) -> None:
-        """Something was done, as another thread sees it; the phase stays."""
+        """Note progress that another thread has seen; the phase stays."""
         self._noted_at = time.monotonic()
 
     @property
     def idle_s(self) -> float:
-        """Seconds since the last note."""
+        """Seconds since the last progress."""
         return time.monotonic() - self._noted_at
 
     @property
     def limit_s(self) -> float:
-        """How long the present pause may last, in seconds; without end while the ranks stand still on purpose."""
+        """Seconds that the current pause may last; infinite at a stop barrier."""
         if self.phase == STANDSTILL:
             return float("inf")
         usual_s, slow_s = self._limits_s

@@ -1,4 +1,4 @@
-"""What ranks tell one another, heartbeats, alarms and reports, and when each was heard of last."""
+"""The messages between ranks (heartbeats, alarms, reports), and when each rank's last heartbeat arrived."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from azureml_strategy.control.process import Member, Sight, is_gone, is_seen, lo
 from azureml_strategy.hang_detection.flight_recorder import Collective
 from azureml_strategy.hang_detection.main_thread import START, Frames
 
-# `ended`: by an exception. `gone`: its process. `vanished`: its node. `lost`: by what a collective says. `unserved`:
-# rank 0's store. All of these are for ever; `silent` and `stalled` may pass.
+# `ended`: the rank raised an exception. `gone`: its process has ended. `vanished`: its node does not answer. `lost`: a
+# collective says that its connection has ended. `unserved`: rank 0's store has ended. These are final; `silent` and
+# `stalled` may pass.
 Kind = Literal["ended", "gone", "vanished", "lost", "unserved", "silent", "stalled"]
 PASSING: tuple[Kind, ...] = ("silent", "stalled")
 
@@ -24,17 +25,17 @@ _MOST_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class Beat:
-    """A sign of life.
+    """A heartbeat of one rank.
 
     Attributes:
-        count: how many before.
-        at: when, in seconds since 1970.
-        over: whether the rank has left the run in order, and sends no more.
-        phase: what its main thread does.
-        step: its optimizer steps.
-        idle_s: seconds since its main thread's last note.
-        limit_s: how many it may take.
-        entered: operations entered in each process group.
+        count: its number; 0 stands for the meeting of the ranks at the start.
+        at: time in seconds since 1970.
+        over: whether the rank has left the run in order and sends no more heartbeats.
+        phase: what the main thread does.
+        step: number of optimizer steps.
+        idle_s: seconds since the main thread's last progress.
+        limit_s: seconds that the main thread may go without progress.
+        entered: number of operations entered in each process group.
     """
 
     count: int
@@ -47,23 +48,23 @@ class Beat:
     entered: dict[str, int]
 
     def to_json(self) -> str:
-        """The beat as text."""
+        """Return the heartbeat as text."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Beat:
-        """The beat from its text."""
+        """Return the heartbeat from its text."""
         return cls(**json.loads(text))
 
 
 @dataclass(frozen=True)
 class Alarm:
-    """What is wrong, as the first that noticed it says.
+    """What is wrong, as seen by the rank that noticed it first.
 
     Attributes:
         kind: what has happened.
-        ranks: to which ranks; none where the reports must show it.
-        text: the exception, or for how long, or who serves the store.
+        ranks: the ranks that it has happened to; empty if only the reports can show them.
+        text: the exception, how long it has lasted, or who serves the store.
     """
 
     kind: Kind
@@ -71,27 +72,28 @@ class Alarm:
     text: str
 
     def to_json(self) -> str:
-        """The alarm as text."""
+        """Return the alarm as text."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Alarm:
-        """The alarm from its text."""
+        """Return the alarm from its text."""
         values: dict[str, Any] = json.loads(text)
         return cls(values["kind"], tuple(values["ranks"]), values["text"])
 
 
 @dataclass(frozen=True)
 class Report:
-    """Where a rank is when there is an alarm.
+    """Where a rank is at the time of an alarm.
 
     Attributes:
         beat: its step, phase and idle time.
-        collectives: of each process group the one it is in, or was in last; none without a flight recorder.
-        stack: the innermost Python frames of its main thread, innermost first.
-        place: the one of them to look at.
-        communicates: whether that thread is inside a collective.
-        failed: whether that thread has met an exception.
+        collectives: for each process group, the collective that the rank is in, or was in last; empty without a flight
+            recorder.
+        stack: the innermost Python frames of the main thread, innermost first.
+        place: the frame to look at.
+        communicates: whether the main thread is inside a collective.
+        failed: whether the main thread has met an exception.
     """
 
     beat: Beat
@@ -102,12 +104,12 @@ class Report:
     failed: bool
 
     def to_json(self) -> str:
-        """The report as text."""
+        """Return the report as text."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """The report from its text."""
+        """Return the report from its text."""
         values: dict[str, Any] = json.loads(text)
         collectives = [Collective(**each | {"ranks": tuple(each["ranks"])}) for each in values["collectives"]]
         frames = [(file, number, name) for file, number, name in values["stack"]]
@@ -115,26 +117,26 @@ class Report:
 
     @property
     def waits_in(self) -> Collective | None:
-        """The collective that is not over, the first one if it is in several."""
+        """The collective that is not complete; if there are several, the one entered first."""
         open_ones = [each for each in self.collectives if not each.over]
         return min(open_ones, key=lambda each: each.entered_at, default=None)
 
     @property
     def last(self) -> Collective | None:
-        """The collective entered last of those shown."""
+        """The collective of the report that was entered last."""
         return max(self.collectives, key=lambda each: each.entered_at, default=None)
 
 
 class Hearing:
-    """The other ranks' signs of life, as one rank sees them.
+    """The heartbeats of the other ranks, as one rank sees them.
 
-    All have just met: that counts as the first sign of life of each.
+    All ranks have just met. This counts as the first heartbeat of each.
 
     Args:
-        store: where the others are.
-        rank: this process's.
-        members: all ranks' processes.
-        start_limit_s: how long a rank may take to start, in seconds.
+        store: holds the heartbeats.
+        rank: this process's global rank.
+        members: the processes of all ranks.
+        start_limit_s: seconds that a rank may take to start.
     """
 
     def __init__(self, store: BoundedStore, rank: int, members: Mapping[int, Member], start_limit_s: float) -> None:
@@ -148,13 +150,13 @@ class Hearing:
         self.members = members
 
     def listen(self, ranks: Iterable[int] | None = None) -> None:
-        """Look for signs of life.
+        """Read new heartbeats.
 
         Args:
-            ranks: whose; by default everybody's.
+            ranks: ranks to read; by default all others.
         """
         asked = self._others if ranks is None else [rank for rank in ranks if rank in self._heard]
-        # One that nobody has listened to was not silent.
+        # Silence counts only from now on for a rank whose heartbeats were not read until now.
         for rank in asked:
             if rank not in self._listened:
                 self._heard[rank] = (self._heard[rank][0], time.monotonic())
@@ -162,32 +164,32 @@ class Hearing:
         self._hear(asked)
 
     def beats(self) -> dict[int, Beat]:
-        """The last sign of life of each other rank."""
+        """Return the last heartbeat of each other rank."""
         return {rank: Beat.from_json(said) for rank, (said, _) in self._heard.items()}
 
     def last(self, rank: int) -> Beat:
-        """The last sign of life of another rank.
+        """Return the last heartbeat of another rank.
 
         Args:
-            rank: whose.
+            rank: the other rank.
         """
         return Beat.from_json(self._heard[rank][0])
 
     def silent(self, since: float) -> tuple[int, ...]:
-        """The ranks that were listened to, but not heard since then, and have not left in order.
+        """Return the ranks that were read without a new heartbeat since a time, and that have not left in order.
 
         Args:
-            since: on `time.monotonic`'s clock.
+            since: time on `time.monotonic`'s clock.
         """
         return tuple(
             rank for rank in sorted(self._listened) if self._heard[rank][1] < since and not self._is_over(rank)
         )
 
     def dead(self, after_s: float) -> tuple[int, ...]:
-        """As `silent`, but with patience for those that start: code that loads a model may hold Python's lock for long.
+        """Like `silent`, but a rank that is starting gets more time: code that loads a model may hold the GIL for long.
 
         Args:
-            after_s: how long the silence must last, in seconds.
+            after_s: seconds that the silence must last.
         """
         now = time.monotonic()
         return tuple(
@@ -195,28 +197,28 @@ class Hearing:
         )
 
     def sights(self, ranks: Collection[int]) -> dict[int, Sight]:
-        """Whether the processes of some ranks live, as this machine's kernel or theirs say.
+        """Check the liveness of processes: ask this machine's kernel, or the kernel of theirs.
 
         Args:
-            ranks: whose.
+            ranks: ranks of the processes.
         """
         with ThreadPoolExecutor(_MOST_AT_ONCE) as pool:
             found = dict(zip(ranks, pool.map(lambda rank: look_for(self.members[rank]), ranks), strict=True))
         self._known |= {rank for rank, sight in found.items() if sight == "alive" or is_seen(self.members[rank])}
-        # Of one that has never answered, it may be a firewall that refuses or says nothing.
+        # If a process has never answered, a firewall may be what refuses or drops the connection.
         return {rank: sight if rank in self._known else "unknown" for rank, sight in found.items()}
 
     def acquaint(self) -> None:
-        """Ask for the processes that this rank listens to while they are certain to live."""
+        """Learn at the start, when all processes live, which of those that this rank listens to answer a check."""
         self.sights(self._others if self._rank == 0 else [0])
 
     def vanished(self, sights: Mapping[int, Sight], after_s: float, idle_s: float) -> tuple[int, ...]:
-        """The ranks of nodes that have vanished, as far as anyone can know, while all others have waited.
+        """Return the ranks of nodes that have vanished, as far as that can be known; empty unless all others wait.
 
         Args:
-            sights: of the ranks that are silent.
-            after_s: how long all of a node's processes must have been silent, in seconds.
-            idle_s: how long the others must have done nothing, in seconds.
+            sights: liveness of the silent ranks.
+            after_s: seconds that all processes of a node must have been silent.
+            idle_s: seconds that the other ranks must have been idle.
         """
         if not all(each.over or each.idle_s > idle_s for rank, each in self.beats().items() if rank not in sights):
             return ()
@@ -226,35 +228,35 @@ class Hearing:
         return tuple(sorted(rank for rank in lost if self._node(rank) not in speaking))
 
     def restart(self, silent: Collection[int]) -> None:
-        """Begin to listen anew: while they have answered an alarm, the others gave no signs of life.
+        """Restart the silence timers of all but the given ranks: ranks that answer an alarm send no heartbeats.
 
         Args:
-            silent: the ranks that were silent before.
+            silent: ranks that were silent before the alarm, whose silence goes on.
         """
         self._listened &= set(silent)
 
     def gone(self) -> tuple[int, ...]:
-        """The ranks of this machine whose processes have ended, but not in order."""
+        """Return the ranks of this machine whose processes have ended without leaving in order."""
         ended = [rank for rank in self._others if self.has_ended(rank) and not self._is_over(rank)]
         if ended:
-            self._hear(ended)  # its last word may be new
+            self._hear(ended)  # its last heartbeat may be unread
         return tuple(rank for rank in ended if not self._is_over(rank))
 
     def has_ended(self, rank: int) -> bool:
-        """Whether the process of a rank has ended, for certain; False for one of another machine.
+        """Whether the process of a rank has certainly ended; False for a process on another machine.
 
         Args:
-            rank: whose.
+            rank: rank of the process.
         """
         return is_gone(self.members[rank])
 
     def all_idle(self) -> bool:
-        """Whether others are still there, and none of them has done anything for as long as it may."""
+        """Whether there are other ranks left, and each has been idle for longer than its limit."""
         there = [beat for beat in self.beats().values() if not beat.over]
         return bool(there) and all(beat.idle_s > beat.limit_s for beat in there)
 
     def all_over(self) -> bool:
-        """Whether nobody is left: all others have left in order, or their processes have ended."""
+        """Whether no other rank is left: each has left in order, or its process has ended."""
         return all(beat.over or self.has_ended(rank) for rank, beat in self.beats().items())
 
     def _node(self, rank: int) -> tuple[int, str]:

@@ -1,4 +1,4 @@
-"""A thread of each rank that tells the others that it lives, and looks whether they do."""
+"""The watch thread of a rank: it sends heartbeats, reads those of the other ranks, and raises alarms."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from azureml_strategy.hang_detection.main_thread import (
 )
 from azureml_strategy.hang_detection.peers import PASSING, Alarm, Beat, Hearing
 
-# So many signs of life may be missing before a rank counts as gone, when a connection to it has been closed.
+# After a connection to a rank has closed, the rank counts as gone once this many heartbeats are missing.
 _BEATS_MISSING = 3
-# A main thread may take so long to meet the end of another rank by itself: gloo tells it at once, NCCL never.
+# After a final verdict, the main thread has this long to fail by itself: gloo reports a lost rank at once, NCCL never.
 _LINGER_SECONDS = 30.0
-# With an exception it may still have a checkpoint to write, for which a writer waits a minute at the most.
+# After an exception, the main thread may still wait for a checkpoint; its writer allows a minute for that.
 _LEAVE_SECONDS = 120.0
 _FAIL_SECONDS = 60.0
-# A process that ends before its last word is heard would be taken for one that has died.
+# Time for the others to read the last heartbeat. Otherwise they would take this process for one that has died.
 _CLOSE_SECONDS = 10.0
 _FAREWELL_PAUSE_SECONDS = 0.2
-# For a further connection, where one has ended.
+# Time to open a new connection after one has ended.
 _CONNECT_SECONDS = 12.0
-# A node is given up when it has been silent for so many times `dead_after_s`, and asked about so often in that time.
+# A node is lost after _VANISHED_TIMES x `dead_after_s` of silence; it is checked _ASKED_TIMES in each `dead_after_s`.
 _VANISHED_TIMES, _ASKED_TIMES = 2, 4
 
 
@@ -48,8 +48,8 @@ class Failure:
     """An exception on this rank's main thread.
 
     Attributes:
-        text: what it says.
-        of_others: whether it says only that a connection has ended, so that the cause is another rank's.
+        text: type and message of the exception.
+        of_others: whether it says only that a connection has ended, so that another rank is the cause.
     """
 
     text: str
@@ -57,24 +57,26 @@ class Failure:
 
 
 class Watch:
-    """Says every other second that this rank lives, and raises an alarm when another does not, or no one does anything.
+    """Sends this rank's heartbeats, and raises an alarm when another rank falls silent or no rank makes progress.
 
-    Rank 0 hears all ranks; the others hear rank 0, and each sees the processes of its own machine. Whoever finds
-    something writes an alarm into the store, and everybody answers it with a report (`Inquiry`). Where the verdict is
-    final the processes end; else the watch goes on, and reports the same only again after the ranks have gone on.
+    Rank 0 reads the heartbeats of all ranks. The other ranks read those of rank 0, and all others only when they have
+    been idle for long. Each rank also checks the processes on its own machine. The rank that finds a problem writes an
+    alarm into the store, and every rank answers with a report (`Inquiry`). If the verdict is final, the processes end.
+    Otherwise the watch goes on, and reports the same problem again only after the ranks have made progress.
 
     Args:
-        store: shared by the ranks, with nothing else under its names; for this thread only.
-        connect: opens another connection to the same names, where the store's has ended; None if it cannot.
-        rank: this process's.
-        members: all ranks' processes, this one included.
-        progress: the main thread's notes.
-        step: tells its optimizer steps.
-        main_thread: its `threading.get_ident`, inside of the Trainer's call.
-        dead_after_s: after how long a silent rank is asked about, if this one has nothing to do either, in seconds.
-        beat_s: pause between two signs of life, in seconds.
+        store: shared by the ranks, with nothing else under its names; used by this thread only.
+        connect: opens another connection to the same names after the store's has ended; returns None if it cannot.
+        rank: this process's global rank.
+        members: the processes of all ranks, including this one.
+        progress: the main thread's progress.
+        step: returns the number of optimizer steps.
+        main_thread: the main thread's `threading.get_ident`; that thread must be inside the Trainer's call.
+        dead_after_s: seconds of silence after which another rank's liveness is checked, if this rank has been idle for
+            that long too.
+        beat_s: seconds between two heartbeats.
         records: keeps the verdict and this rank's flight recorder.
-        end: ends the process, whose main thread cannot, and has done nothing for so many seconds.
+        end: ends the process when its main thread cannot; its argument is that thread's idle time in seconds.
         kill: whether any alarm ends the job.
     """
 
@@ -99,7 +101,7 @@ class Watch:
         self._progress = progress
         self._step = step
         self._main_thread = main_thread
-        # The call itself: a script may catch its exception, and call again.
+        # The frame of this very call: a script may catch its exception and call the Trainer again.
         self._inside: FrameType | None = trainer_frame(main_thread)
         self._dead_after_s = dead_after_s
         self._beat_s = beat_s
@@ -108,7 +110,7 @@ class Watch:
         self._inquiry = Inquiry(store, self._hearing, rank, len(members), main_thread, records, kill)
         self._member = members[rank]
         self._kill = kill
-        # What was reported and has not passed yet: since when, the silent ranks, whether it was a stall, by whom.
+        # The reported hang that has not passed: time, silent ranks, whether it was a stall, whether this rank judged.
         self._reported_at: float | None = None
         self._silent: set[int] = set()
         self._stall_told = False
@@ -128,13 +130,15 @@ class Watch:
         threading.Thread(target=self._run, name="hang-watch", daemon=True).start()
 
     def fail(self, failure: Failure) -> str | None:
-        """Tell the others, and learn whether another rank was the first; for the main thread, in bounded time.
+        """Report an exception of the main thread, and find out whether another rank failed first.
+
+        The main thread calls this. It returns in bounded time.
 
         Args:
-            failure: what has happened.
+            failure: the exception.
 
         Returns:
-            What is known of the other rank; None if this one was the first.
+            The headline of the verdict on the other rank; None if this rank failed first, or there is no verdict.
         """
         self._progress.note(self._progress.phase)
         self._failure = failure
@@ -144,7 +148,7 @@ class Watch:
         return None if self._own_fault else self._headline
 
     def close(self) -> None:
-        """This rank leaves the run in order."""
+        """Leave the run in order: the thread sends a last heartbeat and ends."""
         self._closing = True
         self._wake.set()
         self._finished.wait(_CLOSE_SECONDS)
@@ -155,14 +159,13 @@ class Watch:
             if self._headline is not None:
                 self._linger()
         finally:
-            self._inside = None  # it holds the model
+            self._inside = None  # the frame keeps the model alive
 
     def _conclude(self) -> None:
-        """Come to a verdict, if there is one to come to."""
         try:
             self._hearing.acquaint()
             self._headline = self._follow()
-        except Exception as error:  # a fault of the watch is none of the run's
+        except Exception as error:  # a fault of the watch must not end the run
             self._give_up(error)
         finally:
             self._finished.set()
@@ -170,7 +173,7 @@ class Watch:
 
     def _give_up(self, error: Exception) -> None:
         say(f"Rank {self._rank}: nobody watches for hangs any more: {type(error).__name__}: {error}")
-        # Its silence must not pass for that of a rank that has died.
+        # Without this, the other ranks would take the silence for a dead process.
         with contextlib.suppress(Exception):
             last_word = Beat(self._beats, time.time(), True, self._progress.phase, 0, 0.0, 0.0, {})
             self._store.set(f"beat/{self._rank}", last_word.to_json())
@@ -188,7 +191,7 @@ class Watch:
                     return None
 
     def _learn(self) -> str | None:
-        """The headline of a final verdict; None when this rank has left in order."""
+        """Return the headline of a final verdict; None when this rank has left in order."""
         while (alarm := self._look_out()) is not None:
             self._alarm = alarm
             self._own_fault = alarm.ranks == (self._rank,)
@@ -202,7 +205,6 @@ class Watch:
         return None
 
     def _go_on(self, alarm: Alarm, outcome: Outcome) -> None:
-        """Watch on after a report."""
         self._alarm, self._own_fault = None, False
         self._reported_at = time.monotonic()
         self._silent |= set(alarm.ranks)
@@ -211,7 +213,7 @@ class Watch:
         self._hearing.restart(self._silent)
 
     def _see_whether_it_has_passed(self) -> None:
-        """Say so once this rank goes on, and those that were silent are heard again."""
+        """Report that a hang has passed, once this rank makes progress and the silent ranks send heartbeats again."""
         if self._reported_at is None:
             return
         seconds = time.monotonic() - self._reported_at
@@ -223,7 +225,7 @@ class Watch:
         self._reported_at, self._silent, self._stall_told = None, set(), False
 
     def _look_out(self) -> Alarm | None:
-        """Until there is an alarm, or this rank leaves."""
+        """Send heartbeats until there is an alarm, which is returned, or until this rank leaves."""
         while not self._closing and not self._has_left():
             self._store.set(f"beat/{self._rank}", self._beat().to_json())
             if (said := self._inquiry.alarm()) is not None:
@@ -241,11 +243,11 @@ class Watch:
         return None
 
     def _has_left(self) -> bool:
-        """Whether the main thread is out of the Trainer's call, though nobody has said so."""
+        """Whether the main thread has left the Trainer's call, even if no hook has told the watch."""
         return self._inside is not None and not is_inside(self._main_thread, self._inside)
 
     def _see_off(self) -> None:
-        """Stay while others have not left: the store goes with this process, which they may take for killed."""
+        """Wait for the others to leave: the store ends with this process, and they could take rank 0 for killed."""
         deadline = time.monotonic() + _CLOSE_SECONDS - 1
         self._hearing.listen()
         while not self._hearing.all_over() and time.monotonic() < deadline:
@@ -259,7 +261,7 @@ class Watch:
         return Beat(self._beats, time.time(), over, now.phase, step, now.idle_s, now.limit_s, entered)
 
     def _notice(self) -> tuple[int, dict[str, int]]:
-        """Steps and collectives until now: they are progress as well, where no hook is called."""
+        """Return the steps and collectives so far. New ones count as progress, for times when no hook is called."""
         done = (self._step(), flight_recorder.counts())
         if done != self._done:
             self._done = done
@@ -267,7 +269,7 @@ class Watch:
         return done
 
     def _find(self) -> Alarm | None:
-        """What is wrong, as far as this rank can see."""
+        """Return what is wrong, as far as this rank can see."""
         if self._failure is not None:
             return self._cause(self._failure)
         if self._progress.phase in (STANDSTILL, END):
@@ -284,7 +286,7 @@ class Watch:
         return Alarm("stalled", (), f"for {idle_s:.0f} s") if stalls and not self._stall_told else None
 
     def _about(self, silent: tuple[int, ...], idle_s: float) -> Alarm | None:
-        """What is wrong with ranks that say nothing: a kernel is asked whether they live, and asked again."""
+        """Check the liveness of silent ranks, at intervals, and return an alarm if there is something new."""
         new = tuple(rank for rank in silent if rank not in self._silent)
         if not new and time.monotonic() < self._asked_at + self._dead_after_s / _ASKED_TIMES:
             return None
@@ -299,7 +301,7 @@ class Watch:
         return Alarm("silent", new, f"for {self._dead_after_s:.0f} s: {text}") if new else None
 
     def _vanished(self, sights: Mapping[int, Sight], idle_s: float) -> Alarm | None:
-        """The ranks whose whole node is silent and does not answer, while all others have stood waiting."""
+        """Return an alarm for nodes that are silent and unreachable as a whole while all other ranks wait."""
         after_s = _VANISHED_TIMES * self._dead_after_s
         lost = self._hearing.vanished(sights, after_s, self._dead_after_s) if idle_s > after_s else ()
         text = (
@@ -308,7 +310,7 @@ class Watch:
         return Alarm("vanished", lost, text) if lost else None
 
     def _cause(self, failure: Failure) -> Alarm:
-        """Of an exception that only says that a connection has ended, the rank at its other end."""
+        """Find the rank that caused an exception: if it only reports a closed connection, the rank at the other end."""
         if not failure.of_others:
             return Alarm("ended", (self._rank,), failure.text)
         self._hearing.listen()
@@ -326,7 +328,7 @@ class Watch:
         return Alarm("lost", tuple(rank for rank in silent if sights[rank] != "alive"), failure.text)
 
     def _renewed(self) -> bool:
-        """Whether the store answers on another connection: one alone may end for reasons of the network's."""
+        """Connect to the store again and return whether that worked: the network may have ended one connection only."""
         if self._first_has_left() or self._hearing.has_ended(0):
             return False
         time.sleep(self._beat_s / 10)
@@ -336,19 +338,19 @@ class Watch:
         return connection is not None
 
     def _first_has_left(self) -> bool:
-        """Whether rank 0 was about to leave in order when it was heard of last."""
+        """Whether rank 0 was leaving in order at its last heartbeat."""
         if self._rank == 0:
             return False
         beat = self._hearing.last(0)
         return beat.over or beat.phase == END
 
     def _leaves(self) -> bool:
-        """Whether the end of the store is none of the run's: this rank or rank 0, whose store it is, was leaving."""
+        """Whether the store may end: this rank is leaving or at a stop barrier, or rank 0, its server, was leaving."""
         leaves = self._closing or self._has_left() or self._progress.phase in (STANDSTILL, END)
         return leaves or self._first_has_left()
 
     def _without_store(self, lost: StoreLostError) -> Alarm | None:
-        """Why the store is gone, which rank 0 or its node serves, if that ends the run; None where it may come back."""
+        """Return an alarm if the loss of the store, served by rank 0 or its node, ends the run; None if it may pass."""
         if self._lost_at is None:
             self._lost_at = time.monotonic()
         if self._leaves():
@@ -364,7 +366,7 @@ class Watch:
         return self._unanswered(sight, time.monotonic() - self._lost_at)
 
     def _unanswered(self, sight: Sight, lost_s: float) -> Alarm | None:
-        """Of a store that does not answer: its process stands still, or cannot be reached, for now or for ever."""
+        """Return an alarm if a store that does not answer ends the run; otherwise report it once, wait, return None."""
         why = why_silent(self._hearing.members[0], sight)
         silent = Alarm("silent", (0,), f"for {self._dead_after_s:.0f} s: {why}")
         if self._kill or self._failure is not None:
@@ -380,7 +382,7 @@ class Watch:
         return None
 
     def _linger(self) -> None:
-        """End the process if its main thread cannot: it may wait for a rank that never comes."""
+        """End the process if its main thread does not end by itself: it may wait for a rank that never comes."""
         while not self._closing and self._inside is not None and not self._has_left():
             self._notice()
             idle_s = self._progress.idle_s
@@ -389,14 +391,14 @@ class Watch:
             time.sleep(self._beat_s / 10)
 
     def _most_idle_s(self) -> float:
-        """How long the main thread may do nothing once there is a verdict, in seconds."""
+        """Return how many seconds the main thread may be idle after a verdict."""
         now = self._progress
         if now.phase in (STANDSTILL, END):
             return float("inf")
         if self._failure is not None:
-            # What takes long on the way out may be an upload: only a wait for the others, who are told, is in vain.
+            # A slow exit may be an upload. Only a wait for the other ranks is useless: they know of the failure.
             if not self._kill and not communicates(frames_of(self._main_thread)):
                 return float("inf")
             return max(_LEAVE_SECONDS, now.limit_s if now.phase == CHECKPOINT else 0.0)
-        # Where only the store is gone, the others may live: then it takes no less than a stall.
+        # If only the store is gone, the other ranks may live: wait for as long as a stall takes.
         return now.limit_s if self._patience_s is None else self._patience_s

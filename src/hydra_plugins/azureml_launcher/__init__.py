@@ -1,7 +1,7 @@
-"""`hydra/launcher=azureml`: each combination of a sweep is a job in Azure ML."""
+"""The Hydra launcher `hydra/launcher=azureml`, which runs each combination of a sweep as an Azure ML job."""
 
-# No `from __future__ import annotations`: Hydra runs this file without entering it into sys.modules, where a dataclass
-# looks for what its annotations mean if they are text.
+# No `from __future__ import annotations`: it turns annotations into text, which a dataclass resolves through
+# sys.modules, and Hydra runs this file without entering it there.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from azureml_strategy.jobs.sweep import SweepJob, SweepOptions
 
 _APPLICATION = "azureml_strategy.training.app"
-# What is for the sweep here and not for its jobs.
+# Overrides that are for the sweep on this machine, not for its jobs.
 _OF_THE_SWEEP = ("hydra/launcher", "hydra.launcher", "hydra/sweeper", "hydra.sweeper", "hydra.sweep.", "hydra.mode")
 
 
@@ -44,14 +44,14 @@ ConfigStore.instance().store(
 class AzureMLLauncher(Launcher):
     """Submits `azureml-strategy train RECIPE ...` as one job for each combination.
 
-    What a job returns to the sweeper is a dictionary of its name, its page in the studio, status and metrics; or, for a
-    sweeper that searches for the best, the one number that `metric` names. A job that failed fails the sweep, after the
-    others are over.
+    Each job returns a dictionary to the sweeper: the job's name, its page in the studio, its status and its metrics. If
+    `metric` is set, for a sweeper that searches for the best combination, the job returns that one number. A failed job
+    fails the sweep after the other jobs have ended.
 
     Args:
-        wait: until every job is over; else only until all are submitted.
-        max_concurrent: jobs that are queued or run at the same time; None for all of them.
-        poll_interval_s: seconds between two looks at the jobs.
+        wait: whether to wait until every job has ended, or only until all are submitted.
+        max_concurrent: number of jobs that are queued or run at the same time; None for all.
+        poll_interval_s: seconds between two polls of the jobs.
         metric: the logged metric that a job returns, such as `val/top1`.
     """
 
@@ -76,7 +76,7 @@ class AzureMLLauncher(Launcher):
                 jobs = plan_sweep(recipe, [[*each, *passed_on] for each in job_overrides], initial_job_idx)
                 run_sweep(recipe, jobs, options)
         except JobError as error:
-            raise CompactHydraException(str(error)) from error  # which Hydra prints without a traceback
+            raise CompactHydraException(str(error)) from error  # Hydra prints this error without a traceback
         return [self._returned(job, each, options) for job, each in zip(jobs, job_overrides, strict=True)]
 
     def _refuse_misuse(self) -> None:
@@ -118,7 +118,7 @@ def _value(job: "SweepJob", metric: str | None) -> Any:
 
 
 def _recipe(config: DictConfig) -> str:
-    """What the user typed for RECIPE: a shipped name, or where the file lies."""
+    """Return the RECIPE that the user typed: the path of its file, or the name of a shipped recipe."""
     name = f"{config.hydra.job.config_name}"
     folders = [Path(source.path) for source in config.hydra.runtime.config_sources if source.schema == "file"]
     found = [folder / f"{name}.yaml" for folder in folders if (folder / f"{name}.yaml").is_file()]
@@ -126,14 +126,14 @@ def _recipe(config: DictConfig) -> str:
 
 
 def _passed_on(config: DictConfig) -> list[str]:
-    """Overrides of Hydra's own settings that are for the jobs."""
+    """Return the overrides of Hydra's own settings that the jobs need."""
     given = map(str, config.hydra.overrides.hydra)
     return [each for each in given if not each.lstrip("+").startswith(_OF_THE_SWEEP)]
 
 
 @contextmanager
 def _hydra_set_aside() -> Iterator[None]:
-    """Let a recipe be composed while Hydra's application runs, which it refuses otherwise."""
+    """Allow a recipe to be composed while a Hydra application runs; Hydra refuses that otherwise."""
     hydra = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:

@@ -1,4 +1,4 @@
-"""Makes the recipes and configuration groups of azureml-strategy visible to any Hydra application."""
+"""Makes the recipes and configuration groups of azureml-strategy available to every Hydra application."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from azureml_strategy.training.resolvers import register_resolvers
 
 
 class AzureMLSearchPath(SearchPathPlugin):
-    """Appends both folders at the end of the search path: an application's own files of the same name win."""
+    """Appends both folders to the end of the search path, so an application's own files of the same name win."""
 
     @override
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
