@@ -1,4 +1,4 @@
-"""Lightning strategies that take their processes from the job."""
+"""Lightning strategies whose processes come from the job."""
 
 from __future__ import annotations
 

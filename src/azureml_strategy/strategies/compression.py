@@ -1,4 +1,4 @@
-"""Gradient compression for DDP: what goes over the network instead of float32 gradients."""
+"""Gradient compression for DDP: communication hooks that send less than float32 gradients."""
 
 from __future__ import annotations
 
@@ -16,31 +16,32 @@ _HALF_HOOKS: dict[str, Hook] = {
     "bf16": default_hooks.bf16_compress_hook,
     "fp16": default_hooks.fp16_compress_hook,
 }
-# PowerSGD starts from exact all-reduces, so that momentum and the first bucket layout settle. DDP rebuilds its
-# buckets after the first step, and the error feedback is kept by bucket: 2 is the least torch accepts.
+# PowerSGD starts with exact all-reduces, so that momentum and the bucket layout settle. DDP rebuilds its buckets after
+# the first step, and PowerSGD keeps its error feedback per bucket, so torch accepts no less than 2.
 _POWERSGD_EXACT_STEPS = 10
 
 
 def on_any_backend(hook: Hook) -> Hook:
-    """The hook under another name: torch refuses those named bf16_compress_* unless it finds NCCL, by name alone.
+    """Wrap a hook so that torch accepts it on every backend.
 
-    Gloo sums bfloat16 as well, and every NCCL that torch 2.6 and later brings does.
+    Torch refuses hooks named bf16_compress_* unless it finds NCCL, and checks only the name. Gloo sums bfloat16 too,
+    and so does every NCCL that torch 2.6 and later ships.
     """
 
     def hook_on_any_backend(state: Any, bucket: Any) -> Any:
         return hook(state, bucket)
 
-    hook_on_any_backend.__annotations__.clear()  # torch would compare them, postponed to strings here
+    hook_on_any_backend.__annotations__.clear()  # torch would compare them, and here they are strings
     hook_on_any_backend.__qualname__ = hook.__qualname__  # for Lightning's log
     return hook_on_any_backend
 
 
 def communication_hook(compression: str, rank: int = 1) -> tuple[object | None, Hook]:
-    """The state and the hook to register with DistributedDataParallel.
+    """Return the state and the hook to register with DistributedDataParallel.
 
     Args:
-        compression: `bf16` or `fp16` halves the bytes; `powersgd` sends low-rank factors and adds the error of
-            each step to the next one's gradient (Vogels et al. 2019, https://arxiv.org/abs/1905.13727).
+        compression: `bf16` or `fp16` halves the bytes; `powersgd` sends low-rank factors and adds the error
+            of each step to the gradient of the next (Vogels et al. 2019, https://arxiv.org/abs/1905.13727).
         rank: rank of PowerSGD's factors.
 
     Raises:

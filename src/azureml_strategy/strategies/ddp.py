@@ -1,4 +1,4 @@
-"""Distributed data parallel training whose processes come from the job."""
+"""Distributed data-parallel training whose processes come from the job."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ from azureml_strategy.strategies.launched import LaunchedStrategy
 class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
     """Lightning's DDP with nodes, processes and ranks from the Azure ML job: `Trainer(strategy="azureml_ddp")`.
 
-    Differences to the stock strategy, besides the launch: gradients are views into the communication buckets, which
-    saves a copy of them each step; gradient compression works on every backend, where stock Lightning ignores a
-    hook on the CPU; on a job with one process per node, the others are started with their true ranks.
+    Besides the launch, it differs from the stock strategy as follows. Gradients are views into the communication
+    buckets, which saves a copy in each step. Gradient compression works on every backend; stock Lightning ignores a
+    hook on the CPU. In a job with one process per node, it starts the other processes with their true ranks.
 
     Args:
         gradient_compression: `bf16`, `fp16` or `powersgd`; None sends gradients as they are.
         powersgd_rank: rank of PowerSGD's factors.
         gradient_as_bucket_view: see `torch.nn.parallel.DistributedDataParallel`.
-        cluster_environment: used instead of the job's launch where given.
+        cluster_environment: replaces the environment that the job's launch gives.
         ddp_comm_state: state of `ddp_comm_hook`.
         ddp_comm_hook: a hook of your own, instead of `gradient_compression`.
-        start_method: `popen` runs the script again for each further device. The others suit notebooks, and are
-            refused in a job.
-        require_infiniband: stop a job of several nodes that NCCL does not carry over InfiniBand, instead of warning.
+        start_method: `popen` runs the script again for each further device. The other methods are for notebooks; a
+            job refuses them.
+        require_infiniband: stop a multi-node job unless NCCL carries it over InfiniBand, instead of warning.
         kwargs: further arguments of `lightning.pytorch.strategies.DDPStrategy` and `DistributedDataParallel`, such
             as `find_unused_parameters`, `static_graph`, `bucket_cap_mb`, `timeout`, `process_group_backend`.
 
     Raises:
-        LaunchError: the job's variables give no rank to trust, or contradict the Trainer.
+        LaunchError: the job's variables give no rank to trust or contradict the Trainer, or a `start_method` other than
+            `popen` in a job.
         ConfigurationError: an unknown compression, or two hooks.
     """
 
@@ -85,7 +86,7 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
 
     @override
     def _register_ddp_hooks(self) -> None:
-        # Stock Lightning returns here unless the device is a GPU; gloo runs hooks as well.
+        # Stock Lightning registers hooks only if the device is a GPU, but gloo runs them too.
         assert isinstance(self.model, DistributedDataParallel)
         hook, wrapper = self._ddp_comm_hook, self._ddp_comm_wrapper
         if hook is not None:

@@ -1,4 +1,4 @@
-"""What the strategies raise: of the kind that Lightning's own raise in the same place as well."""
+"""Errors of the strategies. Each is also of the type that Lightning's own strategies raise in the same place."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 
 class ConfigurationError(MisconfigurationException, ValueError):
-    """Arguments, a configuration or a module that do not fit one another or the job."""
+    """Arguments, a configuration or a module do not fit one another or the job."""
 
 
 class MeshSizeError(ConfigurationError, RuntimeError):
-    """Sizes of a device mesh that do not fit the job; Lightning's is a RuntimeError."""
+    """The sizes of a device mesh do not fit the job. Lightning raises RuntimeError here."""
 
 
 class MissingPlanError(ConfigurationError, TypeError):
-    """A module that does not say how to cut it; Lightning's is a TypeError for one not made for its strategy."""
+    """A module does not say how to cut it. Lightning raises TypeError for a module not made for its strategy."""
 
 
 class UnfitCheckpointError(ConfigurationError, FileNotFoundError):
-    """Nothing at a path that the strategy reads; Lightning's DeepSpeed raises FileNotFoundError, others ValueError."""
+    """The path holds nothing that the strategy reads. Lightning raises FileNotFoundError (DeepSpeed) or ValueError."""
 
 
 class NoDeepSpeedError(MisconfigurationException, ModuleNotFoundError):

@@ -1,4 +1,4 @@
-"""What all our strategies share: processes, ranks and devices come from the launch."""
+"""Base of all our strategies: processes, ranks and devices come from the launch."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from azureml_strategy.network.record import RunNetwork
 from azureml_strategy.network.session import prepare_network
 from azureml_strategy.strategies.launcher import NodeLauncher
 
-# The network of this process's group, which a later Trainer of the same process uses as well.
+# The network of this process's group. A later Trainer in the same process uses the same group.
 _networks: dict[str, RunNetwork] = {}
 
 
 class LaunchedStrategy(PlainDataStrategy, ParallelStrategy):
-    """Mix-in before one of Lightning's parallel strategies.
+    """Mix-in that stands before one of Lightning's parallel strategies in the list of bases.
 
-    In a job, `num_nodes` and `devices` follow the launch. Lightning tells a strategy the Trainer's numbers but not
-    whether they were typed: 1 node, 1 CPU process and "all GPUs I can see" are what it passes when nothing was, so
-    these give way to the launch; any other number must agree with it. Outside a job nothing changes.
+    In a job, `num_nodes` and `devices` follow the launch. Lightning tells a strategy the Trainer's numbers, but not
+    whether the user typed them. If not, it passes 1 node, and 1 CPU process or all visible GPUs. So the launch
+    overrides these values, and any other number must agree with it. Outside a job nothing changes.
 
     Args:
-        cluster_environment: used instead of the launch where given.
-        require_infiniband: stop a job of several nodes that NCCL does not carry over InfiniBand, instead of warning.
+        cluster_environment: replaces the environment that the job's launch gives.
+        require_infiniband: stop a multi-node job unless NCCL carries it over InfiniBand, instead of warning.
         kwargs: the wrapped strategy's own arguments.
     """
 
-    # What Lightning's strategies call these, each on its own.
+    # Lightning's strategies each define these two attributes themselves.
     _timeout: timedelta | None
     _process_group_backend: str | None
 
@@ -54,7 +54,7 @@ class LaunchedStrategy(PlainDataStrategy, ParallelStrategy):
         self._job_environment = cluster_environment if isinstance(cluster_environment, AzureMLEnvironment) else None
         self._require_infiniband = require_infiniband
         super().__init__(**kwargs)
-        # not an argument of ModelParallelStrategy; the others only keep it as well
+        # Set it here: ModelParallelStrategy has no such argument, and the other strategies would only store it.
         self.cluster_environment = cluster_environment
 
     @property
@@ -70,7 +70,7 @@ class LaunchedStrategy(PlainDataStrategy, ParallelStrategy):
 
     @property
     def num_nodes(self) -> int:
-        """Nodes in the job, or the Trainer's figure outside one."""
+        """Nodes in the job; outside a job, the Trainer's number."""
         return self._num_nodes
 
     @num_nodes.setter
@@ -94,7 +94,7 @@ class LaunchedStrategy(PlainDataStrategy, ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        # Lightning validates only where it starts processes itself, and never for FSDP.
+        # Lightning validates only if it starts the processes itself, and never for FSDP.
         if self._job_environment is not None:
             assert self.parallel_devices is not None
             self._job_environment.validate_settings(len(self.parallel_devices), self.num_nodes)
@@ -105,17 +105,17 @@ class LaunchedStrategy(PlainDataStrategy, ParallelStrategy):
 
     @property
     def network(self) -> RunNetwork | None:
-        """What carries the job's traffic, and the settings made for it; on rank 0 of a job that has started."""
+        """What carries the job's traffic, and its settings; None except on rank 0 of a job that has started."""
         return _networks.get("run") if self._job_environment is not None else None
 
     def _start_on_network(self, launch: Launch) -> None:
-        """Start the process group on a network that was set up for it, and look at what carries it."""
+        """Set up the network, start the process group on it, and read back what carries the traffic."""
         backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
         timeout = self._timeout or default_pg_timeout
         session = prepare_network(launch, backend, timeout, require_infiniband=self._require_infiniband)
         super().setup_environment()
         if backend == "nccl":
-            # NCCL connects at the first collective.
+            # NCCL connects at the first collective, and only then is there a transport to observe.
             dist.all_reduce(torch.zeros(1, device=self.root_device))
             torch.cuda.synchronize(self.root_device)
         network = session.observe()
@@ -126,7 +126,7 @@ class LaunchedStrategy(PlainDataStrategy, ParallelStrategy):
                 rank_zero_warn(warning)
 
     def _devices_of_launch(self, environment: AzureMLEnvironment, devices: list[torch.device]) -> list[torch.device]:
-        """One device for each process of a node."""
+        """Return one device for each process of a node."""
         processes, asked = environment.launch.local_world_size, len(devices)
         if asked == processes:
             return devices
@@ -139,7 +139,7 @@ class LaunchedStrategy(PlainDataStrategy, ParallelStrategy):
             if asked > processes:
                 return devices[:processes]
             if asked == 1 and "," not in os.environ.get("CUDA_VISIBLE_DEVICES", ","):
-                return devices * processes  # the platform shows each process a GPU of its own
+                return devices * processes  # the platform shows each process only its own GPU
         raise LaunchError(
             f"Trainer(devices={asked}) on `{devices[0].type}`, but the job's `{environment.launch.launcher}` launcher "
             f"started {processes} processes on each node, and each needs a device. Leave devices out or write "

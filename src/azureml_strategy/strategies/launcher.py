@@ -1,4 +1,4 @@
-"""Starts the other processes of a node, where the platform started only one."""
+"""Starts the other processes of a node if the platform started only one."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from azureml_strategy.command_line import is_override
 class NodeLauncher(_SubprocessScriptLauncher):
     """Lightning's script launcher, but each process gets its true rank, and a Hydra sweep stays one sweep.
 
-    Stock Lightning leaves the RANK that Azure ML gave to the node in every process it starts, where torch and
-    DeepSpeed read it; and it starts a sweep's processes with `--multirun`, so that each sweeps again.
+    Stock Lightning passes the RANK that Azure ML gave to the node on to every process it starts, and torch and
+    DeepSpeed read it there. It also starts the processes of a sweep with `--multirun`, so that each sweeps again.
     """
 
     @override
@@ -48,8 +48,8 @@ class NodeLauncher(_SubprocessScriptLauncher):
 
 
 def _command() -> tuple[Sequence[str], str | None]:
-    """The command line of this process, and the folder to start it in."""
-    import __main__  # this process's script, known only now
+    """Return the command line of this process and the folder to start it in."""
+    import __main__  # this process's script, which is known only at run time
 
     module = __main__.__spec__
     program = [sys.executable, os.path.abspath(sys.argv[0])] if module is None else [sys.executable, "-m", module.name]
@@ -61,7 +61,7 @@ def _command() -> tuple[Sequence[str], str | None]:
     if module is None:
         program[1] = os.path.join(config.runtime.cwd, sys.argv[0])
     options = [argument for argument in sys.argv[1:] if not is_override(argument)]
-    # The running job's own overrides: those of a sweep hold all its jobs. The folder exists already.
+    # Pass the running job's own overrides: those of a sweep cover all its jobs. The output folder exists already.
     return [
         *program,
         *(option for option in options if option not in ("-m", "--multirun")),

@@ -1,4 +1,4 @@
-"""FSDP2 and tensor parallelism: parameters sharded over replicas, layers cut over the ranks of one."""
+"""FSDP2 and tensor parallelism: parameters sharded over replicas, layers cut over the ranks of one replica."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A distributed checkpoint: what it holds, written by threads, and read again."""
+"""Makes ranks agree on parameters, batches and gradients, and writes and checks their distributed checkpoints.
+
+`write_distributed` can run in a background thread, because the ranks' messages go through an `Exchange`.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +33,9 @@ from azureml_strategy.control.gather import Exchange
 from azureml_strategy.control.messages import register
 from azureml_strategy.strategies.errors import ConfigurationError, UnfitCheckpointError
 
-# What Lightning writes beside the shards.
+# torch's distributed checkpoint writes the index last, and Lightning writes the rest after it, beside the shards.
 _INDEX, _REST = ".metadata", "meta.pt"
-# What torch's distributed checkpoint writes last, and what Lightning writes after it.
+# How many names an error message lists.
 _SHOWN = 3
 _LAYOUTS = (
     "azureml_model_parallel reads the folders that it writes, and single files of it or of DDP. Weights of another "
@@ -43,8 +46,8 @@ _LAYOUTS = (
 def copy_from_rank_zero(module: nn.Module, device: torch.device) -> None:
     """Give every rank the parameters and buffers of rank 0, as DDP does, one tensor at a time on the device.
 
-    Without it each rank would contribute the shards of its own initial values. Tensors on the meta device have no
-    values yet and are left alone.
+    Otherwise each rank would contribute shards of its own initial values. Tensors on the meta device have no values
+    yet and stay as they are.
     """
     for tensor in itertools.chain(module.parameters(), module.buffers()):
         if not tensor.is_meta:
@@ -54,13 +57,13 @@ def copy_from_rank_zero(module: nn.Module, device: torch.device) -> None:
 
 
 def copy_batch(batch: Any, group: ProcessGroup) -> Any:
-    """Each tensor of a batch as the first rank of the group has it.
+    """Return the batch with the tensors of the first rank of the group.
 
-    The ranks read the same samples, but what a worker of a data loader or a hook draws at random differs: Lightning
-    seeds each rank's workers by its global rank. Ranks that compute parts of one layer would mix different inputs.
+    The ranks read the same samples, but the random numbers of data-loader workers and hooks differ: Lightning seeds
+    each rank's workers by its global rank. Ranks that compute parts of one layer would mix different inputs.
 
     Args:
-        batch: tensors on the device, nested at will, of the same shapes on each rank.
+        batch: tensors on the device, nested in any way, with the same shapes on each rank.
         group: the tensor-parallel group.
     """
     source = dist.get_global_rank(group, 0)
@@ -74,15 +77,15 @@ def copy_batch(batch: Any, group: ProcessGroup) -> Any:
 
 
 def uncut_parameters(module: nn.Module, axis: str) -> list[nn.Parameter]:
-    """The parameters of which each rank along an axis of the mesh holds the same part."""
+    """List the parameters of which all ranks along an axis of the mesh hold the same part."""
     return [parameter for parameter in module.parameters() if not _is_cut(parameter, axis)]
 
 
 def copy_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup) -> None:
-    """Give each rank of the group the first one's gradients of parameters that all of them have.
+    """Give each rank of the group the first rank's gradients of parameters that all of them hold.
 
-    They are equal but for their last bits, which depend on where a kernel's buffers lie in memory, or on its atomic
-    additions. The copies would drift apart step by step, and a checkpoint holds one of them.
+    The gradients differ only in their last bits, which depend on where a kernel's buffers lie in memory, or on its
+    atomic additions. But the copies of a parameter would drift apart step by step, and a checkpoint holds one of them.
     """
     source = dist.get_global_rank(group, 0)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -100,7 +103,7 @@ def _is_cut(parameter: nn.Parameter, axis: str) -> bool:
     return axis in names and not parameter.placements[names.index(axis)].is_replicate()
 
 
-# What the ranks tell one another of what each has and has written.
+# Types of the messages in which the ranks tell each other what they hold and what they have written.
 register(
     *(metadata.ChunkStorageMetadata, metadata.MetadataIndex, metadata.TensorProperties),
     *(planner.SavePlan, planner.WriteItem, planner.WriteItemType, planner.BytesIOWriteData),
@@ -111,12 +114,12 @@ register(
 def write_distributed(content: tuple[dict[str, Any], dict[str, Any] | None], path: Path, exchange: Exchange) -> None:
     """Write a folder as `torch.distributed.checkpoint.save` and Lightning do.
 
-    The same steps by the same planner and writer as in torch; only what they tell one another goes another way.
+    The steps, the planner and the writer are torch's. Only the messages between the ranks go through `exchange`.
 
     Args:
-        content: the state with this rank's shards; and on rank 0 the rest of the checkpoint.
-        path: of the folder.
-        exchange: between the ranks.
+        content: the state with this rank's shards, and on rank 0 the rest of the checkpoint.
+        path: the folder to write.
+        exchange: carries messages between the ranks.
     """
     state, rest = content
     leads = exchange.rank == 0
@@ -148,7 +151,7 @@ def write_distributed(content: tuple[dict[str, Any], dict[str, Any] | None], pat
 
 
 def check_checkpoint(path: Path, weights: Mapping[str, torch.Size], strict: bool) -> None:
-    """Check a checkpoint before it is loaded; of a single file only that it exists.
+    """Check a checkpoint before it is loaded. For a single file, only check that it exists.
 
     Args:
         path: the folder or file.
@@ -156,8 +159,8 @@ def check_checkpoint(path: Path, weights: Mapping[str, torch.Size], strict: bool
         strict: whether the checkpoint must hold all of them.
 
     Raises:
-        UnfitCheckpointError: there is none.
-        ConfigurationError: a folder of another layout, an incomplete one, or one of another model.
+        UnfitCheckpointError: there is no checkpoint.
+        ConfigurationError: the folder has another layout, is incomplete, or belongs to another model.
     """
     if not path.exists():
         raise UnfitCheckpointError(f"There is no checkpoint at {path}.")

@@ -1,4 +1,4 @@
-"""The norm of gradients that are spread over ranks in different ways."""
+"""Clips the norm of gradients that are spread over ranks in different ways."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 
 def clip_gradient_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_` for parameters that are spread in different ways, which torch's own refuses.
+    """Clip gradients that are spread in different ways, which `torch.nn.utils.clip_grad_norm_` refuses.
 
-    Layers of a tensor-parallel plan are spread over both axes, all others over the data-parallel one only, and what is
-    not spread is a copy on each rank. Every number counts once. One all-reduce gives the same norm, to the last bit,
-    on all ranks: torch's, one for each axis, may differ between them, and so would copies of a parameter then.
+    Layers of a tensor-parallel plan are spread over both axes, all others over the data-parallel axis only. A gradient
+    that is not spread is a copy on each rank. Every number counts once. One all-reduce gives all ranks the same norm,
+    to the last bit. Torch reduces once per axis, so its norms may differ between ranks; copies of a parameter would
+    then differ too.
 
     Args:
-        parameters: the same ones on all ranks; their gradients are scaled in place.
+        parameters: the same parameters on all ranks; their gradients are scaled in place.
         max_norm: the largest 2-norm that all gradients together may have.
 
     Returns:
-        The norm before.
+        The norm before clipping.
     """
     groups: defaultdict[tuple[DeviceMesh | None, int], list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
@@ -46,7 +47,7 @@ def _mesh(gradient: Tensor) -> DeviceMesh | None:
 
 
 def _copies(gradient: Tensor) -> int:
-    """On how many ranks the same part of a gradient is."""
+    """Return how many ranks hold the same part of a gradient."""
     world_size = dist.get_world_size()
     if not isinstance(gradient, DTensor):
         return world_size
@@ -55,12 +56,12 @@ def _copies(gradient: Tensor) -> int:
 
 
 def _is_copied(placement: Placement) -> bool:
-    # a sum that is still to be made is made by `_norm`
+    # `_norm` completes a partial sum, so that all ranks have the same
     return placement.is_replicate() or placement.is_partial()
 
 
 def _norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """Of this rank's parts, in float32."""
+    """Return the norm of this rank's parts, in float32."""
     return torch.nn.utils.get_total_norm([_local(parameter.grad) for parameter in parameters]).float()
 
 

@@ -1,4 +1,4 @@
-"""The device mesh of a job, the precision of its parameters, and what a module may say of itself."""
+"""Plans the device mesh of a job, and defines what a module may say about it and which precisions it supports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing_extensions import override
 from azureml_strategy.strategies.errors import ConfigurationError, MeshSizeError
 from azureml_strategy.strategies.model_parallel.clipping import clip_gradient_norm
 
-# Lightning's own list for this strategy, which it checks only where the strategy is given as an object.
+# Lightning's list for its own strategy. Lightning checks it only if the strategy is given as an object.
 SUPPORTED = ("32-true", "bf16-mixed", "bf16-true", "16-true")
 Size = int | Literal["auto"]
 
@@ -24,7 +24,7 @@ class HasTensorParallelPlan(Protocol):
     """A module whose matrices can be cut over the ranks of a tensor-parallel group."""
 
     def tensor_parallel_plan(self) -> Mapping[str, str]:
-        """Which layers are cut, and how.
+        """Say which layers are cut, and how.
 
         Returns:
             The style of each `nn.Linear` or `nn.Embedding` to cut, by its name in the LightningModule. `*` stands for
@@ -38,17 +38,18 @@ class HasTensorParallelCounts(Protocol):
     """A module with numbers that the tensor-parallel size must divide, beyond the sizes of its matrices."""
 
     def tensor_parallel_counts(self) -> Mapping[str, int]:
-        """Those numbers by what they count, such as `{"heads": 12}`; asked for before any layer is made."""
+        """Return the numbers by what they count, such as `{"heads": 12}`. Called before any layer is made."""
 
 
 @runtime_checkable
 class HasShardedBlocks(Protocol):
-    """A module that is gathered block by block where its parameters are sharded."""
+    """A module whose sharded parameters are gathered block by block."""
 
     def sharded_blocks(self) -> Iterable[nn.Module]:
-        """The blocks, each called as a module in the forward pass; no parameter may be shared between two of them.
+        """Return the blocks. The forward pass must call each as a module, and no two blocks may share a parameter.
 
-        What is in no block is gathered for the whole step, such as embeddings, and output matrices tied to them.
+        Parameters outside the blocks, such as embeddings and output matrices tied to them, are gathered for the whole
+        step.
         """
 
 
@@ -59,19 +60,19 @@ class _NormOverMeshes(Precision):
 
 
 class FullPrecision(_NormOverMeshes):
-    """`32-true`."""
+    """Precision `32-true`."""
 
 
 class HalfMeshPrecision(_NormOverMeshes, HalfPrecision):
-    """`bf16-true` and `16-true`."""
+    """Precision `bf16-true` or `16-true`."""
 
 
 class MixedMeshPrecision(_NormOverMeshes, MixedPrecision):
-    """`bf16-mixed`."""
+    """Precision `bf16-mixed`."""
 
 
 def for_meshes(plugin: Precision) -> Precision:
-    """The plugin to use instead of one that Lightning made; one of the user's own classes is kept.
+    """Replace a precision plugin that Lightning made by ours; a plugin of the user's own class is kept.
 
     Raises:
         ConfigurationError: the precision is not supported.
@@ -94,12 +95,12 @@ def for_meshes(plugin: Precision) -> Precision:
 class MeshLayout:
     """Two axes over the ranks of a job.
 
-    Rank r is at `divmod(r, tensor_parallel_size)` of the mesh (data parallel, tensor parallel). Ranks of a node follow
-    one another, so a tensor-parallel group, which talks several times in each layer, lies within a node where its size
-    divides the node's processes; the data-parallel axis crosses nodes.
+    Rank r is at `divmod(r, tensor_parallel_size)` of the mesh (data parallel, tensor parallel). Ranks of a node are
+    consecutive. A tensor-parallel group communicates several times in each layer; it lies within a node if its size
+    divides the number of the node's processes. The data-parallel axis crosses nodes.
 
     Attributes:
-        data_parallel_size: replicas, which read different samples and share one copy of the parameters.
+        data_parallel_size: replicas that read different samples and share one copy of the parameters.
         tensor_parallel_size: ranks that compute one replica together and read the same samples.
     """
 
@@ -116,12 +117,12 @@ def plan_layout(
     cuts_tensors: bool,
     across_nodes: bool = False,
 ) -> MeshLayout:
-    """The layout of a job, with `auto` replaced by numbers.
+    """Return the layout of a job, with `auto` replaced by numbers.
 
     Args:
         data_parallel_size: `auto` is what the other size leaves.
-        tensor_parallel_size: `auto` is what a given `data_parallel_size` leaves; else all processes of a node where
-            the module can be cut, and 1 where it cannot.
+        tensor_parallel_size: `auto` is what a given `data_parallel_size` leaves; otherwise all processes of a node if
+            the module can be cut, and 1 if it cannot.
         num_nodes: nodes in the job.
         processes_per_node: processes on each.
         cuts_tensors: whether the module can be cut.
@@ -154,7 +155,7 @@ def check_counts(tensor_parallel_size: int, counts: Mapping[str, int]) -> None:
         counts: what each number counts, such as `heads`, and the number.
 
     Raises:
-        MeshSizeError: it does not divide one of them.
+        MeshSizeError: the size does not divide one of the numbers.
     """
     for name, count in counts.items():
         if count % tensor_parallel_size:
@@ -167,7 +168,7 @@ def check_counts(tensor_parallel_size: int, counts: Mapping[str, int]) -> None:
 
 
 def divisors(number: int) -> list[int]:
-    """The divisors of a number of 1 or more, in ascending order."""
+    """Return the divisors of a number of 1 or more, in ascending order."""
     return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
 
 

@@ -1,4 +1,4 @@
-"""How a module is cut: tensor-parallel styles by name, FSDP2 by blocks, and tied parameters."""
+"""Cuts a module: layers by tensor-parallel styles, blocks by FSDP2. Tied parameters stay tied."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from torch.utils.checkpoint import checkpoint
 
 from azureml_strategy.strategies.errors import ConfigurationError
 
-# Every place of one parameter: the name of the module, and the parameter's name in it.
+# All places of one parameter, each as the name of the submodule and the parameter's name in it.
 Places = list[tuple[str, str]]
 
-# What Lightning calls of a module instead of its forward.
+# Methods of a module that Lightning calls instead of its forward.
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 STYLES = ("colwise", "colwise_gather_output", "rowwise")
 
 
 def shared_parameters(module: nn.Module) -> list[Places]:
-    """The places of each parameter that has more than one."""
+    """List the places of each parameter that has more than one."""
     places: defaultdict[nn.Parameter, Places] = defaultdict(list)
     for owner, submodule in module.named_modules():
         for name, parameter in submodule.named_parameters(recurse=False):
@@ -35,14 +35,14 @@ def shared_parameters(module: nn.Module) -> list[Places]:
 
 
 def tie_again(module: nn.Module, shared: list[Places]) -> None:
-    """Make one parameter of those that were one before each place got a cut of its own.
+    """Tie parameters again after each of their places was cut separately.
 
     Args:
         module: holds all places.
-        shared: what `shared_parameters` found before.
+        shared: what `shared_parameters` returned before the cut.
 
     Raises:
-        ConfigurationError: they are cut in different ways.
+        ConfigurationError: the places of one parameter are cut in different ways.
     """
     for places in shared:
         parameters = [module.get_submodule(owner).get_parameter(name) for owner, name in places]
@@ -57,32 +57,32 @@ def tie_again(module: nn.Module, shared: list[Places]) -> None:
 
 
 def is_parallel(module: nn.Module) -> bool:
-    """Whether any parameter is spread over ranks already."""
+    """Whether any parameter is already spread over ranks."""
     return any(isinstance(parameter, DTensor) for parameter in module.parameters())
 
 
 def checkpoint_activations(blocks: Sequence[nn.Module]) -> None:
-    """Keep only the inputs of each block, and compute the rest again in the backward pass."""
+    """Keep only the inputs of each block, and recompute the rest in the backward pass."""
     for block in blocks:
-        # FSDP's hooks lie around it, so that a block is gathered once for all of its backward pass
+        # FSDP's hooks wrap this forward, so that a block is gathered once for its whole backward pass
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
 
 
 def shard_parameters(module: nn.Module, mesh: DeviceMesh, blocks: Sequence[nn.Module], precision: str) -> None:
-    """Shard each block, and what is left of the module as one more.
+    """Shard each block, and the rest of the module as one more block.
 
     Args:
-        module: a LightningModule; its four steps gather what belongs to no block, as its forward does.
-        mesh: of one dimension, the data-parallel one. With one rank there is nothing to share out, but all parameters
-            become DTensors, which torch's foreach and fused optimizers do not take beside plain ones.
-        blocks: gathered one at a time, forward and backward.
-        precision: the Trainer's.
+        module: a LightningModule; its four steps gather the parameters outside the blocks, as its forward does.
+        mesh: the one-dimensional data-parallel mesh. With one rank there is nothing to shard, but all parameters still
+            become DTensors: torch's foreach and fused optimizers do not take DTensors beside plain tensors.
+        blocks: gathered one at a time, in the forward and the backward pass.
+        precision: as in `Trainer(precision=...)`.
     """
     half = {"bf16-mixed": torch.bfloat16}.get(precision)
     inside = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32 if half else None)
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=inside)
-    # a batch is not cast: its floats may be targets
+    # do not cast the batch: its floats may be targets
     around = MixedPrecisionPolicy(inside.param_dtype, inside.reduce_dtype, cast_forward_inputs=False)
     fully_shard(module, mesh=mesh, mp_policy=around)
     for step in _STEPS:
@@ -90,15 +90,15 @@ def shard_parameters(module: nn.Module, mesh: DeviceMesh, blocks: Sequence[nn.Mo
 
 
 def cut_tensors(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
-    """Cut the layers of a plan over the ranks of a mesh, in place; layers that shared a parameter still do.
+    """Cut the layers of a plan over the ranks of a mesh, in place. Layers that shared a parameter still do.
 
     Args:
         module: holds the same parameters on every rank.
-        mesh: of one dimension, the tensor-parallel one.
+        mesh: the one-dimensional tensor-parallel mesh.
         plan: see `HasTensorParallelPlan`.
 
     Raises:
-        ConfigurationError: the plan does not fit the module, or a matrix does not divide by the size of the mesh.
+        ConfigurationError: the plan does not fit the module, or the size of the mesh does not divide a matrix.
     """
     styles = match_plan(module, plan)
     for name, style in styles.items():
@@ -111,10 +111,10 @@ def cut_tensors(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) ->
 
 
 def match_plan(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """The style of each layer that a plan names, by the layer's full name.
+    """Return the style of each layer that a plan names, by the layer's full name.
 
     Raises:
-        ConfigurationError: a style is unknown, a pattern names nothing, or a layer that cannot be cut.
+        ConfigurationError: a style is unknown, or a pattern names no layer or a layer that cannot be cut.
     """
     styles: dict[str, str] = {}
     for pattern, style in plan.items():

@@ -1,4 +1,4 @@
-"""FSDP2 and tensor parallelism on one device mesh, whose processes come from the job."""
+"""FSDP2 and tensor parallelism on one device mesh, with processes from the job."""
 
 from __future__ import annotations
 
@@ -53,24 +53,25 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, ModelParallelStrategy):
     """Parameters sharded over nodes, layers cut inside a node: `Trainer(strategy="azureml_model_parallel")`.
 
     Lightning's ModelParallelStrategy with nodes, processes and ranks from the Azure ML job. A module that spreads its
-    parameters in `configure_model` works as there. Any other is spread here: the layers of its `tensor_parallel_plan`
-    are cut over the ranks of a tensor-parallel group, then each of its `sharded_blocks` and the rest are sharded over
-    the data-parallel ranks (`azureml_strategy.strategies.model_parallel.layout`).
+    parameters in `configure_model` works as with Lightning's. The strategy spreads any other module itself: it cuts the
+    layers of its `tensor_parallel_plan` over the ranks of a tensor-parallel group, then shards each of its
+    `sharded_blocks` and the rest over the data-parallel ranks (`azureml_strategy.strategies.model_parallel.layout`).
 
     Args:
         data_parallel_size: replicas that read different samples; `auto` is what the other size leaves.
-        tensor_parallel_size: ranks that compute a replica together; `auto` is all processes of a node for a module
-            with a plan, and 1 for one without.
-        tensor_parallel_across_nodes: allow groups that span nodes, which wait for the network in every layer.
-        activation_checkpointing: keep only the inputs of each sharded block and compute the rest again backward.
-        save_distributed_checkpoint: a folder to which each rank writes its part; False gathers one file on rank 0.
-        cluster_environment: used instead of the job's launch where given.
-        require_infiniband: stop a job of several nodes that NCCL does not carry over InfiniBand, instead of warning.
+        tensor_parallel_size: ranks that compute a replica together; `auto` is what a given `data_parallel_size` leaves,
+            otherwise all processes of a node for a module with a plan, and 1 for one without.
+        tensor_parallel_across_nodes: allow groups that span nodes; they wait for the network in every layer.
+        activation_checkpointing: keep only the inputs of each sharded block, and recompute the rest in the backward
+            pass.
+        save_distributed_checkpoint: save a folder to which each rank writes its part; False gathers one file on rank 0.
+        cluster_environment: replaces the environment that the job's launch gives.
+        require_infiniband: stop a multi-node job unless NCCL carries it over InfiniBand, instead of warning.
         kwargs: further arguments of Lightning's strategy: `process_group_backend`, `timeout`.
 
     Raises:
-        LaunchError: the job's variables give no rank to trust, or contradict the Trainer.
-        ConfigurationError: at the start of training, sizes or a plan that fit neither the job nor the module.
+        LaunchError: the job's variables give no rank to trust or contradict the Trainer.
+        ConfigurationError: at the start of training, if the sizes or the plan do not fit the job or the module.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, ModelParallelStrategy):
         if is_overridden("configure_model", self.lightning_module):
             super().setup(trainer)
         else:
-            # Lightning's refuses a module without configure_model, as one that nothing would have spread.
+            # Lightning's own setup refuses a module without configure_model: nothing else would have spread it.
             super(ModelParallelStrategy, self).setup(trainer)
 
     @override
@@ -142,7 +143,7 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, ModelParallelStrategy):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         state = super().optimizer_state(optimizer)
-        # a single file of them is read before anything that was moved out of it could be put back
+        # Use plain numbers in a single file: it is read before entries that `to_plain` moved could be put back.
         numbers = not self._save_distributed_checkpoint
         return apply_to_collection(state, np.generic, lambda number: number.item()) if numbers else state
 
@@ -157,7 +158,7 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, ModelParallelStrategy):
             checkpoint: as Lightning gives it to `save_checkpoint`.
 
         Returns:
-            What to copy, and what writes the copy; None where one file is written.
+            What to copy, and a function that writes the copy. None if the checkpoint is a single file.
         """
         if not self._save_distributed_checkpoint:
             return None
@@ -175,7 +176,7 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, ModelParallelStrategy):
         return super().load_checkpoint(checkpoint_path, weights_only)
 
     def _plan_sizes(self) -> tuple[int, int]:
-        """The sizes of both axes, checked against the job and what the module says before it is built."""
+        """Return the sizes of both axes, checked against the job and what the module says before it is built."""
         module, (data, tensor) = self.lightning_module, self._asked_sizes
         layout = plan_layout(
             data,
@@ -192,7 +193,7 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, ModelParallelStrategy):
         return layout.data_parallel_size, layout.tensor_parallel_size
 
     def _spread(self, module: LightningModule) -> None:
-        """Cut and shard a module that holds all its parameters."""
+        """Cut and shard a module that still holds all its parameters."""
         copy_from_rank_zero(module, self.root_device)
         tensor_mesh = self.device_mesh["tensor_parallel"]
         if tensor_mesh.size() > 1:
@@ -208,7 +209,7 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, ModelParallelStrategy):
 
 
 def _may_be_cut(module: object) -> bool:
-    """Whether a module says how to cut it, or is one of those that spread their parameters by themselves."""
+    """Whether a module says how to cut it, or spreads its parameters itself."""
     if isinstance(module, HasTensorParallelPlan):
         return True
     return is_overridden("configure_model", module) and not isinstance(module, HasShardedBlocks)

@@ -1,4 +1,4 @@
-"""Which layout wrote a checkpoint: beside DeepSpeed's files lies one that says how the module was cut."""
+"""Records which layout wrote a checkpoint, in a file beside DeepSpeed's that says how the module was cut."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LAYOUT = "pipeline.json"
 
 @dataclass(frozen=True)
 class PipelineLayout:
-    """How the ranks shared a module.
+    """How a module was spread over the ranks.
 
     Attributes:
         bounds: stage i had the layers from the i-th number up to, not including, the next one.
@@ -39,7 +39,7 @@ class PipelineLayout:
         """Read the layout of a checkpoint.
 
         Raises:
-            PipelineError: it is not one of a pipeline.
+            PipelineError: no pipeline wrote the checkpoint.
         """
         if not (checkpoint / _LAYOUT).is_file():
             raise PipelineError(
@@ -52,14 +52,14 @@ class PipelineLayout:
     def check(self, checkpoint: Path, training: bool) -> None:
         """Refuse a checkpoint that this layout cannot read.
 
-        Weights are kept by layer and fit any cut into as many stages or fewer; the optimizer's states are kept by rank.
+        Weights are stored by layer and fit any cut into as many stages or fewer. Optimizer states are stored by rank.
 
         Args:
             checkpoint: the folder.
-            training: whether the states of the optimizer are needed.
+            training: whether the run needs the optimizer states.
 
         Raises:
-            PipelineError: it was written by another layout, or is none of a pipeline.
+            PipelineError: another layout, or no pipeline at all, wrote the checkpoint.
         """
         saved = PipelineLayout.read(checkpoint)
         if list(saved.places) != list(self.places):
@@ -81,7 +81,7 @@ class PipelineLayout:
             )
 
     def _optimizer_layout(self) -> tuple[object, ...]:
-        # without ZeRO in float32 the replicas have equal states
+        # in float32 without ZeRO, all replicas have equal states, so their number does not matter
         by_replica = self.zero_stage > 0 or self.precision != "32-true"
         return list(self.bounds), self.zero_stage, self.precision, self.replicas if by_replica else None
 

@@ -1,4 +1,4 @@
-"""Cuts a LightningModule: its chain into one stage for each rank, and itself down to its stage."""
+"""Cuts a LightningModule's chain into stages, and reduces the module to the stage of this rank."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from azureml_strategy.strategies.pipeline.stage import StageLayer
 
 
 class OtherStage(nn.Module):
-    """Stands in a LightningModule where a layer of another stage was.
+    """Placeholder in a LightningModule for a layer of another stage.
 
     Args:
-        name: the layer's.
-        parameters: trainable ones that it has.
+        name: name of the layer.
+        parameters: number of its trainable parameters.
     """
 
     def __init__(self, name: str, parameters: int) -> None:
@@ -36,7 +36,7 @@ class OtherStage(nn.Module):
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse.
+        """Refuse to run.
 
         Raises:
             PipelineError: always.
@@ -49,10 +49,10 @@ class OtherStage(nn.Module):
 
 
 class Cut:
-    """Where a module is cut, and what that leaves in it.
+    """Decides where a module is cut, and reduces the module to one stage.
 
     Args:
-        module: has its layers: real ones, or ones on the meta device, which take no memory.
+        module: holds its layers: real ones, or ones on the meta device, which take no memory.
         num_stages: number of stages.
         partition: see `stage_bounds`.
 
@@ -62,7 +62,7 @@ class Cut:
         parameters: trainable parameters of each layer.
 
     Raises:
-        PipelineError: the module has no chain or something outside of it, or the chain cannot be cut so.
+        PipelineError: the module has no chain, has parameters or state outside of it, or the chain cannot be cut so.
     """
 
     def __init__(self, module: LightningModule, num_stages: int, partition: str) -> None:
@@ -75,21 +75,21 @@ class Cut:
         self._shared: dict[str, nn.Parameter] = {}
 
     def stage_of(self, index: int) -> int:
-        """The stage that has a layer."""
+        """Return the stage that has a layer."""
         return next(stage for stage, stop in enumerate(self.bounds[1:]) if index < stop)
 
     def stage_layers(self) -> list[StageLayer]:
-        """The chain for DeepSpeed: it makes only the layers of its stage, and shares parameters between stages."""
+        """Return the chain for DeepSpeed, which makes only its stage's layers and shares parameters between stages."""
         return [
             StageLayer(self._builder(index), layer.tied if self._ties_stages(index) else None, layer.tied_parameter)
             for index, layer in enumerate(self._chain)
         ]
 
     def apply(self, layers: Mapping[int, nn.Module]) -> None:
-        """Leave in the module the layers of this stage alone.
+        """Keep only this stage's layers in the module, and put placeholders in the place of the others.
 
         Args:
-            layers: this stage's, by their place in the chain.
+            layers: this stage's layers, by their index in the chain.
         """
         for index, place in enumerate(self.places):
             if place is not None:
@@ -97,13 +97,13 @@ class Cut:
                 self._module.set_submodule(place, layers.get(index, other))
 
     def summary(self, replicas: int) -> str:
-        """The stages in one line."""
+        """Describe the stages in one line."""
         stages = pairwise(self.bounds)
         words = [f"layers {start} to {stop - 1}: {sum(self.parameters[start:stop]):,}" for start, stop in stages]
         return f"Pipeline of {len(words)} stages x {replicas} replicas; parameters by stage: {'; '.join(words)}"
 
     def _ties_stages(self, index: int) -> bool:
-        """Whether a layer shares its parameter with other stages, and is the first one of its own that does."""
+        """Whether a layer shares its parameter with other stages and is the first of its own stage to do so."""
         key = self._chain[index].tied
         tied = [each for each, layer in enumerate(self._chain) if key is not None and layer.tied == key]
         stage = self.stage_of(index)
@@ -122,7 +122,7 @@ class Cut:
         return build
 
     def _existing(self, index: int) -> nn.Module | None:
-        """The module's own layer, unless it is only a sketch on the meta device."""
+        """Return the module's own layer; None if there is none, or only a sketch on the meta device."""
         place = self.places[index]
         layer = self._module.get_submodule(place) if place is not None else None
         if isinstance(layer, OtherStage):
@@ -160,7 +160,7 @@ class Cut:
 
 
 def as_module(layer: Callable[..., Any]) -> nn.Module:
-    """A layer as a module; a function becomes one without parameters."""
+    """Return a layer as a module; a function becomes a module without parameters."""
     return layer if isinstance(layer, nn.Module) else _Function(layer)
 
 
@@ -185,7 +185,7 @@ def _trainable(layer: nn.Module) -> int:
 
 
 def _share(module: nn.Module, layer: PipelineLayer, shared: dict[str, nn.Parameter]) -> None:
-    """Give a layer the parameter of the first one of its tie in this stage."""
+    """Give a layer the shared parameter of the first layer in this stage with the same tie key."""
     assert layer.tied is not None
     parameter = shared.setdefault(layer.tied, module.get_parameter(layer.tied_parameter))
     owner, _, name = layer.tied_parameter.rpartition(".")

@@ -1,4 +1,4 @@
-"""DeepSpeed's pipeline engine, driven by Lightning's loops, and its time in the bubble."""
+"""DeepSpeed's pipeline engine driven by Lightning's loops, and a clock that measures the pipeline bubble."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from azureml_strategy.strategies.pipeline.stage import StageModule
 
 
 def pipeline_bubble(num_stages: int, micro_batches: int) -> float:
-    """The share of a step, 0 to 1, that equal stages wait under 1F1B.
+    """Return the share of a step, 0 to 1, that equal stages wait under 1F1B.
 
-    A stage works on m micro-batches while m + p - 1 pass from the first to the last (Narayanan et al. 2021, section
-    2.2, https://arxiv.org/abs/2104.04473, which gives (p - 1) / m, the same time over the time of work).
+    A stage works on m micro-batches in a step that takes the time of m + p - 1. Narayanan et al. 2021, section 2.2
+    (https://arxiv.org/abs/2104.04473), give (p - 1) / m: the same waiting time divided by the time of work.
 
     Args:
         num_stages: p.
@@ -33,11 +33,11 @@ def pipeline_bubble(num_stages: int, micro_batches: int) -> float:
 
 
 class StageClock:
-    """Takes the time of a step's schedule and the part of it spent in forward and backward passes.
+    """Measures the time of a step's schedule and the part of it spent in forward and backward passes.
 
-    The schedule ends with the last backward pass: what comes after, to reduce gradients, is no bubble.
+    The schedule ends with the last backward pass: the gradient reduction after it is not part of the bubble.
 
-    On a GPU the moments are events of its stream, which cost nothing to wait for until they are read.
+    On a GPU, the clock records events in the stream. Nothing waits for them until they are read.
 
     Args:
         device: the stage's.
@@ -51,14 +51,14 @@ class StageClock:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Measure what happens inside; outside of it nothing is taken down."""
+        """Measure what happens in this context. Outside of it, the clock records nothing."""
         self._moments, self._running = [self._now()], True
         yield
         self._running = False
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """A forward or a backward pass."""
+        """Time a forward or a backward pass."""
         if not self._running:
             yield
             return
@@ -67,7 +67,7 @@ class StageClock:
         self._moments.append(self._now())
 
     def read(self) -> tuple[float, float]:
-        """Seconds of work, and seconds of the whole schedule, of the last step measured; waits for the GPU's end."""
+        """Return the seconds of work and of the whole schedule in the last measured step; waits for the GPU."""
         first, *passes = self._moments
         if self._on_gpu:
             passes[-1].synchronize()
@@ -88,15 +88,15 @@ class StageClock:
 class StageEngine(PipelineEngine):  # type: ignore[misc] # DeepSpeed has no annotations
     """One stage. `train_batch` ends with reduced gradients, and `step` applies them.
 
-    Made here and not by `deepspeed.initialize`, which knows only DeepSpeed's own class; the arguments are those it
-    gives.
+    The strategy constructs the engine itself, because `deepspeed.initialize` knows only DeepSpeed's own class. The
+    base class gets the same arguments as from `deepspeed.initialize`.
 
     Args:
         stage: the layers of this rank.
-        optimizer: over its parameters; None for evaluation.
-        lr_scheduler: handed back as the engine's; Lightning steps it.
+        optimizer: over the stage's parameters; None for evaluation.
+        lr_scheduler: returned as the engine's scheduler; Lightning steps it.
         config: DeepSpeed's configuration.
-        clock: takes the time of forward and backward passes, on the stage's device.
+        clock: measures forward and backward passes, on the stage's device.
     """
 
     def __init__(
@@ -124,18 +124,18 @@ class StageEngine(PipelineEngine):  # type: ignore[misc] # DeepSpeed has no anno
 
     @override
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """The optimizer step that ends a batch: clipping, update, gradients back to zero."""
+        """Take the optimizer step that ends a batch: clip and apply the gradients, then zero them."""
         self._exec_optimizer_step()
 
     def evaluate(self, micro_batches: Iterator[Any], number: int) -> None:
-        """Forward passes of micro-batches of one shape.
+        """Run the forward passes of micro-batches of one shape.
 
-        DeepSpeed's `eval_batch` waits for all ranks each time, and would wait for ever where batches of two replicas
-        differ in size: one of them may need a call more.
+        DeepSpeed's `eval_batch` waits for all ranks in each call. It would wait for ever if the batches of two replicas
+        differ in size, because one replica may need one more call.
 
         Args:
             micro_batches: what the stages read, as for `train_batch`.
-            number: how many they are.
+            number: number of micro-batches.
         """
         self.module.eval()
         self._compute_loss = True
@@ -145,7 +145,7 @@ class StageEngine(PipelineEngine):  # type: ignore[misc] # DeepSpeed has no anno
             self._exec_schedule(schedule.InferenceSchedule(number, self.num_stages, self.stage_id))
 
     def _hold_optimizer_step(self) -> None:
-        """Nothing yet: Lightning calls `on_before_optimizer_step` first, then `step`."""
+        """Do nothing yet: Lightning calls `on_before_optimizer_step` first, then `step`."""
 
     def _timed_forward(self, buffer_id: int) -> None:
         with self.clock.working():
@@ -165,7 +165,7 @@ class StageEngine(PipelineEngine):  # type: ignore[misc] # DeepSpeed has no anno
 
 
 def _prepare_for_bfloat16(stage: StageModule) -> None:
-    """DeepSpeed converts parameters and no buffers: so a layer without parameters is converted here."""
+    """Convert layers without parameters: DeepSpeed converts only parameters, no buffers."""
     for layer in stage.layers.values():
         if not list(layer.parameters()):
             layer.to(torch.bfloat16)

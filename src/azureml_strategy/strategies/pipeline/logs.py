@@ -1,4 +1,4 @@
-"""What the last stage logs and returns, on all ranks."""
+"""Runs the module's step on the last stage, and logs on all stages what it logged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from azureml_strategy.strategies.pipeline.micro_batches import MicroBatch
 from azureml_strategy.strategies.pipeline.partition import PipelineError
 
 _ARGUMENTS = inspect.signature(LightningModule.log)
-# How the values of a batch's micro-batches become the batch's, as `reduce_fx` says for those of an epoch's batches.
+# Reduce the values of micro-batches to that of the batch, as `reduce_fx` reduces those of batches to the epoch's.
 _REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mean": lambda values, weights: (values * weights).sum() / weights.sum() if weights.any() else values.mean(),
     "sum": lambda values, weights: values.sum(),
@@ -35,12 +35,13 @@ class _Entry:
 
 
 class SharedLogs:
-    """Takes down `self.log` during the micro-batches of a batch, and repeats it, once for the batch, on all stages.
+    """Records `self.log` calls during the micro-batches of a batch, and repeats them once per batch on all stages.
 
-    The names are sent with the first batch and stay the same: so no later step waits for their number.
+    The last stage sends the names with the first batch, and they stay the same. So no later step waits to learn their
+    number.
 
     Args:
-        module: the one that logs.
+        module: the module that logs.
         source: global rank of the last stage of this replica.
         pipe_group: the ranks of this replica.
         data_group: the ranks of this stage, over which `sync_dist=True` reduces.
@@ -54,7 +55,7 @@ class SharedLogs:
 
     @contextmanager
     def taking_down(self, samples: int) -> Iterator[None]:
-        """`self.log` of a micro-batch with so many samples is noted instead of done."""
+        """Record the `self.log` calls of a micro-batch with this number of samples instead of executing them."""
 
         def log(*args: Any, **kwargs: Any) -> None:
             self._note(samples, _ARGUMENTS.bind(self._module, *args, **kwargs).arguments)
@@ -66,13 +67,13 @@ class SharedLogs:
             del self._module.log
 
     def repeat(self, key: Any) -> None:
-        """Log on every stage what was noted on the last one.
+        """Log on every stage what the last stage recorded.
 
         Args:
-            key: of the step; equal keys log equal names.
+            key: identifies the step; equal keys log equal names.
 
         Raises:
-            PipelineError: other names were logged than the first time.
+            PipelineError: the step logged other names than the first time.
         """
         entries, self._entries = self._entries, {}
         names = self._agree(key, [(name, entry.arguments) for name, entry in entries.items()])
@@ -111,7 +112,7 @@ class SharedLogs:
         return known
 
     def _share(self, names: list[tuple[str, dict[str, Any]]], entries: dict[str, _Entry]) -> Tensor:
-        """Value and weight of each name, `(names, 2)`."""
+        """Broadcast value and weight of each name, shape `(names, 2)`."""
         device = self._module.device
         if dist.get_rank() == self._source:
             shared = torch.stack([_reduced(entry, device) for entry in entries.values()])
@@ -151,21 +152,21 @@ def _check(name: str, value: Any, arguments: dict[str, Any]) -> None:
 
 
 class LastStage:
-    """What DeepSpeed calls with the outputs of each micro-batch to get its loss.
+    """Loss function of the last stage: DeepSpeed calls it with the outputs of each micro-batch.
 
     Args:
-        module: whose `training_step`, `validation_step` or `test_step` runs; `self(inputs)` in it gives the outputs.
-        logs: take down what it logs.
+        module: its `training_step`, `validation_step` or `test_step` runs; `self(inputs)` in it gives the outputs.
+        logs: records what the step logs.
     """
 
     def __init__(self, module: LightningModule, logs: SharedLogs) -> None:
         self._module, self._logs = module, logs
 
     def __call__(self, outputs: Any, micro: MicroBatch) -> Tensor:
-        """The loss of a micro-batch; for an evaluation, where DeepSpeed needs no loss, zero.
+        """Return the loss of a micro-batch, or zero in an evaluation, where DeepSpeed needs no loss.
 
         Raises:
-            PipelineError: the step did something else with the batch than `self(inputs)`, or gave no loss.
+            PipelineError: the step did not call `self(inputs)` once with the given inputs, or returned no loss.
         """
         step = getattr(self._module, micro.hook)
         with self._logs.taking_down(micro.samples), _forward_gives(self._module, micro, outputs):
@@ -205,7 +206,7 @@ def _forward_gives(module: LightningModule, micro: MicroBatch, outputs: Any) -> 
 
 
 def _same(given: Any, expected: Any) -> bool:
-    """Whether two structures hold the same values; memory is compared only where it is not the very same."""
+    """Whether two structures hold the same values. Tensors with the same memory and layout are not compared."""
     (mine, structure), (theirs, other) = tree_flatten(given), tree_flatten(expected)
     return structure == other and all(
         (each.data_ptr() == one.data_ptr() and each.shape == one.shape and each.stride() == one.stride())

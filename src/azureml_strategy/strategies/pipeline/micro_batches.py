@@ -1,4 +1,4 @@
-"""Cuts a batch into micro-batches, and checks that a data loader lets them be cut."""
+"""Cuts batches into micro-batches, and checks that the batches of a data loader can be cut."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from azureml_strategy.strategies.pipeline.partition import PipelineError
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Some samples of a batch, on their way to the last stage.
+    """A part of a batch, on its way to the last stage.
 
     Attributes:
         batch: the samples, in the structure of the whole batch.
-        inputs: what the first layer takes of them.
-        samples: how many they are.
-        hook: the LightningModule's method that receives the outputs.
-        arguments: what that method takes besides the batch.
+        inputs: inputs of the first layer for these samples.
+        samples: number of samples.
+        hook: name of the LightningModule's method that receives the outputs.
+        arguments: arguments of that method besides the batch.
     """
 
     batch: Any
@@ -36,10 +36,10 @@ class MicroBatch:
 
 
 def batch_size(batch: Any) -> int:
-    """Samples in a batch: the common leading dimension of its tensors.
+    """Return the number of samples in a batch: the common leading dimension of its tensors.
 
     Raises:
-        PipelineError: it holds something other than tensors of one leading dimension.
+        PipelineError: the batch holds something other than tensors with one leading dimension.
     """
     leaves, _ = tree_flatten(batch)
     others = {type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Tensor) or not leaf.ndim}
@@ -55,7 +55,7 @@ def batch_size(batch: Any) -> int:
 
 
 def cut(batch: Any, size: int) -> list[tuple[Any, int]]:
-    """Pieces of `size` samples, the last one of what is left, each with its number of samples."""
+    """Split a batch into pieces of `size` samples, each with its number of samples. The last one has the rest."""
     leaves, structure = tree_flatten(batch)
     columns = [leaf.split(size) for leaf in leaves]
     return [(tree_unflatten(list(piece), structure), len(piece[0])) for piece in zip(*columns, strict=True)]
@@ -65,7 +65,7 @@ def check_divides(samples: int, micro_batches: int, where: str) -> None:
     """Refuse a training batch that cannot be cut into equal micro-batches.
 
     Raises:
-        PipelineError: it cannot; the message has the numbers.
+        PipelineError: it cannot be cut; the message has the numbers.
     """
     if samples % micro_batches or not samples:
         below = samples - samples % micro_batches
@@ -79,13 +79,13 @@ def check_divides(samples: int, micro_batches: int, where: str) -> None:
 
 
 def shapes(micro_batches: Sequence[MicroBatch]) -> tuple[Any, ...]:
-    """What the buffers between the stages depend on."""
+    """Return everything that the buffers between the stages depend on."""
     leaves, structure = tree_flatten(micro_batches[0].inputs)
     return torch.is_inference_mode_enabled(), str(structure), tuple((leaf.shape, leaf.dtype) for leaf in leaves)
 
 
 def fingerprint(targets: Any) -> str:
-    """A hash of all values, equal for equal targets."""
+    """Return a hash of all values, which is equal for equal targets."""
     digest = hashlib.sha256()
     for leaf in tree_flatten(targets)[0]:
         digest.update(repr((leaf.shape, leaf.dtype)).encode())
@@ -94,14 +94,14 @@ def fingerprint(targets: Any) -> str:
 
 
 def check_loader(trainer: Trainer, micro_batches: int) -> None:
-    """Refuse batch sizes that the number of micro-batches does not divide, as far as a DataLoader says them.
+    """Refuse batch sizes that the number of micro-batches does not divide, if a DataLoader tells them.
 
-    What a loader of another kind gives is checked batch by batch.
+    The batches of any other loader are checked one by one during training.
 
     Raises:
         PipelineError: the batches, or the last one of an epoch, cannot be cut into equal micro-batches.
     """
-    trainer.fit_loop.setup_data()  # as configure_optimizers has it done when it asks for the number of steps
+    trainer.fit_loop.setup_data()  # as when configure_optimizers asks for the number of steps
     loader = trainer.train_dataloader
     if not isinstance(loader, DataLoader) or loader.batch_size is None:
         return

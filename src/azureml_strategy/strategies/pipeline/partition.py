@@ -1,4 +1,4 @@
-"""What a module must be to be cut into stages, and where it is cut."""
+"""Defines what a module needs to be cut into stages, and decides where it is cut."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _BY_KIND = "type:"
 
 
 class PipelineError(ConfigurationError):
-    """A module, a batch, a Trainer or a checkpoint that does not fit the pipeline; the message says what to change."""
+    """A module, a batch, a Trainer or a checkpoint does not fit the pipeline. The message says what to change."""
 
 
 def check_method(partition: str) -> None:
-    """Refuse a way of cutting that there is not.
+    """Refuse an unknown way of cutting.
 
     Raises:
-        PipelineError: it is not `parameters`, `uniform` or `type:KIND`.
+        PipelineError: `partition` is not `parameters`, `uniform` or `type:KIND`.
     """
     by_kind = partition.startswith(_BY_KIND) and partition != _BY_KIND
     if partition not in ("parameters", "uniform") and not by_kind:
@@ -33,10 +33,10 @@ def check_method(partition: str) -> None:
 
 
 def stage_bounds(parameters: Sequence[int], kinds: Sequence[str], num_stages: int, partition: str) -> list[int]:
-    """Where the chain is cut.
+    """Decide where the chain is cut.
 
     Args:
-        parameters: trainable parameters of each layer.
+        parameters: number of trainable parameters of each layer.
         kinds: kind of each layer.
         num_stages: number of stages.
         partition: `parameters`, `uniform` or `type:KIND`.
@@ -77,52 +77,53 @@ def _cut(parameters: Sequence[int], kinds: Sequence[str], num_stages: int, parti
 
 
 class PipelineLayer(Protocol):
-    """One layer of a chain: it takes what the layer before it returns, a tensor or a tuple of tensors."""
+    """One layer of a chain. It takes what the previous layer returns, a tensor or a tuple of tensors."""
 
     @property
     def build(self) -> Callable[[], Callable[..., Any]]:
-        """Makes the layer, an `nn.Module` or a function; its parameters are equal in every process that makes it."""
+        """Makes the layer, an `nn.Module` or a function. Its parameters are equal in every process that makes it."""
 
     @property
     def name(self) -> str:
-        """The submodule of the LightningModule that this layer is, such as `network.conv1`.
+        """The name of this layer's submodule in the LightningModule, such as `network.conv1`.
 
-        Unique. A module that keeps its whole chain, in order, in an `nn.ModuleList` called `layers` may use any names.
+        Each name is unique. A module that keeps its whole chain, in order, in an `nn.ModuleList` called `layers` may
+        use any names.
         """
 
     @property
     def kind(self) -> str:
-        """What layers are counted by under `partition="type:KIND"`."""
+        """The kind of the layer; `partition="type:KIND"` counts the layers of one kind."""
 
     @property
     def tied(self) -> str | None:
-        """Layers with the same key share one parameter; None for a layer that shares nothing."""
+        """Key of a shared parameter. Layers with the same key share it; None for a layer that shares nothing."""
 
     @property
     def tied_parameter(self) -> str:
-        """The name of that parameter in this layer, such as `weight`; not read where `tied` is None."""
+        """The name of the shared parameter in this layer, such as `weight`; not read if `tied` is None."""
 
 
 @runtime_checkable
 class PipelineReady(Protocol):
     """A LightningModule that can be cut into stages, and that trains unchanged under other strategies.
 
-    Its `training_step` calls `self(inputs)` once, with the inputs that `pipeline_batch` gives. On the last stage that
-    call returns what came out of the pipeline; on the others the step does not run.
+    Its `training_step` calls `self(inputs)` once, with the inputs that `pipeline_batch` gives. On the last stage, that
+    call returns the output of the pipeline. The other stages do not run the step.
     """
 
     def pipeline_layers(self) -> Sequence[PipelineLayer]:
-        """The forward pass as a chain of layers. Every parameter of the module belongs to one of them."""
+        """Return the forward pass as a chain of layers. Every parameter of the module belongs to one of them."""
 
     def pipeline_batch(self, batch: Any) -> tuple[Any, Any]:
-        """What the first layer takes, a tensor or a tuple of tensors, and what the loss is computed with."""
+        """Return the inputs of the first layer, a tensor or a tuple of tensors, and the targets of the loss."""
 
 
 def chain_of(module: LightningModule) -> list[PipelineLayer]:
-    """The layers of a module.
+    """Return the layers of a module.
 
     Raises:
-        PipelineError: the module does not say how to cut it, or two layers have one name.
+        PipelineError: the module does not say how to cut it, or two layers have the same name.
     """
     if not isinstance(module, PipelineReady):
         raise PipelineError(
@@ -138,7 +139,7 @@ def chain_of(module: LightningModule) -> list[PipelineLayer]:
 
 
 def place_of(module: nn.Module, index: int, layer: PipelineLayer) -> str | None:
-    """Where a module holds a layer, as a dotted name; None for a function, which it does not hold."""
+    """Return the dotted name under which a module holds a layer; None for a function, which it does not hold."""
     names = (layer.name, f"layers.{index}")
     return next((name for name in names if _holds(module, name)), None)
 

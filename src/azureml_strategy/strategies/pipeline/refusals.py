@@ -1,4 +1,4 @@
-"""What Lightning offers and a pipeline cannot do: refused before training starts, each with what to do instead."""
+"""Refuses, before training starts, what a pipeline cannot do. Each message says what to do instead."""
 
 from __future__ import annotations
 
@@ -13,32 +13,34 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
 from azureml_strategy.strategies.pipeline.partition import PipelineError
 
-# Hooks around one backward pass: here the passes of the micro-batches overlap, and no moment lies before all of them.
+# Hooks around one backward pass. Here the passes of the micro-batches overlap, so no moment is before all of them.
 _NEVER_CALLED = ("on_before_zero_grad", "on_before_backward")
 _OF_MODULE = (*_NEVER_CALLED, "backward", "optimizer_zero_grad", "configure_gradient_clipping")
 
 
 def refuse_unsupported(trainer: Trainer, module: LightningModule, precision: str, sync_batchnorm: bool) -> None:
-    """Stop at the first thing that the pipeline cannot do.
+    """Raise an error for the first thing that the pipeline cannot do.
 
     Args:
-        trainer: about to run.
-        module: what it runs.
+        trainer: the Trainer, which is about to run.
+        module: the module that it runs.
         precision: as in `Trainer(precision=...)`.
         sync_batchnorm: as in `Trainer(sync_batchnorm=...)`.
 
     Raises:
-        PipelineError: there is one.
+        PipelineError: there is such a thing; the message says what to do instead.
     """
     for words in (*_of_run(trainer, precision, sync_batchnorm), *_of_module(module)):
         raise PipelineError(words)
 
 
 def refuse_running_statistics(module: LightningModule, precision: str) -> None:
-    """Stop where bfloat16 would make a mixture of a layer; on all ranks, though one stage alone has it.
+    """Refuse a layer that would mix bfloat16 weights with float32 running statistics.
+
+    All ranks raise the error, although only one stage has the layer.
 
     Args:
-        module: with the layers of all stages, perhaps on the meta device.
+        module: holds the layers of all stages, which may be on the meta device.
         precision: as in `Trainer(precision=...)`.
 
     Raises:

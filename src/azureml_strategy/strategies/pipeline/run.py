@@ -1,4 +1,4 @@
-"""Sends batches through the stages."""
+"""Sends batches through the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from azureml_strategy.strategies.pipeline.partition import PipelineError, Pipeli
 
 
 class PipelineRun:
-    """What the ranks of a replica do together with each batch.
+    """Runs each batch through the stages of a replica; all its ranks do so together.
 
     Args:
         engine: this rank's stage.
-        module: whose steps run on the last stage.
-        micro_batches: pieces of a training batch.
+        module: its steps run on the last stage.
+        micro_batches: number of pieces of a training batch.
     """
 
     def __init__(self, engine: StageEngine, module: LightningModule, micro_batches: int) -> None:
@@ -46,12 +46,12 @@ class PipelineRun:
         engine.module.loss_fn = LastStage(module, self._logs)
 
     def train(self, batch: Any, arguments: tuple[Any, ...], measure: bool) -> Tensor:
-        """Forward and backward passes of a batch; the gradients are reduced when it returns.
+        """Run the forward and backward passes of a batch, and reduce the gradients.
 
         Args:
-            batch: of this replica.
-            arguments: what `training_step` takes besides.
-            measure: log the time of the stages and the bubble.
+            batch: batch of this replica.
+            arguments: arguments of `training_step` besides the batch.
+            measure: whether to log the times of the stages and the bubble.
 
         Returns:
             The mean loss of the replica's micro-batches, on every stage.
@@ -72,12 +72,12 @@ class PipelineRun:
         return loss
 
     def evaluate(self, hook: str, batch: Any, arguments: tuple[Any, ...]) -> None:
-        """Forward passes of a batch of any size; the last micro-batch may be smaller.
+        """Run the forward passes of a batch of any size. The last micro-batch may be smaller.
 
         Args:
             hook: `validation_step` or `test_step`.
-            batch: of this replica.
-            arguments: what the hook takes besides.
+            batch: batch of this replica.
+            arguments: arguments of the hook besides the batch.
         """
         size = -(-batch_size(batch) // self._micro_batches)
         pieces = self._cut(hook, batch, size, arguments)
@@ -86,7 +86,7 @@ class PipelineRun:
             if equal:
                 self._prepare_buffers(equal)
                 self._engine.evaluate(_for_deepspeed(equal), len(equal))
-        self._logs.repeat((hook, *arguments[1:]))  # arguments: the batch's index, then the data loader's
+        self._logs.repeat((hook, *arguments[1:]))  # arguments hold the index of the batch, then that of the loader
 
     def _cut(self, hook: str, batch: Any, size: int, arguments: tuple[Any, ...]) -> list[MicroBatch]:
         if hook not in self._compared:
@@ -103,13 +103,13 @@ class PipelineRun:
         return pieces
 
     def _prepare_buffers(self, pieces: Sequence[MicroBatch]) -> None:
-        """Let DeepSpeed send shapes anew where they change; all ranks of a replica see it in their own batch."""
+        """Make DeepSpeed send shapes anew if they change. All ranks of a replica see it in their own batch."""
         if self._shapes != shapes(pieces):
             self._shapes = shapes(pieces)
             self._engine.reset_activation_shape()
 
     def _compare_targets(self, hook: str, batch: Any) -> None:
-        """The first stage's samples must be the last stage's: if they are not, training goes on and learns nothing."""
+        """Check that this stage and the last read the same targets: otherwise training goes on and learns nothing."""
         self._compared.add(hook)
         mine = fingerprint(self._pipeline_batch(batch)[1])
         last = [mine]
@@ -127,12 +127,12 @@ class PipelineRun:
         mine = torch.tensor(self._engine.clock.read(), device=device)
         dist.all_gather(list(times.unbind()), mine, group=self._pipe_group)
         figures = {f"pipeline/stage_{stage}_work_s": seconds for stage, seconds in enumerate(times[:, 0])}
-        # The first stage begins first and ends last: its schedule is the pipeline's.
+        # The first stage begins first and ends last, so its schedule takes as long as the pipeline's.
         figures["pipeline/bubble"] = 1.0 - times[:, 0].mean() / times[0, 1]
         figures["pipeline/bubble_formula"] = torch.tensor(pipeline_bubble(self._stages, self._micro_batches))
         self._module.log_dict(figures, on_step=True, on_epoch=False)
 
 
 def _for_deepspeed(pieces: Sequence[MicroBatch]) -> Iterator[tuple[Any, MicroBatch]]:
-    """DeepSpeed's pairs: inputs for the first stage, and what the last one needs, which it hands on as it is."""
+    """Yield DeepSpeed's pairs: inputs for the first stage, and what the last one gets from it unchanged."""
     return ((piece.inputs, piece) for piece in pieces)

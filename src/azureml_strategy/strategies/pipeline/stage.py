@@ -19,11 +19,11 @@ from typing_extensions import override
 
 @dataclass(frozen=True)
 class StageLayer:
-    """A layer with what DeepSpeed needs to know.
+    """A layer, with what DeepSpeed needs to know about it.
 
     Attributes:
-        build: makes it, or takes it out of the LightningModule that has it.
-        tied: key of the parameter that it shares with layers of other stages.
+        build: makes the layer, or takes it from the LightningModule that has it.
+        tied: key of the parameter that the layer shares with layers of other stages.
         tied_parameter: name of that parameter in the layer.
     """
 
@@ -55,14 +55,14 @@ class _TiedSpec(TiedLayerSpec):  # type: ignore[misc] # DeepSpeed has no annotat
 class StageModule(PipelineModule):  # type: ignore[misc] # DeepSpeed has no annotations
     """The layers of this rank's stage.
 
-    Ranks that follow one another are replicas of the same stage, DeepSpeed's order: they share a node, and gradients,
-    which go between them, are more than the activations between stages in all but very small models.
+    Consecutive ranks are replicas of the same stage, which is DeepSpeed's order. Such ranks share a node and exchange
+    gradients, which are larger than the activations between stages in all but very small models.
 
     Args:
         layers: the whole chain.
         bounds: where it is cut, `num_stages + 1` numbers.
-        checkpointed_layers: layers between two activations that are kept, where the backward pass computes the others
-            anew; 0 keeps all.
+        checkpointed_layers: number of layers between two kept activations; the backward pass recomputes the others. 0
+            keeps all.
     """
 
     def __init__(self, layers: Sequence[StageLayer], bounds: Sequence[int], checkpointed_layers: int) -> None:
@@ -77,21 +77,21 @@ class StageModule(PipelineModule):  # type: ignore[misc] # DeepSpeed has no anno
             )
         self._mark_parameters()
         for parameter in self.parameters():
-            parameter.data = parameter.data.contiguous()  # DeepSpeed sends their bytes, and knows no channels_last
+            parameter.data = parameter.data.contiguous()  # DeepSpeed sends raw bytes and ignores channels_last
 
     @property
     def layers(self) -> dict[int, nn.Module]:
-        """This stage's layers by their place in the chain."""
+        """This stage's layers by their index in the chain."""
         return dict(enumerate(self.forward_funcs, self._local_start))
 
     @override
     def forward(self, forward_input: Any) -> Any:
-        # What is sent to the next stage is memory as it lies there, and the receiver takes it for contiguous.
+        # DeepSpeed sends the raw memory to the next stage, and the receiver assumes that it is contiguous.
         return tree_map(torch.Tensor.contiguous, super().forward(forward_input))
 
     @override
     def train(self, mode: bool = True) -> Self:
-        # The layers are the LightningModule's as well, and Lightning keeps frozen ones in evaluation mode.
+        # Do not touch the layers: the LightningModule holds them, and Lightning keeps frozen ones in evaluation mode.
         self.training = mode
         return self
 
@@ -101,10 +101,10 @@ class StageModule(PipelineModule):  # type: ignore[misc] # DeepSpeed has no anno
         self._set_bounds(self.parts[self.stage_id], self.parts[self.stage_id + 1])
 
     def _mark_parameters(self) -> None:
-        """Say which parameters count towards the norm of all gradients: each once, tied ones on their first stage.
+        """Mark which parameters count towards the gradient norm: each once, tied ones on their first stage.
 
-        DeepSpeed leaves out all parameters of a tied layer but on the first stage, and without `model_parallel`, in
-        float32, those of all later stages.
+        By default, DeepSpeed counts all parameters of a tied layer only on its first stage. In float32, it also leaves
+        out all parameters of later stages that have no `model_parallel` mark.
         """
         copies = {id(weight) for weight in self._tied_copies()}
         for parameter in self.parameters():
@@ -112,7 +112,7 @@ class StageModule(PipelineModule):  # type: ignore[misc] # DeepSpeed has no anno
             parameter.model_parallel = id(parameter) not in copies
 
     def _tied_copies(self) -> Iterator[nn.Parameter]:
-        """This stage's parameters that an earlier stage has too."""
+        """Yield this stage's parameters that an earlier stage has too."""
         for comm in self.tied_comms.values():
             if self.global_rank != min(comm["ranks"]):
                 yield from (comm["module"].get_parameter(name) for name in comm["weight_attr"])

@@ -1,16 +1,17 @@
 """Pipeline parallelism under Lightning's Trainer.
 
-One batch of Lightning's loop is one global batch of the replica: the strategy cuts it into micro-batches, and
-`training_step` of the loop runs all of them through the stages, in DeepSpeed's 1F1B schedule, forward and backward.
-Then the loop goes on as it always does: `on_after_backward`, `on_before_optimizer_step`, the optimizer step, learning
-rate schedules, metrics, callbacks. All ranks run the loop in step.
+One batch of Lightning's loop is one global batch of the replica. The strategy cuts it into micro-batches. Its
+`training_step` runs all of them, forward and backward, through the stages in DeepSpeed's 1F1B schedule. Then the loop
+continues as usual: `on_after_backward`, `on_before_optimizer_step`, the optimizer step, learning rate schedules,
+metrics, callbacks. All ranks run the loop in step.
 
-The LightningModule's own step runs on the last stage, once for each micro-batch, with `forward` answered by the outputs
-of the pipeline. So loss, metrics and what the step logs are the user's code, unchanged; what was logged is reduced over
-the micro-batches and logged again, once, on every stage: every rank's callbacks see it, and rank 0's loggers.
+The LightningModule's own step runs on the last stage, once per micro-batch; its call of `forward` returns the outputs
+of the pipeline. So the user's code for loss, metrics and logging stays unchanged. The strategy reduces the logged
+values over the micro-batches and logs them once on every stage, so that all ranks' callbacks and rank 0's loggers see
+them.
 
-The module is cut in `setup`: `configure_model` runs on the meta device, each stage makes its own layers, and
-placeholders take the place of the others. So `configure_optimizers` sees the parameters of the stage.
+`setup` cuts the module: `configure_model` runs on the meta device, each stage makes its own layers, and placeholders
+replace the others. So `configure_optimizers` sees only the parameters of the stage.
 """
 
 from __future__ import annotations
@@ -51,27 +52,27 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
     """DeepSpeed's pipeline engine driven by the Trainer: `Trainer(strategy="azureml_deepspeed_pipeline")`.
 
     The module says how it is cut, see `PipelineReady`. With n times as many ranks as stages there are n replicas, which
-    read different samples. A batch of the data loader is one replica's.
+    read different samples. Each batch of a data loader belongs to one replica.
 
     Args:
         num_stages: parts that the module is cut into; must divide the number of ranks.
-        micro_batches: pieces that a training batch is cut into; must divide the batch size. More of them leave the
-            stages less idle, see `pipeline_bubble`.
-        partition: what the stages have equal shares of: `parameters`, `uniform` (layers) or `type:KIND` (layers of
-            that kind).
-        activation_checkpointing: keep the activations at every n-th layer of a stage only, and compute the others
-            again in the backward pass; 0 keeps all.
-        zero_stage: 1 spreads the optimizer's states over the replicas; 0 does not. With bfloat16, where the states hold
-            float32 copies of the parameters, it is always 1.
-        cluster_environment: used instead of the job's launch where given.
-        require_infiniband: stop a job of several nodes that NCCL does not carry over InfiniBand, instead of warning.
+        micro_batches: pieces that a training batch is cut into; must divide the batch size. With more of them, the
+            stages are less idle, see `pipeline_bubble`.
+        partition: quantity of which each stage gets an equal share: `parameters`, `uniform` (layers) or `type:KIND`
+            (layers of that kind).
+        activation_checkpointing: keep the activations only at every n-th layer of a stage, and recompute the others in
+            the backward pass; 0 keeps all.
+        zero_stage: 1 partitions the optimizer states over the replicas; 0 does not. With bfloat16, where the states
+            hold float32 copies of the parameters, it is always 1.
+        cluster_environment: replaces the environment that the job's launch gives.
+        require_infiniband: stop a multi-node job unless NCCL carries it over InfiniBand, instead of warning.
         kwargs: `accelerator`, `parallel_devices`, `precision_plugin`, `process_group_backend`, `timeout` and
             `logging_level` of `lightning.pytorch.strategies.DeepSpeedStrategy`.
 
     Raises:
         ModuleNotFoundError: DeepSpeed is not installed.
-        LaunchError: the job's variables give no rank to trust, or contradict the Trainer.
-        PipelineError: an argument out of range; later, something that does not fit, see its message.
+        LaunchError: the job's variables give no rank to trust or contradict the Trainer.
+        PipelineError: an argument is out of range; or, later, something does not fit the pipeline, see the message.
     """
 
     def __init__(
@@ -103,9 +104,9 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
             cluster_environment=cluster_environment,
             require_infiniband=require_infiniband,
             config={
-                "zero_allow_untested_optimizer": True,  # else only DeepSpeed's own
+                "zero_allow_untested_optimizer": True,  # otherwise DeepSpeed accepts only its own
                 "zero_optimization": {"stage": zero_stage},
-                "steps_per_print": None,  # Lightning's loggers and progress bar do that
+                "steps_per_print": None,  # Lightning's loggers and progress bar report instead
             },
             **kwargs,
         )
@@ -113,7 +114,7 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        # Ranks that follow one another are replicas of the same stage, see StageModule.
+        # Consecutive ranks are replicas of the same stage, see StageModule.
         replicas = self.world_size // self.num_stages
         return {"num_replicas": replicas, "rank": self.global_rank % replicas}
 
@@ -134,7 +135,7 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        # What configure_model makes is only a sketch: each stage makes its own layers.
+        # configure_model makes only a sketch without memory: each stage makes its own layers later.
         with torch.device("meta"):
             yield
 
@@ -147,7 +148,7 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
     def setup(self, trainer: Trainer) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
             check_loader(trainer, self.micro_batches)
-            trainer.fit_loop._skip_backward = True  # training_step has done it
+            trainer.fit_loop._skip_backward = True  # training_step runs the backward pass
         super().setup(trainer)
 
     @override
@@ -158,7 +159,7 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
         self.config["gradient_accumulation_steps"] = self.micro_batches
         self.config["gradient_clipping"] = self.lightning_module.trainer.gradient_clip_val or 0.0
         if self.precision_plugin.precision.startswith("bf16"):
-            # Sums over micro-batches would lose digits in bfloat16; DeepSpeed has them in float32 under ZeRO only.
+            # Sums over micro-batches would lose digits in bfloat16. DeepSpeed keeps them in float32 only under ZeRO.
             self.config["data_types"] = {"grad_accum_dtype": "fp32"}
             self.config["zero_optimization"] = {"stage": 1}
 
@@ -249,7 +250,8 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
     @override
     def teardown(self) -> None:
         if self.lightning_module is not None and any(each.is_meta for each in self.lightning_module.parameters()):
-            self._lightning_module = None  # stopped by an error before it was cut: Lightning would copy the sketch
+            # An error stopped the run before the module was cut. Lightning's teardown would copy the meta tensors.
+            self._lightning_module = None
         super().teardown()
 
     def _layout(self) -> PipelineLayout:
@@ -258,7 +260,7 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
         return PipelineLayout(self._cut.bounds, replicas, self.zero_stage, precision, self._cut.places)
 
     def _equal_buffers(self) -> None:
-        """Running statistics of the first replica for all, as DDP does: a checkpoint has the first replica's."""
+        """Give all replicas the first one's running statistics, as DDP does: a checkpoint holds only those."""
         ranks = self.deepspeed_engine.grid.get_data_parallel_group_ranks()
         group = self.deepspeed_engine.grid.get_data_parallel_group()
         for buffer in self._stage.buffers() if len(ranks) > 1 else ():

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO: optimizer states, gradients and parameters cut over the processes."""
+"""DeepSpeed's ZeRO: optimizer states, gradients and parameters partitioned over the processes."""
 
 from __future__ import annotations
 

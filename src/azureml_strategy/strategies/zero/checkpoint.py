@@ -1,4 +1,4 @@
-"""Checkpoints of ZeRO: written later than they are taken, and read on another number of ranks."""
+"""Checkpoints of ZeRO: staged first and written later, and loaded on another number of ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from azureml_strategy.strategies.zero.universal import require_same_slices, requ
 
 
 class StagedDeepSpeedStrategy(PlainDataStrategy, AnyDeviceDeepSpeedStrategy):
-    """Lightning's strategy, but it can hand out the files of a checkpoint instead of writing them."""
+    """Lightning's DeepSpeed strategy, but it can hand out the files of a checkpoint instead of writing them."""
 
     @property
     @override
@@ -34,14 +34,14 @@ class StagedDeepSpeedStrategy(PlainDataStrategy, AnyDeviceDeepSpeedStrategy):
         super().save_checkpoint(to_plain(checkpoint, WRITTEN_APART), filepath, storage_options)
 
     def stage_checkpoint(self, checkpoint: dict[str, Any]) -> tuple[Any, WriteStaged] | None:
-        """Collect what this rank is to write; a collective.
+        """Collect what this rank has to write. This is a collective.
 
         Args:
             checkpoint: as Lightning gives it to `save_checkpoint`.
 
         Returns:
-            What to copy, and what writes the copy; None where DeepSpeed has to write it at once: states on an NVMe
-            disk, or a writer of the user's DeepSpeed configuration.
+            What to copy, and a function that writes the copy. None if DeepSpeed must write the checkpoint at once:
+            with states on an NVMe disk, or with a checkpoint writer in the user's DeepSpeed configuration.
         """
         from azureml_strategy.strategies.zero.collecting_engine import can_be_collected, collect
 
@@ -60,15 +60,15 @@ class StagedDeepSpeedStrategy(PlainDataStrategy, AnyDeviceDeepSpeedStrategy):
 
 
 class AnyWorldDeepSpeedStrategy(StagedDeepSpeedStrategy):
-    """Lightning's strategy, but checkpoints are not bound to the number of processes that wrote them."""
+    """Lightning's DeepSpeed strategy, but another number of processes can load a checkpoint."""
 
-    # Processes that share each matrix.
+    # Number of processes that share each matrix.
     _tensor_parallel_size = 1
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any = None) -> None:
         filepath = self.broadcast(filepath)
-        if self.local_rank == 0:  # each node, as the folder may be on a disk of its own
+        if self.local_rank == 0:  # on each node: the folder may be on its local disk
             universal.forget(Path(filepath))
         self.barrier()
         super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -99,13 +99,13 @@ class AnyWorldDeepSpeedStrategy(StagedDeepSpeedStrategy):
         if self.is_global_zero:
             universal.convert(checkpoint)
         self.barrier()
-        # DeepSpeed reads this when it loads; nothing else of an engine that exists depends on it.
+        # DeepSpeed reads this flag when it loads. Nothing else in an existing engine depends on it.
         self.deepspeed_engine._config.load_universal_checkpoint = True
 
     def _load_weights_in_parts(self, checkpoint: Path) -> dict[str, Any]:
-        """Load for evaluation what stage 3 saved: DeepSpeed can do it only where there is an optimizer.
+        """Load the weights of a stage 3 checkpoint for evaluation. DeepSpeed itself needs an optimizer for that.
 
-        Rank 0 holds the float32 weights in the memory of its host while it hands them out, layer by layer.
+        Rank 0 holds the float32 weights in host memory while it hands them out, layer by layer.
         """
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 

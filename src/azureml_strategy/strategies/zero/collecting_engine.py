@@ -1,4 +1,4 @@
-"""The files of a DeepSpeed checkpoint, collected before any of them is written."""
+"""Collects the files of a DeepSpeed checkpoint before any of them is written."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ StagedFiles = list[tuple[str, Any]]
 
 
 class CollectingEngine(CheckpointEngine):  # type: ignore[misc] # DeepSpeed has no annotations
-    """Keeps what DeepSpeed would write, instead of writing it.
+    """Checkpoint engine that keeps what DeepSpeed would write, instead of writing it.
 
     Attributes:
-        files: paths below the checkpoint's folder, and what belongs there; tensors are those of the training.
+        files: paths below the checkpoint's folder, and the content of each. Tensors are the training's own, not copies.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class CollectingEngine(CheckpointEngine):  # type: ignore[misc] # DeepSpeed has 
 
     @override
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Nothing: folders are made where files are written."""
+        """Do nothing: the folders are made when the files are written."""
 
     @override
     def load(self, path: str, map_location: Any = None) -> Any:
@@ -51,11 +51,11 @@ class CollectingEngine(CheckpointEngine):  # type: ignore[misc] # DeepSpeed has 
 
     @override
     def preserves_storage_sharing(self) -> bool:
-        return False  # DeepSpeed would clone tensors that share memory, so that the file does not hold all of it
+        return False  # True makes DeepSpeed clone tensors that share memory, so that the file does not hold all of it
 
 
 def can_be_collected(engine: DeepSpeedEngine) -> bool:
-    """Whether all of a checkpoint goes through the engine that writes files: not so with states on an NVMe disk."""
+    """Whether the default checkpoint engine writes the whole checkpoint. It does not with states on an NVMe disk."""
     offloaded = any(each is not None and each.device == "nvme" for each in _offloads(engine))
     return type(engine.checkpoint_engine) is TorchCheckpointEngine and not offloaded
 
@@ -63,17 +63,17 @@ def can_be_collected(engine: DeepSpeedEngine) -> bool:
 def collect(
     engine: DeepSpeedEngine, save: Callable[[str], None]
 ) -> tuple[StagedFiles, Callable[[StagedFiles, Path], None]]:
-    """Collect this rank's files; a collective.
+    """Collect this rank's files. This is a collective.
 
     Args:
-        engine: whose checkpoint it is.
-        save: has it written to a folder.
+        engine: DeepSpeed's engine, whose checkpoint to collect.
+        save: makes that engine save a checkpoint to a folder.
 
     Returns:
-        The files, and what writes them, or a copy of them, below a path.
+        The files, and a function that writes them, or a copy of them, below a path.
     """
     writes, collecting = engine.checkpoint_engine, CollectingEngine()
-    # For the few small files that DeepSpeed writes past its engine, on rank 0; in memory, as /tmp may be full.
+    # On rank 0, DeepSpeed writes a few small files without that engine. Keep them in memory, as /tmp may be full.
     scratch = TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
     engine.checkpoint_engine = collecting
     try:

@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration: from the strategy's arguments or the user's own, and what it requires."""
+"""Builds DeepSpeed's configuration from the arguments or the user's own, and checks what it requires."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from lightning.fabric.utilities.types import _PATH
 
 from azureml_strategy.strategies.errors import ConfigurationError, NoDeepSpeedError
 
-# Disks behind these file systems are local: network shares and blob mounts have others.
+# File systems of local disks. Network shares and blob mounts use others.
 _LOCAL = ("ext4", "xfs", "btrfs")
-# A disk of its own, or several behind one software RAID, as on VM sizes with eight NVMe disks.
+# A single disk, or several in one software RAID, as on VM sizes with eight NVMe disks.
 _DEVICES = ("/dev/nvme", "/dev/md")
 _STAGES = (0, 1, 2, 3)
-# What a DeepSpeed configuration has no place for. Lightning ignores all other arguments beside one, without a word.
+# Arguments that have no place in a DeepSpeed configuration. If a configuration is given, Lightning silently ignores all
+# other arguments.
 _BESIDE_CONFIG = {
     *("accelerator", "parallel_devices", "precision_plugin", "process_group_backend", "timeout"),
     *("logging_level", "remote_device", "load_full_weights", "exclude_frozen_parameters"),
@@ -31,10 +32,10 @@ _HALVES = {"bf16": "bf16-", "fp16": "16-"}
 
 
 def require_deepspeed() -> None:
-    """Stop where DeepSpeed is not installed.
+    """Check that DeepSpeed is installed.
 
     Raises:
-        NoDeepSpeedError: it is not.
+        NoDeepSpeedError: it is not installed.
     """
     if find_spec("deepspeed") is None:
         raise NoDeepSpeedError(
@@ -44,9 +45,9 @@ def require_deepspeed() -> None:
 
 
 def require_compiler(config: Mapping[str, Any]) -> None:
-    """Stop where DeepSpeed would compile an extension at its first use, and cannot.
+    """Check that DeepSpeed can compile the extensions that it would compile at first use.
 
-    ZeRO itself is Python. Compiled are the optimizers that the configuration names, and the reader of NVMe disks.
+    ZeRO itself is Python. DeepSpeed compiles the optimizer that the configuration names, and the reader of NVMe disks.
 
     Args:
         config: DeepSpeed's configuration.
@@ -75,18 +76,18 @@ def _compiled_parts(config: Mapping[str, Any]) -> dict[str, bool]:
 def uses_nvme(config: Mapping[str, Any]) -> bool:
     """Whether parameters or optimizer states go to an NVMe disk."""
     zero = config.get("zero_optimization") or {}
-    # DeepSpeed takes None and False for none
+    # DeepSpeed reads None and False as no offload
     return any((zero.get(part) or {}).get("device") == "nvme" for part in ("offload_param", "offload_optimizer"))
 
 
 def find_local_disk(mounts: Path = Path("/proc/mounts")) -> Path:
-    """The writable folder with the most free space that is mounted from an NVMe disk of this node.
+    """Find the writable folder with the most free space that is mounted from an NVMe disk of this node.
 
     Args:
-        mounts: the table of mounts, as Linux shows it.
+        mounts: the mount table, as Linux shows it.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is no such folder.
     """
     table = mounts.read_text()
     folders = [Path(point) for point in nvme_mounts(table) if os.path.isdir(point) and os.access(point, os.W_OK)]
@@ -100,7 +101,7 @@ def find_local_disk(mounts: Path = Path("/proc/mounts")) -> Path:
 
 
 def nvme_mounts(table: str) -> Iterator[str]:
-    """Where the NVMe disks of a table of mounts are mounted; the root file system is not among them."""
+    """Yield the mount points of NVMe disks in a mount table, without the root file system."""
     for line in table.splitlines():
         device, point, kind, *_ = line.split(" ")
         if device.startswith(_DEVICES) and kind in _LOCAL and point != "/":
@@ -110,11 +111,12 @@ def nvme_mounts(table: str) -> Iterator[str]:
 def strategy_arguments(
     stage: int | None, config: _PATH | dict[str, Any] | None, offload_nvme: _PATH | None, others: dict[str, Any]
 ) -> dict[str, Any]:
-    """The arguments of `lightning.pytorch.strategies.DeepSpeedStrategy`.
+    """Return the arguments for `lightning.pytorch.strategies.DeepSpeedStrategy`.
 
     Raises:
-        ConfigurationError: an unknown stage, an argument that `config` makes void, or NVMe without stage 3.
-        FileNotFoundError: `offload_nvme="auto"` where there is no such disk.
+        ConfigurationError: an unknown stage, an argument that would be ignored beside `config`, or NVMe without
+            stage 3.
+        FileNotFoundError: `offload_nvme="auto"`, but there is no such disk.
     """
     if config is not None:
         given = {"stage": stage, "offload_nvme": offload_nvme, **others}
@@ -148,16 +150,16 @@ def _nvme(stage: int, folder: _PATH) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TrainerNumbers:
-    """What the Trainer and its data loader say about a step.
+    """Numbers of a training step, from the Trainer and its data loader.
 
     Args:
-        accumulate_grad_batches: batches to an optimizer step.
+        accumulate_grad_batches: batches per optimizer step.
         gradient_clip_val: norm to clip to, or None.
         precision: as in `Trainer(precision=...)`.
-        batch_size: samples in a batch of one process; None where the loader does not say.
+        batch_size: samples per batch of one process; None if the loader does not tell.
         data_parallel_size: processes that read different samples.
-        logged_batch_size: samples that DeepSpeed's log is to count to a batch of one process, whatever the loader
-            says; None for those of the loader.
+        logged_batch_size: samples per batch of one process for DeepSpeed's log, which override the loader's number;
+            None uses the loader's.
     """
 
     accumulate_grad_batches: int
@@ -169,26 +171,26 @@ class TrainerNumbers:
 
 
 def agree(config: Mapping[str, Any], trainer: TrainerNumbers) -> dict[str, Any]:
-    """The configuration with the Trainer's numbers where it says "auto" or nothing.
+    """Return the configuration with the Trainer's numbers in place of "auto" or of missing values.
 
-    A number that equals the Trainer's is taken. `gradient_clipping` is also taken where the Trainer has none. What is
-    left out here, Lightning adds from the Trainer.
+    A number that equals the Trainer's is accepted. So is any `gradient_clipping` if the Trainer does not clip.
+    Lightning adds the Trainer's numbers for the keys that this function leaves out.
 
     Args:
         config: as DeepSpeed documents it (https://www.deepspeed.ai/docs/config-json).
-        trainer: what it has to agree with.
+        trainer: the numbers that it must agree with.
 
     Returns:
         A copy, without `gradient_accumulation_steps`, which Lightning sets itself.
 
     Raises:
-        ConfigurationError: a number contradicts the Trainer's, or "auto" stands where nobody knows the value.
+        ConfigurationError: a number contradicts the Trainer's, or "auto" stands for a value that only the script knows.
     """
     agreed = deepcopy(dict(config))
     _agree_on_numbers(agreed, trainer)
     _agree_on_precision(agreed, trainer.precision)
     _refuse_unknown(agreed)
-    # Lightning's default: DeepSpeed would refuse every optimizer but its own.
+    # Lightning's default: otherwise DeepSpeed refuses every optimizer but its own.
     agreed.setdefault("zero_allow_untested_optimizer", True)
     return agreed
 
@@ -215,7 +217,7 @@ def _agree_on_batch(config: dict[str, Any], batch: int, accumulate: int, replica
 
 
 def _take(config: dict[str, Any], key: str, value: float | None, said_by: str) -> None:
-    """Drop a key that says what Lightning will set anyway."""
+    """Drop a key that Lightning will set anyway, and refuse a value that contradicts it."""
     found = config.pop(key, _AUTO)
     if found not in (_AUTO, value):
         raise ConfigurationError(
@@ -240,7 +242,7 @@ def _agree_on_precision(config: dict[str, Any], precision: str) -> None:
 
 
 def _refuse_unknown(config: Mapping[str, Any]) -> None:
-    """DeepSpeed has defaults for all its own numbers, but not for those of optimizers and schedules."""
+    """Refuse "auto" for numbers of optimizers and schedules: DeepSpeed has defaults only for its own numbers."""
     for section in ("optimizer", "scheduler"):
         for key in _autos(config.get(section, {}), section):
             raise ConfigurationError(

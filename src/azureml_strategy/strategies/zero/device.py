@@ -1,4 +1,4 @@
-"""Lightning's DeepSpeed strategy on any device: CUDA as Lightning has it, and the CPU with gloo."""
+"""Lightning's DeepSpeed strategy on any device: on CUDA as in Lightning, and on the CPU with gloo."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing_extensions import override
 
 
 class AnyDeviceDeepSpeedStrategy(DeepSpeedStrategy):
-    """Lightning's strategy without its refusal of CPUs, which DeepSpeed itself has supported since 0.9."""
+    """Lightning's DeepSpeed strategy, but it accepts CPUs, which DeepSpeed itself has supported since 0.9."""
 
     @property
     @override
     def root_device(self) -> torch.device:
-        # DeepSpeed compares the device's index with 0, and a plain `cpu` has none.
+        # DeepSpeed compares the device's index with 0, but a plain `cpu` device has no index.
         device = super().root_device
         return torch.device("cpu", self.local_rank) if device.type == "cpu" else device
 
@@ -27,14 +27,14 @@ class AnyDeviceDeepSpeedStrategy(DeepSpeedStrategy):
         require_numbered_devices(self.parallel_devices)
         use_device(self.root_device.type)
         if self.root_device.type == "cpu":
-            super(DeepSpeedStrategy, self).setup_environment()  # past Lightning's test for CUDA
+            super(DeepSpeedStrategy, self).setup_environment()  # skips Lightning's check for CUDA
         else:
             super().setup_environment()
 
     @override
     def _set_node_environment_variables(self) -> None:
         super()._set_node_environment_variables()
-        # Where mpirun started one process on a node and we the others, they inherited its local rank, and DeepSpeed
+        # If mpirun started one process on a node and we started the others, these inherited its local rank. DeepSpeed
         # would stop at the contradiction.
         if "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:
             os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] = str(self.local_rank)
@@ -45,20 +45,20 @@ class AnyDeviceDeepSpeedStrategy(DeepSpeedStrategy):
         if self.root_device.type != "cpu":
             super().setup_distributed()
             return
-        # Lightning's own, without its test that device i belongs to local rank i: CPU devices have no index.
+        # Lightning's steps without its check that device i belongs to local rank i: CPU devices have no index.
         reset_seed()
         self.set_world_ranks()
         self._init_deepspeed_distributed()
 
 
 def require_numbered_devices(devices: Sequence[torch.device]) -> None:
-    """Stop where the processes of a node see a GPU each, all of them number 0.
+    """Refuse processes of a node that each see a single GPU, so that all GPUs have the number 0.
 
     Args:
-        devices: of the processes of a node.
+        devices: devices of the processes of a node.
 
     Raises:
-        RuntimeError: they are not numbered by local rank, by which DeepSpeed takes them.
+        RuntimeError: two GPUs have the same number, but DeepSpeed chooses them by local rank.
     """
     numbers = [device.index for device in devices if device.type == "cuda"]
     if len(set(numbers)) < len(numbers):
@@ -71,9 +71,9 @@ def require_numbered_devices(devices: Sequence[torch.device]) -> None:
 
 
 def forget_groups() -> None:
-    """Let DeepSpeed make its process groups anew.
+    """Make DeepSpeed create its process groups anew.
 
-    It keeps those of the last Trainer of this process, although they may be destroyed, or cut for tensor parallelism.
+    It keeps the groups of this process's last Trainer, but they may be destroyed, or cut for tensor parallelism.
     """
     from deepspeed.utils import groups
 
@@ -81,15 +81,15 @@ def forget_groups() -> None:
 
 
 def use_device(kind: str) -> None:
-    """Let DeepSpeed work on the Trainer's kind of device.
+    """Make DeepSpeed work on the Trainer's kind of device.
 
-    DeepSpeed chooses when it is first asked, before there is a Trainer: a GPU wherever it sees one.
+    DeepSpeed chooses its device at the first request, before a Trainer exists. It takes a GPU if it sees one.
 
     Args:
         kind: `cuda` or `cpu`.
 
     Raises:
-        RuntimeError: DeepSpeed was told to use the CPU, and the Trainer uses GPUs.
+        RuntimeError: DeepSpeed was told to use the CPU, but the Trainer uses GPUs.
     """
     import deepspeed
     from deepspeed.accelerator import get_accelerator, set_accelerator
@@ -99,8 +99,8 @@ def use_device(kind: str) -> None:
 
         if get_accelerator().device_name() != "cpu":
             set_accelerator(CPU_Accelerator())
-        # DeepSpeed would compile this for two minutes, a shared-memory all-reduce that only inference and tensor
-        # parallelism call, and that gloo's replaces. To ask what else can be compiled starts compilers, too.
+        # DeepSpeed would take two minutes to compile this shared-memory all-reduce. Only inference and tensor
+        # parallelism call it, and gloo's replaces it. Asking DeepSpeed what else it can compile starts compilers too.
         deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
     elif get_accelerator().device_name() == "cpu":
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""ZeRO with processes from the job."""
+"""Lightning's DeepSpeed strategy (ZeRO) with processes from the job."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ from azureml_strategy.strategies.zero.config import (
 class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
     """Lightning's DeepSpeed with nodes, processes and ranks from the Azure ML job: `strategy="azureml_deepspeed"`.
 
-    Differences to the stock strategy, besides the launch: it runs on CPUs too; a configuration that says "auto" or
-    repeats the Trainer's numbers is accepted, and one that contradicts them refused; a checkpoint is resumed from by
-    another number of processes; matrices can be cut over processes (AutoTP).
+    Besides the launch, it differs from the stock strategy as follows. It runs on CPUs too. It accepts a configuration
+    that says "auto" or repeats the Trainer's numbers, and refuses one that contradicts them. Another number of
+    processes can resume a checkpoint. Matrices can be cut over processes (AutoTP).
 
     Args:
-        stage: what is cut over the processes. 1: optimizer states; 2, the default: gradients too; 3: parameters too
-            (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054).
-        config: DeepSpeed's own configuration, a dictionary or the path of a JSON file, instead of the arguments here
-            that it has a place for.
-        offload_nvme: keep parameters and optimizer states on a disk of the node: a folder on it, or `auto` to find the
-            NVMe disk with the most free space. Needs stage 3.
+        stage: what is partitioned over the processes. 1: optimizer states; 2, the default: gradients too; 3:
+            parameters too (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054).
+        config: DeepSpeed's own configuration, a dictionary or the path of a JSON file. It replaces all arguments here
+            that have a place in it.
+        offload_nvme: folder on a disk of the node that keeps parameters and optimizer states; `auto` finds the NVMe
+            disk with the most free space. Needs stage 3.
         tensor_parallel_size: ranks that share each matrix and read the same samples; the module's
             `tensor_parallel_plan()` says how.
-        logging_batch_size_per_gpu: samples of a batch of one process in DeepSpeed's log of its speed, for loaders that
-            do not say it; `auto` takes the loader's. Nothing else depends on it, and it counts beside `config` too.
-        cluster_environment: used instead of the job's launch where given.
-        require_infiniband: stop a job of several nodes that NCCL does not carry over InfiniBand, instead of warning.
+        logging_batch_size_per_gpu: samples per batch of one process in DeepSpeed's speed log, for loaders that do not
+            tell; `auto` takes the loader's number. Nothing else depends on it. It works beside `config` too.
+        cluster_environment: replaces the environment that the job's launch gives.
+        require_infiniband: stop a multi-node job unless NCCL carries it over InfiniBand, instead of warning.
         kwargs: further arguments of `lightning.pytorch.strategies.DeepSpeedStrategy`, such as `offload_optimizer`,
             `offload_parameters`, `load_full_weights`, `timeout`.
 
     Raises:
         NoDeepSpeedError: DeepSpeed is not installed.
-        LaunchError: the job's variables give no rank to trust, or contradict the Trainer.
+        LaunchError: the job's variables give no rank to trust or contradict the Trainer.
         ConfigurationError: an unknown stage, or an argument beside a configuration that would be ignored.
-        FileNotFoundError: `offload_nvme="auto"` where there is no such disk.
+        FileNotFoundError: `offload_nvme="auto"`, but there is no such disk.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
         )
         assert isinstance(self.config, dict)
         if config is None:
-            # With offload DeepSpeed would refuse the module's own optimizer, which torch runs on the host as well.
+            # With offload, DeepSpeed would refuse the module's own optimizer, although torch runs it on the host too.
             self.config["zero_force_ds_cpu_optimizer"] = False
         self._logged_batch_size = None if logging_batch_size_per_gpu == "auto" else logging_batch_size_per_gpu
         self._tensor_parallel_size = tensor_parallel.agreed_size(self.config, tensor_parallel_size)
@@ -109,7 +109,7 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
         super()._format_batch_size_and_grad_accum_config()
 
     def _batch_size(self) -> int | None:
-        """What the training loader says; Lightning's own way fails for a loader without a batch sampler."""
+        """Return the training loader's batch size. Lightning's own way fails for a loader without a batch sampler."""
         assert self.lightning_module is not None
         source = self.lightning_module.trainer.fit_loop._data_source
         sampler = getattr(source.dataloader(), "batch_sampler", None) if source.is_defined() else None
@@ -121,13 +121,13 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
     ) -> tuple[Any, Optimizer]:
         engine, optimizer = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
         if self._tensor_parallel_size > 1:
-            # DeepSpeed's test that ranks read the same samples cannot compare a batch inside the arguments of a step.
-            # Here the sampler sees to it.
+            # DeepSpeed checks that ranks read the same samples, but cannot compare a batch inside the arguments of a
+            # step. Here the sampler makes sure of it.
             engine.first_dataloader_check.remove()
         return engine, optimizer
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        # Lightning has divided the loss by the batches of a step, and DeepSpeed would do so again: gradients would be
-        # too small wherever the optimizer is not Adam, or where they are clipped.
+        # Lightning has divided the loss by the batches of a step, and DeepSpeed would divide it again. The gradients
+        # would be too small, which matters for optimizers other than Adam and for clipping.
         return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)

@@ -1,4 +1,4 @@
-"""DeepSpeed's AutoTP: the section of its configuration that cuts a module's matrices."""
+"""DeepSpeed's AutoTP: builds the section of its configuration that cuts a module's matrices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from azureml_strategy.strategies.errors import ConfigurationError, MissingPlanError
 
-# Styles of a plan, and what DeepSpeed calls them.
+# DeepSpeed's names for the styles of a plan.
 _PARTITIONS: dict[str, dict[str, Any]] = {
     "colwise": {"partition_type": "column"},
     "colwise_gather_output": {"partition_type": "column", "gather_output": True},
@@ -19,14 +19,14 @@ _PARTITIONS: dict[str, dict[str, Any]] = {
 
 
 def agreed_size(config: Mapping[str, Any], asked: int) -> int:
-    """How many ranks share each matrix, by the configuration or by the argument.
+    """Return how many ranks share each matrix, from the configuration or the argument.
 
     Args:
-        config: DeepSpeed's configuration, perhaps with a `tensor_parallel` section.
-        asked: the argument; 1 where it was left out.
+        config: DeepSpeed's configuration; it may have a `tensor_parallel` section.
+        asked: the argument; 1 if it was left out.
 
     Raises:
-        ConfigurationError: they contradict one another.
+        ConfigurationError: the two contradict each other.
     """
     said = config.get("tensor_parallel", {}).get("autotp_size") or asked
     if asked not in (1, said):
@@ -38,13 +38,13 @@ def agreed_size(config: Mapping[str, Any], asked: int) -> int:
 
 
 def section(module: nn.Module) -> dict[str, Any]:
-    """What DeepSpeed needs to know to cut the module's matrices.
+    """Return the `tensor_parallel` section with which DeepSpeed cuts the module's matrices.
 
     Args:
-        module: its `tensor_parallel_plan()` gives the style of each layer by a pattern of its name.
+        module: its `tensor_parallel_plan()` maps patterns of layer names to styles.
 
     Raises:
-        ConfigurationError: the module has no such method (MissingPlanError), or a style that DeepSpeed has not.
+        ConfigurationError: the module has no such method (MissingPlanError), or DeepSpeed lacks one of the styles.
     """
     plan = getattr(module, "tensor_parallel_plan", None)
     if plan is None:
@@ -58,7 +58,7 @@ def section(module: nn.Module) -> dict[str, Any]:
 
 
 def check_divides(world_size: int, size: int) -> None:
-    """Refuse a group that the job's processes cannot be divided into.
+    """Check that the job's processes can be divided into tensor-parallel groups.
 
     Raises:
         ConfigurationError: `size` does not divide `world_size`.
@@ -79,5 +79,5 @@ def _partition(pattern: str, style: str) -> dict[str, Any]:
 
 
 def _regex(pattern: str) -> str:
-    """For names of parameters; a plan's `*` stands for one part between dots."""
+    """Turn a plan's pattern, whose `*` stands for one part between dots, into a regex for parameter names."""
     return r"(.*\.)?" + re.escape(pattern).replace(r"\*", r"[^.]+") + r"\.(weight|bias)$"

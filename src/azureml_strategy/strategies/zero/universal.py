@@ -1,4 +1,4 @@
-"""DeepSpeed's universal checkpoints, and which layouts of ranks can read which."""
+"""Checks which layout of ranks can read a DeepSpeed checkpoint, and converts checkpoints to the universal form."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch.optim import Optimizer
 
 from azureml_strategy.strategies.errors import ConfigurationError, UnfitCheckpointError
 
-# Lightning's name for the folder with the shards, and ours for the converted ones beside it.
+# Lightning's name for the folder of the shards, and our name for the folder of the converted shards beside it.
 _SHARDS, _UNIVERSAL = "checkpoint", "checkpoint_universal"
-# DeepSpeed writes this last, so it says that a conversion is complete.
+# DeepSpeed writes this file last, so it marks a complete conversion.
 _COMPLETE = "latest_universal"
 
 
 def require_zero_checkpoint(checkpoint: Path) -> None:
-    """Stop unless the path is a folder that Lightning's DeepSpeed strategy wrote.
+    """Check that a path is a folder that Lightning's DeepSpeed strategy wrote.
 
     Raises:
         UnfitCheckpointError: it is something else; the message says what, and which strategy reads it.
@@ -48,15 +48,15 @@ def require_zero_checkpoint(checkpoint: Path) -> None:
 
 
 def require_same_slices(checkpoint: Path, saved: int, size: int) -> None:
-    """Stop where the matrices of a checkpoint are cut over another number of processes.
+    """Check that a checkpoint's matrices are cut over as many processes as in this run.
 
     Args:
         checkpoint: the folder that Lightning wrote.
-        saved: over how many it was.
-        size: over how many it is now.
+        saved: tensor-parallel size of the checkpoint.
+        size: tensor-parallel size of this run.
 
     Raises:
-        ConfigurationError: they differ.
+        ConfigurationError: the sizes differ.
     """
     if saved != size:
         raise ConfigurationError(
@@ -74,7 +74,7 @@ def _refusal(checkpoint: Path, kind: str, strategy: str) -> str:
 
 
 def saved_processes(checkpoint: Path) -> int:
-    """How many processes wrote the optimizer shards of a checkpoint.
+    """Return how many processes wrote the optimizer shards of a checkpoint.
 
     Args:
         checkpoint: the folder that Lightning wrote.
@@ -83,7 +83,7 @@ def saved_processes(checkpoint: Path) -> int:
 
 
 def saved_slices(checkpoint: Path) -> int:
-    """Over how many processes the matrices of a checkpoint are cut: its `tensor_parallel_size`.
+    """Return over how many processes the matrices of a checkpoint are cut: its `tensor_parallel_size`.
 
     Args:
         checkpoint: the folder that Lightning wrote.
@@ -92,10 +92,10 @@ def saved_slices(checkpoint: Path) -> int:
 
 
 def forget(checkpoint: Path) -> None:
-    """Remove what an earlier save to the same path has left, and nothing else; any process may do it.
+    """Remove the files that a previous save to the same path left, and nothing else. Any process may call it.
 
-    DeepSpeed writes the files of the processes that there are. Those of more processes would stay beside them, and so
-    would the converted form: later runs would resume from an old step, or from a mixture.
+    DeepSpeed overwrites only the files of the current processes. The files of a previous save with more processes
+    would remain, and so would its converted form: later runs would resume from an old step, or from a mixture.
 
     Args:
         checkpoint: the folder that is about to be written.
@@ -107,13 +107,15 @@ def forget(checkpoint: Path) -> None:
 
 
 def require_convertible(checkpoint: Path) -> None:
-    """Refuse what DeepSpeed cannot convert; on all processes, so that none waits for one that has stopped.
+    """Refuse a checkpoint that DeepSpeed cannot convert.
+
+    All processes call it, so that none waits for one that has stopped.
 
     Args:
         checkpoint: the folder that Lightning wrote.
 
     Raises:
-        ConfigurationError: the optimizer was not of Adam's family, or matrices were cut (AutoTP).
+        ConfigurationError: the optimizer is not of Adam's family, or AutoTP cut the matrices.
     """
     saved = saved_processes(checkpoint)
     if saved_slices(checkpoint) > 1:
@@ -134,12 +136,12 @@ def require_convertible(checkpoint: Path) -> None:
 
 
 def convert(checkpoint: Path) -> None:
-    """Write the universal form of a checkpoint beside its shards, unless it is there; on one process.
+    """Write the universal form of a checkpoint beside its shards, unless it exists. One process calls it.
 
-    It takes as much room again as the shards. Afterwards any number of processes can load it.
+    The universal form takes as much space as the shards. Any number of processes can load it.
 
     Args:
-        checkpoint: the folder that Lightning wrote, which `require_convertible` has passed.
+        checkpoint: the folder that Lightning wrote, after `require_convertible` has accepted it.
     """
     if (checkpoint / _COMPLETE).is_file():
         return
@@ -149,11 +151,11 @@ def convert(checkpoint: Path) -> None:
         Namespace(
             input_folder=str(checkpoint / _SHARDS),
             output_folder=str(checkpoint / _UNIVERSAL),
-            num_extract_workers=1,  # in this process: a pool of others would need the CUDA of their parent
+            num_extract_workers=1,  # in this process: workers of a pool would need the CUDA of their parent
             num_merge_workers=1,
             keep_temp_folder=False,
             strict=True,
-            inject_missing_state=True,  # Megatron's patterns of tied and cut parameters, which others have not
+            inject_missing_state=True,  # other checkpoints lack Megatron's patterns of tied and cut parameters
         )
     )
 
@@ -161,12 +163,12 @@ def convert(checkpoint: Path) -> None:
 def correct_stage_3(optimizer: Optimizer, checkpoint: Path) -> None:
     """Correct what DeepSpeed 0.19 restores wrongly from a universal checkpoint under stage 3.
 
-    It gives all parameter groups the hyperparameters of the first, weight decay among them, and all parts of the state
-    one tensor that counts their steps, which then counts each step once for each part.
+    DeepSpeed gives all parameter groups the hyperparameters of the first group, including weight decay. It also gives
+    all parts of the state one shared step tensor, which then counts each step once per part.
 
     Args:
-        optimizer: the one inside DeepSpeed's, just loaded.
-        checkpoint: the folder that Lightning wrote, converted.
+        optimizer: the optimizer inside DeepSpeed's, just loaded.
+        checkpoint: the folder that Lightning wrote, after its conversion.
     """
     state = checkpoint / _UNIVERSAL / "zero" / "optimizer_state.pt"
     saved = torch.load(state, map_location="cpu", mmap=True, weights_only=False)["optimizer_state_dict"]
