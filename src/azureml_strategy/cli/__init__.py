@@ -1,6 +1,6 @@
-"""The command line: azureml-strategy VERB ...; one file a verb.
+"""The command line `azureml-strategy VERB ...`, with one file per verb.
 
-Only the standard library is imported before a verb is chosen, so that `--help` answers at once.
+No third-party package is imported before a verb is chosen, so that `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb.
 
     Args:
-        arguments: the command line without the program; this process's own by default.
+        arguments: the command line without the program; that of this process by default.
 
     Returns:
-        The exit code: 0, 2 for a wrong command line, 130 after Ctrl-C, else the verb's own.
+        The exit code: 0, 2 for an invalid command line, 130 after Ctrl-C, else the verb's own.
     """
     sys.excepthook = print_uncaught
     arguments = sys.argv[1:] if arguments is None else arguments

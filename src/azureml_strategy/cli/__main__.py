@@ -1,4 +1,4 @@
-"""python -m azureml_strategy.cli VERB ..."""
+"""Runs the command line as `python -m azureml_strategy.cli VERB ...`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""bench: how fast is the network between a job's processes?"""
+"""bench: measures the network between the processes of a job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""cluster create|show|delete: nodes for jobs."""
+"""cluster create|show|delete: manages the clusters of nodes that run jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""consolidate CHECKPOINT OUTPUT: the weights of any strategy's checkpoint in one file."""
+"""consolidate CHECKPOINT OUTPUT: writes the weights of any strategy's checkpoint into one file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""data upload|register|attach|show: training data in Blob Storage."""
+"""data upload|register|attach|show: manages training data in Blob Storage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""doctor: what is wrong with this machine, its job, or an NCCL log?"""
+"""doctor: examines this machine, its job, or an NCCL log for problems."""
 
 from __future__ import annotations
 

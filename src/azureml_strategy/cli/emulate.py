@@ -1,4 +1,4 @@
-"""emulate -- COMMAND: a job of several nodes, here."""
+"""emulate -- COMMAND: runs a command on this machine as a job of several nodes."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _seconds(text: str) -> float:
-    """The seconds of `20s`, `2m` or `20`."""
+    """Parse `20s`, `2m` or `20` into seconds."""
     found = _DURATION.fullmatch(text)
     if found is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no time. Write 20s, 0.5s or 2m.")

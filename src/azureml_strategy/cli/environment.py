@@ -1,4 +1,4 @@
-"""environment build: the software of jobs, made ahead of them."""
+"""environment build: builds and registers the image of jobs before they need it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""jobs list|show|logs|cancel|download|upload-metrics: what was submitted."""
+"""jobs list|show|logs|cancel|download|upload-metrics: manages submitted jobs and their results."""
 
 from __future__ import annotations
 

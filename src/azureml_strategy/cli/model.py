@@ -1,4 +1,4 @@
-"""model register: a run's weights, ready to be deployed."""
+"""model register: registers the weights of a run as a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""recipes: what there is to train."""
+"""recipes: lists the shipped recipes."""
 
 from __future__ import annotations
 

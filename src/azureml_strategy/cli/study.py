@@ -1,4 +1,4 @@
-"""study RECIPE: the same run at several sizes, in one table."""
+"""study RECIPE: runs a recipe at several sizes and compares them in one table."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ _DESCRIPTION = "Run a recipe at several sizes and compare throughput, scaling ef
 def add_to(verbs: Verbs) -> None:
     """Add the verb.
 
-    argparse of Python 3.10 and 3.11 takes no positionals on both sides of an option inside a verb. So the verb itself
-    takes every word as it is (nothing can start with a null character), and `_parser` reads them.
+    Inside a verb, argparse of Python 3.10 and 3.11 does not accept positionals on both sides of an option. So this verb
+    takes every word unparsed, and `_parser` parses the words. The option prefix is the null character, with which no
+    word can start.
     """
     verb = add_verb(
         verbs,

@@ -1,4 +1,4 @@
-"""submit RECIPE: a recipe as a job in Azure ML."""
+"""submit RECIPE: submits a recipe as a job in Azure ML."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _overrides(options: argparse.Namespace) -> Sequence[str]:
-    """The overrides; options may stand among them, which argparse allows to no verb of a command line."""
+    """Parse the overrides and the options among them, which argparse does not allow inside a verb."""
     parser = argparse.ArgumentParser(prog="azureml-strategy submit RECIPE", usage=_USAGE)
     _add_options(parser)
     parser.add_argument("overrides", nargs="*")
@@ -90,5 +90,5 @@ def _submit(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _tell(line: str) -> None:
-    """Beside what is printed, so that the latter stays YAML, or a name and an address."""
+    """Print to standard error, so that standard output stays pure YAML, or a name and an address."""
     print(line, file=sys.stderr)

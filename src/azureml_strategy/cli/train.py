@@ -1,4 +1,4 @@
-"""train RECIPE: one run, or a sweep."""
+"""train RECIPE: trains a recipe as one run, or as a sweep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the verbs of the command line have in common: options, errors, and a connection to Azure."""
+"""Shared parts of the command line's verbs: options, errors, and the connection to Azure."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def add_verb(
     """Add a verb.
 
     Args:
-        verbs: what `add_subparsers` returned: of the command line, or of a verb that has verbs of its own.
-        name: what the user types.
-        run: called with the options; returns the exit code.
-        described: help, description, usage and epilog, as `argparse.ArgumentParser` takes them. Lines of the
-            epilog stay as they are.
+        verbs: result of `add_subparsers`, for the command line or for a verb with sub-verbs.
+        name: name that the user types.
+        run: function that takes the options and returns the exit code.
+        described: help, description, usage and epilog, as `argparse.ArgumentParser` takes them. Description and epilog
+            keep their line breaks.
 
     Returns:
-        The verb's parser, for its arguments.
+        The verb's parser, to which the caller adds arguments.
     """
     parser = verbs.add_parser(name, formatter_class=argparse.RawDescriptionHelpFormatter, **described)
     parser.set_defaults(verb=run)
@@ -50,9 +50,9 @@ def add_verb(
 
 
 def print_text(text: str) -> None:
-    """Print without secrets, and end quietly where the reader has gone, as `head` does.
+    """Print text without secrets, and end quietly if the reader, such as `head`, has closed the pipe.
 
-    See "Note on SIGPIPE" of the Python documentation. Subscriptions stay: they are parts of addresses to go on with.
+    See "Note on SIGPIPE" in the Python documentation. Subscription ids stay, since the user needs addresses with them.
     """
     try:
         print(without_secrets(text), flush=True)
@@ -61,30 +61,30 @@ def print_text(text: str) -> None:
 
 
 def stopped(interrupt: KeyboardInterrupt) -> int:
-    """Say in a sentence that Ctrl-C has ended the command; 130, a shell's exit code for that."""
+    """Print a sentence about Ctrl-C to standard error, and return 130, a shell's exit code for it."""
     print(f"azureml-strategy: {redact_text(str(interrupt)) or 'stopped by Ctrl-C.'}", file=sys.stderr)
     return 130
 
 
 def print_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Python's own traceback, without the secrets that may stand in the error: for `sys.excepthook`."""
+    """Print Python's traceback without the secrets that the error may contain; a function for `sys.excepthook`."""
     sys.stderr.write(redact_text("".join(traceback.format_exception(kind, error, trace))))
 
 
 def fail(error: Exception) -> int:
-    """Say on standard error what was wrong with the command; 2, the exit code for that."""
+    """Print to standard error what was wrong with the command, and return exit code 2."""
     print(f"azureml-strategy: {redact_text(str(error))}", file=sys.stderr)
     return 2
 
 
 def add_group(verbs: Verbs, name: str, help: str) -> Verbs:  # noqa: A002 - argparse's name for it
-    """Add a verb that has verbs of its own, such as `cluster create`."""
+    """Add a verb that has sub-verbs, such as `cluster` with `create`."""
     parser = verbs.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.")
     return parser.add_subparsers(title="verbs", metavar="VERB", required=True)
 
 
 def add_workspace_options(verb: argparse.ArgumentParser) -> None:
-    """Add the options that say which workspace is meant; config.json, variables and az's defaults fill what is left."""
+    """Add the options that name the workspace. config.json, variables and az's defaults fill in missing ones."""
     group = verb.add_argument_group("workspace", "by default that of config.json, of variables, or the az command's")
     group.add_argument("--subscription", metavar="ID", help="id of the subscription")
     group.add_argument("--resource-group", metavar="NAME", help="resource group of the workspace")
@@ -92,16 +92,16 @@ def add_workspace_options(verb: argparse.ArgumentParser) -> None:
 
 
 def add_create_options(verb: argparse.ArgumentParser) -> None:
-    """Add what every verb that makes something has."""
+    """Add the options of every verb that creates something."""
     verb.add_argument("--tag", metavar="KEY=VALUE", action="append", type=_tag, help="a tag; may be repeated")
     verb.add_argument("--dry-run", action="store_true", help="print the YAML and make nothing; needs no sign-in")
 
 
 def make(options: argparse.Namespace, wanted: Entity, create: Callable[[MLClient, Entity], Made]) -> Made | None:
-    """Make what is wanted; with --dry-run print its YAML instead.
+    """Create an entity, or print its YAML with --dry-run.
 
     Returns:
-        What was made; None with --dry-run.
+        The created entity; None with --dry-run.
     """
     from azureml_strategy.jobs.client import as_yaml
 
@@ -119,21 +119,21 @@ def _tag(text: str) -> tuple[str, str]:
 
 
 def workspace_of(options: argparse.Namespace) -> WorkspaceSettings:
-    """What the options say of the workspace."""
+    """The parts of the workspace that the options name."""
     from azureml_strategy.jobs.places import WorkspaceSettings
 
     return WorkspaceSettings(options.subscription, options.resource_group, options.workspace)
 
 
 def client(options: argparse.Namespace) -> MLClient:
-    """The client for the workspace that the options name."""
+    """Make the client for the workspace that the options name."""
     from azureml_strategy.jobs.client import connect
 
     return connect(workspace_of(options))
 
 
 def refusing(run: Run) -> Run:
-    """A verb whose refusals are told on standard error, with exit code 2."""
+    """Decorate a verb to print a `JobError` to standard error and return exit code 2."""
 
     @functools.wraps(run)
     def told(options: argparse.Namespace) -> int:

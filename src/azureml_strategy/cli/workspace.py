@@ -1,4 +1,4 @@
-"""workspace create|show: where jobs, data and models live."""
+"""workspace create|show: manages workspaces, which hold jobs, data and models."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Azure ML from here: jobs rendered from recipes, submitted and followed, and all that they need in a workspace.
+"""Renders recipes as Azure ML jobs, submits and follows them, and manages what they need in a workspace.
 
-azure-ai-ml is imported when a name that needs it is first used.
+Importing this package does not import azure-ai-ml: a name that needs it imports it on first use.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What to try next, by what Azure has said.
+"""Advises what to try next after an error of Azure.
 
-The codes are Azure Resource Manager's ("Troubleshoot common Azure deployment errors"), Azure Batch's, on which
-AmlCompute stands, Azure ML's and Blob Storage's. Some of Azure ML's refusals have only "UserError" as a code; they are
-told by their words.
+The rules know the codes of Azure Resource Manager ("Troubleshoot common Azure deployment errors"), of Azure Batch, on
+which AmlCompute runs, of Azure ML and of Blob Storage. Azure ML gives some refusals only the code "UserError"; the
+rules recognise those by their message.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Failure:
-    """What is known of an error.
+    """The known facts of an error.
 
     Attributes:
-        code: the service's name for it, or the exception's where there was no answer.
+        code: the service's name of the error, or the exception's name if there was no answer.
         status: HTTP status, or None.
-        message: what was said.
-        url: what was asked for; empty where that is not known.
+        message: message of the error.
+        url: address of the request; empty if unknown.
     """
 
     code: str
@@ -30,7 +30,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class _Rule:
-    """An advice, and where it applies: any of the patterns that are given has to be found."""
+    """An advice and its conditions: one of `code`, `message` and `status` must match, and `url` too if it is given."""
 
     advice: str
     code: str | None = None
@@ -39,7 +39,7 @@ class _Rule:
     url: str | None = None
 
     def fits(self, failure: Failure) -> bool:
-        """Whether the failure is of this kind; `url` narrows what the others say."""
+        """Whether the rule applies to the failure."""
         told = (
             (self.code is not None and re.search(self.code, failure.code, re.I))
             or (self.message is not None and re.search(self.message, failure.message, re.I))
@@ -49,12 +49,12 @@ class _Rule:
 
 
 def advice_for(failure: Failure) -> str:
-    """What to try next, as a sentence or two; where nothing is known, how to learn more."""
+    """What to try next, in one or two sentences. If no rule applies, they say how to learn more."""
     return next((rule.advice for rule in _RULES if rule.fits(failure)), _UNKNOWN)
 
 
 _UNKNOWN = "Look at the resource in https://portal.azure.com under Activity log, which has the whole error."
-_RULES = (  # the first that fits is taken: the precise ones stand before the general ones
+_RULES = (  # the first rule that fits is used, so precise rules stand before general ones
     _Rule(
         code=r"Quota",
         message=r"\bquota\b",

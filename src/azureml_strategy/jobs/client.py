@@ -1,4 +1,4 @@
-"""The connection to a workspace by azure-ai-ml, kept quiet, and its entities as text."""
+"""Connects to a workspace with azure-ai-ml, silences that package's logs, and writes its entities as text."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from azure.core.pipeline.policies import SansIOHTTPPolicy
 
 
-# Marks of experimental classes, that a Studio link has no tenant, that a credential of a chain was not there: each is
-# logged as a warning, and none of it is anything that the user could change. What went wrong is raised as well.
+# They log warnings that the user can do nothing about: experimental classes, a Studio link without a tenant, an absent
+# credential of a chain. Real failures are raised as well.
 _LOGGERS = ("azure.ai.ml", "azure.identity", "azure.core")
 
 _RESOURCE_ID = re.compile(r"/subscriptions/[0-9a-f-]{36}/resourcegroups/[^/]+/providers/[\w.]+(?:/[^/]+/[^/]+)+", re.I)
 log = logging.getLogger(__name__)
-_LONG_PAUSE_S = 60.0  # shorter ones are told by nobody
+_LONG_PAUSE_S = 60.0  # shorter pauses are not logged
 
 
 def quiet_sdk() -> None:
-    """Import azure-ai-ml so that it, and what it stands on, logs nothing.
+    """Import azure-ai-ml and silence the logs of it and of the Azure packages it depends on.
 
-    Whatever leads to Azure passes here before it imports anything else of Azure's.
+    Call this before any other import of an Azure package.
 
     Raises:
         JobError: the extra `azure` is not installed.
@@ -41,7 +41,7 @@ def quiet_sdk() -> None:
     import_azure("azure.ai.ml")
     for name in _LOGGERS:
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    # On import it gives itself, and some loggers below, a level and a way to the screen of their own.
+    # On import, azure-ai-ml gives its logger and some child loggers their own levels and console handlers.
     for name, logger in logging.root.manager.loggerDict.items():
         if name.startswith("azure.ai.ml") and isinstance(logger, logging.Logger):
             logger.handlers.clear()
@@ -52,7 +52,7 @@ def import_azure(name: str) -> None:
     """Import a module of the extra `azure`.
 
     Raises:
-        JobError: it is not installed.
+        JobError: the extra is not installed.
     """
     try:
         import_module(name)
@@ -63,7 +63,7 @@ def import_azure(name: str) -> None:
 
 
 def as_yaml(entity: Any) -> str:
-    """What `az ml ... create --file` takes.
+    """Write an entity as the YAML that `az ml ... create --file` takes.
 
     Args:
         entity: any of `azure.ai.ml.entities` that has `dump`.
@@ -77,19 +77,19 @@ def as_yaml(entity: Any) -> str:
 
 
 def plain(value: object) -> str:
-    """A state, a priority or another word of the service, whether azure-ai-ml gives it as text or as an enumeration."""
+    """A state, a priority or another word of the service as text; azure-ai-ml gives some of them as an enumeration."""
     return str(value.value if isinstance(value, Enum) else value)
 
 
 def check_resource_id(option: str, value: str | None) -> None:
-    """Refuse a name where an id is needed.
+    """Refuse a value that is not a resource id.
 
     Args:
-        option: what was typed before it.
-        value: what was typed; None is none.
+        option: the option that has the value, for the message.
+        value: the value that the user typed. None passes.
 
     Raises:
-        JobError: it is no id of a resource.
+        JobError: the value is not a resource id.
     """
     if value is not None and not _RESOURCE_ID.fullmatch(value):
         raise JobError(
@@ -103,18 +103,19 @@ __all__ = ["WorkspaceSettings", "connect"]
 
 
 def connect(settings: WorkspaceSettings | None = None) -> MLClient:
-    """A client for a workspace, signed in by whatever azure-identity finds: variables, managed identity, `az login`.
+    """Make a client for a workspace.
 
-    No request is made yet. Failed requests are repeated by azure-core, with the pauses that the service asks for.
+    azure-identity finds the credentials: variables, a managed identity or `az login`. No request is made yet.
+    azure-core repeats failed requests, with the pauses that the service asks for.
 
     Args:
-        settings: the workspace as far as the user has named it; `find_workspace` tells where the rest comes from.
+        settings: the parts of the workspace that the user has named; `find_workspace` completes them.
 
     Raises:
         JobError: no workspace is configured, or the extra `azure` is not installed.
     """
     quiet_sdk()
-    import_azure("azure.identity")  # which only this needs
+    import_azure("azure.identity")  # only this function needs it
     found = find_workspace(settings or WorkspaceSettings())
     from azure.ai.ml import MLClient
     from azure.identity import DefaultAzureCredential
@@ -130,7 +131,7 @@ def connect(settings: WorkspaceSettings | None = None) -> MLClient:
 
 
 def _waits_told() -> SansIOHTTPPolicy[Any, Any]:
-    """Part of azure-core's pipeline that says when the service asks for a long pause, which azure-core keeps."""
+    """A policy of azure-core's pipeline that logs when the service asks for a long pause, which azure-core obeys."""
     from azure.core.pipeline import PipelineRequest, PipelineResponse
     from azure.core.pipeline.policies import SansIOHTTPPolicy
     from azure.core.pipeline.policies._utils import get_retry_after

@@ -1,4 +1,4 @@
-"""Clusters of GPU nodes: Azure ML's AmlCompute."""
+"""Creates, shows and deletes clusters of GPU nodes: Azure ML's AmlCompute."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterRequest:
-    """A cluster to make.
+    """A cluster to create.
 
     Attributes:
-        vm_size: size of each node, in any case, with or without `Standard_`.
-        max_nodes: nodes that jobs may have at a time.
+        vm_size: VM size of each node, in any case, with or without `Standard_`.
+        max_nodes: most nodes at a time.
         min_nodes: nodes that run, and cost, without a job.
-        name: None: after the size and tier, which is where a job of that size looks for it.
-        tier: `dedicated`, or `low_priority`: much cheaper, and taken away when Azure needs the nodes.
-        idle_seconds: how long a node without a job is kept.
-        region: None: the workspace's.
-        vnet, subnet: name of the virtual network and of the subnet in it; or the subnet's resource id alone.
-        public_ip: whether nodes have an address on the internet; without one they need the subnet, or a workspace
+        name: name of the cluster. None derives it from size and tier: jobs of that size look for this name.
+        tier: `dedicated`, or `low_priority`: much cheaper, but Azure preempts the nodes when it needs them.
+        idle_seconds: seconds for which a node without a job is kept.
+        region: region of the cluster. None is the workspace's.
+        vnet, subnet: names of the virtual network and of its subnet, or the subnet's resource id alone.
+        public_ip: whether nodes have an address on the internet. Without one they need the subnet, or a workspace
             with a managed network.
-        identity: resource id of a user-assigned managed identity, or `system`; None: none.
-        allow_ethernet: several nodes without InfiniBand are meant.
-        tags: for the subscription's owner.
+        identity: resource id of a user-assigned managed identity, or `system`. None gives no identity.
+        allow_ethernet: whether several nodes without InfiniBand are allowed.
+        tags: tags for the subscription's owner.
     """
 
     vm_size: str
@@ -56,7 +56,7 @@ class ClusterRequest:
             )
         if self.tier not in TIERS:
             raise JobError(f"There is no tier {self.tier!r}. Type --tier {' or --tier '.join(TIERS)}.")
-        if self.idle_seconds < 1:  # azure-ai-ml takes 0 for nothing said, and sends none
+        if self.idle_seconds < 1:  # azure-ai-ml treats 0 as not given, and sends nothing
             raise JobError(f"--idle-seconds is {self.idle_seconds}. Give the seconds, 1 or more.")
         if self.vnet and not self.subnet:
             raise JobError(f"--vnet {self.vnet} does not say which of its subnets: add --subnet NAME.")
@@ -69,10 +69,10 @@ class ClusterRequest:
 
 
 def render_cluster(request: ClusterRequest) -> AmlCompute:
-    """The cluster as azure-ai-ml's entity; nothing is asked of Azure.
+    """Describe the cluster as azure-ai-ml's entity, without a request to Azure.
 
     Raises:
-        JobError: no such size, a retired one, or one without InfiniBand for several nodes that are not confirmed.
+        JobError: the size is unknown or retired, or the user has not confirmed several nodes without InfiniBand.
     """
     size = find_size(request.vm_size)
     check_nodes(size, request.max_nodes, allowed=request.allow_ethernet, option="--allow-ethernet")
@@ -108,10 +108,11 @@ def _identity(identity: str | None) -> IdentityConfiguration | None:
 
 
 def create_cluster(client: MLClient, cluster: AmlCompute) -> AmlCompute:
-    """Make the cluster, or change the one of this name; wait until it is ready.
+    """Create the cluster, or change the one of this name, and wait until it is ready.
 
     Raises:
-        ServiceError: no quota, no permission, the size is not in the region, another compute has the name.
+        JobError: Azure accepted the cluster and then failed to create it.
+        ServiceError: there is no quota or permission, the region lacks the size, or another compute has the name.
     """
     with service_errors():
         made: AmlCompute = client.compute.begin_create_or_update(cluster).result()
@@ -124,10 +125,10 @@ def create_cluster(client: MLClient, cluster: AmlCompute) -> AmlCompute:
 
 
 def show_cluster(client: MLClient, name: str) -> AmlCompute:
-    """The cluster as it is now.
+    """Look up the cluster in its present state.
 
     Raises:
-        ServiceError: there is none of this name.
+        ServiceError: there is no cluster of this name.
     """
     with service_errors():
         found: AmlCompute = client.compute.get(name)
@@ -135,17 +136,17 @@ def show_cluster(client: MLClient, name: str) -> AmlCompute:
 
 
 def list_clusters(client: MLClient) -> list[AmlCompute]:
-    """Every cluster of the workspace."""
+    """List the clusters of the workspace."""
     with service_errors():
         return list(client.compute.list(compute_type="amlcompute"))
 
 
 def delete_cluster(client: MLClient, name: str) -> None:
-    """Delete the cluster and wait until it is gone; jobs on it are ended.
+    """Delete the cluster, end the jobs on it, and wait until it is gone.
 
     Raises:
-        ServiceError: there is none of this name, or it is not yours to delete.
+        ServiceError: there is no cluster of this name, or you may not delete it.
     """
     with service_errors():
-        client.compute.get(name)  # a delete of nothing succeeds, and the misspelt cluster would go on costing
+        client.compute.get(name)  # deleting a misspelt name succeeds, and the real cluster goes on costing
         client.compute.begin_delete(name).result()

@@ -1,4 +1,4 @@
-"""The environment of a job: an image that is given or built, and what is inside."""
+"""Defines, builds and checks the environment of a job: a given image, or one that Azure ML builds."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def job_environment(settings: EnvironmentSettings) -> Environment | str:
         settings: `job.environment`.
 
     Returns:
-        A reference to a registered or curated one as text, else the definition of one without a name: Azure ML builds
-        it once, and takes the same image again for the same definition.
+        A reference to a registered or curated environment as text, else the definition of an anonymous one. Azure ML
+        builds that once, and uses the same image for the same definition again.
 
     Raises:
-        JobError: the settings contradict one another, or name what is not there.
+        JobError: the settings contradict one another, or name a file that does not exist.
     """
     from azure.ai.ml.entities import BuildContext, Environment
 
@@ -58,10 +58,10 @@ def job_environment(settings: EnvironmentSettings) -> Environment | str:
 
 
 def check_image(settings: EnvironmentSettings, size: VMSize | None) -> None:
-    """Refuse our own image, which has PyTorch for CUDA and x86-64, on nodes that need another.
+    """Refuse the shipped image, which has PyTorch for CUDA and x86-64, on nodes that cannot run it.
 
     Raises:
-        JobError: nodes with AMD's GPUs, or with NVIDIA's Grace CPUs, and no other image named.
+        JobError: the nodes have AMD GPUs or NVIDIA Grace CPUs, and the settings name no other image.
     """
     if size is None or settings.name or settings.image or settings.build:
         return
@@ -75,10 +75,10 @@ def check_image(settings: EnvironmentSettings, size: VMSize | None) -> None:
 
 
 def shipped_environment(base_image: str | None = None) -> Environment:
-    """Our own environment: the Dockerfile of this package, with the package as it is installed here.
+    """The shipped environment: this package's Dockerfile, with the package as it is installed on this machine.
 
     Args:
-        base_image: what to build it on in place of the Dockerfile's own base.
+        base_image: base image in place of the Dockerfile's own.
     """
     from azure.ai.ml.entities import BuildContext, Environment
 
@@ -86,12 +86,12 @@ def shipped_environment(base_image: str | None = None) -> Environment:
 
 
 def build_folder(base_image: str | None = None) -> Path:
-    """A folder with all that the image is built from, in the user's cache; the same content has the same folder."""
+    """Write the build context of the image to a folder in the user's cache. The same content gives the same folder."""
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return _written(caches / "azureml_strategy" / "environments", base_image)
 
 
-@functools.cache  # a sweep has many jobs, and the package does not change under this process
+@functools.cache  # a sweep renders many jobs, and the package does not change meanwhile
 def _written(cache: Path, base_image: str | None) -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache, prefix=".new-") as new:
@@ -105,7 +105,7 @@ def _written(cache: Path, base_image: str | None) -> Path:
             dockerfile.write_text(text, encoding="utf-8")
         write_wheel(written)
         folder = cache / _content(written)
-        # Moved in one step: what is there under this name is complete, whoever else writes at the same time.
+        # The rename is atomic: a folder of this name is always complete. It fails if another process was first.
         with contextlib.suppress(OSError):
             written.rename(folder)
     return folder
@@ -149,15 +149,15 @@ def _check_files(settings: EnvironmentSettings) -> None:
 
 
 def render_environment(settings: EnvironmentSettings, name: str, version: str | None = None) -> Environment:
-    """The environment as azure-ai-ml's entity; nothing is asked of Azure.
+    """Describe the environment as azure-ai-ml's entity, without a request to Azure.
 
     Args:
-        settings: what it is made of, as `job.environment` has it; nothing: this package's own Dockerfile.
-        name: to register it under.
-        version: None: the next number.
+        settings: content of the environment, as in `job.environment`. Empty settings use this package's Dockerfile.
+        name: name to register.
+        version: version to register. None takes the next number.
 
     Raises:
-        JobError: the settings contradict one another, or name what is not there.
+        JobError: the settings contradict one another, name a missing file, or name a registered environment.
     """
     quiet_sdk()
     from azure.ai.ml.entities import Environment
@@ -169,12 +169,12 @@ def render_environment(settings: EnvironmentSettings, name: str, version: str | 
 
 
 def build_environment(client: MLClient, environment: Environment) -> Environment:
-    """Upload what the image is built from and register it.
+    """Upload the build context and register the environment.
 
     Azure ML builds the image in the workspace's registry when the environment is registered or first used.
 
     Raises:
-        ServiceError: no permission, or the version exists with other content.
+        ServiceError: the user has no permission, or the version exists with other content.
     """
     with service_errors():
         made: Environment = client.environments.create_or_update(environment)
@@ -182,18 +182,18 @@ def build_environment(client: MLClient, environment: Environment) -> Environment
 
 
 def check_environment(client: MLClient, environment: Environment, cluster: str | None) -> str:
-    """Submit a job of a few seconds in the environment, so that its image is there before a cluster waits for it.
+    """Submit a job of a few seconds in the environment, so that its image is built before a cluster waits for it.
 
     Args:
-        client: of the workspace.
-        environment: as `build_environment` returned it.
-        cluster: which to run on; None: serverless compute.
+        client: client of the workspace.
+        environment: environment that `build_environment` returned.
+        cluster: name of the cluster to run on. None is serverless compute.
 
     Returns:
         The job's name.
 
     Raises:
-        ServiceError: the job is refused.
+        ServiceError: Azure refused the job.
     """
     from azure.ai.ml import command
 

@@ -1,4 +1,4 @@
-"""A submitted job: how it does, waiting for it, and its logs as they come."""
+"""Follows a submitted job: reads its status, waits for it, and prints its log as it comes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from azure.ai.ml import MLClient
 
 
-# Seconds between two questions about a job: soon at first, as it may fail at once, and then so that few are asked.
+# Seconds between two status requests: short at first, since a job may fail at once, then longer to send few requests.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 30.0
-# Questions in a row without an answer before the wait is given up; azure-core has repeated each of them already.
+# Unanswered status requests in a row before the wait is given up. azure-core has already retried each of them.
 _PATIENCE = 20
 
 # What ThroughputProgressBar prints: "Epoch 5: batch 22/22, images/s 146.5, train/loss 0.43".
@@ -32,13 +32,13 @@ class SubmittedJob:
     """A job in a workspace.
 
     Args:
-        client: of its workspace.
-        name: of the job.
-        studio_url: its page.
+        client: client of the workspace.
+        name: name of the job.
+        studio_url: the job's page in Azure ML Studio.
 
     Attributes:
-        name: of the job, unique in its workspace.
-        studio_url: its page in Azure ML Studio.
+        name: name of the job, unique in its workspace.
+        studio_url: the job's page in Azure ML Studio.
     """
 
     def __init__(self, client: MLClient, name: str, studio_url: str) -> None:
@@ -48,33 +48,33 @@ class SubmittedJob:
 
     @property
     def run_id(self) -> str:
-        """Of its run in MLflow: Azure ML gives it the job's name."""
+        """Id of the job's MLflow run: Azure ML gives the run the job's name."""
         return self.name
 
     @property
     def client(self) -> MLClient:
-        """Of its workspace."""
+        """Client of the job's workspace."""
         return self._client
 
     def status(self) -> str:
-        """Azure ML's word for how it is doing: Queued, Preparing, Running, Completed, Failed, Canceled, ...
+        """Azure ML's word for the state of the job: Queued, Preparing, Running, Completed, Failed, Canceled, ...
 
         Raises:
-            ServiceError: Azure did not say.
+            ServiceError: Azure did not answer.
         """
         return show_job(self._client, self.name).status
 
     def wait(self, timeout: float | None = None) -> str:
-        """Wait until it is over.
+        """Wait until the job is over.
 
         Args:
-            timeout: seconds; None for as long as it takes.
+            timeout: seconds to wait at most. None waits without limit.
 
         Returns:
             Completed, Failed or Canceled.
 
         Raises:
-            JobError: it is not over in time; it goes on.
+            JobError: the job is not over in time. It goes on.
             ServiceError: Azure no longer answers.
         """
         end = None if timeout is None else time.monotonic() + timeout
@@ -96,13 +96,13 @@ class SubmittedJob:
 
 
 class LogReader(io.TextIOBase):
-    """Passes a log on, and keeps the rates of training that it tells of.
+    """Passes a log on, and collects the training rates in it.
 
     Args:
-        out: where the log goes.
+        out: stream that receives the log.
 
     Attributes:
-        streamed: whether azure-ai-ml has printed anything of a log.
+        streamed: whether azure-ai-ml has begun to print a log.
     """
 
     def __init__(self, out: TextIO) -> None:
@@ -127,7 +127,7 @@ class LogReader(io.TextIOBase):
         self._out.flush()
 
     def throughput(self) -> str | None:
-        """The median of each rate; None where the log tells of none."""
+        """The median of each rate; None if the log contains no rate."""
         if not self._rates:
             return None
         parts = [f"{statistics.median(rates):,.1f} {unit}/s" for unit, rates in self._rates.items()]
@@ -135,21 +135,21 @@ class LogReader(io.TextIOBase):
 
 
 def follow_job(job: SubmittedJob, out: TextIO | None = None) -> str:
-    """Print a job's log until it is over, and then how fast it trained.
+    """Print a job's log until it is over, then its throughput and status.
 
     Args:
-        job: queued, running, or over already.
-        out: where to print; standard output by default.
+        job: job that is queued, running or over.
+        out: stream to print to; standard output by default.
 
     Returns:
-        How it stands: Completed, Failed or Canceled; another word where the user has stopped looking.
+        Status of the job: Completed, Failed or Canceled, or another one if the user stopped following.
 
     Raises:
         ServiceError: Azure no longer answers. The job goes on.
     """
     out = out or sys.stdout
     reader = LogReader(out)
-    with redirect_stdout(reader):  # azure-ai-ml prints the log, and takes no other place for it
+    with redirect_stdout(reader):  # azure-ai-ml can only print the log to standard output
         _stream(job)
     status = job.status()
     if status in FINAL and not reader.streamed:
@@ -166,7 +166,7 @@ def follow_job(job: SubmittedJob, out: TextIO | None = None) -> str:
 
 
 def _print_all(job: SubmittedJob, reader: LogReader) -> None:
-    """The log of a job that was over before azure-ai-ml looked for it, which then prints none of it."""
+    """Print the log of a job that was already over: azure-ai-ml prints no log then."""
     files = log_files(job.client, job.name)
     if printed_log(list(files)) is not None:
         reader.write(read_log(job.client, job.name))
@@ -179,6 +179,6 @@ def _stream(job: SubmittedJob) -> None:
     try:
         job.client.jobs.stream(job.name)
     except JobException:
-        pass  # how azure-ai-ml reports a job that failed, and a user who interrupts; both are told of by the caller
+        pass  # azure-ai-ml raises it for a failed job and for Ctrl-C; the caller reports both
     except AzureError as error:
         raise translate(error) from error

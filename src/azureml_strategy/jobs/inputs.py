@@ -1,4 +1,4 @@
-"""What a job reads and writes: data assets, mounts and their settings, and files of its outputs."""
+"""Prepares the inputs and outputs of a job: data assets, mount settings and paths, and reads the files of outputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _ASSET = re.compile(r"azureml:(?P<name>[^/:@]+)(?::(?P<version>[^/:@]+)|@(?P<label>[^/:@]+))")
 
-# One pass: what was read once is not read again, so that writing it to the disk, or keeping it, is lost work.
+# One pass reads no data twice, so that caching it on disk or in memory is lost work.
 _ONCE = {
     "DATASET_MOUNT_BLOCK_BASED_CACHE_ENABLED": "true",
     "DATASET_MOUNT_BLOCK_FILE_CACHE_ENABLED": "false",
@@ -27,36 +27,36 @@ _PATTERNS = {
     "epochs": {"DATASET_MOUNT_BLOCK_BASED_CACHE_ENABLED": "true"},
     "once": _ONCE,
     "once_large": {**_ONCE, "DATASET_MOUNT_READ_BUFFER_BLOCK_COUNT": "80"},
-    # Whole files, since blocks that are read ahead of a random place are lost work.
+    # Cache whole files: blocks that are read ahead of a random place are lost work.
     "random": {"DATASET_MOUNT_BLOCK_BASED_CACHE_ENABLED": "false"},
 }
 ACCESS_PATTERNS = tuple(_PATTERNS)
-# Left free on the local disk, for the image and for what the job writes itself: a node whose disk is full ends its
-# job. A choice of ours: images with CUDA take 20 GiB and more.
+# The cache leaves this much of the local disk free for the image and the job's own files: a full disk ends the job.
+# Our choice: images with CUDA take 20 GiB and more.
 _FREE_GIB = 32
 _FREE_FRACTION = 0.1
 _INPUT_TYPES = ("uri_folder", "uri_file", "mltable")
 _INPUT_MODES = {"ro_mount": _INPUT_TYPES, "download": _INPUT_TYPES, "eval_mount": ("mltable",)}
 _OUTPUT_TYPES = ("uri_folder", "uri_file")
 _OUTPUT_MODES = ("rw_mount", "upload")
-# Azure ML makes environment variables of the names.
+# Azure ML turns the names into environment variables.
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 
 
 def short_reference(reference: str) -> str:
-    """A reference as azure-ai-ml's classes want it, which is as its own reader of YAML makes it.
+    """Remove the prefix `azureml:` from a reference, as azure-ai-ml's own YAML reader does for its classes.
 
-    They look for the label of `azureml:NAME@latest` under the name `azureml:NAME`, and find nothing.
+    With the prefix, the classes look for the label of `azureml:NAME@latest` under the name `azureml:NAME`, in vain.
     """
     return re.sub(r"^azureml:(?!//)", "", reference)
 
 
 def check_data(inputs: Mapping[str, InputSettings], client: MLClient) -> None:
-    """Ask the workspace for each data asset by name: azure-ai-ml would only say that something is not there.
+    """Check that the workspace has each data asset, to name the missing one: azure-ai-ml's own error does not.
 
     Raises:
-        JobError: one of them is not there.
-        ServiceError: Azure did not say.
+        JobError: the workspace lacks a data asset.
+        ServiceError: Azure did not answer.
     """
     from azure.ai.ml.exceptions import MlException
 
@@ -68,7 +68,8 @@ def check_data(inputs: Mapping[str, InputSettings], client: MLClient) -> None:
             with service_errors():
                 client.data.get(asset["name"], version=asset["version"], label=asset["label"])
         except ServiceError as error:
-            if error.status != 404 and not isinstance(error.__cause__, MlException):  # of a label
+            # A missing label raises MlException.
+            if error.status != 404 and not isinstance(error.__cause__, MlException):
                 raise
             raise JobError(
                 f"job.inputs.{name}.path is {each.path}, but workspace {client.workspace_name} has no such data asset. "
@@ -78,17 +79,17 @@ def check_data(inputs: Mapping[str, InputSettings], client: MLClient) -> None:
 
 
 def data_runtime_variables(patterns: Collection[str], size: VMSize | None) -> dict[str, str]:
-    """Variables for a job that mounts data.
+    """Environment variables that tune the data runtime of a job with mounted inputs.
 
     Args:
-        patterns: how each mounted input is read, a name of `ACCESS_PATTERNS` each.
-        size: of the node; None where nobody knows.
+        patterns: the access pattern of each mounted input, one of `ACCESS_PATTERNS`.
+        size: VM size of the node; None if unknown.
 
     Returns:
-        Names and values; none without a mounted input.
+        The variables by name; empty without a mounted input.
 
     Raises:
-        JobError: an unknown pattern, or two that need different variables, which hold for the whole job.
+        JobError: a pattern is unknown, or the patterns differ: the variables apply to the whole job.
     """
     for pattern in patterns:
         if pattern not in _PATTERNS:
@@ -107,7 +108,7 @@ def data_runtime_variables(patterns: Collection[str], size: VMSize | None) -> di
 
 
 def _cache_size(size: VMSize | None) -> dict[str, str]:
-    """As much of the disk as can be spared; the runtime's own default leaves 150 MB free."""
+    """Cache as much as the local disk can spare; the runtime's own default leaves only 150 MB free."""
     if size is None or size.local_disk_gib is None:
         return {}
     spared = int(size.local_disk_gib - max(_FREE_GIB, _FREE_FRACTION * size.local_disk_gib))
@@ -115,12 +116,15 @@ def _cache_size(size: VMSize | None) -> dict[str, str]:
 
 
 class OutputFiles:
-    """What lies in one output of a job.
+    """The files in one output of a job.
 
     Args:
-        client: of the workspace.
+        client: client of the workspace.
         job: name of the job.
         output: name of the output.
+
+    Attributes:
+        names: path of each file in the output.
 
     Raises:
         JobError: the job has no such output.
@@ -132,7 +136,7 @@ class OutputFiles:
         from azure.ai.ml._utils._storage_utils import AzureMLDatastorePathUri, get_storage_client
 
         with service_errors():
-            # Only the data plane knows where an output without a path of its own went.
+            # Only the data plane knows the place of an output without an explicit path.
             uri = client.jobs._get_named_output_uri(job, output).get(output)
             if uri is None:
                 raise JobError(f"{job} has no output {output!r}: `azureml-strategy jobs show {job}` lists its outputs.")
@@ -143,14 +147,14 @@ class OutputFiles:
             self.names: list[str] = [name.removeprefix(self._root) for name in storage.list(self._root)]
 
     def fetch(self, path: str, folder: Path) -> Path:
-        """Copy a file, or a folder with all that is in it.
+        """Download a file, or a folder with its content.
 
         Args:
-            path: in the output.
-            folder: where to put it, under its own name.
+            path: path in the output.
+            folder: local folder that receives it, under its own name.
 
         Returns:
-            Where it is now.
+            The local path.
         """
         target = folder / Path(path).name
         single = path in self.names
@@ -160,10 +164,10 @@ class OutputFiles:
 
 
 def job_inputs(inputs: Mapping[str, InputSettings]) -> dict[str, Input]:
-    """The inputs as azure-ai-ml has them.
+    """Convert the inputs to azure-ai-ml's class.
 
     Raises:
-        JobError: one without a path, or a name, type or mode that there is none of.
+        JobError: an input has no path, or its name, type or mode is invalid.
     """
     from azure.ai.ml import Input
 
@@ -183,10 +187,10 @@ def job_inputs(inputs: Mapping[str, InputSettings]) -> dict[str, Input]:
 
 
 def job_outputs(outputs: Mapping[str, OutputSettings]) -> dict[str, Output]:
-    """The outputs as azure-ai-ml has them.
+    """Convert the outputs to azure-ai-ml's class.
 
     Raises:
-        JobError: a name, type or mode that there is none of.
+        JobError: the name, type or mode of an output is invalid.
     """
     from azure.ai.ml import Output
 
@@ -199,22 +203,21 @@ def job_outputs(outputs: Mapping[str, OutputSettings]) -> dict[str, Output]:
 
 
 def access_patterns(inputs: Mapping[str, InputSettings]) -> list[str]:
-    """How each mounted input is read."""
+    """The access pattern of each mounted input."""
     return [each.access for each in inputs.values() if each.mode != "download"]
 
 
 def path_overrides(job: JobSettings, overrides: Sequence[str]) -> list[str]:
-    """The overrides that hand the paths over, in Azure ML's notation: `data.root=${{inputs.images}}`.
+    """The overrides that give the recipe its paths, in Azure ML's notation: `data.root=${{inputs.images}}`.
 
-    They are no shell words yet: the service writes a path, or a variable that holds it, in their place, so that no
-    quotation marks may stand around them.
+    Do not quote them for the shell: the service replaces each placeholder with a path, or a variable that holds it.
 
     Args:
-        job: whose inputs and outputs say which key they set.
-        overrides: the user's own.
+        job: settings whose inputs and outputs say which key they set.
+        overrides: the user's own overrides.
 
     Raises:
-        JobError: two of them set the same key, or the user sets it too.
+        JobError: two paths set the same key, or the user sets it too.
     """
     places = [(f"job.inputs.{name}", f"inputs.{name}", each.sets) for name, each in job.inputs.items()]
     places += [(f"job.outputs.{name}", f"outputs.{name}", each.sets) for name, each in job.outputs.items()]

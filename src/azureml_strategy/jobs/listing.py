@@ -1,4 +1,4 @@
-"""Jobs as a table, one job in full, and a job's logs from the workspace's run history."""
+"""Lists, shows, cancels and downloads jobs, and reads their logs from the workspace's run history."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from azureml_strategy.jobs.service_errors import JobError, service_errors
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
 
-# What the processes of a job print: one file for each, or one for all. The first process is the one that reports.
+# The output of a job's processes: one file per process, or one file for all. The first process is the one that reports.
 _PRINTED = re.compile(r"user_logs/std_log(?:_process_(\d+))?\.txt")
-# azure.ai.ml.operations._run_history_constants.RunHistoryConstants.TERMINAL_STATUSES, but for Paused and NotResponding,
+# azure.ai.ml.operations._run_history_constants.RunHistoryConstants.TERMINAL_STATUSES without Paused and NotResponding,
 # from which a job can come back.
 FINAL = ("Completed", "Failed", "Canceled")
 
@@ -29,33 +29,33 @@ def run_details(client: MLClient, name: str) -> Any:
         `azure.ai.ml._restclient.runhistory.models.RunDetails`.
 
     Raises:
-        ServiceError: there is none of this name.
+        ServiceError: there is no job of this name.
     """
     with service_errors():
         return client.jobs._runs_operations.get_run_details(name)
 
 
 def log_files(client: MLClient, name: str) -> dict[str, str]:
-    """The logs that a job has so far: their addresses by name, such as `user_logs/std_log.txt`.
+    """The addresses of the logs that a job has so far, by name, such as `user_logs/std_log.txt`.
 
-    The addresses carry a signature, so that they are not to be shown.
+    The addresses contain a signature. Do not show them.
     """
     return dict(sorted((run_details(client, name).log_files or {}).items()))
 
 
 def printed_log(names: list[str]) -> str | None:
-    """Which of a job's logs is what its first process has printed; None where it has printed nothing yet."""
+    """The log with the output of the job's first process; None if there is none yet."""
     found = {int(match[1] or 0): name for name in names if (match := _PRINTED.fullmatch(name))}
     return found[min(found)] if found else None
 
 
 def read_log(client: MLClient, name: str, file: str | None = None) -> str:
-    """What stands in a log.
+    """Read a log of a job.
 
     Args:
-        client: of the workspace.
-        name: of the job.
-        file: which log; None: what the first process has printed.
+        client: client of the workspace.
+        name: name of the job.
+        file: name of the log. None reads the output of the first process.
 
     Raises:
         JobError: there is no such log, or none yet.
@@ -80,15 +80,15 @@ class JobSummary:
     """One job.
 
     Attributes:
-        name: what every command takes.
-        status: Azure ML's word for how it does.
+        name: name of the job, as every command takes it.
+        status: Azure ML's word for the state of the job.
         experiment, display_name: as submitted.
-        created: when, in UTC, to the second.
-        compute: name of the cluster; on serverless compute the VM size, or None where Azure ML chooses it.
-        nodes: how many.
-        studio_url: its page.
+        created: time of creation in UTC, to the second.
+        compute: name of the cluster. On serverless compute the VM size, or None if Azure ML chooses it.
+        nodes: number of nodes.
+        studio_url: the job's page in Azure ML Studio.
         tags: as submitted.
-        outputs: names of its outputs.
+        outputs: names of the job's outputs.
     """
 
     name: str
@@ -104,23 +104,23 @@ class JobSummary:
 
     @property
     def final(self) -> bool:
-        """Whether it is over."""
+        """Whether the job is over."""
         return self.status in FINAL
 
 
 def list_jobs(
     client: MLClient, limit: int, experiment: str | None = None, status: str | None = None
 ) -> list[JobSummary]:
-    """The newest jobs.
+    """List the newest jobs.
 
     Args:
-        client: of the workspace.
-        limit: how many at most.
-        experiment: only those of this experiment.
-        status: only those in this state, in any case.
+        client: client of the workspace.
+        limit: most jobs to list.
+        experiment: list only jobs of this experiment.
+        status: list only jobs in this state; upper and lower case are equal.
 
     Raises:
-        JobError: a limit below 1.
+        JobError: the limit is below 1.
     """
     if limit < 1:
         raise JobError(f"--limit {limit} lists no job. Give 1 or more.")
@@ -135,28 +135,28 @@ def list_jobs(
 
 
 def show_job(client: MLClient, name: str) -> JobSummary:
-    """One job.
+    """Look up one job.
 
     Raises:
-        ServiceError: there is none of this name.
+        ServiceError: there is no job of this name.
     """
     with service_errors():
         return _summary(client.jobs.get(name))
 
 
 def job_failure(client: MLClient, name: str) -> str | None:
-    """Why a job failed, without secrets; None where Azure ML gives no reason."""
+    """Why a job failed, without secrets; None if Azure ML gives no reason."""
 
     error = getattr(run_details(client, name).error, "error", None)
     return redact_text(f"{error.code}: {error.message}") if error else None
 
 
 def cancel_job(client: MLClient, name: str) -> JobSummary:
-    """End a job and wait until Azure ML has taken it.
+    """Cancel a job and wait until Azure ML has accepted that.
 
     Raises:
-        JobError: it is over.
-        ServiceError: there is none of this name, or it is not yours to end.
+        JobError: the job is already over.
+        ServiceError: there is no job of this name, or you may not cancel it.
     """
     job = show_job(client, name)
     if job.final:
@@ -169,18 +169,18 @@ def cancel_job(client: MLClient, name: str) -> JobSummary:
 def download_job(
     client: MLClient, name: str, folder: Path, output: str | None = None, *, everything: bool = False
 ) -> None:
-    """Fetch what a job that is over has left.
+    """Download the logs and outputs of a finished job.
 
     Args:
-        client: of the workspace.
-        name: of the job.
-        folder: where to: logs and `./outputs` go to `artifacts/` in it, each output to `named-outputs/NAME/`.
-        output: only this output, such as `run`; None: logs and `./outputs`.
-        everything: all of that.
+        client: client of the workspace.
+        name: name of the job.
+        folder: target folder. Logs and `./outputs` go to its `artifacts/`, each output to its `named-outputs/NAME/`.
+        output: download only this output, such as `run`. None downloads the logs and `./outputs`.
+        everything: download the logs, `./outputs` and every output.
 
     Raises:
-        JobError: it is not over, or has no such output.
-        ServiceError: there is none of this name, or storage cannot be read.
+        JobError: the job is not over, or has no such output.
+        ServiceError: there is no job of this name, or storage cannot be read.
     """
     job = show_job(client, name)
     if not job.final:
@@ -196,7 +196,7 @@ def download_job(
 def _summary(job: Any) -> JobSummary:
     created = getattr(job.creation_context, "created_at", None)
     resources = getattr(job, "resources", None)
-    # A cluster's resource id; without one the job is serverless.
+    # `compute` is the resource id of a cluster. A serverless job has none.
     compute = getattr(job, "compute", None) or getattr(resources, "instance_type", None)
     return JobSummary(
         name=job.name,

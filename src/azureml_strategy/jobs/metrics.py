@@ -1,4 +1,4 @@
-"""What a job has logged."""
+"""Reads the metrics of a job from MLflow, and finds the address of the store that holds them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def tracking_uri(client: MLClient) -> str:
-    """Where MLflow finds the runs of a workspace: `azureml://...`; needs azureml-mlflow.
+    """The address where MLflow finds the runs of a workspace: `azureml://...`. MLflow needs azureml-mlflow for it.
 
     Raises:
-        ServiceError: Azure did not say.
+        ServiceError: Azure did not answer.
     """
-    logging.getLogger("azureml").setLevel(logging.WARNING)  # azureml-mlflow tells where it read each setting
+    logging.getLogger("azureml").setLevel(logging.WARNING)  # azureml-mlflow logs the source of each setting
     with service_errors():
         workspace = client.workspaces.get(client.workspace_name)
     assert workspace is not None, "a workspace that is not there raises"
@@ -32,8 +32,8 @@ def run_metrics(uri: str, run_id: str) -> dict[str, float]:
     """The last value of each metric.
 
     Args:
-        uri: see `tracking_uri`.
-        run_id: of the MLflow run, which is the job's name.
+        uri: address of the MLflow store, see `tracking_uri`.
+        run_id: id of the MLflow run, which is the job's name.
 
     Raises:
         mlflow.exceptions.MlflowException: there is no such run, or the service does not answer.
@@ -44,15 +44,15 @@ def run_metrics(uri: str, run_id: str) -> dict[str, float]:
 
 
 def store_address(store: str, client: Callable[[], MLClient]) -> str:
-    """The whole address of a store that is known without its secrets.
+    """Recover the full address of a store from its address without secrets.
 
     Args:
-        store: as `describe_store` gives it: complete, or the one of MLFLOW_TRACKING_URI, or of the workspace.
-        client: gives the workspace, if it takes that.
+        store: address from `describe_store`. It must be complete, or be that of MLFLOW_TRACKING_URI or the workspace.
+        client: returns the client of the workspace; called only if the store is the workspace's.
 
     Raises:
-        ValueError: it is none of these.
-        ServiceError: Azure did not say.
+        ValueError: the address is none of these.
+        ServiceError: Azure did not answer.
     """
     mine = os.environ.get("MLFLOW_TRACKING_URI", "")
     if mine and describe_store(mine) == store:

@@ -1,4 +1,4 @@
-"""Which workspace is meant, by what the user has typed and configured."""
+"""Finds the workspace to use, from what the user has typed and configured."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from azureml_strategy.jobs.service_errors import JobError
 
-# What Azure ML writes into its jobs and compute instances; then the names that Azure's own tools and samples use.
+# First the variables that Azure ML sets in jobs and compute instances, then the names of Azure's tools and samples.
 _VARIABLES = (
     ("AZUREML_ARM_SUBSCRIPTION", "AZUREML_ARM_RESOURCEGROUP", "AZUREML_ARM_WORKSPACE_NAME"),
     ("AZURE_SUBSCRIPTION_ID", "AZURE_RESOURCE_GROUP", "AZURE_ML_WORKSPACE"),
@@ -23,7 +23,7 @@ _CONFIG_KEYS = ("subscription_id", "resource_group", "workspace_name")
 
 @dataclass(frozen=True)
 class WorkspaceSettings:
-    """A workspace, or as much of it as is known.
+    """A workspace, or the known part of its address.
 
     Attributes:
         subscription: id of the subscription.
@@ -36,26 +36,27 @@ class WorkspaceSettings:
     name: str | None = None
 
     def over(self, other: WorkspaceSettings) -> WorkspaceSettings:
-        """These, and what they lack from the other."""
+        """These settings, with missing values taken from the other."""
         return WorkspaceSettings(*(mine or theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
 
 
 def find_workspace(
     asked: WorkspaceSettings, environ: Mapping[str, str] | None = None, folder: Path | None = None
 ) -> WorkspaceSettings:
-    """Complete what the user has typed from the environment.
+    """Complete the workspace that the user has typed from the configured sources.
 
-    In this order: the variables of an Azure ML job, a `config.json` here or in a folder above, the variables
-    AZURE_SUBSCRIPTION_ID, AZURE_RESOURCE_GROUP and AZURE_ML_WORKSPACE, the defaults of the az command. The first of
-    them that names a workspace is taken whole: a workspace is never looked for in another one's resource group.
+    The sources are, in this order: the variables of an Azure ML job, a `config.json` in the folder or above it, the
+    variables AZURE_SUBSCRIPTION_ID, AZURE_RESOURCE_GROUP and AZURE_ML_WORKSPACE, the defaults of the az command. If
+    the user has typed no workspace name, sources before the first one that names a workspace are ignored: its workspace
+    must not be looked for in the resource group of another. Later sources fill what is missing.
 
     Args:
-        asked: what was typed.
-        environ: variables; those of this process by default.
-        folder: where to look for a configuration file; the working folder by default.
+        asked: what the user has typed.
+        environ: environment variables; those of this process by default.
+        folder: folder where the search for a configuration file starts; the working folder by default.
 
     Raises:
-        JobError: something is still missing, or a configuration file cannot be read.
+        JobError: a value is still missing, or a configuration file cannot be read.
     """
     environ = os.environ if environ is None else environ
     job, user = (WorkspaceSettings(*(environ.get(name) or None for name in names)) for names in _VARIABLES)
@@ -81,7 +82,7 @@ def _complete(sources: Sequence[WorkspaceSettings]) -> WorkspaceSettings:
 
 
 def _config_file(folder: Path) -> WorkspaceSettings:
-    """The nearest configuration file that Azure ML's own tools would find, in this folder or above."""
+    """Read the nearest configuration file in this folder or above it, as Azure ML's own tools find it."""
     for each in (folder, *folder.parents):
         for name in _CONFIG_FILES:
             found = _read_config(each / name)
@@ -91,7 +92,7 @@ def _config_file(folder: Path) -> WorkspaceSettings:
 
 
 def _read_config(path: Path) -> WorkspaceSettings | None:
-    """What a file says of a workspace; None where there is none, or it is somebody else's `config.json`."""
+    """Read the workspace from a file; None if there is no file, or it is another program's `config.json`."""
     text = path.read_text(encoding="utf-8-sig", errors="replace") if path.is_file() else ""
     if f'"{_CONFIG_KEYS[-1]}"' not in text:
         return None
@@ -103,7 +104,7 @@ def _read_config(path: Path) -> WorkspaceSettings | None:
 
 
 def _az_defaults(environ: Mapping[str, str]) -> WorkspaceSettings:
-    """What `az account set` and `az configure --defaults group=... workspace=...` have left."""
+    """Read what `az account set` and `az configure --defaults group=... workspace=...` have stored."""
     folder = Path(environ.get("AZURE_CONFIG_DIR") or Path.home() / ".azure")
     settings = configparser.ConfigParser(interpolation=None)
     try:

@@ -1,4 +1,4 @@
-"""What a node costs: given by hand, or from Azure's public list of prices."""
+"""Finds the price of a node: the user's own, or the one of Azure's public price list, cached with its date."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from azureml_strategy.network.vm_sizes import lookup_vm_size
 ADDRESS = "https://prices.azure.com/api/retail/prices"
 _ENDINGS = {" Spot": "spot", " Low Priority": "low_priority"}
 TIERS = ("dedicated", *_ENDINGS.values())
-# Without a network the answer must come soon: a job is submitted with or without its price.
+# Short timeouts: a job is submitted with or without its price, so it must not wait long for one.
 _TIMEOUTS: dict[str, Any] = {"connection_timeout": 5, "read_timeout": 20}
-_RETRIES, _BACKOFF_S = 2, 0.4  # of a busy service (429, 5xx) or a dropped connection; Retry-After is obeyed
+_RETRIES, _BACKOFF_S = 2, 0.4  # for a busy service (429, 5xx) or a dropped connection; Retry-After is obeyed
 
 log = logging.getLogger(__name__)
 
@@ -31,12 +31,12 @@ _SOURCE = "Azure Retail Prices"
 
 
 class PricesUnavailable(RuntimeError):  # noqa: N818 - reads as what happened
-    """The service did not answer, or not with prices; the message is HTTP's reason or the error's name."""
+    """The service did not answer with prices. The message is the HTTP reason or the name of the error."""
 
 
 @dataclass(frozen=True)
 class _Meter:
-    """One thing that Azure bills: a VM size under an operating system, in a tier and a region."""
+    """One item that Azure bills: a VM size with an operating system, in a tier and a region."""
 
     name: str
     product: str
@@ -48,7 +48,7 @@ class _Meter:
 
     @classmethod
     def read(cls, item: dict[str, Any]) -> _Meter:
-        """From the service's JSON; KeyError where its shape is another than documented."""
+        """Read an item of the service's JSON. Raises KeyError if its shape is not the documented one."""
         return cls(
             name=item["meterName"],
             product=item["productName"],
@@ -61,14 +61,14 @@ class _Meter:
 
     @property
     def tier(self) -> str:
-        """By the end of the name: `ND96isrH100v5 Spot`."""
+        """The tier, which ends the meter's name: `ND96isrH100v5 Spot`."""
         return next((tier for ending, tier in _ENDINGS.items() if self.name.endswith(ending)), "dedicated")
 
     @property
     def counts(self) -> bool:
-        """Whether it is a Linux VM's, and its price holds now.
+        """Whether this is the meter of a Linux VM with a price that applies now.
 
-        Linux and Windows have meters of the same name; only the product's name tells them apart.
+        Linux and Windows have meters of the same name. Only the product's name tells them apart.
         """
         if any(other in self.product for other in ("Windows", "Cloud Services", "Dedicated Host")):
             return False
@@ -77,16 +77,16 @@ class _Meter:
 
 
 def prices_by_tier(vm_size: str, region: str, currency: str, address: str = ADDRESS) -> dict[str, float]:
-    """What one VM costs an hour under Linux, for each tier that has one price.
+    """The price of one Linux VM per hour, for each tier that has an unambiguous price.
 
     Args:
-        vm_size: as Azure writes it, `Standard_ND96isr_H100_v5`; the service may heed the case.
-        region: `eastus`.
+        vm_size: name in Azure's spelling, `Standard_ND96isr_H100_v5`; the service may be case-sensitive.
+        region: region, such as `eastus`.
         currency: ISO 4217 code.
-        address: of the service.
+        address: address of the service.
 
     Raises:
-        PricesUnavailable: it did not answer.
+        PricesUnavailable: the service did not answer with prices.
     """
     meters = [meter for meter in _fetch(vm_size, region, currency, address) if meter.counts]
     found = {tier: _one_price([each for each in meters if each.tier == tier], vm_size, tier) for tier in TIERS}
@@ -126,7 +126,7 @@ def _fetch(vm_size: str, region: str, currency: str, address: str) -> list[_Mete
 
 
 def _one_price(meters: Sequence[_Meter], vm_size: str, tier: str) -> float | None:
-    """The newest price; None where there is none, or several that contradict one another."""
+    """The newest price; None if there is none, or if several contradict one another."""
     newest = max((each.start for each in meters), default="")
     prices = {each.price for each in meters if each.start == newest}
     if len(prices) > 1:
@@ -138,7 +138,7 @@ __all__ = ["Price", "price_for"]
 
 
 class _Cached(TypedDict):
-    """What the service said on a day (UTC)."""
+    """Prices of each tier, with the day (UTC) on which the service gave them."""
 
     date: str
     prices: dict[str, float]
@@ -154,24 +154,24 @@ def price_for(
     currency: str = "USD",
     address: str = ADDRESS,
 ) -> Price | None:
-    """The price of one node, or None where nobody knows it.
+    """The price of one node, or None if it is unknown.
 
-    What the service says is kept with its date in `~/.cache/azureml_strategy/prices` (XDG_CACHE_HOME). When it cannot
-    be reached, what it said last stands, with the date of then.
+    The service's prices are cached with their date in `~/.cache/azureml_strategy/prices` (XDG_CACHE_HOME). If the
+    service cannot be reached, the cached prices are used, with their date.
 
     Args:
-        vm_size: in any case, with or without `Standard_`.
-        region: such as `eastus` or `East US`; None if it is not known, and then only `configured` can help.
+        vm_size: name of the VM size, in any case, with or without `Standard_`.
+        region: region, such as `eastus` or `East US`. None means unknown; then only `configured` gives a price.
         tier: `dedicated`, `low_priority`, or `spot` for a serverless spot job.
-        configured: what the user pays for one node and hour, in `currency`; it goes before all else.
-        offline: ask nobody; what was said earlier still counts.
-        currency: ISO 4217 code. Azure's own prices are in USD; others are a help to estimate, as Azure says.
-        address: of the service.
+        configured: what the user pays for one node and hour, in `currency`. It takes precedence.
+        offline: make no request, and use the cached prices only.
+        currency: ISO 4217 code. Azure's own prices are in USD; Azure says that others only help to estimate.
+        address: address of the service.
 
     Raises:
         JobError: there is no such tier.
         UnknownVMSize: no VM size can have this name.
-        ValueError: `configured` is no price.
+        ValueError: `configured` is not a valid price.
     """
     if tier not in TIERS:
         raise JobError(f"There is no tier {tier!r}. Use one of {', '.join(TIERS)}.")
@@ -210,7 +210,7 @@ def _cache_folder() -> Path:
 
 
 def _write(file: Path, text: str) -> None:
-    """Complete or not there: other submissions may read it at this moment."""
+    """Write the file in one step, because another submission may read it at the same time."""
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_name(f"{file.name}.{os.getpid()}.part")
     part.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A recipe and its overrides as a job carries them: composed, checked, and without secrets."""
+"""Composes the recipe and overrides of a job, and checks that they are valid and contain no secrets."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _INSTEAD = (
 
 
 def refuse_secrets(texts: Mapping[str, str]) -> None:
-    """Look through everything that a job will carry.
+    """Refuse texts that contain a secret, before a job carries them.
 
     Args:
-        texts: each value by its name: a variable, a key of the recipe, or whatever tells the user where it stands.
+        texts: each value by its name: a variable, a key of the recipe, or another place that the user can find.
 
     Raises:
-        JobError: one of them is a secret by its name, by its form, or because a variable here with such a name holds
-            it. The message does not repeat it.
+        JobError: a value is secret by its name, by its form, or because a variable of this process with a secret name
+            holds it. The message does not repeat the value.
     """
     for name, value in texts.items():
         if is_secret(name, value):
@@ -48,22 +48,22 @@ def refuse_secrets(texts: Mapping[str, str]) -> None:
 
 
 def override_texts(overrides: Iterable[str]) -> dict[str, str]:
-    """What each override of a command line sets, by its key."""
+    """The value of each override of a command line, by its key."""
     pairs = (override.partition("=") for override in overrides)
     return {key.lstrip("+~"): value for key, _, value in pairs}
 
 
 @dataclass(frozen=True)
 class JobRecipe:
-    """What a job is made of.
+    """A recipe, its overrides and the settings of its job.
 
     Attributes:
-        recipe: where the run is written down.
-        overrides: exactly what the user changes in it.
+        recipe: the recipe of the run.
+        overrides: the user's overrides, unchanged.
         paths: further overrides, which give the run the paths of the job's inputs and outputs.
         cluster: where the job runs.
-        job: what Azure ML is told of it.
-        own_modules: whether it names a module of the current folder, which the job then needs.
+        job: the job's settings in Azure ML.
+        own_modules: whether the recipe names a module of the current folder, so that the job needs that folder.
     """
 
     recipe: Recipe
@@ -75,14 +75,15 @@ class JobRecipe:
 
 
 def read_recipe(recipe: str, overrides: Sequence[str]) -> JobRecipe:
-    """Compose a recipe and read what it says of its job.
+    """Compose a recipe and read its `cluster` and `job` sections.
 
     Args:
         recipe: the name of a shipped recipe, or the path of a YAML file.
-        overrides: in Hydra's notation, of one run.
+        overrides: overrides of one run, in Hydra's notation.
 
     Raises:
-        JobError: a misspelt recipe, override or key, a sweep, a flag of Hydra's, or a secret.
+        JobError: the recipe, an override or a key is misspelt, or the overrides contain a sweep, a flag of Hydra or a
+            secret.
     """
     register_resolvers()
     for argument in overrides:
@@ -126,7 +127,7 @@ def _refuse_sweep(text: str) -> None:
 
 
 def _texts(job: JobSettings) -> dict[str, str]:
-    """What else Azure ML shows to everybody with access to the workspace."""
+    """The settings of the job that Azure ML shows to everybody with access to the workspace."""
     texts = {f"job.environment_variables.{name}": value for name, value in job.environment_variables.items()}
     texts |= {f"job.tags.{name}": value for name, value in job.tags.items()}
     texts |= {f"job.inputs.{name}.path": each.path or "" for name, each in job.inputs.items()}
@@ -136,7 +137,7 @@ def _texts(job: JobSettings) -> dict[str, str]:
 
 
 def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Every text of the recipe with its key; its file goes along with the code. Interpolations stay as they are."""
+    """Yield every text of the recipe with its key, interpolations unresolved: the file is uploaded with the code."""
     if isinstance(node, DictConfig):
         node = OmegaConf.to_container(node, resolve=False)
     if isinstance(node, str):
@@ -146,12 +147,12 @@ def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
             yield from _leaves(each, path)
     elif isinstance(node, dict):
         for name, child in node.items():
-            if path or name != "hydra":  # Hydra's own has every override a second time
+            if path or name != "hydra":  # the hydra section repeats every override
                 yield from _leaves(child, f"{path}.{name}" if path else str(name))
 
 
 def _check_key(config: DictConfig, key: str) -> None:
-    """Refuse a key for the path of an input or output that the recipe does not have: the job would end at it."""
+    """Refuse to set a path on a key that the recipe does not have: the job would fail at it."""
     section, _, name = key.rpartition(".")
     node = OmegaConf.select(config, section) if section else config
     if not isinstance(node, DictConfig) or name not in node:

@@ -1,4 +1,4 @@
-"""A trained model in the workspace's registry: the weights of a run, in one file."""
+"""Registers the weights of a trained model, merged into one file, as a model of the workspace."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from azure.ai.ml.entities import Model
 
 WEIGHTS = "weights.ckpt"
-_CHECKPOINT = re.compile(r"(?:.*/)?[^/]+\.ckpt(?=/|$)")  # file or folder, as Lightning names them
+_CHECKPOINT = re.compile(r"(?:.*/)?[^/]+\.ckpt(?=/|$)")  # Lightning writes a file or a folder of such a name
 _LAST = re.compile(r"last(-v\d+)?\.ckpt")  # what ModelCheckpoint(save_last=True) writes
 
 
@@ -35,22 +35,22 @@ def register_run(
     version: str | None = None,
     trust_pickles: bool = False,
 ) -> Model:
-    """Register the weights of a job that is over.
+    """Register the weights of a finished job.
 
     Args:
-        client: of the workspace.
-        name: of the model.
+        client: client of the workspace.
+        name: name of the model.
         job: name of the job.
-        output: which of its outputs has the checkpoints.
-        checkpoint: path in that output; None: the best one, else the last.
-        version: None: the next number.
-        trust_pickles: run the code that the checkpoint's files ask for.
+        output: name of the job's output that holds the checkpoints.
+        checkpoint: path of the checkpoint in that output. None lets `choose_checkpoint` choose.
+        version: version of the model. None takes the next number.
+        trust_pickles: whether to run the code that the checkpoint's files ask for.
 
     Returns:
         The registered model: a folder with `weights.ckpt`, which `LightningModule.load_from_checkpoint` reads.
 
     Raises:
-        JobError: the job is not over, or has no such checkpoint, or it is damaged.
+        JobError: the job is not over, has no such checkpoint, or the checkpoint is damaged.
         ServiceError: storage cannot be read or written.
     """
     found = show_job(client, job)
@@ -79,19 +79,19 @@ def register_checkpoint(
     tags: dict[str, str] | None = None,
     trust_pickles: bool = False,
 ) -> Model:
-    """Register the weights of a checkpoint on this machine, of any strategy; optimizer states stay behind.
+    """Register the weights of a checkpoint on this machine, written by any strategy, without the optimizer states.
 
     Args:
-        client: of the workspace.
-        name: of the model.
+        client: client of the workspace.
+        name: name of the model.
         checkpoint: file or folder that the Trainer wrote.
-        version: None: the next number.
-        tags: for its page.
-        trust_pickles: run the code that the checkpoint's files ask for.
+        version: version of the model. None takes the next number.
+        tags: tags on the model's page.
+        trust_pickles: whether to run the code that the checkpoint's files ask for.
 
     Raises:
-        JobError: it is no checkpoint.
-        ServiceError: no permission, or the version exists.
+        JobError: the path is not a checkpoint.
+        ServiceError: the user has no permission, or the version already exists.
     """
     quiet_sdk()
     from azure.ai.ml.entities import Model
@@ -120,16 +120,17 @@ def register_checkpoint(
 
 
 def choose_checkpoint(names: list[str], asked: str | None, stored: Mapping[str, Manifest]) -> str:
-    """Which checkpoint of an output is meant.
+    """Choose one checkpoint of an output.
 
     Args:
         names: every file of the output.
-        asked: path of a checkpoint in it. None: of those with a manifest the best, or the newest where none has a
-            score; where there is no manifest, the one that is not `last.ckpt`, else that.
+        asked: path of a checkpoint in the output. None takes the best checkpoint that has a manifest, or the newest
+            one if none has a score. Without any manifest, None takes the only checkpoint that is not `last.ckpt`, or
+            `last.ckpt` if there is no other.
         stored: the manifests of `JobCheckpoint`, by the path of their checkpoint.
 
     Raises:
-        JobError: there is none, no such one, or several that could be meant.
+        JobError: the output has no checkpoint, not the one asked for, or several to choose from.
     """
     found = sorted({match[0] for name in names if (match := _CHECKPOINT.match(name))})
     if asked is not None:
@@ -148,7 +149,7 @@ def choose_checkpoint(names: list[str], asked: str | None, stored: Mapping[str, 
 
 
 def _manifests(files: OutputFiles) -> dict[str, Manifest]:
-    """Those of the output that can be read: without one, a checkpoint of ours is half-written."""
+    """Read the output's manifests, without unreadable ones: a `JobCheckpoint` without a manifest is half-written."""
     paths = {match[0] for name in files.names if (match := _CHECKPOINT.match(name))}
     found: dict[str, Manifest] = {}
     with TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""An Azure ML command job from a recipe."""
+"""Renders a recipe as an Azure ML command job."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ if TYPE_CHECKING:
     from azure.ai.ml.entities import Command
 
 _SCHEMA = "https://azuremlschemas.azureedge.net/latest/commandJob.schema.json"
-# What a reader looks for first; the rest follows by name.
+# A reader looks for these first. The other keys follow in alphabetical order.
 _FIRST = ("type", "name", "display_name", "experiment_name", "description", "tags", "command", "code", "environment")
-# What azure-ai-ml writes down for a definition without a name, and makes up again from its content.
+# azure-ai-ml writes these for an anonymous definition, and derives them again from its content.
 _OF_THE_SERVICE = ("name", "version", "tags")
 _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,254}")
-_ONE_LINE = 10**6  # a command that is broken over lines cannot be copied
+_ONE_LINE = 10**6  # YAML line width: a wrapped command cannot be copied
 
 
 def code_folder(recipe: JobRecipe) -> str | None:
-    """The folder that the job gets; None where it needs none.
+    """The folder of code that the job gets; None if it needs none.
 
     Raises:
-        JobError: there is no such folder.
+        JobError: `job.code` is not a folder.
     """
     folder = recipe.job.code
     if folder is None:
@@ -57,7 +57,7 @@ def recipe_in_code(recipe: JobRecipe) -> str:
     """How the job finds the recipe: a shipped one by its name, the user's own by its path in the folder of code.
 
     Raises:
-        JobError: the file lies elsewhere, where the job would not find it.
+        JobError: the recipe lies outside the folder of code, so that the job would not find it.
     """
     found = recipe.recipe
     if found.folder is None:
@@ -73,9 +73,9 @@ def recipe_in_code(recipe: JobRecipe) -> str:
 
 
 def command_line(recipe: JobRecipe) -> str:
-    """What each process runs: the recipe with exactly the user's overrides, and the paths of the job.
+    """The command of each process: `train` with the recipe, the user's overrides and the paths of the job.
 
-    The user's words are quoted for the shell. Those that Azure ML completes are not: it writes a path in their place.
+    The user's words are quoted for the shell. The paths are not, because Azure ML replaces their placeholders.
     """
     words = ["azureml-strategy", "train", recipe_in_code(recipe), *recipe.overrides]
     return " ".join([*map(shlex.quote, words), *recipe.paths])
@@ -86,24 +86,24 @@ def render_job(recipe: str, overrides: Sequence[str], name: str | None = None) -
 
     Args:
         recipe: the name of a shipped recipe, or the path of a YAML file.
-        overrides: in Hydra's notation, of one run.
-        name: of the job; the service makes one up where there is none.
+        overrides: overrides of one run, in Hydra's notation.
+        name: name of the job. With None, the service chooses one.
 
     Returns:
-        What `MLClient.jobs.create_or_update` takes. The price of a node is in it where it is known already.
+        The job that `MLClient.jobs.create_or_update` takes. It contains the price of a node if that is known already.
 
     Raises:
-        JobError: the recipe, an override, the cluster or the job cannot be as asked.
+        JobError: the recipe, an override, the cluster or the job is invalid.
     """
     found = read_recipe(recipe, overrides)
     return build_job(found, name, node_price(found, found.cluster.region, offline=True))
 
 
 def build_job(recipe: JobRecipe, name: str | None, price: Price | None) -> Command:
-    """The job of a recipe that has been read; `render_job` tells the rest.
+    """Render a recipe that has been read; see `render_job`.
 
     Raises:
-        JobError: the cluster, the name or the job cannot be as asked.
+        JobError: the cluster, the name or the job is invalid.
     """
     quiet_sdk()
     from azure.ai.ml import command
@@ -133,9 +133,9 @@ def build_job(recipe: JobRecipe, name: str | None, price: Price | None) -> Comma
 
 
 def job_yaml(job: Command) -> str:
-    """The job as YAML, which `azure.ai.ml.load_job` and `az ml job create --file` take."""
+    """Write the job as the YAML that `azure.ai.ml.load_job` and `az ml job create --file` take."""
     text = io.StringIO()
-    job._to_job().dump(text)  # what az's own command line does: a Command alone is written as a step of a pipeline
+    job._to_job().dump(text)  # as the az command does: Command.dump alone writes a step of a pipeline
     written = yaml.safe_load(text.getvalue())
     for key in _OF_THE_SERVICE:
         if isinstance(written["environment"], dict):
@@ -146,15 +146,15 @@ def job_yaml(job: Command) -> str:
 
 
 def node_price(recipe: JobRecipe, region: str | None, *, offline: bool) -> Price | None:
-    """The price of one node of a recipe's cluster, or None where nobody knows it.
+    """The price of one node of a recipe's cluster, or None if it is unknown.
 
     Args:
-        recipe: whose cluster.
-        region: where it is.
-        offline: ask nobody; what was said earlier still counts.
+        recipe: the recipe that names the cluster.
+        region: region of the cluster.
+        offline: make no request, and use the cached prices only.
 
     Raises:
-        JobError: the price that the user gives is none.
+        JobError: the price that the user gives is invalid.
     """
     cluster, size = recipe.cluster, node_size(recipe.cluster)
     if size is None and cluster.price_per_hour is None:
@@ -169,7 +169,7 @@ def node_price(recipe: JobRecipe, region: str | None, *, offline: bool) -> Price
 
 
 def _variables(recipe: JobRecipe, size: VMSize | None, price: Price | None) -> dict[str, str]:
-    """What the job's processes find in their environment; the user's own win."""
+    """The environment variables of the job's processes. The user's own take precedence."""
     data = data_runtime_variables(access_patterns(recipe.job.inputs), size)
     return {**data, **(price.as_variables() if price else {}), **recipe.job.environment_variables}
 

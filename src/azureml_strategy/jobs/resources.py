@@ -1,4 +1,4 @@
-"""The VM sizes that a job or a cluster may ask for, and the resources and the launcher of a job."""
+"""Checks the VM size, nodes and processes that a job or cluster asks for, and writes them as azure-ai-ml arguments."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ TIERS = ("dedicated", "low_priority")
 
 SERVERLESS = "serverless"
 DISTRIBUTIONS = ("pytorch", "mpi", "tensorflow", "ray")
-# Docker's own 64 MB, and Azure ML's 2 GB, end loader processes and NCCL's shared-memory transport with a bus error.
+# Docker's default of 64 MB and Azure ML's of 2 GB are too small: data-loader processes and NCCL's shared-memory
+# transport die with a bus error.
 _SHARED_MEMORY_OF_UNKNOWN_SIZE = "16g"
 _SHARED_MEMORY = re.compile(r"[1-9]\d*[bkmg]", re.I)  # as `docker run --shm-size` takes it
 
 
 def find_size(name: str) -> VMSize:
-    """A VM size that can still be had.
+    """Look up a VM size that Azure still offers.
 
     Args:
-        name: in any case, with or without `Standard_`.
+        name: name of the size, in any case, with or without `Standard_`.
 
     Raises:
-        JobError: no VM size has this name, its generation is missing, or Azure no longer offers it.
+        JobError: no VM size has this name, the name lacks its generation, or Azure no longer offers the size.
     """
     refuse_retired(name)
     try:
@@ -53,10 +54,10 @@ def find_size(name: str) -> VMSize:
 
 
 def refuse_retired(name: str) -> None:
-    """Refuse the name of a size that Azure no longer offers; any other text is let through.
+    """Refuse the name of a size that Azure no longer offers; accept any other text.
 
     Raises:
-        JobError: it is one; the message names others with as many GPUs.
+        JobError: the size is retired. The message names other sizes with as many GPUs.
     """
     today = datetime.date.today().isoformat()
     for size in known_vm_sizes():
@@ -69,21 +70,21 @@ def refuse_retired(name: str) -> None:
 
 
 def offered_sizes() -> tuple[VMSize, ...]:
-    """The GPU sizes of the table that Azure still offers."""
+    """The GPU sizes of the table that have no retirement date."""
     return tuple(size for size in known_vm_sizes() if not size.retired)
 
 
 def check_nodes(size: VMSize, nodes: int, *, allowed: bool, option: str) -> None:
-    """Refuse several nodes without InfiniBand, unless the user wants just that.
+    """Refuse several GPU nodes without InfiniBand, unless the user has confirmed them.
 
     Args:
-        size: of each node.
-        nodes: how many.
-        allowed: whether the user has confirmed it.
-        option: what to type to confirm.
+        size: VM size of each node.
+        nodes: number of nodes.
+        allowed: whether the user has confirmed.
+        option: what the user types to confirm.
 
     Raises:
-        JobError: several such nodes, not confirmed.
+        JobError: there are several such nodes and the user has not confirmed.
     """
     if nodes <= 1 or size.infiniband or size.gpus == 0 or allowed:
         return
@@ -96,14 +97,14 @@ def check_nodes(size: VMSize, nodes: int, *, allowed: bool, option: str) -> None
 
 
 def scale_up_advice(size: VMSize, nodes: int) -> str | None:
-    """What to do before adding nodes: take more GPUs in one, which talk over NVLink or PCIe and not over a network.
+    """Advise more GPUs per node in place of more nodes: GPUs of one node talk over NVLink or PCIe, not over a network.
 
     Args:
-        size: of each node.
-        nodes: how many.
+        size: VM size of each node.
+        nodes: number of nodes.
 
     Returns:
-        One sentence that names the largest size with the same GPU; None where there is one node, or none is larger.
+        One sentence that names the largest size with the same GPU; None for one node, or if no size is larger.
     """
     same = [each for each in offered_sizes() if each.gpu_model == size.gpu_model]
     largest = max(same, key=lambda each: (each.gpus or 0, each.gpu_memory_gb == size.gpu_memory_gb), default=size)
@@ -121,21 +122,22 @@ def _with_infiniband(size: VMSize) -> str:
 
 
 def compute_name(size: VMSize, tier: str) -> str:
-    """The name a cluster of this size gets where the user gives none: letters, digits and hyphens, at most 32.
+    """The default name of a cluster of this size: letters, digits and hyphens, at most 32.
 
     Args:
-        size: of its nodes.
-        tier: `dedicated`, or `low_priority`, which Azure ML keeps in clusters of their own.
+        size: VM size of the nodes.
+        tier: `dedicated` or `low_priority`. Azure ML keeps low-priority nodes in separate clusters.
     """
     name = size.short_name.replace("_", "-")
     return f"{name}-low" if tier == "low_priority" else name
 
 
 def node_size(cluster: ClusterSettings) -> VMSize | None:
-    """The VM size of the nodes, checked against their number; None where only a compute's name is known.
+    """The VM size of the nodes, checked against their number; None if only the name of the compute is known.
 
     Raises:
-        JobError: neither size nor compute, a size that is unknown or retired, or nodes without InfiniBand.
+        JobError: the number of nodes or the tier is invalid, neither size nor compute is given, the size is unknown or
+            retired, or several nodes have no InfiniBand.
     """
     if cluster.num_nodes < 1:
         raise JobError(f"cluster.num_nodes is {cluster.num_nodes}. A job has at least one node.")
@@ -154,10 +156,10 @@ def node_size(cluster: ClusterSettings) -> VMSize | None:
 
 
 def node_processes(cluster: ClusterSettings, distribution: str, size: VMSize | None) -> int:
-    """How many processes Azure ML starts on each node: one a GPU, where the distribution can.
+    """How many processes Azure ML starts on each node: one per GPU by default, one per node for tensorflow and ray.
 
     Raises:
-        JobError: more than GPUs, a number that the distribution cannot have, or one that nobody knows.
+        JobError: the number is below 1, exceeds the GPUs, does not fit the distribution, or is neither given nor known.
     """
     asked = cluster.processes_per_node
     if asked is not None and asked < 1:
@@ -185,10 +187,10 @@ def node_processes(cluster: ClusterSettings, distribution: str, size: VMSize | N
 
 
 def distribution_of(cluster: ClusterSettings, job: JobSettings, size: VMSize | None) -> Any:
-    """Azure ML's distribution: how the processes are started and learn of one another.
+    """Azure ML's distribution, which starts the processes and tells them of one another.
 
     Raises:
-        JobError: there is no such distribution, or its processes cannot be.
+        JobError: there is no such distribution, or its number of processes is invalid.
     """
     from azure.ai.ml import MpiDistribution, PyTorchDistribution, RayDistribution, TensorFlowDistribution
 
@@ -204,10 +206,10 @@ def distribution_of(cluster: ClusterSettings, job: JobSettings, size: VMSize | N
 
 
 def resources_of(cluster: ClusterSettings, job: JobSettings, size: VMSize | None) -> dict[str, Any]:
-    """Compute, nodes, limits and shared memory: arguments of `azure.ai.ml.command`.
+    """Compute, nodes, limits and shared memory as arguments of `azure.ai.ml.command`.
 
     Raises:
-        JobError: a limit that a node would refuse only after it has started.
+        JobError: the shared memory or the timeout is invalid. A node would refuse it only after it has started.
     """
     if job.shm_size is not None and not _SHARED_MEMORY.fullmatch(job.shm_size):
         raise JobError(f"job.shm_size is {job.shm_size!r}. Write a number and one of b, k, m and g, such as 64g.")
@@ -227,17 +229,17 @@ def resources_of(cluster: ClusterSettings, job: JobSettings, size: VMSize | None
 
 
 def price_tier(cluster: ClusterSettings) -> str:
-    """Which price counts: low priority of serverless nodes is another than that of a cluster."""
+    """The tier of the price list: low-priority nodes on serverless compute have the spot price, not a cluster's."""
     return "spot" if cluster.compute == SERVERLESS and cluster.tier == "low_priority" else cluster.tier
 
 
 def identity_of(
     identity: IdentitySettings,
 ) -> ManagedIdentityConfiguration | UserIdentityConfiguration | AmlTokenConfiguration | None:
-    """Whose rights the job has.
+    """The identity whose rights the job has.
 
     Raises:
-        JobError: there is no such type, or a client id that it does not take.
+        JobError: there is no such type, or the type takes no client id.
     """
     from azure.ai.ml.entities import AmlTokenConfiguration, ManagedIdentityConfiguration, UserIdentityConfiguration
 
@@ -255,7 +257,7 @@ def identity_of(
 
 
 def _shared_memory(size: VMSize | None) -> str:
-    """Half of the memory, which Linux itself gives /dev/shm: a limit, of which only what is used is taken."""
+    """Half of the node's memory, as Linux gives /dev/shm by default. It is a limit: only what is used takes memory."""
     if size is None or size.memory_gib is None:
         return _SHARED_MEMORY_OF_UNKNOWN_SIZE
     return f"{size.memory_gib // 2}g"

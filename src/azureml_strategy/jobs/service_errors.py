@@ -1,4 +1,4 @@
-"""Errors of jobs, and the service's own errors in sentences that say what to do."""
+"""The errors of jobs, and the translation of Azure's errors into sentences that say what to do."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from azure.core.exceptions import AzureError, HttpResponseError
 
 UNREADABLE = "UnreadableAnswer"
-_LONGEST = 400  # characters of what the service says; some of it goes on for pages
-# Codes that only say that there is a more precise one inside: Azure Resource Manager's, and Azure ML's.
+_LONGEST = 400  # characters kept of a service message; some messages fill pages
+# Codes of Azure Resource Manager and Azure ML that only wrap a more precise code.
 _OUTER_CODES = ("UserError", "BadRequest", "DeploymentFailed", "InvalidTemplateDeployment", "ServiceError", "Failed")
-# The colours of azure-ai-ml's list of what it has found wrong, and its first number.
+# azure-ai-ml prints validation errors as a coloured, numbered list: the colours, and the number of the first item.
 _DECORATION = re.compile(r"^(?:\s|\x1b\[[\d;]*m)*1\) |\x1b\[[\d;]*m")
-# How azure-identity says that a way to sign in is not there, and that it is but has no connection.
+# How azure-identity reports a credential that is absent, and one that is there but has no connection.
 _ABSENT = re.compile(r"unavailable|not (?:found|installed)|could not be found|requires the|please run", re.I)
 _UNREACHABLE = re.compile(r"connect|resolve|timed out", re.I)
 
 
 class JobError(ValueError):
-    """A job, or what it needs, cannot be had as asked; the message says what to type instead."""
+    """A job, or something that it needs, is not possible as asked. The message says what to type instead."""
 
 
 class ServiceError(JobError):
@@ -35,7 +35,7 @@ class ServiceError(JobError):
 
     Attributes:
         code: the service's name of the error, such as `AuthorizationFailed`.
-        status: the HTTP status; None where there was no answer, or what was asked for failed later.
+        status: the HTTP status; None if there was no answer, or if an accepted operation failed later.
     """
 
     def __init__(self, message: str, *, code: str, status: int | None = None) -> None:
@@ -45,14 +45,14 @@ class ServiceError(JobError):
 
 @contextmanager
 def service_errors() -> Iterator[None]:
-    """Around calls of azure-ai-ml: its errors come out as `ServiceError`, and so do answers that it cannot read."""
+    """Raise `ServiceError` for errors of azure-ai-ml in this context, and for answers that it cannot read."""
     from azure.core.exceptions import AzureError
 
     try:
         yield
     except AzureError as error:
         raise translate(error) from error
-    # On no JSON at all, and on null where it counts on an object.
+    # azure-ai-ml raises these when an answer is not JSON, or has null in place of an object.
     except (json.JSONDecodeError, AttributeError, TypeError, KeyError) as error:
         if not _is_of_azure(error):
             raise
@@ -61,13 +61,13 @@ def service_errors() -> Iterator[None]:
 
 
 def translate(error: AzureError) -> ServiceError:
-    """The error for the user.
+    """Translate an Azure error for the user.
 
     Args:
-        error: any of azure-core, azure-identity, azure-storage or azure-ai-ml.
+        error: an error of azure-core, azure-identity, azure-storage or azure-ai-ml.
 
     Returns:
-        An error whose text is without subscription ids, tokens and signatures.
+        An error whose text contains no subscription ids, tokens or signatures.
     """
     failure = _failure(error)
     return ServiceError(_told(failure), code=failure.code, status=failure.status)
@@ -79,7 +79,7 @@ def _told(failure: Failure) -> str:
 
 
 def _is_of_azure(error: Exception) -> bool:
-    """Whether it was raised while Azure's own packages were at work."""
+    """Whether the traceback passes through one of Azure's packages."""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     return any(str(frame.f_globals.get("__name__")).startswith("azure.") for frame in frames)
 
@@ -93,8 +93,8 @@ def _failure(error: AzureError) -> Failure:
     from azure.core.exceptions import DecodeError, HttpResponseError
 
     inner: BaseException | None = error
-    while inner is not None:  # azure-ai-ml wraps some answers of the service in exceptions of its own
-        if isinstance(inner, DecodeError):  # also of an answer that was cut short
+    while inner is not None:  # azure-ai-ml wraps some of the service's errors in its own exceptions
+        if isinstance(inner, DecodeError):  # raised also for a truncated answer
             return _unreadable(str(inner.message))
         if isinstance(inner, HttpResponseError) and inner.response is not None:
             return _answer(inner)
@@ -106,7 +106,7 @@ def _failure(error: AzureError) -> Failure:
 
 
 def _no_sign_in(code: str, message: str) -> Failure:
-    """What of azure-identity's list of all that it tried is worth reading: what was there, and failed."""
+    """Pick the first credential that was present but failed from azure-identity's list of all that it tried."""
     tried = [line.strip() for line in message.splitlines()[2:] if line.startswith("\t")]
     failed = [line for line in tried if not _ABSENT.search(line)]
     if failed and _UNREACHABLE.search(failed[0]):
@@ -118,16 +118,16 @@ def _no_sign_in(code: str, message: str) -> Failure:
 def _answer(error: HttpResponseError) -> Failure:
     code, message = _innermost(error)
     request: Any = getattr(error.response, "request", None)
-    # An operation that was accepted and then failed is told of with status 200.
+    # The service reports an operation that it accepted and that then failed with status 200.
     status = error.status_code if error.status_code and error.status_code >= 400 else None
     return Failure(code=code, status=status, message=_sentence(message), url=getattr(request, "url", ""))
 
 
 def _innermost(error: HttpResponseError) -> tuple[str, str]:
-    """Code and message of the cause: Azure Resource Manager nests errors in `details`, Azure ML in `innererror`."""
+    """Code and message of the cause. Azure Resource Manager nests errors in `details`, Azure ML in `innererror`."""
     told: Any = error.error
     precise = _deepest(getattr(told, "innererror", None))
-    # Blob Storage answers in XML, which azure-storage has read by now.
+    # Blob Storage answers in XML, which azure-storage has already parsed into `error_code`.
     code = getattr(told, "code", None) or getattr(error, "error_code", None) or error.reason or "Unknown"
     message = getattr(told, "message", None) or error.message
     while told is not None and code in _OUTER_CODES:
@@ -146,8 +146,8 @@ def _deepest(inner: Any) -> str | None:
 
 
 def _sentence(text: str) -> str:
-    """The first paragraph on one line, without a full stop, azure-core's appendix and azure-ai-ml's colours."""
-    text = redact_text(_DECORATION.sub("", text))  # before it is cut: half a secret has no form
+    """The first paragraph on one line, without its full stop, azure-core's appendix and azure-ai-ml's colours."""
+    text = redact_text(_DECORATION.sub("", text))  # before the cut: half a secret is not recognised
     paragraph = re.split(r"\n\s*\n|\n(?:Code|Message|RequestId|Exception Details|Content|Time):", text.strip())[0]
     line = " ".join(re.sub(r"^\(\w+\) ", "", paragraph).split())
     return line[:_LONGEST].rstrip(" .") if len(line) <= _LONGEST else line[:_LONGEST].rstrip() + " ..."

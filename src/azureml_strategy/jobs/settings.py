@@ -1,4 +1,4 @@
-"""The `cluster` and `job` sections of a recipe, typed."""
+"""Reads the `cluster` and `job` sections of a recipe into dataclasses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Section = TypeVar("Section")
 
 @dataclass
 class ClusterSettings:
-    """Where a job runs; the meaning of each key is in conf/cluster/default.yaml."""
+    """Where a job runs. conf/cluster/default.yaml explains each key."""
 
     vm_size: str | None = None
     num_nodes: int = 1
@@ -32,7 +32,7 @@ class ClusterSettings:
 
 @dataclass
 class EnvironmentSettings:
-    """What software a job runs in."""
+    """The software environment of a job. conf/job/default.yaml explains each key."""
 
     name: str | None = None
     image: str | None = None
@@ -47,14 +47,14 @@ class InputSettings:
     """Data that a job reads.
 
     Attributes:
-        path: a data asset (`azureml:imagenet@latest`), a path in a datastore (`azureml://datastores/...`), or a
-            folder here, which is uploaded first.
+        path: a data asset (`azureml:imagenet@latest`), a path in a datastore (`azureml://datastores/...`), or a local
+            folder, which is uploaded first.
         type: `uri_folder`, `uri_file` or `mltable`.
         mode: `ro_mount` reads files from storage as they are needed, `download` copies all before the job starts.
-        access: how files are read when they are mounted: `epochs` (each of them again and again), `once`,
-            `once_large` (once, files of many megabytes from start to end) or `random` (places inside large files).
-        sets: the key of the recipe that gets the path; None: the job reads AZURE_ML_INPUT_<name>, say through
-            `data.input_name`.
+        access: access pattern of mounted files: `epochs` (each file again and again), `once`, `once_large` (once, files
+            of many megabytes from start to end) or `random` (places inside large files).
+        sets: the key of the recipe that gets the path. With None, the job reads AZURE_ML_INPUT_<name>, for example
+            through `data.input_name`.
     """
 
     path: str | None = None
@@ -66,12 +66,12 @@ class InputSettings:
 
 @dataclass
 class OutputSettings:
-    """What a job leaves behind.
+    """Results that a job writes to storage.
 
     Attributes:
-        path: where in storage; None: a folder of the job's own in the workspace's default datastore.
+        path: place in storage. None is a folder of the job's own in the workspace's default datastore.
         type: `uri_folder` or `uri_file`.
-        mode: `rw_mount` writes through while the job runs, `upload` only when it ends.
+        mode: `rw_mount` writes to storage while the job runs, `upload` only when it ends.
         sets: the key of the recipe that gets the path.
     """
 
@@ -83,7 +83,7 @@ class OutputSettings:
 
 @dataclass
 class IdentitySettings:
-    """Whose rights a job has."""
+    """The identity whose rights a job has. conf/job/default.yaml explains each key."""
 
     type: str | None = None
     client_id: str | None = None
@@ -91,20 +91,20 @@ class IdentitySettings:
 
 @dataclass
 class WorkspaceChoice:
-    """Which workspace a job goes to: `WorkspaceSettings`, as OmegaConf can fill it."""
+    """The workspace of a job: `WorkspaceSettings` in a form that OmegaConf can fill."""
 
     subscription: str | None = None
     resource_group: str | None = None
     name: str | None = None
 
     def settings(self) -> WorkspaceSettings:
-        """For `connect`."""
+        """Convert to the type that `connect` takes."""
         return WorkspaceSettings(self.subscription, self.resource_group, self.name)
 
 
 @dataclass
 class JobSettings:
-    """What Azure ML is told of a job; the meaning of each key is in conf/job/default.yaml."""
+    """The settings of a job in Azure ML. conf/job/default.yaml explains each key."""
 
     experiment: str | None = None
     display_name: str | None = None
@@ -124,21 +124,22 @@ class JobSettings:
 
 
 def read_section(config: DictConfig, name: str, kind: type[Section]) -> Section:
-    """A section of a composed recipe as its dataclass.
+    """Read a section of a composed recipe into its dataclass.
 
     Args:
-        config: the recipe.
-        name: the section's key.
-        kind: `ClusterSettings` or `JobSettings`.
+        config: the composed recipe.
+        name: key of the section.
+        kind: dataclass of the section, `ClusterSettings` or `JobSettings`.
 
     Raises:
-        JobError: a key that there is none of, or a value of the wrong kind.
+        JobError: the section is missing, has an unknown key, or a value has the wrong type.
     """
     section = config.get(name)
     if not isinstance(section, DictConfig):
         raise JobError(f"The recipe's section `{name}` is {section!r}. Start from a shipped recipe, or from `base`.")
     try:
-        resolved = _as_text(OmegaConf.to_container(section, resolve=True))  # while it still lies in the recipe
+        # Resolve before the merge: interpolations refer to the whole recipe.
+        resolved = _as_text(OmegaConf.to_container(section, resolve=True))
         merged = OmegaConf.merge(OmegaConf.structured(kind), resolved)
         settings: Any = OmegaConf.to_object(merged)
     except ConfigKeyError as error:
@@ -152,7 +153,7 @@ def read_section(config: DictConfig, name: str, kind: type[Section]) -> Section:
 
 
 def _as_text(node: Any) -> Any:
-    """What was resolved stays what it is: `${{name}}` is Azure ML's, and would be looked up in the recipe else."""
+    """Escape `${` in resolved values: OmegaConf would look Azure ML's `${{name}}` up in the recipe."""
     if isinstance(node, dict):
         return {name: _as_text(child) for name, child in node.items()}
     return node.replace("${", r"\${") if isinstance(node, str) else node

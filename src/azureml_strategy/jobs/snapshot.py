@@ -1,4 +1,4 @@
-"""The folder of code that a job uploads, and what is left out of it."""
+"""Lists and uploads a job's folder of code, without secrets, environments, caches and results."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from azure.ai.ml import MLClient
 
 
-# In the notation of .gitignore. A line that the user's own file has later, such as `!.env`, goes before these.
+# In the notation of .gitignore. The user's own rules come later, so that a line such as `!.env` overrides these.
 NO_CODE = (
     *(".git/", ".hg/", ".svn/", "__pycache__/", "*.py[cod]", ".DS_Store", ".idea/", ".vscode/", "node_modules/"),
     *(".cache/", ".pytest_cache/", ".mypy_cache/", ".ruff_cache/", ".hypothesis/", ".ipynb_checkpoints/", ".tox/"),
-    *("/outputs/", "multirun/", "mlruns/", "mlartifacts/", "lightning_logs/", "mlflow.db*"),  # what a run writes
+    *("/outputs/", "multirun/", "mlruns/", "mlartifacts/", "lightning_logs/", "mlflow.db*"),  # results of a run
 )
 SECRETS = (
-    *("credentials", "!credentials/"),  # the file of aws, and not a package of that name
+    *("credentials", "!credentials/"),  # the AWS credentials file, but not a folder or package of that name
     *(".env", ".env.*", "*.env", ".envrc", "!.env.example", "!.env.sample", "!.env.template", "!.env.dist"),
     *("*.pem", "*.key", "*.pfx", "*.p12", "*.p8", "*.jks", "*.keystore", "*.kdbx", "*.ppk", "*.asc"),
     *("id_rsa", "id_dsa", "id_ecdsa", "id_ecdsa_sk", "id_ed25519", "id_ed25519_sk", ".ssh/", ".gnupg/"),
@@ -34,45 +34,45 @@ SECRETS = (
     *("service_account*.json", "service-account*.json"),
 )
 
-# Beyond these an upload takes minutes, and each start of the job unpacks it again: choices of ours.
+# Above these limits, an upload takes minutes, and each start of the job unpacks it again. Our choice.
 MANY_FILES = 2000
 MANY_BYTES = 100 * 2**20
-# What hardly ever belongs to a job's code and is sent all the same; the first part of a path, or any.
+# Names that hardly ever belong to a job's code, wherever they stand in a path.
 _UNWANTED = (".git", ".venv", "venv", "site-packages", "__pycache__", "outputs")
-_SHOWN = 5  # names in a line
+_SHOWN = 5  # most names in a line
 
 
 class LeftOut(IgnoreFile):
-    """The rules for one folder, as azure-ai-ml asks for them.
+    """The ignore rules for one folder, in the form that azure-ai-ml takes.
 
-    Virtual environments stay here wherever they are and whatever they are called.
+    They exclude virtual environments of any name and place.
 
     Args:
-        folder: the folder of code; its `.amlignore`, or else `.gitignore`, goes on from our own rules.
-        secrets: whether files that look like secrets stay here.
+        folder: the folder of code. Its `.amlignore`, or else its `.gitignore`, adds to the rules of this module.
+        secrets: whether to exclude files that look like secrets.
     """
 
     def __init__(self, folder: str, *, secrets: bool = True) -> None:
         super().__init__()
         self._folder = Path(folder).resolve()
-        self._path = self._folder / ".amlignore"  # to whose folder azure-ai-ml takes the rules to be relative
+        self._path = self._folder / ".amlignore"  # azure-ai-ml reads the rules relative to the folder of this file
         self._own = (*NO_CODE, *(SECRETS if secrets else ()))
 
     def _get_ignore_list(self) -> list[str]:
         return [*self._own, *get_ignore_file(self._folder)._get_ignore_list()]
 
     def is_file_excluded(self, file_path: str | os.PathLike[str]) -> bool:
-        """Whether a file stays here."""
+        """Whether the upload leaves a file out."""
         parent = os.path.dirname(os.path.abspath(file_path))
         return _in_environment(parent, str(self._folder)) or bool(super().is_file_excluded(file_path))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LeftOut:
-        return self  # azure-ai-ml copies its entities; there is nothing to change here
+        return self  # azure-ai-ml copies its entities; the rules never change
 
 
 @lru_cache(100_000)
 def _in_environment(directory: str, root: str) -> bool:
-    """Whether a directory below the root, or one that a link leads to, is in a virtual environment."""
+    """Whether a directory below the root, or the target of a link, is in a virtual environment."""
     if directory == root or os.path.dirname(directory) == directory:
         return False
     return os.path.exists(os.path.join(directory, "pyvenv.cfg")) or _in_environment(os.path.dirname(directory), root)
@@ -80,13 +80,13 @@ def _in_environment(directory: str, root: str) -> bool:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The files of a folder of code.
+    """The files of a folder of code that a job gets.
 
     Attributes:
         folder: the folder.
-        files: their paths in it, with slashes, without what stays here.
-        size: all of them together, in bytes.
-        secrets: those that stay here because they look like secrets, and for no other reason.
+        files: paths of the uploaded files in the folder, with slashes.
+        size: size of all these files, in bytes.
+        secrets: files that are left out only because they look like secrets.
     """
 
     folder: str
@@ -95,12 +95,12 @@ class Snapshot:
     secrets: tuple[str, ...] = ()
 
     def unwanted(self) -> list[str]:
-        """What of it is likely to be there by mistake: version control, installed packages, results."""
+        """The names that are probably there by mistake: version control, installed packages, results."""
         parts = {part for file in self.files for part in file.split("/")}
         return [name for name in _UNWANTED if name in parts]
 
     def describe(self) -> str:
-        """How much it is and which secrets stay here, in one line."""
+        """Describe the size of the upload, and the secrets that are left out, in one line."""
         size = f"code: {self.folder}, {len(self.files):,} files, {self.size / 2**20:,.1f} MB"
         if not self.secrets:
             return size
@@ -111,7 +111,7 @@ class Snapshot:
         )
 
     def advice(self) -> str | None:
-        """What to do where something should be left out; None where nothing is to be said."""
+        """What to leave out of a large or unusual upload; None if there is nothing to advise."""
         unwanted = self.unwanted()
         if not unwanted and len(self.files) <= MANY_FILES and self.size <= MANY_BYTES:
             return None
@@ -119,20 +119,20 @@ class Snapshot:
         return f"The job gets all of it{what}. Name what it does not need in {self.folder}/.amlignore."
 
     def _rules(self) -> str:
-        """Where the user's own rules belong; with an `.amlignore`, azure-ai-ml no longer reads `.gitignore`."""
+        """The file for the user's own rules. With an `.amlignore`, azure-ai-ml does not read `.gitignore`."""
         file = f"{self.folder}/.amlignore"
         only_git = os.path.exists(f"{self.folder}/.gitignore") and not os.path.exists(file)
         return f"{file}, below the lines of .gitignore, which it replaces" if only_git else file
 
 
 def list_snapshot(folder: str) -> Snapshot:
-    """List what is uploaded as a job's code, by azure-ai-ml's own walk through the folder.
+    """List the files that are uploaded as a job's code, with azure-ai-ml's own walk through the folder.
 
     Args:
-        folder: whose `.amlignore`, or else `.gitignore`, says what stays here, besides what `left_out` names.
+        folder: the folder of code. Its `.amlignore`, or else its `.gitignore`, and `LeftOut` exclude files.
 
     Raises:
-        JobError: nothing is left to upload, or a file cannot be read.
+        JobError: no file is left to upload, or a file cannot be read.
     """
 
     files = _walk(folder, LeftOut(folder))
@@ -145,27 +145,27 @@ def list_snapshot(folder: str) -> Snapshot:
 
 
 def upload_snapshot(client: MLClient, folder: str) -> str:
-    """Upload the files of `list_snapshot`, unless the workspace has the same already.
+    """Upload the files of `list_snapshot`, unless the workspace already has the same files.
 
     Returns:
-        The code's id in the workspace, which a job takes in place of a folder.
+        The id of the code in the workspace, which a job takes in place of a folder.
     """
     from azure.ai.ml.constants._common import AzureMLResourceType
     from azure.ai.ml.entities._assets._artifacts.code import Code
 
-    # What a job with a folder would make of it, but for the rules.
+    # azure-ai-ml makes the same entity for a job with a folder, but without these rules.
     code = Code(path=os.path.abspath(folder), ignore_file=LeftOut(folder))
     return str(client.jobs._orchestrators.get_asset_arm_id(code, azureml_type=AzureMLResourceType.CODE))
 
 
 def _walk(folder: str, rules: Any) -> dict[str, str]:
-    """Each file's path by its name in the snapshot."""
+    """The path of each file by its name in the snapshot."""
     from azure.ai.ml._utils._asset_utils import get_upload_files_from_folder
 
     try:
-        # Its annotation says a list of texts; it returns a path here and a name in the snapshot for each file.
+        # It is annotated as a list of str, but returns pairs of local path and name in the snapshot.
         pairs: Any = get_upload_files_from_folder(folder, ignore_file=rules)
-    except (OSError, RuntimeError) as error:  # pathlib's error for links in a circle
+    except (OSError, RuntimeError) as error:  # pathlib raises RuntimeError for a cycle of links
         raise JobError(f"job.code is {folder}, which cannot be read: {error}. Remove the link, or mend it.") from error
     return {name: path for path, name in pairs}
 

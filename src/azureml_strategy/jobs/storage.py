@@ -1,4 +1,7 @@
-"""Training data in Blob Storage: what a folder is like before it is sent, data assets, and datastores."""
+"""Uploads training data to Blob Storage and registers it as data assets and datastores.
+
+A survey of the folder before the upload advises against a layout that makes training slow.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,9 @@ if TYPE_CHECKING:
     from azure.ai.ml.entities import AzureBlobDatastore, Data, Datastore
 
 
-_SHARDS = (".tar", ".tar.gz", ".tgz")  # WebDataset's
+_SHARDS = (".tar", ".tar.gz", ".tgz")  # of WebDataset
 _IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm")
-# Azure ML's data loading guide asks for files of 4 MB and more; below that, the requests cost more than the bytes.
+# Azure ML's data loading guide asks for files of at least 4 MB: below that, requests cost more than bytes.
 _SMALL_BYTES = 4_000_000
 _MANY_FILES = 100_000
 
@@ -30,12 +33,12 @@ _ACCOUNT = re.compile(r"[a-z0-9]{3,24}")  # "Storage account overview": names of
 
 @dataclass(frozen=True)
 class DataSurvey:
-    """What lies in a folder, or what a file is.
+    """The content of a folder, or one file.
 
     Attributes:
-        files: how many.
-        size: bytes of all.
-        folders: how many have files in them.
+        files: number of files.
+        size: bytes of all files.
+        folders: number of folders that have files in them.
         kind: `shards`, `images in folders`, or `files`.
     """
 
@@ -46,7 +49,7 @@ class DataSurvey:
 
     @property
     def advice(self) -> str | None:
-        """What would make training on it faster; None where it is fine."""
+        """What would make training on the data faster; None if nothing is needed."""
         if self.kind == "shards" or self.files < _MANY_FILES or self.size / self.files >= _SMALL_BYTES:
             return None
         return (
@@ -60,10 +63,10 @@ class DataSurvey:
 
 
 def survey_data(path: Path) -> DataSurvey:
-    """Count the files of a folder, links followed, or look at the one file.
+    """Survey a folder, following links, or one file.
 
     Raises:
-        JobError: nothing is there, or there are no files in it.
+        JobError: the path does not exist, or the folder has no files.
     """
     if not path.exists():
         raise JobError(f"There is no {path}. Give the folder or file to upload.")
@@ -83,7 +86,7 @@ def survey_data(path: Path) -> DataSurvey:
 
 
 def _files(folder: Path) -> Iterator[tuple[str, int, str]]:
-    """Name, size and folder of each file; scandir asks the disk once for a file where Path would ask twice."""
+    """Yield name, size and folder of each file. scandir asks the disk once per file, Path would ask twice."""
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_dir():
@@ -94,13 +97,13 @@ def _files(folder: Path) -> Iterator[tuple[str, int, str]]:
 
 @dataclass(frozen=True, kw_only=True)
 class DataRequest:
-    """A data asset to make.
+    """A data asset to create.
 
     Attributes:
-        name: of the asset.
-        version: None: the next number.
-        description, tags: for its page.
-        datastore: where an upload goes; None: the workspace's own storage account.
+        name: name of the asset.
+        version: version of the asset. None takes the next number.
+        description, tags: text and tags on the asset's page.
+        datastore: datastore that receives an upload. None is the workspace's own storage account.
     """
 
     name: str
@@ -111,25 +114,25 @@ class DataRequest:
 
 
 def render_upload(request: DataRequest, path: Path) -> Data:
-    """A data asset of what lies here; nothing is asked of Azure.
+    """Describe data on this machine as a data asset, without a request to Azure.
 
     Args:
-        request: what to call it.
+        request: the asset to create.
         path: folder or file.
     """
     return _asset(request, str(path.absolute()), "uri_folder" if path.is_dir() else "uri_file")
 
 
 def render_registration(request: DataRequest, path: str, *, file: bool = False) -> Data:
-    """A data asset of what lies in storage already; nothing is asked of Azure.
+    """Describe data that is already in storage as a data asset, without a request to Azure.
 
     Args:
-        request: what to call it.
+        request: the asset to create.
         path: `azureml://datastores/NAME/paths/FOLDER/`, or the address of a folder in Blob or Data Lake storage.
-        file: whether it is one file.
+        file: whether the path is one file.
 
     Raises:
-        JobError: the path is on this machine, or its address has a signature in it.
+        JobError: the path is not an address of storage, or the address contains a signature.
     """
     parts = urlsplit(path)
     if parts.scheme not in _SCHEMES:
@@ -148,12 +151,12 @@ def render_registration(request: DataRequest, path: str, *, file: bool = False) 
 
 
 def render_datastore(name: str, account: str, container: str, description: str | None = None) -> AzureBlobDatastore:
-    """A datastore on a container of a storage account, standard or premium; nothing is asked of Azure.
+    """Describe a container of a standard or premium storage account as a datastore, without a request to Azure.
 
-    It holds no key: each job and user reaches the account by rights of their own.
+    The datastore holds no key: each job and user accesses the account with their own rights.
 
     Raises:
-        JobError: the account is given by its address, or no account can have this name.
+        JobError: the account is given by its address, or the name is invalid.
     """
     if not _ACCOUNT.fullmatch(account):
         raise JobError(
@@ -182,10 +185,11 @@ def _asset(request: DataRequest, path: str, kind: str) -> Data:
 
 
 def create_data(client: MLClient, data: Data) -> Data:
-    """Upload what is here and register it; the same content is not sent a second time.
+    """Upload data that is on this machine and register it. The same content is not uploaded twice.
 
     Raises:
-        ServiceError: no permission for the storage account, no such datastore, or the version exists with another path.
+        ServiceError: the user has no permission for the storage account, there is no such datastore, or the version
+            exists with another path.
     """
     with service_errors():
         made: Data = client.data.create_or_update(data)
@@ -193,10 +197,10 @@ def create_data(client: MLClient, data: Data) -> Data:
 
 
 def attach_datastore(client: MLClient, datastore: Datastore) -> Datastore:
-    """Make the datastore known to the workspace.
+    """Register the datastore in the workspace.
 
     Raises:
-        ServiceError: no permission.
+        ServiceError: the user has no permission.
     """
     with service_errors():
         made: Datastore = client.datastores.create_or_update(datastore)
@@ -204,16 +208,16 @@ def attach_datastore(client: MLClient, datastore: Datastore) -> Datastore:
 
 
 def list_data(client: MLClient) -> tuple[list[Data], list[Datastore]]:
-    """The data assets of the workspace, and its datastores."""
+    """The data assets and the datastores of the workspace."""
     with service_errors():
         return list(client.data.list()), list(client.datastores.list())
 
 
 def show_data(client: MLClient, name: str) -> list[Data]:
-    """Every version of a data asset, the newest first.
+    """Every version of a data asset, newest first.
 
     Raises:
-        JobError: there is none of this name.
+        JobError: there is no data asset of this name.
     """
     with service_errors():
         versions = list(client.data.list(name=name))

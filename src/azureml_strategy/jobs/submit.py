@@ -1,4 +1,4 @@
-"""Submits a recipe as an Azure ML job, once, whatever happens to the connection."""
+"""Submits a recipe as an Azure ML job, exactly once even if the connection fails."""
 
 from __future__ import annotations
 
@@ -37,21 +37,22 @@ def submit_recipe(
 ) -> SubmittedJob:
     """Submit a recipe as a job.
 
-    The job has its name before the first request is made, so that a request which is repeated, by azure-core after a
-    lost answer or by whoever calls this again with the same name, finds the job that is there.
+    The job has its name before the first request. A repeated request finds the existing job, whether azure-core repeats
+    it after a lost answer or the caller submits the same name again.
 
     Args:
         recipe: the name of a shipped recipe, or the path of a YAML file.
-        overrides: in Hydra's notation, of one run.
-        client: of the workspace; by default that of `workspace`, `job.workspace` and this machine's configuration.
-        workspace: what goes before `job.workspace`; only without a client.
-        name: of the job; by default made up from the recipe's.
-        tell: gets one line about the code that goes along; by default it is logged, where it is worth a warning.
+        overrides: overrides of one run, in Hydra's notation.
+        client: client of the workspace; by default made from `workspace`, `job.workspace` and this machine's
+            configuration.
+        workspace: settings that take precedence over `job.workspace`; used only without a client.
+        name: name of the job; by default made from the recipe's name.
+        tell: receives one line about the uploaded code. By default the line is logged if it deserves a warning.
 
     Raises:
-        JobError: the recipe, an override, the cluster or the job cannot be as asked. Nothing was sent then.
+        JobError: the recipe, an override, the cluster or the job is invalid. Nothing was sent.
         ServiceError: Azure refused, or could not be reached.
-        KeyboardInterrupt: with the name of the job, if it may be there.
+        KeyboardInterrupt: the user interrupted. The message names the job if it may have been created.
     """
     found = read_recipe(recipe, overrides)
     job = build_job(found, name or new_job_name(found.recipe.name), None)
@@ -83,7 +84,7 @@ def _create(client: MLClient, job: Command) -> Job:
     try:
         with service_errors():
             created: Job = client.jobs.create_or_update(job)
-        if created.name != job.name:  # such as an empty object
+        if created.name != job.name:  # for example an empty object
             raise ServiceError("Azure's answer is none about the job.", code=UNREADABLE)
         return created
     except ServiceError as error:
@@ -102,7 +103,7 @@ def _unknown(job: Command) -> str:
 
 
 def _may_have_been_done(error: ServiceError) -> bool:
-    """Whether the service may have done what it was asked although its answer is an error, or did not come."""
+    """Whether the service may have carried out the request although its answer is an error or was lost."""
     from azure.core.exceptions import ServiceRequestError, ServiceResponseError
 
     if error.code == UNREADABLE or isinstance(error.__cause__, (ServiceRequestError, ServiceResponseError)):
@@ -111,20 +112,20 @@ def _may_have_been_done(error: ServiceError) -> bool:
 
 
 def new_job_name(recipe: str) -> str:
-    """A name that no other job has: recipe, time (UTC) and chance."""
+    """Make a unique job name from the recipe, the time (UTC) and random digits."""
     stem = re.sub(r"[^A-Za-z0-9_-]+", "_", recipe)
     now = datetime.now(UTC).strftime("%Y%m%d_%H%M%S")
     return f"{stem}_{now}_{secrets.token_hex(3)}"
 
 
 def check_snapshot(recipe: JobRecipe) -> Snapshot | None:
-    """Look through the folder of code before it is sent.
+    """List the folder of code, and check it, before the upload.
 
     Returns:
-        What the job gets; None where it needs no code.
+        The files that the job gets; None if it needs no code.
 
     Raises:
-        JobError: it is empty, or `.amlignore` leaves the recipe out.
+        JobError: the folder is missing, empty or unreadable, or its snapshot lacks the recipe.
     """
     folder = code_folder(recipe)
     if folder is None:
@@ -140,7 +141,7 @@ def check_snapshot(recipe: JobRecipe) -> Snapshot | None:
 
 
 def _region(recipe: JobRecipe, client: MLClient) -> str | None:
-    """Where the nodes are, for their price: asked only if nobody has said it, or the price."""
+    """The region of the nodes, for their price. Ask Azure only if the settings give neither region nor price."""
     if recipe.cluster.region or recipe.cluster.price_per_hour is not None or recipe.cluster.vm_size is None:
         return recipe.cluster.region
     with service_errors():

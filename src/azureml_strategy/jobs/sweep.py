@@ -1,4 +1,4 @@
-"""One job for each combination of a sweep: submitted a few at a time, waited for, and their metrics read."""
+"""Runs a sweep: submits one job per combination, a few at a time, waits for them and reads their metrics."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from azureml_strategy.training.recipes import near_matches
 
 log = logging.getLogger(__name__)
 
-# How many times in a row the service may not say how a job is doing before the job is given up.
+# Failed status requests in a row after which a job is given up.
 _PATIENCE = 20
 
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """How a sweep is run.
+    """Options of a sweep.
 
     Args:
-        wait: until every job is over; else only until all are submitted.
-        max_concurrent: jobs that are queued or run at the same time; None for all of them.
-        poll_interval_s: seconds between two looks at the jobs.
-        metric: name of the metric that the sweep is about, such as `val/top1`; None for no one in particular.
+        wait: whether to wait until every job is over, or only until all are submitted.
+        max_concurrent: most jobs that are queued or run at the same time. None is all of them.
+        poll_interval_s: seconds between two status requests for the jobs.
+        metric: name of the metric that every job must log, such as `val/top1`. None requires no metric.
 
     Raises:
-        JobError: a number out of range, or something of jobs that nobody waits for.
+        JobError: a number is out of range, or `max_concurrent` or `metric` is set without `wait`.
     """
 
     wait: bool = True
@@ -57,16 +57,16 @@ class SweepOptions:
 
 @dataclass
 class SweepJob:
-    """One combination.
+    """The job of one combination.
 
     Attributes:
-        number: of the job in the sweep.
-        overrides: of the recipe, as the user would type them.
-        name: of the job in Azure ML.
-        studio_url: where to look at it; None before it is submitted.
-        status: Azure ML's word for how it is doing; None before it is submitted.
-        metrics: the last value of each, once it is over.
-        error: why it could not be submitted or followed.
+        number: number of the job in the sweep.
+        overrides: overrides of the recipe, as the user would type them.
+        name: name of the job in Azure ML.
+        studio_url: the job's page in Azure ML Studio; None before it is submitted.
+        status: Azure ML's word for the state of the job; None before it is submitted.
+        metrics: the last value of each metric, once the job is over.
+        error: why the job could not be submitted or followed.
     """
 
     number: int
@@ -78,7 +78,7 @@ class SweepJob:
     error: str | None = None
 
     def problem(self, options: SweepOptions) -> str | None:
-        """What the sweep asked of this job and did not get; None if it got all."""
+        """What went wrong with this job: an error, a failure or a missing metric; None if nothing did."""
         if self.error:
             return f"{self.describe()}: {self.error}"
         if options.wait and self.status != "Completed":
@@ -92,12 +92,12 @@ class SweepJob:
         return None
 
     def describe(self) -> str:
-        """The job in a few words."""
+        """Describe the job by number, name and overrides."""
         return f"#{self.number} {self.name} ({' '.join(self.overrides) or 'no overrides'})"
 
 
 def plan_sweep(recipe: str, combinations: Sequence[Sequence[str]], first: int = 0) -> list[SweepJob]:
-    """The jobs of a sweep, each of them rendered once, so that what is wrong is said before the first one starts.
+    """Plan the jobs of a sweep, and render each once to find errors before the first one starts.
 
     Args:
         recipe: name of a shipped recipe, or path of a YAML file.
@@ -105,9 +105,9 @@ def plan_sweep(recipe: str, combinations: Sequence[Sequence[str]], first: int = 
         first: number of the first job.
 
     Raises:
-        JobError: a combination makes no job.
+        JobError: a combination gives an invalid job, or two jobs would write to the same path.
     """
-    # A name of the sweep's own: job names are unique in a workspace, and the jobs stand together in lists.
+    # Each sweep has its own prefix: job names are unique in a workspace, and the jobs of a sweep sort together.
     sweep = f"sweep-{secrets.token_hex(4)}"
     jobs = [SweepJob(first + place, each, f"{sweep}-{first + place}") for place, each in enumerate(combinations)]
     writers: dict[str, SweepJob] = {}
@@ -127,18 +127,18 @@ def _refuse_sharing(output: str, path: str, job: SweepJob, other: SweepJob) -> N
 
 
 def run_sweep(recipe: str, jobs: Sequence[SweepJob], options: SweepOptions) -> None:
-    """Submit the jobs and, if asked to, wait for them; each gets its status, metrics or error.
+    """Submit the jobs, wait for them if `options` says so, and set the status, metrics or error of each.
 
-    A job that cannot be submitted does not keep the others from it, unless it is the first: what is wrong then, no
-    workspace, no sign-in or no permission, is mostly wrong with all of them.
+    If the first job cannot be submitted, the sweep ends: the cause (no workspace, no sign-in, no permission) usually
+    affects all jobs. If a later job cannot be submitted, the others still are.
 
     Args:
-        recipe: as for `plan_sweep`.
-        jobs: from `plan_sweep`.
-        options: whether to wait, and how many at a time.
+        recipe: name or path of the recipe, as for `plan_sweep`.
+        jobs: jobs from `plan_sweep`.
+        options: whether to wait, and how many jobs run at a time.
 
     Raises:
-        JobError: the first job could not be submitted, and none was.
+        JobError: the first job could not be submitted, so that none was.
     """
     waiting, running = deque(jobs), list[_Running]()
     while waiting or running:
@@ -168,7 +168,7 @@ def _submit(recipe: str, job: SweepJob, is_first: bool) -> _Running | None:
 
 
 class _Running:
-    """A job that is queued or runs."""
+    """A job that is queued or running."""
 
     def __init__(self, job: SweepJob, submitted: SubmittedJob) -> None:
         self._job = job
@@ -176,10 +176,10 @@ class _Running:
         self._silent = 0
 
     def is_over(self) -> bool:
-        """Ask how it is doing; once it is over, its metrics are read."""
+        """Update the status of the job, and read its metrics once it is over. True also if the job is given up."""
         try:
             self._job.status = self._submitted.status()
-        except ServiceError as error:  # the job goes on, whatever is between it and here
+        except ServiceError as error:  # the job goes on without the connection
             return self._gives_up(error)
         self._silent = 0
         if self._job.status not in FINAL:
@@ -208,6 +208,6 @@ def _metrics(submitted: SubmittedJob) -> dict[str, float]:
 
 
 def _in_short(metrics: dict[str, float]) -> str:
-    """The metrics of a model, without those that say how fast it trained."""
+    """The train, validation and test metrics, without those of speed."""
     shown = {name: value for name, value in sorted(metrics.items()) if name.startswith(("train/", "val/", "test/"))}
     return ", ".join(f"{name} {value:.4g}" for name, value in shown.items())

@@ -1,7 +1,7 @@
-"""This package as a wheel, from however it is installed here, so that a job's image holds exactly what submitted it.
+"""Writes this package's installed files as a wheel, so that a job's image holds exactly the code that submitted it.
 
-A wheel is a zip archive of the package and a folder that describes it: packaging.python.org, "Binary distribution
-format".
+It works for any kind of installation. A wheel is a zip archive of the package and a folder that describes it:
+packaging.python.org, "Binary distribution format".
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 import azureml_strategy
 
 _NAME = "azureml-strategy"
-# The first day that a zip archive can name: the same files make the same archive, and so the same image.
+# The earliest date of the zip format. With a constant date, the same files give the same archive and the same image.
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 
 
@@ -25,10 +25,10 @@ def write_wheel(folder: Path) -> Path:
     """Write the wheel.
 
     Args:
-        folder: where to.
+        folder: folder that receives it.
 
     Returns:
-        Its path.
+        Path of the wheel.
     """
     installed = distribution(_NAME)
     stem = f"{_NAME.replace('-', '_')}-{installed.version}"
@@ -48,17 +48,17 @@ def write_wheel(folder: Path) -> Path:
 
 
 def _sources() -> Iterator[tuple[str, bytes]]:
-    """What is installed side by side: the package and its plugins of Hydra."""
+    """Yield the path and content of each file of the package and its Hydra plugins, installed side by side."""
     root = Path(azureml_strategy.__file__).parents[1]
     for folder in (root / "azureml_strategy", *root.glob("hydra_plugins/azureml_*")):
-        for parent, folders, names in os.walk(folder, followlinks=True):  # an editable install has links
+        for parent, folders, names in os.walk(folder, followlinks=True):  # an editable install has symbolic links
             folders[:] = [name for name in folders if name != "__pycache__"]
             for path in (Path(parent, name) for name in names):
                 yield path.relative_to(root).as_posix(), path.read_bytes()
 
 
 def _description(metadata: str, entry_points: str) -> Iterator[tuple[str, str]]:
-    # Without the long description, which is the README: an image must not be built again for a word in it.
+    # Leave out the long description, the README: a changed word in it must not cause a new image.
     headers = metadata.partition("\n\n")[0] + "\n"
     yield "METADATA", "".join(line for line in headers.splitlines(True) if not line.startswith("Description-Content"))
     yield "entry_points.txt", entry_points

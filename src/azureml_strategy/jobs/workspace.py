@@ -1,4 +1,4 @@
-"""Workspaces, open or closed off."""
+"""Creates, shows and diagnoses workspaces, with public or isolated networks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from azure.ai.ml import MLClient
     from azure.ai.ml.entities import Workspace
 
-# What the command line calls the ways in which a workspace's nodes may reach the internet, and Azure ML's names.
+# How a workspace's nodes may reach the internet: the name on the command line, and Azure ML's name.
 NETWORKS = {
     "public": None,
     "internet-outbound": "AllowInternetOutbound",
@@ -22,23 +22,23 @@ NETWORKS = {
 
 @dataclass(frozen=True, kw_only=True)
 class WorkspaceRequest:
-    """A workspace to make.
+    """A workspace to create.
 
     Attributes:
-        name: of the workspace.
-        region: such as `westeurope`; clusters are made in the same.
-        description, display_name: for its page.
-        high_business_impact: Azure collects less diagnostic data, and nodes encrypt their local disks. For good: it
-            cannot be changed later.
-        key, key_vault: your own key, as the key's URI, and the resource id of the vault that has it; for good as well.
-        network: one of `NETWORKS`: `internet-outbound` and `approved-outbound` put nodes into a network that Azure ML
-            manages, the second with no way out but approved ones.
-        public_access: whether the workspace answers from the internet; if not, only through private endpoints.
-        storage_account, container_registry, application_insights: resource ids of your own; None: Azure ML makes one.
-            The last takes the diagnostics of deployed models.
-        build_cluster: cluster that builds images, where the registry is behind a network.
-        identity_based_storage: reach storage by each user's own rights instead of the account's key.
-        tags: for the subscription's owner.
+        name: name of the workspace.
+        region: region, such as `westeurope`. Clusters are created there too.
+        description, display_name: texts on the workspace's page.
+        high_business_impact: whether Azure collects less diagnostic data and nodes encrypt their local disks. It cannot
+            be changed later.
+        key, key_vault: URI of your own key, and resource id of the vault that holds it. They cannot be changed later.
+        network: one of `NETWORKS`. `internet-outbound` and `approved-outbound` put nodes into a network that Azure ML
+            manages; the second allows only approved outbound connections.
+        public_access: whether the workspace answers requests from the internet. If not, use private endpoints.
+        storage_account, container_registry, application_insights: resource ids of your own resources. With None, Azure
+            ML creates one. Application Insights receives the diagnostics of deployed models.
+        build_cluster: cluster that builds images if the registry is in a private network.
+        identity_based_storage: whether each user's own rights give access to storage, in place of the account's key.
+        tags: tags for the subscription's owner.
     """
 
     name: str
@@ -67,7 +67,7 @@ class WorkspaceRequest:
 
 
 def render_workspace(request: WorkspaceRequest) -> Workspace:
-    """The workspace as azure-ai-ml's entity; nothing is asked of Azure."""
+    """Describe the workspace as azure-ai-ml's entity, without a request to Azure."""
     quiet_sdk()
     from azure.ai.ml.entities import CustomerManagedKey, ManagedNetwork, Workspace
 
@@ -92,11 +92,11 @@ def render_workspace(request: WorkspaceRequest) -> Workspace:
 
 
 def create_workspace(client: MLClient, workspace: Workspace) -> Workspace:
-    """Make the workspace, with a storage account, key vault and Application Insights where none are given.
+    """Create the workspace, and a storage account, key vault and Application Insights if none are given.
 
     Raises:
-        JobError: there is one of this name. Most choices above are for good, so that it is not changed.
-        ServiceError: no permission, or something of it cannot be had.
+        JobError: a workspace of this name exists. It is not changed, because most settings cannot be changed later.
+        ServiceError: the user has no permission, or a part of the workspace is not available.
     """
     with service_errors():
         if _exists(client, str(workspace.name)):
@@ -119,10 +119,10 @@ def _exists(client: MLClient, name: str) -> bool:
 
 
 def show_workspace(client: MLClient, name: str | None = None) -> Workspace:
-    """A workspace as it is now; by default the client's own.
+    """Look up a workspace in its present state; by default the client's own.
 
     Raises:
-        ServiceError: there is none of this name.
+        ServiceError: there is no workspace of this name.
     """
     with service_errors():
         found: Workspace = client.workspaces.get(name or client.workspace_name)
@@ -130,10 +130,10 @@ def show_workspace(client: MLClient, name: str | None = None) -> Workspace:
 
 
 def diagnose_workspace(client: MLClient, name: str | None = None) -> list[str]:
-    """What Azure ML finds wrong with a workspace's network, storage, registry and key vault: a line each.
+    """List the problems that Azure ML finds with a workspace's network, storage, registry and key vault, one per line.
 
     Raises:
-        ServiceError: there is none of this name, or it cannot be examined.
+        ServiceError: there is no workspace of this name, or Azure ML cannot diagnose it.
     """
     with service_errors():
         found = client.workspaces.begin_diagnose(name or client.workspace_name).result()

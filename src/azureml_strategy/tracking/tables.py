@@ -44,7 +44,7 @@ def render_table(headings: Sequence[str], rows: Sequence[Sequence[object]], empt
     for row in rows:
         table.add_row(*("" if value is None else str(value) for value in row))
     text = io.StringIO()
-    # Nothing is cut or wrapped if standard output is no terminal.
+    # Without a terminal the table is 200 columns wide, so that programs can read one row per line.
     width = shutil.get_terminal_size((200, 24)).columns
     Console(file=text, width=width, markup=False, highlight=False).print(table)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
