@@ -1,4 +1,4 @@
-"""How the nodes of a job talk to one another: what hardware there is, how NCCL is set up for it, and the proof."""
+"""The network between the nodes of a job: read the hardware, set up NCCL for it, and prove what NCCL uses."""
 
 from __future__ import annotations
 

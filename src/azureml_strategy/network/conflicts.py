@@ -1,4 +1,4 @@
-"""The user's own NCCL settings that contradict the hardware of the node."""
+"""Finds the user's NCCL settings that contradict the hardware of the node."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from azureml_strategy.network.infiniband import HCA
 from azureml_strategy.network.node import Node
 from azureml_strategy.network.sysfs import Interface
 
-# NCCL reads a flag as a number (strtoll): `true` and `yes` are 0 to it.
+# NCCL parses a flag with strtoll, so it reads `true` and `yes` as 0.
 _NUMBER = re.compile(r"\s*[+-]?(\d+)", re.A)
-# NCCL_NET_GDR_LEVEL up to NCCL's default, PXB; in a VM without a topology file every adapter is farther than that.
+# Values of NCCL_NET_GDR_LEVEL up to PXB, NCCL's default. In a VM without a topology file every adapter is farther away.
 _NEAR_LEVELS = ("LOC", "PIX", "PXB", "0", "1", "2")
 
 
 @dataclass(frozen=True)
 class DeviceFilter:
-    """Which devices a list selects: `mlx5` by prefix, `=mlx5_0:1` exactly, `^mlx5_8` all but these.
+    """The devices that a list selects: `mlx5` by prefix, `=mlx5_0:1` exactly, `^mlx5_8` all but these.
+
+    A bare name is a prefix: `mlx5_1` also selects `mlx5_10`. A port follows a colon; without a port, every port
+    matches. A blank is part of a name: for `a, b` NCCL looks for a device ` b` and finds none. A list without any
+    name matches every device.
 
     Source: NCCL user guide, NCCL_IB_HCA and NCCL_SOCKET_IFNAME, and parseStringList and matchIfList in NCCL's sources.
-    A bare name is a prefix: `mlx5_1` selects `mlx5_10` as well. A port follows a colon; without one every port counts.
-    A blank is part of a name: after `a, b` NCCL finds no device ` b`. A list without a name stands for every device.
     """
 
     names: tuple[str, ...]
@@ -34,7 +36,7 @@ class DeviceFilter:
 
     @classmethod
     def parse(cls, text: str) -> DeviceFilter:
-        """Read a variable's value."""
+        """Parse a variable's value."""
         exclude = text.startswith("^")
         text = text.removeprefix("^")
         exact = text.startswith("=")
@@ -42,7 +44,7 @@ class DeviceFilter:
         return cls(tuple(entry for entry in entries if entry.partition(":")[0]), exact, exclude)
 
     def selects(self, name: str, port: int | None = None) -> bool:
-        """Whether a device (and port) is selected."""
+        """Whether the list selects a device (and port)."""
         listed = not self.names or any(self._matches(entry, name, port) for entry in self.names)
         return listed != self.exclude
 
@@ -60,7 +62,7 @@ def hca_list(hcas: Iterable[HCA]) -> str:
 
 @dataclass(frozen=True)
 class _Configured:
-    """The settings with their sources, and what findings about them say."""
+    """The configured settings with their sources; builds the findings about them."""
 
     settings: Mapping[str, tuple[str, str]]
 
@@ -84,15 +86,16 @@ class _Configured:
 
 
 def find_conflicts(node: Node, configured: Mapping[str, tuple[str, str]], num_nodes: int) -> Iterator[Finding]:
-    """Compare settings with a node.
+    """Compare the configured settings with the node's hardware.
 
     Args:
-        node: its facts.
+        node: facts about the node.
         configured: value and source of each variable, from `configured_settings`.
-        num_nodes: nodes of the job.
+        num_nodes: number of nodes of the job.
 
     Returns:
-        Findings; the verdict `problem` means that InfiniBand is there and will not be used, or that NCCL cannot start.
+        Findings. The verdict `problem` means that InfiniBand is present but will not be used, or that NCCL cannot
+        start.
     """
     settings = _Configured(configured)
     if node.usable_hcas:
@@ -122,7 +125,7 @@ def _infiniband_off(node: Node, settings: _Configured) -> Iterator[Finding]:
 
 
 def _sockets(node: Node) -> str:
-    """What is left without InfiniBand, in numbers where they are known."""
+    """The bandwidth that remains without InfiniBand, in words; with numbers if they are known."""
     gbps = node.vm_size.ethernet_gbps if node.vm_size else None
     interface = node.bootstrap
     gbps = gbps or (interface.speed_gbps if interface else None)
@@ -180,7 +183,7 @@ def _adapters(node: Node, settings: _Configured) -> Iterator[Finding]:
 
 
 def _partitions(node: Node, settings: _Configured) -> Iterator[Finding]:
-    """Whether all adapters have their partition key at the one index that NCCL takes for all of them."""
+    """Check that all adapters have their partition key at the same index: NCCL uses one index for all of them."""
     chosen = DeviceFilter.parse(settings.value("NCCL_IB_HCA") or "")
     by_index: dict[int | None, list[HCA]] = {}
     for hca in node.usable_hcas:
@@ -224,7 +227,7 @@ def _interfaces(node: Node, settings: _Configured, num_nodes: int) -> Iterator[F
         selected = [interface for interface in up if chosen.selects(interface.name)]
         yield from _judge_interfaces("NCCL_SOCKET_IFNAME", up, selected, bool(selected), settings, num_nodes)
     if text := settings.value("GLOO_SOCKET_IFNAME"):
-        # PyTorch splits gloo's list at commas and opens a device for each whole name.
+        # PyTorch splits gloo's list at commas and opens one device for each name, without prefix matching.
         names = text.split(",")
         selected = [interface for interface in up if interface.name in names]
         complete = {interface.name for interface in selected} == set(names)
@@ -264,9 +267,9 @@ def _missing_files(node: Node, settings: _Configured) -> Iterator[Finding]:
 
 
 def _is_azures_graph(node: Node, graph: str) -> bool:
-    """Whether it is the graph file that Azure's image sets in /etc/nccl.conf, on the one size that it is made for.
+    """Whether this is the graph file that Azure's image sets in /etc/nccl.conf, on the one size that it is made for.
 
-    Images before May 2024 set it on the smaller sizes of the series too, where NCCL fails with it or is four times
+    Images before May 2024 also set it on the smaller sizes of the series. There NCCL fails with it or is four times
     slower (azhpc-images pull request 347; azurehpc pull request 730).
     """
     fits = node.vm_size is not None and node.vm_size.topology == "ncv4"

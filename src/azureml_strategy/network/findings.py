@@ -1,4 +1,4 @@
-"""What a look at the network found, and what to do about it."""
+"""The result of one check: its verdict, what was seen, and what to do."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Finding:
     Attributes:
         verdict: `ok`, `warning` (slower or at risk) or `problem` (does not work).
         subject: what it is about, such as `InfiniBand` or a variable's name.
-        text: what was seen, and what follows from it, with numbers.
-        advice: what to do; None where nothing is to be done.
+        text: what was seen and what follows from it, with numbers.
+        advice: what to do; None if nothing needs to be done.
     """
 
     verdict: Verdict

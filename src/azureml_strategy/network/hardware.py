@@ -1,4 +1,4 @@
-"""Hardware that is not what its VM size promises, or that a container hides."""
+"""Finds hardware that falls short of what the VM size promises, or that the container hides."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from azureml_strategy.network.infiniband import HCA
 from azureml_strategy.network.node import Node
 from azureml_strategy.network.vm_sizes import VMSize
 
-# A queue pair with its buffers takes some megabytes; Docker's default is 64 KiB or 8 MiB.
+# A queue pair with its buffers takes some megabytes; Docker's default limit is 64 KiB or 8 MiB.
 _ENOUGH_MEMLOCK = 1 << 30
 _DOCKER_ARGS = "Add `docker_args: --ulimit memlock=-1 --cap-add=IPC_LOCK` to the job's `resources`."
 
 
 def find_faults(node: Node) -> Iterator[Finding]:
-    """What is wrong with the node's InfiniBand, limits and GPUDirect; nothing where it has none and needs none."""
+    """Find faults of InfiniBand, limits and GPUDirect; none if the node neither has InfiniBand nor should have it."""
     expected = node.vm_size is not None and node.vm_size.infiniband
     if node.usable_hcas:
         yield from _degraded(node)
@@ -26,11 +26,11 @@ def find_faults(node: Node) -> Iterator[Finding]:
 
 
 def total_gbytes(node: Node, hcas: Iterable[HCA] | None = None) -> float:
-    """What adapters carry together in each direction, in GB/s; 0 where neither they nor the VM size say it.
+    """Total rate of the adapters in each direction, in GB/s; 0 if neither they nor the VM size state a rate.
 
     Args:
-        node: the node.
-        hcas: its adapters; the usable ones by default.
+        node: facts about the node.
+        hcas: adapters of the node; the usable ones by default.
     """
     promised = (node.vm_size and node.vm_size.hca_gbps) or 0
     return sum(hca.rate_gbps or promised for hca in (node.usable_hcas if hcas is None else hcas)) / 8
@@ -51,7 +51,7 @@ def _unusable(node: Node) -> Finding:
 
 
 def _faults(node: Node) -> dict[str, list[str]]:
-    """Each fault of InfiniBand ports, with the adapters that have it."""
+    """The adapters that have each fault of an InfiniBand port."""
     faults: dict[str, list[str]] = {}
     for hca in node.hcas:
         if hca.is_infiniband and hca.fault:
@@ -82,7 +82,7 @@ def _degraded(node: Node) -> Iterator[Finding]:
 
 
 def _left(node: Node) -> str:
-    """What the usable adapters are worth."""
+    """How much bandwidth the usable adapters leave, in words."""
     usable, size = len(node.usable_hcas), node.vm_size
     if size is None or not size.infiniband or not size.hcas:
         return "the others carry its share"

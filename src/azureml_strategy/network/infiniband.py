@@ -1,7 +1,7 @@
-"""InfiniBand adapters, as the kernel describes them in sysfs.
+"""Reads InfiniBand adapters from sysfs.
 
-Tools such as ibv_devinfo are absent from many Azure ML images; sysfs is always there. Names decide nothing: the
-accelerated-networking card is an `mlx5` device too, and NCCL calls it "IB".
+Many Azure ML images lack tools such as ibv_devinfo; sysfs is always there. The name of a device does not tell
+InfiniBand from Ethernet: the accelerated-networking card is also an `mlx5` device, and NCCL calls it "IB".
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from azureml_strategy.network.sysfs import entries, read_number, read_text
 
-# The top bit of a partition key says full membership (InfiniBand Architecture Specification, 10.9.3).
+# The top bit of a partition key means full membership (InfiniBand Architecture Specification, 10.9.3).
 _FULL_MEMBERSHIP = 0x8000
 _RATE = re.compile(r"([0-9.]+)\s*Gb/sec", re.I)
 _STATE = re.compile(r"[0-9]+:\s*(\w+)")  # "4: ACTIVE"
@@ -20,7 +20,7 @@ _STATE = re.compile(r"[0-9]+:\s*(\w+)")  # "4: ACTIVE"
 
 @dataclass(frozen=True)
 class HCA:
-    """One port of one adapter; None where sysfs does not say it.
+    """One port of one adapter. A value is None if sysfs does not have it.
 
     Attributes:
         name: device name, such as `mlx5_ib0`.
@@ -29,9 +29,9 @@ class HCA:
         state: logical state: `ACTIVE`, `INIT`, `DOWN`.
         physical_state: `LinkUp`, `Polling` (no cable or no switch), ...
         rate_gbps: signalling rate of the link in Gb/s.
-        full_pkey: index of the first partition key with full membership; None where the port has joined no partition.
-        numa_node: of the PCI device; None where the VM hides it.
-        verbs_device: such as `uverbs0`, if its file is in /dev/infiniband; None where a container lacks it.
+        full_pkey: index of the first partition key with full membership; None if the port has joined no partition.
+        numa_node: NUMA node of the PCI device; None if the VM hides it.
+        verbs_device: device such as `uverbs0`, if its file is in /dev/infiniband; None if a container lacks it.
     """
 
     name: str
@@ -56,7 +56,7 @@ class HCA:
 
     @property
     def fault(self) -> str | None:
-        """Why NCCL cannot use the port for InfiniBand; None where it can."""
+        """Why NCCL cannot use the port for InfiniBand; None if it can."""
         if not self.is_infiniband:
             return f"its link layer is {self.link_layer or 'unknown'}, not InfiniBand"
         if self.state != "ACTIVE":
@@ -74,11 +74,11 @@ class HCA:
 
 
 def read_hcas(sysfs: str | Path = "/sys", devices: str | Path = "/dev") -> tuple[HCA, ...]:
-    """Every port of every RDMA adapter, usable or not, in the order of their numbers.
+    """Read every port of every RDMA adapter, usable or not, in the order of their numbers.
 
     Args:
-        sysfs: where sysfs is mounted.
-        devices: where device files are.
+        sysfs: mount point of sysfs.
+        devices: folder of the device files.
     """
     verbs = _verbs_devices(Path(sysfs), Path(devices))
     folders = sorted(entries(Path(sysfs) / "class/infiniband"), key=lambda folder: natural_order(folder.name))
@@ -88,12 +88,12 @@ def read_hcas(sysfs: str | Path = "/sys", devices: str | Path = "/dev") -> tuple
 
 
 def natural_order(name: str) -> tuple[tuple[str, int], ...]:
-    """A sorting key by which `mlx5_10` comes after `mlx5_9`."""
+    """A sort key that puts `mlx5_10` after `mlx5_9`."""
     return tuple((text, int(number or -1)) for text, number in re.findall(r"(\D*)(\d*)", name))
 
 
 def _verbs_devices(sysfs: Path, devices: Path) -> dict[str, str]:
-    """The verbs device of each adapter, of those whose file exists."""
+    """The verbs device of each adapter, if its device file exists."""
     names = {read_text(folder / "ibdev"): folder.name for folder in entries(sysfs / "class/infiniband_verbs")}
     present = {entry.name for entry in entries(devices / "infiniband")}
     return {adapter: name for adapter, name in names.items() if adapter and name in present}
@@ -133,7 +133,7 @@ def _numbered(folder: Path) -> list[int]:
 
 
 def _full_pkey(folder: Path) -> int | None:
-    """The lowest index of a key with full membership; 0x8000 alone names no partition."""
+    """The lowest index of a partition key with full membership; the key 0x8000 names no partition."""
     for index in _numbered(folder):
         key = read_number(folder / str(index), base=16)
         if key is not None and key > _FULL_MEMBERSHIP:

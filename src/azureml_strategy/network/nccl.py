@@ -1,6 +1,6 @@
-"""Plans the NCCL settings of a node, with a reason for each.
+"""Plans the communication settings of a node, with a reason for each.
 
-Settings that a user or a configuration file of NCCL has made already stay.
+A value that the user or an NCCL configuration file has already set stays as it is.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from azureml_strategy.network.node import Node, read_node
 from azureml_strategy.network.settings import Setting, wanted_settings
 from azureml_strategy.network.sysfs import read_text
 
-# Holds what an earlier plan of ours has set in this process or its parent, as JSON: these values are no user's.
+# The variables that an earlier plan has set in this process or its parent, as JSON: they do not come from the user.
 PLANNED_VARIABLES = "AZUREML_STRATEGY_PLANNED"
 _PREFIXES = ("NCCL_", "RCCL_", "TORCH_NCCL_", "TORCH_FR_", "GLOO_")
 _NAMES = ("CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING")
 
-# NCCL tells its transport from this level on.
+# The levels at which NCCL logs its transport.
 _TELLING_LEVELS = ("INFO", "TRACE", "ABORT")
 # Channel lines are logged under INIT and NET (NCCL's src/transport/net.cc).
 _TELLING_SUBSYSTEMS = ("INIT", "NET", "ALL")
 _REASON = "The transport is read back from NCCL's own log"
-# Some hundred bytes each, and torch's own default where it has one: a step of a large model has some hundreds.
+# One step of a large model has some hundred collectives; each entry takes some hundred bytes. Where torch records by
+# default, it keeps as many.
 _ENTRIES = 2000
 _SOURCE = "PyTorch, ProcessGroupNCCL environment variables"
 
@@ -41,11 +42,12 @@ def configured_settings(
 ) -> dict[str, tuple[str, str]]:
     """Value and source of each variable about communication, as NCCL will see them.
 
-    The environment wins over NCCL_CONF_FILE (else the home folder's file), and that over the one in /etc (NCCL user
-    guide, "Environment Variables"; RCCL the same with names of its own).
+    The environment wins over NCCL_CONF_FILE (or the home folder's file if that is not set), which wins over the file
+    in /etc (NCCL user guide, "Environment Variables"). RCCL follows the same rules with its own file names. Values that
+    an earlier plan has set are left out.
 
     Args:
-        environ: the environment; that of this process by default.
+        environ: environment variables; those of this process by default.
         root: the folder that holds `etc`.
         library: `nccl` or `rccl`.
     """
@@ -59,7 +61,7 @@ def configured_settings(
 
 
 def planned_earlier(environ: Mapping[str, str]) -> dict[str, str]:
-    """What an earlier plan has set; nothing where the note was damaged."""
+    """The variables that an earlier plan has set; empty if their record is damaged."""
     try:
         noted = json.loads(environ.get(PLANNED_VARIABLES, "{}"))
     except ValueError:
@@ -72,20 +74,20 @@ def _is_ours_to_read(name: str) -> bool:
 
 
 def _read(path: Path) -> dict[str, str]:
-    """Lines of NAME=VALUE; `#` in the first column starts a comment, and blanks belong to the name and the value."""
+    """Parse lines of NAME=VALUE. `#` in the first column starts a comment; blanks belong to the name and the value."""
     lines = (read_text(path) or "").split("\n")
     pairs = (line.partition("=") for line in lines if not line.startswith("#"))
     return {name: value for name, separator, value in pairs if separator}
 
 
 def log_settings(configured: Mapping[str, tuple[str, str]], folder: Path) -> Iterator[Setting]:
-    """Have NCCL write its log into a folder, unless the user wants it elsewhere.
+    """Have NCCL write its log into a folder.
 
-    A log level or a file that is set already stays as it is. The level INFO costs some hundred lines at the start.
+    A log level or log file that is already set stays as it is. The level INFO writes some hundred lines at the start.
 
     Args:
         configured: value and source of each variable, from `configured_settings`.
-        folder: for the logs, one for each process.
+        folder: folder for the logs, one for each process.
     """
     if "NCCL_DEBUG" in configured:
         return
@@ -99,15 +101,16 @@ def own_log(variables: Mapping[str, str]) -> Path:
     """The file that NCCL writes its log to in this process.
 
     Args:
-        variables: what NCCL reads.
+        variables: the variables that NCCL reads.
 
     Raises:
-        LookupError: there will be none to read; the text says why, and what to do.
+        LookupError: NCCL writes no log that can be read; the message says why, and what to do.
     """
     level, file = variables.get("NCCL_DEBUG", ""), variables.get("NCCL_DEBUG_FILE", "")
     if level.upper() not in _TELLING_LEVELS:
         raise LookupError(f"not known: NCCL_DEBUG={level} keeps NCCL from telling it. Remove NCCL_DEBUG.")
     subsystems = variables.get("NCCL_DEBUG_SUBSYS", "INIT").upper()
+    # A leading `^` excludes the listed subsystems.
     if subsystems.startswith("^") == any(name in subsystems for name in _TELLING_SUBSYSTEMS):
         raise LookupError(f"not known: NCCL_DEBUG_SUBSYS={subsystems} leaves it out. Remove NCCL_DEBUG_SUBSYS.")
     if not file:
@@ -120,7 +123,7 @@ def own_log(variables: Mapping[str, str]) -> Path:
 
 
 def log_folder(azure: bool) -> Path:
-    """A folder for NCCL's logs: in an Azure ML job `logs/nccl`, which is uploaded while the job runs."""
+    """A folder for NCCL's logs: on Azure `logs/nccl`, which Azure ML uploads during a job; else a temporary one."""
     temporary = Path(tempfile.gettempdir()) / "azureml_strategy_nccl"
     for folder in [Path("logs/nccl").resolve()] * azure + [temporary]:
         with contextlib.suppress(OSError):
@@ -131,14 +134,14 @@ def log_folder(azure: bool) -> Path:
 
 
 def recorder_settings(configured: Mapping[str, tuple[str, str]], folder: Path | None) -> Iterator[Setting]:
-    """Have torch remember the last collectives, and NCCL's watchdog write them down when one times out.
+    """Have torch record the last collectives, and NCCL's watchdog dump them when one times out.
 
-    Older releases of torch record nothing unless they are told, and only for NCCL; newer ones have other names, and
-    warn of the old ones.
+    Older releases of torch record nothing by default, and only for NCCL. Newer releases have other variable names, and
+    warn about the old ones.
 
     Args:
-        configured: value and source of each variable that is set already.
-        folder: for what the watchdog writes; None leaves it where torch puts it, in the node's /tmp.
+        configured: value and source of each variable, from `configured_settings`.
+        folder: folder for the watchdog's dumps; None leaves them where torch puts them, in the node's /tmp.
     """
     from torch._C import _distributed_c10d
 
@@ -163,10 +166,10 @@ class NetworkPlan:
     """Settings for one node, with the findings that led to them.
 
     Attributes:
-        settings: what is to be set; variables that somebody has set already are not among them.
-        kept: variables about communication that the user or the machine has set; their values win.
-        findings: hardware that does not work as it should, and values that contradict the hardware.
-        infiniband: whether NCCL has InfiniBand to use, by the hardware and by these settings.
+        settings: variables to set, without those that are already set.
+        kept: variables about communication that the user or the machine has already set; their values win.
+        findings: faults of the hardware, and values that contradict the hardware.
+        infiniband: whether the hardware and these settings let NCCL use InfiniBand.
     """
 
     settings: tuple[Setting, ...]
@@ -176,16 +179,16 @@ class NetworkPlan:
 
     @property
     def variables(self) -> dict[str, str]:
-        """What is to be set: name and value."""
+        """Name and value of each variable to set."""
         return {setting.variable: setting.value for setting in self.settings}
 
     @property
     def effective(self) -> dict[str, str]:
-        """What holds once the plan is applied: name and value."""
+        """Name and value of each variable once the plan is applied."""
         return {setting.variable: setting.value for setting in (*self.kept, *self.settings)}
 
     def for_gloo(self) -> NetworkPlan:
-        """The part that concerns gloo; InfiniBand is nothing to it."""
+        """The part of the plan that concerns gloo, which cannot use InfiniBand."""
         settings = tuple(setting for setting in self.settings if setting.variable.startswith("GLOO_"))
         kept = tuple(setting for setting in self.kept if setting.variable.startswith("GLOO_"))
         findings = tuple(finding for finding in self.findings if finding.subject.startswith("GLOO_"))
@@ -196,14 +199,14 @@ class NetworkPlan:
         return replace(self, settings=(*self.settings, *settings))
 
     def without(self, variable: str) -> NetworkPlan:
-        """The same plan, which leaves a variable as it is."""
+        """The same plan, without the setting of one variable."""
         return replace(self, settings=tuple(each for each in self.settings if each.variable != variable))
 
     def apply(self, environ: MutableMapping[str, str] | None = None) -> None:
-        """Set the variables, and note them, so that a later plan does not take them for the user's.
+        """Set the variables, and record them so that a later plan does not take them for the user's.
 
         Args:
-            environ: that of this process by default.
+            environ: environment to change; that of this process by default.
         """
         environ = os.environ if environ is None else environ
         if not self.settings:
@@ -220,23 +223,23 @@ def plan_nccl(
     environ: Mapping[str, str] | None = None,
     root: str | Path = "/",
 ) -> NetworkPlan:
-    """Plan the settings for a node; nothing is changed until the plan is applied.
+    """Plan the settings for a node. Nothing changes until the plan is applied.
 
-    A value that the user has set, in the environment or in a file that NCCL reads, wins always. Where it contradicts
-    the hardware, a finding says what that costs.
+    A value that the user has set, in the environment or in a file that NCCL reads, always wins. If it contradicts the
+    hardware, a finding says what that costs.
 
     Args:
-        node: the node's facts; read from this machine by default.
-        num_nodes: nodes of the job.
-        log_folder: where NCCL is to write its log, so that the transport can be read back; None leaves the log alone.
-        environ: the environment of the process; this one's by default.
+        node: facts about the node; read from this machine by default.
+        num_nodes: number of nodes of the job.
+        log_folder: folder for NCCL's log, from which the transport is read back; None leaves the log settings alone.
+        environ: environment variables; those of this process by default.
         root: the folder that holds `etc`, where NCCL's configuration file is.
     """
     node = read_node(root, environ) if node is None else node
     library = "rccl" if node.gpus.vendor == "amd" else "nccl"
     configured = configured_settings(environ, root=root, library=library)
     wanted = [*wanted_settings(node, num_nodes), *(log_settings(configured, log_folder) if log_folder else ())]
-    if "NCCL_IB_HCA" in configured:  # whoever names an adapter wants it, be it RoCE
+    if "NCCL_IB_HCA" in configured:  # a user who names an adapter wants it, even for RoCE
         wanted = [setting for setting in wanted if setting.variable != "NCCL_IB_DISABLE"]
     conflicts = tuple(find_conflicts(node, configured, num_nodes))
     return NetworkPlan(

@@ -1,4 +1,4 @@
-"""What is known of this node: its VM size, adapters, interfaces and NCCL's topology file."""
+"""Reads the facts about this node: VM size, GPUs, adapters, interfaces and NCCL's topology file."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from azureml_strategy.network.sysfs import (
 )
 from azureml_strategy.network.vm_sizes import UnknownVMSize, VMSize, known_vm_sizes, lookup_vm_size
 
-# The same for every Azure VM; "MSFT AZURE VM" in ASCII. cloud-init and Azure's own agents decide by it.
+# The same for every Azure VM: "MSFT AZURE VM" in ASCII. cloud-init and Azure's own agents recognize a VM by it.
 _AZURE_ASSET_TAG = "7783-7084-3265-9085-8269-3286-77"
 VM_SIZE_URL = "http://169.254.169.254/metadata/instance/compute/vmSize?api-version=2021-01-01&format=text"
-# The service answers from the host itself, in milliseconds; in a container it may be blocked.
+# The service runs on the host and answers in milliseconds; a container may block it.
 TIMEOUT_SECONDS = 0.5
 _NAME = re.compile(r"[\w-]{1,64}", re.A)  # Standard_ND96isr_H100_v5, Standard_HB120-16rs_v3
 
-# Where Azure's HPC images put them (azhpc-images, components/customizations); a container sees them only if they
-# are mounted or copied in.
+# Where Azure's HPC images put topology files (azhpc-images, components/customizations). A container sees them only if
+# they are mounted or copied in.
 _PLACES = ("opt/microsoft/{series}-topo.xml", "opt/microsoft/{series}/topo.xml")
 # NCCL reads this one by itself.
 _NCCL_DEFAULT = "var/run/nvidia-topologyd/virtualTopology.xml"
@@ -41,17 +41,18 @@ _MEMORY_IN_MODEL = re.compile(r"(\d+)\s*GB")
 
 
 def is_azure_vm(sysfs: str | Path = "/sys") -> bool:
-    """Whether this machine is an Azure VM, by its chassis; no network is touched."""
+    """Whether this machine is an Azure VM, by its chassis asset tag; uses no network."""
     return read_text(Path(sysfs) / "class/dmi/id/chassis_asset_tag") == _AZURE_ASSET_TAG
 
 
 def instance_vm_size(url: str = VM_SIZE_URL, timeout_s: float = TIMEOUT_SECONDS) -> str | None:
-    """The VM size that the metadata service names; None where it does not answer in time.
+    """The VM size that the metadata service names; None if it does not answer in time.
 
-    Asked directly, past any proxy, on a thread: a socket's own time-out starts anew with each byte that drips in.
+    The request bypasses any proxy. It runs on a thread, because a socket's own timeout restarts with every byte that
+    arrives.
 
     Args:
-        url: the service's address.
+        url: address of the service.
         timeout_s: the longest this may take, in seconds.
     """
     answers: list[str] = []
@@ -77,10 +78,10 @@ def _ask(url: str, timeout_s: float, answers: list[str]) -> None:
 
 
 def topology_file(size: VMSize | None, root: str | Path = "/") -> Path | None:
-    """The topology file for a VM size, if this node has it.
+    """The topology file for a VM size; None if this node has none.
 
     Args:
-        size: the node's size.
+        size: the node's VM size.
         root: the folder that holds `opt`.
     """
     if size is None or size.topology is None:
@@ -90,7 +91,7 @@ def topology_file(size: VMSize | None, root: str | Path = "/") -> Path | None:
 
 
 def has_default_topology(root: str | Path = "/") -> bool:
-    """Whether NCCL finds a topology file without being told."""
+    """Whether NCCL finds a topology file by itself."""
     return os.path.isfile(Path(root) / _NCCL_DEFAULT)
 
 
@@ -99,18 +100,18 @@ class Node:
     """Facts about one node.
 
     Attributes:
-        vm_size_name: as the job or the machine names it, in the table or not; None where nothing says it.
-        vm_size_source: where the name is from: `compute context`, `instance metadata` or `GPUs and HCAs`.
-        vm_size: what is known of the size; None where the name says nothing.
+        vm_size_name: name that the job or the machine gives, whether or not it is in the table; None if unknown.
+        vm_size_source: origin of the name: `compute context`, `instance metadata` or `GPUs and HCAs`.
+        vm_size: what is known about the size; None if there is no name or it is not that of a VM size.
         azure: whether the machine is an Azure VM.
-        gpus: its GPUs.
+        gpus: GPUs of the node.
         hcas: every port of every RDMA adapter, usable or not.
-        interfaces: its network interfaces.
+        interfaces: network interfaces of the node.
         topology_file: Azure's NCCL topology file for the size, if it is on this node.
-        default_topology: whether NCCL finds a topology file without being told.
-        gpudirect: what GPUDirect RDMA works by; None where nothing was found.
-        memlock: how much memory this process may lock, in bytes; None where it is unlimited or not known.
-        shared_memory: size of /dev/shm in bytes; None where there is none.
+        default_topology: whether NCCL finds a topology file by itself.
+        gpudirect: mechanism of GPUDirect RDMA, from `gpudirect_support`; None if none was found.
+        memlock: how much memory this process may lock, in bytes; None if unlimited or unknown.
+        shared_memory: size of /dev/shm in bytes; None if there is none.
     """
 
     vm_size_name: str | None
@@ -133,24 +134,24 @@ class Node:
 
     @property
     def virtual(self) -> bool:
-        """Whether it is a VM of Azure's, by its chassis or by the size that the job names."""
+        """Whether this is an Azure VM, by its chassis or by the VM size that the job names."""
         return self.azure or self.vm_size is not None
 
     @property
     def bootstrap(self) -> Interface | None:
-        """The interface by which nodes meet."""
+        """The interface through which nodes find one another."""
         return bootstrap_interface(self.interfaces)
 
 
 def read_node(
     root: str | Path = "/", environ: Mapping[str, str] | None = None, *, metadata_url: str = VM_SIZE_URL
 ) -> Node:
-    """This node's facts. Whatever cannot be read counts as absent.
+    """Read the facts about this node. A fact that cannot be read counts as absent.
 
     Args:
         root: the folder that holds `sys`, `proc`, `dev` and `opt`.
-        environ: the environment of a process of the job; that of this process by default.
-        metadata_url: where an Azure VM asks for its size.
+        environ: environment variables of a process of the job; those of this process by default.
+        metadata_url: address of the metadata service that tells an Azure VM its size.
     """
     root = Path(root)
     sysfs, proc, devices = root / "sys", root / "proc", root / "dev"
@@ -177,13 +178,13 @@ def read_node(
 
 
 def _job_vm_size(environ: Mapping[str, str] | None) -> tuple[str | None, str | None]:
-    """What Azure ML says of the job's nodes: the name of their size, and where it is from."""
+    """Name of the VM size according to Azure ML, and the origin of the name."""
     job = read_job(environ)
     return (job.vm_size, "compute context") if job and job.vm_size else (None, None)
 
 
 def _machine_vm_size(metadata_url: str, gpus: GPUs, hcas: tuple[HCA, ...]) -> tuple[str | None, str | None]:
-    """What an Azure VM says of itself: the name of its size, and where it is from."""
+    """Name of the VM size according to the VM itself, and the origin of the name."""
     name = instance_vm_size(metadata_url)
     if name:
         return name, "instance metadata"
@@ -192,10 +193,11 @@ def _machine_vm_size(metadata_url: str, gpus: GPUs, hcas: tuple[HCA, ...]) -> tu
 
 
 def guess_vm_size(gpus: GPUs, hcas: int) -> str | None:
-    """The Azure size with these GPUs and so many InfiniBand adapters.
+    """Guess the Azure VM size from its GPUs and its number of InfiniBand adapters.
 
     Returns:
-        None if there is none, or several that differ in more; of twins such as `isr` and `isrf` the first.
+        The name of the size. Of sizes with equal vCPUs, topology file and adapter rate, such as `isr` and `isrf`, the
+        first. None if no size fits, or if several fit that differ in one of these.
     """
     candidates = [
         size
@@ -208,7 +210,7 @@ def guess_vm_size(gpus: GPUs, hcas: int) -> str | None:
 
 
 def _is_model(model: str, size: VMSize) -> bool:
-    """Whether a driver's name, such as `NVIDIA A100-SXM4-80GB`, is the size's GPU; one that is hidden may be."""
+    """Whether a driver's model name, such as `NVIDIA A100-SXM4-80GB`, fits the size; an empty (hidden) name does."""
     if not model:
         return True
     memory = _MEMORY_IN_MODEL.search(model)

@@ -1,4 +1,4 @@
-"""What a run recorded of its network: settings with their reasons, and the transport that came of them."""
+"""Records the network of a run: each node's settings with their reasons, and the transport that resulted."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from azureml_strategy.network.nccl import NetworkPlan
 from azureml_strategy.network.nccl_log import Transport, describe
 from azureml_strategy.network.node import Node
 
-# From the transport that slows a job most to the one that does so least; a job is as fast as its slowest node.
+# A job is as fast as its slowest node.
 _SLOWEST_FIRST = ("unknown", "socket", "ofi", "roce", "ib", "p2p-only")
 
 
 @dataclass(frozen=True)
 class NodeRecord:
-    """One node's part, as it travels to rank 0.
+    """One node's part of the record, as it is sent to rank 0.
 
     Attributes:
-        node_rank: its index.
-        host: its name.
-        vm_size: as the job or the machine names it.
-        usable_hcas: InfiniBand ports that NCCL can use, by sysfs.
-        settings: variable, value, reason and source of each setting made.
-        kept: the same of each setting that was there.
-        findings: verdict, subject, text and advice of each.
-        kind: the transport's kind; `unknown` where no log tells it, as with gloo.
-        gpudirect: whether GPUDirect RDMA is used; None where the log cannot show it.
-        hcas: adapters in use by NCCL's log.
+        node_rank: index of the node.
+        host: host name of the node.
+        vm_size: name of the VM size, from the job or the machine.
+        usable_hcas: InfiniBand ports that NCCL can use, according to sysfs.
+        settings: variable, value, reason and source of each setting that the plan made.
+        kept: the same for each setting that was already there.
+        findings: verdict, subject, text and advice of each finding.
+        kind: kind of the transport; `unknown` if no log shows it, as with gloo.
+        gpudirect: whether GPUDirect RDMA is used; None if the log cannot show it.
+        hcas: adapters in use, according to NCCL's log.
         summary: the transport in words.
-        errors: what is wrong or doubtful by NCCL's log, each with explanation and fix.
+        errors: failures and suspicious conditions from NCCL's log, each with explanation and fix.
     """
 
     node_rank: int
@@ -51,11 +51,11 @@ class NodeRecord:
     errors: list[dict[str, Any]]
 
     def to_json(self) -> str:
-        """The record as text."""
+        """Serialize the record."""
         return json.dumps(asdict(self))
 
     def complaints(self) -> Iterator[str]:
-        """What is wrong on this node, or slow."""
+        """Describe everything on this node that is wrong or slow."""
         for finding in self.findings:
             if finding["verdict"] != "ok":
                 yield str(Finding(**finding))
@@ -67,19 +67,19 @@ class NodeRecord:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> NodeRecord:
-        """The record from its text."""
+        """Parse a record from `to_json`."""
         return cls(**json.loads(text))
 
 
 def record_node(launch: Launch, host: str, node: Node, plan: NetworkPlan, transport: Transport | str) -> NodeRecord:
-    """Put together what one node knows.
+    """Build the record of one node.
 
     Args:
-        launch: the place of one of its processes.
-        host: its name.
-        node: its facts.
+        launch: place of one of the node's processes in the job.
+        host: host name of the node.
+        node: facts about the node.
         plan: the plan that was applied.
-        transport: as NCCL's log shows it; or, where there is none to read, in words.
+        transport: the transport from NCCL's log; a description in words if no log can be read.
     """
     return NodeRecord(
         node_rank=launch.node_rank,
@@ -94,7 +94,7 @@ def record_node(launch: Launch, host: str, node: Node, plan: NetworkPlan, transp
 
 
 def _observed(transport: Transport | str, num_nodes: int) -> dict[str, Any]:
-    """The part that NCCL's log tells."""
+    """The fields of the record that come from NCCL's log."""
     if isinstance(transport, str):
         return {"kind": "unknown", "gpudirect": None, "hcas": [], "summary": transport, "errors": []}
     seen = {
@@ -106,7 +106,7 @@ def _observed(transport: Transport | str, num_nodes: int) -> dict[str, Any]:
     }
     if num_nodes > 1:
         return seen
-    # Nothing leaves the node, whatever NCCL says it would use to do so.
+    # With one node no traffic leaves it, whatever network NCCL selected.
     errors = [asdict(error) for error in transport.errors]
     summary = f"{transport.intra_node or 'one device'}, inside one node"
     return seen | {"kind": "p2p-only", "gpudirect": None, "summary": summary, "errors": errors}
@@ -117,7 +117,7 @@ class RunNetwork:
     """The network of a whole run, on rank 0.
 
     Attributes:
-        backend: of the process group: `nccl` or `gloo`.
+        backend: backend of the process group: `nccl` or `gloo`.
         nodes: one record for each node.
     """
 
@@ -131,7 +131,7 @@ class RunNetwork:
 
     @property
     def kind(self) -> str:
-        """The transport that limits the job: a kind of `read_transport`, or `gloo`."""
+        """The transport that limits the job: `gloo`, or the kind from `read_transport`."""
         return "gloo" if self.backend == "gloo" else self.slowest.kind
 
     @property
@@ -144,12 +144,12 @@ class RunNetwork:
 
     @property
     def line(self) -> str:
-        """The same as a line for a console."""
+        """The summary as a line for the console."""
         return f"Network: {self.summary}"
 
     @property
     def warnings(self) -> list[str]:
-        """What is wrong or slow, each with the nodes it concerns."""
+        """Everything that is wrong or slow, each with the hosts that it concerns."""
         hosts: dict[str, list[str]] = {}
         for node in self.nodes:
             for text in node.complaints():
@@ -171,6 +171,6 @@ class RunNetwork:
         return {name: value for name, value in tags.items() if value}
 
     def to_json(self) -> str:
-        """Everything, for an artifact."""
+        """The whole record as a JSON document, for an artifact."""
         nodes = [asdict(node) for node in self.nodes]
         return json.dumps({"backend": self.backend, "transport": self.kind, "nodes": nodes}, indent=2)

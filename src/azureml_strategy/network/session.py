@@ -1,4 +1,4 @@
-"""The network of one start: planned before the process group, read back after its first collective."""
+"""Sets up the network before the process group starts, and reads back what it uses after the first collective."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from azureml_strategy.network.sysfs import cuda_started
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-# For all nodes to read a log of some megabytes each.
+# Enough for every node to read a log of some megabytes.
 _RECORD_TIMEOUT = timedelta(seconds=30)
 
 
 @dataclass(frozen=True)
 class NetworkSession:
-    """One process's part in setting up and proving the network: made by `prepare_network`.
+    """One process's part in setting up and proving the network. `prepare_network` creates it.
 
     Attributes:
         launch: this process's place in the job.
-        backend: of the process group.
-        node: this node's facts.
-        plan: the settings, which are applied.
+        backend: backend of the process group.
+        node: facts about this node.
+        plan: the settings, already applied.
         store: the rendezvous store.
-        require_infiniband: whether a fall-back stops the run.
+        require_infiniband: whether a fallback from InfiniBand stops the run.
     """
 
     launch: Launch
@@ -52,13 +52,13 @@ class NetworkSession:
     require_infiniband: bool
 
     def observe(self) -> RunNetwork | None:
-        """Read back what the first collective was carried by. Every process must call it, once that is done.
+        """Read back what carried the first collective. Every process must call this after that collective.
 
         Returns:
-            The network of the run on rank 0, None elsewhere.
+            The network of the run on rank 0, None on other ranks.
 
         Raises:
-            LaunchError: InfiniBand is required and a node does without it. The same on every process.
+            LaunchError: InfiniBand is required but a node does not use it. Every process raises the same error.
         """
         if self.launch.local_rank == 0:
             record = record_node(self.launch, socket.gethostname(), self.node, self.plan, self._transport())
@@ -69,7 +69,7 @@ class NetworkSession:
         return network
 
     def _transport(self) -> Transport | str:
-        """What carries the traffic; in words where no log tells it: a diagnostic must not stop training."""
+        """What carries the traffic; in words if no log can be read, because a diagnostic must not stop training."""
         if self.backend != "nccl":
             interface = self.plan.effective.get("GLOO_SOCKET_IFNAME")
             return f"sockets on {interface}" if interface else "sockets"
@@ -99,19 +99,19 @@ class NetworkSession:
 def prepare_network(
     launch: Launch, backend: str, timeout: timedelta, *, require_infiniband: bool = False
 ) -> NetworkSession:
-    """Plan and apply this node's settings, and wait until every process of the job is here.
+    """Plan and apply this node's settings, and wait until every process of the job has arrived.
 
-    Call it before the process group starts, and `observe` after its first collective.
+    Call this before the process group starts, and `observe` after its first collective.
 
     Args:
         launch: this process's place in the job.
-        backend: of the process group, `nccl` or `gloo`.
+        backend: backend of the process group, `nccl` or `gloo`.
         timeout: how long to wait for the other processes.
         require_infiniband: whether a job of several nodes must not run without InfiniBand.
 
     Raises:
-        LaunchError: processes are missing; or InfiniBand is required and some node cannot have it. The same on
-            every process.
+        LaunchError: processes are missing, or InfiniBand is required but some node cannot use it. Every process raises
+            the same error.
     """
     node = read_node()
     plan = _plan(node, launch, backend)
@@ -130,7 +130,7 @@ def _plan(node: Node, launch: Launch, backend: str) -> NetworkPlan:
     folder = log_folder(node.azure)
     plan = plan_nccl(node, num_nodes=nodes, log_folder=folder)
     plan = plan.including(recorder_settings(configured_settings(), folder))
-    # CUDA would not look at it any more, but processes that this one starts would number the GPUs in another way.
+    # Once started, CUDA ignores this variable; but child processes would read it and number the GPUs differently.
     return plan.without("CUDA_DEVICE_ORDER") if cuda_started() else plan
 
 
@@ -151,7 +151,7 @@ def _obstacle(node: Node, plan: NetworkPlan, backend: str) -> str | None:
 
 
 def _fall_back(network: RunNetwork, num_nodes: int) -> str | None:
-    """What to tell everybody, if some node does not use InfiniBand."""
+    """The error for all processes if some node does not use InfiniBand; None if all do."""
     if len(network.nodes) < num_nodes:
         return f"require_infiniband=True, but only {len(network.nodes)} of {num_nodes} nodes told their transport."
     fallen = [node for node in network.nodes if node.kind != "ib"]

@@ -1,4 +1,4 @@
-"""What NCCL should be told on a node, by what the node is and has."""
+"""Chooses the NCCL settings that fit the hardware of a node."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _IMAGES = "Azure/azhpc-images, components/customizations"
 _HEALTH_CHECKS = "Azure/azurehpc-health-checks, environment of the all-reduce test"
 _INFRASTRUCTURE = "Azure/ai-infrastructure-on-azure, NCCL configurations"
 
-# From HDR on, the VM's PCIe path limits an adapter that must keep its writes in order.
+# From HDR (200 Gb/s) on, a VM's PCIe path limits an adapter that must keep its writes in order.
 _RELAXED_FROM_GBPS = 200
 _GRACE_BLACKWELL = ("GB200", "GB300")
 _HOPPER_AND_LATER = ("H100", "H200", *_GRACE_BLACKWELL)
@@ -20,13 +20,13 @@ _HOPPER_AND_LATER = ("H100", "H200", *_GRACE_BLACKWELL)
 
 @dataclass(frozen=True)
 class Setting:
-    """One variable.
+    """One environment variable.
 
     Attributes:
-        variable: its name.
-        value: its value.
-        reason: why.
-        source: where the advice, or a value that was there already, comes from.
+        variable: name of the variable.
+        value: value of the variable.
+        reason: why it has this value.
+        source: origin of the advice, or of a value that was already set.
     """
 
     variable: str
@@ -36,11 +36,11 @@ class Setting:
 
 
 def wanted_settings(node: Node, num_nodes: int) -> Iterator[Setting]:
-    """The settings for a node, whatever the user has set.
+    """The settings that fit a node, regardless of what the user has set.
 
     Args:
-        node: its facts.
-        num_nodes: nodes of the job.
+        node: facts about the node.
+        num_nodes: number of nodes of the job.
     """
     yield from _sockets(node, num_nodes)
     if node.usable_hcas:
@@ -125,7 +125,7 @@ def _connections(node: Node, num_nodes: int) -> Iterator[Setting]:
 
 def _no_adapters(node: Node) -> Iterator[Setting]:
     ethernet = [hca.name for hca in node.hcas if hca.is_ethernet]
-    if ethernet and node.virtual:  # elsewhere RoCE may be what the machine was bought for
+    if ethernet and node.virtual:  # a machine outside Azure may use RoCE on purpose
         reason = f"Accelerated networking ({', '.join(ethernet)}) is no InfiniBand; NCCL would run RoCE over it."
     elif node.vm_size is not None and not node.vm_size.infiniband:
         reason = f"{node.vm_size.name} has no InfiniBand."
@@ -135,8 +135,8 @@ def _no_adapters(node: Node) -> Iterator[Setting]:
 
 
 def _topology(node: Node) -> Iterator[Setting]:
-    # Without NCCL_GRAPH_FILE, which the image of NC96ads_A100_v4 sets as well: that file is for a group of all four
-    # GPUs, and NCCL fails in a group of fewer (azurehpc pull request 730; nccl issues 1008 and 1240). It gains nothing.
+    # NCCL_GRAPH_FILE stays unset, although the image of NC96ads_A100_v4 sets it: that file is for a group of all four
+    # GPUs, and NCCL fails in a smaller one (azurehpc pull request 730; nccl issues 1008 and 1240). It gains nothing.
     if node.topology_file is None or node.vm_size is None:
         return
     path = str(node.topology_file)

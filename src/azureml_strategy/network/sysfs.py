@@ -1,4 +1,4 @@
-"""What Linux's files in /sys and /proc say of network interfaces and GPUs."""
+"""Reads network interfaces and GPUs from Linux's files in /sys and /proc."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _AMD_NODE = re.compile(r"^simd_count\s+([1-9]\d*)$", re.M)
 
 
 def read_text(path: Path) -> str | None:
-    """The content without surrounding blanks; None where it cannot be read: a diagnostic must not stop training."""
+    """The stripped content of a file; None if it cannot be read, because a diagnostic must not stop training."""
     try:
         with path.open("rb") as file:
             return file.read(_MOST_BYTES).decode("utf-8", "replace").strip()
@@ -27,7 +27,7 @@ def read_text(path: Path) -> str | None:
 
 
 def read_number(path: Path, base: int = 10) -> int | None:
-    """The whole number in a file; None where there is none."""
+    """The integer in a file; None if there is none."""
     text = read_text(path)
     try:
         return int(text, base) if text else None
@@ -36,7 +36,7 @@ def read_number(path: Path, base: int = 10) -> int | None:
 
 
 def entries(folder: Path) -> list[Path]:
-    """What a folder holds, by name; nothing where it cannot be listed."""
+    """The entries of a folder, sorted by name; empty if it cannot be listed."""
     try:
         return sorted(folder.iterdir())
     except OSError:
@@ -49,9 +49,9 @@ class Interface:
 
     Attributes:
         name: such as `eth0`.
-        up: whether it can carry traffic; the kernel says `unknown` of many virtual ones, which counts as up.
+        up: whether it can carry traffic. `unknown`, which the kernel reports for many virtual ones, counts as up.
         kind: `ethernet`, `ipoib` (IP over InfiniBand) or `loopback`.
-        speed_gbps: link rate in Gb/s; None where the driver does not say it.
+        speed_gbps: link rate in Gb/s; None if the driver does not report it.
         default_route: whether the default route goes through it.
     """
 
@@ -63,14 +63,14 @@ class Interface:
 
 
 def read_interfaces(sysfs: str | Path = "/sys", proc: str | Path = "/proc") -> tuple[Interface, ...]:
-    """The interfaces of this process's network namespace, by name."""
+    """Read the interfaces of this process's network namespace, sorted by name."""
     default = _default_interfaces(Path(proc) / "net/route")
     folders = entries(Path(sysfs) / "class/net")
     return tuple(_read(folder, folder.name in default) for folder in folders if read_text(folder / "operstate"))
 
 
 def bootstrap_interface(interfaces: tuple[Interface, ...]) -> Interface | None:
-    """The interface by which nodes meet: `eth0`, which every Azure VM has, else that of the default route."""
+    """The interface through which nodes meet: `eth0`, which every Azure VM has, else that of the default route."""
     usable = [interface for interface in interfaces if interface.up and interface.kind == "ethernet"]
     eth0 = next((interface for interface in usable if interface.name == "eth0"), None)
     return eth0 or next((interface for interface in usable if interface.default_route), None)
@@ -89,7 +89,7 @@ def _read(folder: Path, default_route: bool) -> Interface:
 
 
 def _default_interfaces(route: Path) -> set[str]:
-    """Interfaces of default routes: lines of `Iface Destination Gateway ...`, addresses in hexadecimal."""
+    """Interfaces of default routes, from lines of `Iface Destination Gateway ...` with hexadecimal addresses."""
     rows = [line.split() for line in (read_text(route) or "").splitlines()[1:]]
     return {row[0] for row in rows if len(row) > 7 and row[1] == row[7] == _DEFAULT_ROUTE}
 
@@ -99,9 +99,8 @@ class GPUs:
     """The node's GPUs.
 
     Attributes:
-        vendor: whose they are; `nvidia` has NCCL, `amd` has RCCL. None without GPUs.
-        models: one name for each GPU, such as `NVIDIA H100 80GB HBM3`; an empty one where the driver hides it, as
-            AMD's does.
+        vendor: `nvidia` (NCCL) or `amd` (RCCL); None without GPUs.
+        models: one name for each GPU, such as `NVIDIA H100 80GB HBM3`; empty if the driver hides it, as AMD's does.
     """
 
     vendor: Literal["nvidia", "amd"] | None
@@ -109,9 +108,9 @@ class GPUs:
 
 
 def read_gpus(sysfs: str | Path = "/sys", proc: str | Path = "/proc", devices: str | Path = "/dev") -> GPUs:
-    """The GPUs that the NVIDIA or the AMD driver shows.
+    """Read the GPUs that the NVIDIA or the AMD driver shows.
 
-    A container may have the device files without the driver's folder in /proc; then only the number is known.
+    A container may have the device files without the driver's folder in /proc. Then only the number of GPUs is known.
     """
     nvidia = [read_text(folder / "information") for folder in entries(Path(proc) / "driver/nvidia/gpus")]
     if nvidia:
@@ -119,20 +118,20 @@ def read_gpus(sysfs: str | Path = "/sys", proc: str | Path = "/proc", devices: s
     files = [entry for entry in entries(Path(devices)) if re.fullmatch(r"nvidia\d+", entry.name)]
     if files:
         return GPUs("nvidia", ("",) * len(files))
-    # CPUs are nodes of this topology too, with no SIMD units.
+    # This topology also lists CPUs, which have no SIMD units.
     amd = [
         folder
         for folder in entries(Path(sysfs) / "class/kfd/kfd/topology/nodes")
         if _AMD_NODE.search(read_text(folder / "properties") or "")
     ]
-    # What the folder has for a name is that of a chip family: `ip discovery` for MI300X, `aldebaran` for MI200.
+    # The name in the folder is only that of a chip family: `ip discovery` for MI300X, `aldebaran` for MI200.
     return GPUs("amd", ("",) * len(amd)) if amd else GPUs(None, ())
 
 
 def gpudirect_support(sysfs: str | Path = "/sys", proc: str | Path = "/proc") -> str | None:
-    """What lets an adapter read and write GPU memory by itself (GPUDirect RDMA); None where nothing does.
+    """What lets an adapter read and write GPU memory directly (GPUDirect RDMA); None if nothing does.
 
-    The kernel module of either vendor, or DMA-BUF, which NVIDIA's open driver has and NCCL uses since 2.13.
+    This is a kernel module of either vendor, or DMA-BUF, which NVIDIA's open driver has and NCCL uses since 2.13.
     """
     for module in ("nvidia_peermem", "nv_peer_mem"):
         if (Path(sysfs) / "module" / module).is_dir():
@@ -147,12 +146,12 @@ def gpudirect_support(sysfs: str | Path = "/sys", proc: str | Path = "/proc") ->
 
 
 def cuda_started(library: str = "libcuda.so.1") -> bool:
-    """Whether this process has started CUDA, which numbers the GPUs then and never again.
+    """Whether this process has started CUDA. CUDA numbers the GPUs at its start and never again.
 
-    torch.cuda.is_initialized() does not know it: torch.cuda.is_available() may start the driver as well.
+    torch.cuda.is_initialized() does not tell, because torch.cuda.is_available() may start the driver too.
 
     Args:
-        library: CUDA's driver; asked for the number of GPUs, which it refuses to tell before it was started.
+        library: library of CUDA's driver, which refuses to report the number of GPUs before it was started.
     """
     try:
         driver = ctypes.CDLL(library)

@@ -1,4 +1,4 @@
-"""VM sizes of Azure by name: GPUs, InfiniBand adapters and memory, from vm_sizes.toml."""
+"""Looks up Azure VM sizes by name: GPUs, InfiniBand adapters and memory, from vm_sizes.toml."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ _ACCELERATOR = re.compile(r"[A-Z]+\d+[A-Z]*", re.I | re.A)  # H100, MI300X, RTXP
 _DESCRIPTOR = re.compile(r"[A-Z]+|\d+", re.I | re.A)  # xl, NDR, flex, noIB; the 3 of M176ds_3_v3
 _GENERATION = re.compile(r"v(\d{1,2})", re.I | re.A)
 
-# A family and a number alone name a size of the first generation, whose largest numbers these are ("Previous
-# generations of virtual machine sizes"); beyond them somebody typed a GPU: H100, A100, L40. A10 was a size as well,
-# retired and without RDMA, but today it is a GPU.
+# A name of only a family and a number is a size of the first generation. These are the largest numbers ("Previous
+# generations of virtual machine sizes"); a larger one means that somebody typed a GPU: H100, A100, L40. A10 was also a
+# size, retired and without RDMA, but today it is a GPU.
 _LARGEST_BARE = {"A": 9, "D": 14, "DS": 14, "F": 16, "G": 5, "GS": 5, "H": 16, "M": 128, "NC": 24, "NV": 24}
-# RDMA without the letter.
+# Sizes that have RDMA without the letter `r`.
 _UNLETTERED_RDMA = frozenset({"a8", "a9"})
-# RDMA hardware that is no SR-IOV device in the VM, so that no container can use it ("HPC virtual machine sizes" of
-# 2020, list of SR-IOV sizes; for NC24r also Azure ML's distributed GPU training guide). All later sizes have SR-IOV.
+# The RDMA hardware of these sizes is not an SR-IOV device in the VM, so no container can use it ("HPC virtual machine
+# sizes" of 2020, list of SR-IOV sizes; for NC24r also Azure ML's distributed GPU training guide). All later sizes have
+# SR-IOV.
 _WITHOUT_SR_IOV = frozenset({"a8", "a9", "h16r", "h16mr", "nc24r", "nc24rs_v2", "nd24rs"})
 
 _AMD_MODELS = ("MI", "V620", "V710")
@@ -37,15 +38,15 @@ _AMD_MODELS = ("MI", "V620", "V710")
 
 @dataclass(frozen=True)
 class VMName:
-    """The parts of a well-formed name, which need not be a size that exists.
+    """The parts of a well-formed name. A size of that name need not exist.
 
     Attributes:
-        text: the name as it was given, without `Standard_` and surrounding blanks.
-        family: such as `ND`, upper case.
+        text: the name as given, without `Standard_` and surrounding blanks.
+        family: family in upper case, such as `ND`.
         vcpus: vCPUs of the VM.
-        letters: additive letters, lower case: `isr`.
-        model: the accelerator, upper case: `H100`; None where the name has none.
-        generation: 5 for `_v5`, 1 without.
+        letters: additive letters in lower case, such as `isr`.
+        model: accelerator in upper case, such as `H100`; None if the name has none.
+        generation: 5 for `_v5`; 1 without a version.
     """
 
     text: str
@@ -62,12 +63,12 @@ class VMName:
 
     @property
     def sr_iov(self) -> bool:
-        """Whether a VM can use them."""
+        """Whether a VM can use the InfiniBand adapters."""
         return self.rdma and self._stem not in _WITHOUT_SR_IOV
 
     @property
     def has_gpu(self) -> bool:
-        """Whether the family has GPUs: all of N but NM (media transcoders) and NP (FPGAs)."""
+        """Whether the family has GPUs: all N families except NM (media transcoders) and NP (FPGAs)."""
         return self.family.startswith("N") and self.family not in ("NM", "NP")
 
     @property
@@ -77,7 +78,7 @@ class VMName:
 
 
 def parse_vm_name(name: str) -> VMName | None:
-    """The parts of a size's name, in any case, with or without `Standard_`; None where it is no name of a size."""
+    """Parse the name of a size, in any case, with or without `Standard_`; None if no size can have this name."""
     text = bare_name(name)
     first, *rest = text.split("_")
     head = _HEAD.fullmatch(first)
@@ -106,29 +107,29 @@ class UnknownVMSize(LookupError):  # noqa: N818 - reads as what happened
 
 @dataclass(frozen=True, kw_only=True)
 class VMSize:
-    """One VM size; None where it is not published.
+    """One VM size. A value is None if it is not published.
 
     Attributes:
-        name: such as `Standard_ND96isr_H100_v5`; for a size that is not in the table, as it was given.
+        name: name such as `Standard_ND96isr_H100_v5`; as given if the size is not in the table.
         gpus: GPUs that software sees in one VM; 0 for a CPU size.
-        gpu_model: such as `H100`.
+        gpu_model: model such as `H100`.
         gpu_memory_gb: memory of one GPU, in GB.
         interconnect: what joins the GPUs inside the VM: `NVLink 4`, `NVLink in pairs`, `Infinity Fabric`, `PCIe`.
-        hcas: InfiniBand adapters that the hardware has; None where there are some and nobody says how many.
-        hca_gbps: line rate of one, in Gb/s.
-        hca_expected_gbps: what `ib_write_bw` of one must reach, in Gb/s.
-        sr_iov: whether a VM can use them.
+        hcas: number of InfiniBand adapters of the hardware; None if there are some, but their number is unknown.
+        hca_gbps: line rate of one adapter, in Gb/s.
+        hca_expected_gbps: bandwidth that `ib_write_bw` must reach on one adapter, in Gb/s.
+        sr_iov: whether a VM can use the adapters.
         ethernet_gbps: bandwidth of the VM's ordinary network, all interfaces together, in Gb/s.
-        vcpus: vCPUs.
+        vcpus: number of vCPUs.
         memory_gib: main memory, in GiB.
         local_disk_gib: temporary disk, in GiB.
         bus_bandwidth: all-reduce bus bandwidth that one VM must reach with large messages, in GB/s.
         bus_bandwidth_two_nodes: the same between two VMs.
-        accelerator: `nvidia` (NCCL) or `amd` (RCCL); None where there is no GPU or the name does not tell.
+        accelerator: `nvidia` (NCCL) or `amd` (RCCL); None if there is no GPU or the name does not tell.
         topology: which of Azure's NCCL topology files fits: `ndv2`, `ndv4`, `ndv5` or `ncv4`.
-        retired: the day on which Azure stopped offering it, as an ISO date.
-        source: where all this is from.
-        known: whether the size is in the table; if not, its name's letters are all there is to go by.
+        retired: day on which Azure stopped offering the size, as an ISO date.
+        source: origin of these values.
+        known: whether the size is in the table; if not, all values come from its name.
     """
 
     name: str
@@ -159,15 +160,15 @@ class VMSize:
 
     @property
     def short_name(self) -> str:
-        """Lower case, without `Standard_`: `nd96isr_h100_v5`."""
+        """The name in lower case without `Standard_`, such as `nd96isr_h100_v5`."""
         return bare_name(self.name).lower()
 
 
 def lookup_vm_size(name: str) -> VMSize:
-    """What is known of a VM size; of a size that is not in the table, what the letters of its name say.
+    """Look up a VM size in the table. For a size that is not there, derive what its name tells.
 
     Args:
-        name: in any case, with or without `Standard_`.
+        name: name of the size, in any case, with or without `Standard_`.
 
     Raises:
         UnknownVMSize: no VM size can have this name.
@@ -189,7 +190,7 @@ def known_vm_sizes() -> tuple[VMSize, ...]:
 
 
 def nearest_vm_size(name: str) -> str | None:
-    """The name in the table that looks most like this one; None where none does."""
+    """The most similar name in the table; None if none is similar."""
     typed = re.sub(r"[^a-z0-9]+", "_", name.strip().lower())  # the portal writes "Standard ND40rs v2"
     matches = get_close_matches(bare_name(typed), _table(), n=1)
     return _table()[matches[0]].name if matches else None
@@ -206,7 +207,7 @@ def _table() -> Mapping[str, VMSize]:
 
 
 def _judge(name: VMName) -> VMSize:
-    """A size that is not in the table, from its name alone."""
+    """Derive a size that is not in the table from its name alone."""
     model = name.model if name.has_gpu else None
     return VMSize(
         name=f"Standard_{name.text}",

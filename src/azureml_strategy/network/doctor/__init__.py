@@ -1,4 +1,4 @@
-"""Everything this package knows of a machine, a job or an NCCL log, as one report with verdicts."""
+"""Reports what this package can tell about a machine, a job or an NCCL log, with a verdict for each check."""
 
 from __future__ import annotations
 

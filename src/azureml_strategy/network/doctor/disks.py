@@ -15,7 +15,7 @@ from azureml_strategy.network.sysfs import read_text
 _ESCAPED = re.compile(r"\\([0-7]{3})")  # a blank in a path is \040
 _REMOTE_KINDS = ("nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "beegfs")
 _DISK_KINDS = ("ext3", "ext4", "xfs", "btrfs")
-# File systems of the desktop, of snaps and of containers are FUSE too, but hold no data of a job.
+# Desktops, snaps and containers mount FUSE file systems here too, but these hold no job data.
 _SYSTEM_FOLDERS = ("/proc", "/sys", "/dev", "/run", "/snap", "/var/lib")
 
 _OPEN_FILES = re.compile(r"^Max open files\s+(\d+)\s+(\S+)", re.M)
@@ -23,11 +23,11 @@ _GIB = 1 << 30
 # Azure ML's default of `shm_size` is 2g ("CLI (v2) command job YAML schema").
 _AZURE_SHARED_MEMORY = 2 * _GIB
 _SHARED_GIB_PER_GPU = 8
-# Each tensor that a DataLoader worker hands over, and each socket of NCCL, takes one.
+# Each tensor from a DataLoader worker and each NCCL socket takes one file descriptor.
 _ENOUGH_FILES = 4096
 # Where Azure mounts the resource disk and NVMe disks.
 _LOCAL_DISKS = ("/mnt", "/scratch", "/nvme")
-# A checkpoint of ResNet-50 with its optimizer takes 0.2 GB, torch's caches of compiled code some more.
+# A ResNet-50 checkpoint with its optimizer takes 0.2 GB; torch's caches of compiled code take some more.
 _LITTLE_GB = 5
 
 
@@ -36,10 +36,10 @@ class Mount:
     """One mounted file system.
 
     Attributes:
-        source: the device, or what the file system calls its origin.
-        target: where it is mounted.
+        source: the device, or what the file system reports as its origin.
+        target: mount point.
         kind: type of the file system, such as `ext4` or `fuse.blobfuse2`.
-        read_only: whether it refuses writes.
+        read_only: whether it is mounted read-only.
     """
 
     source: str
@@ -55,19 +55,19 @@ class Mount:
 
     @property
     def is_disk(self) -> bool:
-        """Whether it is a disk of the machine."""
+        """Whether it is a local disk."""
         return self.kind in _DISK_KINDS
 
 
 def read_mounts(proc: Path) -> tuple[Mount, ...]:
-    """The mounts that this process sees, each target once: the last, which hides the others."""
+    """The mounts that this process sees. Of several at one target only the last, which hides the others."""
     rows = [line.split() for line in (read_text(proc / "self/mounts") or "").splitlines()]
     mounts = [Mount(_plain(row[0]), _plain(row[1]), row[2], "ro" in row[3].split(",")) for row in rows if len(row) >= 4]
     return tuple({mount.target: mount for mount in mounts}.values())
 
 
 def mount_of(path: Path | None, mounts: tuple[Mount, ...]) -> Mount | None:
-    """The mount that holds a path; None where none is known."""
+    """The mount that holds a path; None if no known mount does."""
     holding = [mount for mount in mounts if path and path.is_relative_to(mount.target)]
     return max(holding, key=lambda mount: len(mount.target), default=None)
 
@@ -77,7 +77,7 @@ def _plain(text: str) -> str:
 
 
 def check_limits(facts: Facts) -> Iterator[Finding]:
-    """Shared memory, locked memory and open files. What is wrong with locked memory, the plan's findings say."""
+    """Check shared memory, locked memory and open files. The plan's findings already report locked-memory problems."""
     yield from _shared_memory(facts)
     if facts.node.usable_hcas and not any(finding.subject == "locked memory" for finding in facts.plan.findings):
         limit = facts.node.memlock
@@ -93,7 +93,7 @@ def _shared_memory(facts: Facts) -> Iterator[Finding]:
     if size > _AZURE_SHARED_MEMORY or not gpus:
         yield Finding("ok", "/dev/shm", text)
         return
-    # float32 of 256 images with 224 pixels: 0.15 GB; a worker keeps two batches ready (torch, prefetch_factor).
+    # 256 float32 images of 224 pixels take 0.15 GB; a worker keeps two batches ready (torch, prefetch_factor).
     yield Finding(
         "warning",
         "/dev/shm",
@@ -119,7 +119,7 @@ def _open_files(facts: Facts) -> Iterator[Finding]:
 
 
 def check_storage(facts: Facts) -> Iterator[Finding]:
-    """Free space of local folders, mounts of remote data, and whether outputs can be written."""
+    """Check free space of local folders and whether outputs can be written; list the mounts of remote data."""
     mounts = read_mounts(facts.root / "proc")
     yield from _local(facts, mounts)
     for mount in mounts:
@@ -154,9 +154,9 @@ def judge_space(name: str, free_gb: float, total_gb: float) -> Finding:
     """Whether a file system has room for a training run.
 
     Args:
-        name: what is shown.
-        free_gb: what an ordinary user can write, in GB.
-        total_gb: its size, in GB.
+        name: subject of the finding.
+        free_gb: space that an ordinary user can write, in GB.
+        total_gb: size of the file system, in GB.
     """
     text = f"{free_gb:,.0f} GB free of {total_gb:,.0f} GB"
     if free_gb >= _LITTLE_GB:
@@ -172,7 +172,7 @@ def _working_directory() -> Path | None:
 
 
 def _outputs() -> Iterator[Finding]:
-    """Azure ML uploads `outputs` of the working directory while the job runs."""
+    """Check that `outputs` is writable: Azure ML uploads this folder of the working directory while the job runs."""
     folder = "outputs" if os.path.exists("outputs") else "."
     if os.access(folder, os.W_OK):
         yield Finding("ok", "outputs", "the folder can be written; Azure ML uploads it.")

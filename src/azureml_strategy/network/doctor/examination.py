@@ -1,4 +1,4 @@
-"""All checks of a machine and its job, in the order of the report."""
+"""Runs all checks of a machine and its job, in the order of the report."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def examine(
     environ: Mapping[str, str] | None = None,
     versions: Mapping[str, str | None] | None = None,
 ) -> Report:
-    """Examine this machine, and the job if this process belongs to one. Nothing is changed.
+    """Examine this machine, and the job if this process belongs to one, without changing anything.
 
     Args:
         root: the folder that holds `sys`, `proc`, `dev`, `etc` and the rest.
-        environ: the environment; that of this process by default.
-        versions: of the packages; those installed here by default.
+        environ: environment variables; those of this process by default.
+        versions: version of each package; those installed here by default.
     """
     environ = os.environ if environ is None else environ
     facts = read_facts(Path(root), environ, installed_versions() if versions is None else versions)

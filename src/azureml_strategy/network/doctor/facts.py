@@ -1,4 +1,4 @@
-"""What is read before anything is judged."""
+"""Facts about the machine, the job and the software, read before any check judges them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Facts:
 
     Attributes:
         root: the folder that holds `sys`, `proc`, `dev` and the rest.
-        environ: the environment.
-        launch: this process's place in the job; None where there is nothing to follow, or it cannot be trusted.
-        launch_error: why it cannot be trusted.
-        job: the Azure ML job, None outside one.
+        environ: environment variables.
+        launch: this process's place in the job; None if no launcher determines it or its variables cannot be trusted.
+        launch_error: why the launcher's variables cannot be trusted; None if they can.
+        job: the Azure ML job; None outside one.
         node: the machine.
         plan: the settings that our strategies would make.
-        versions: version of each package, None where it is not installed.
+        versions: version of each package; None if it is not installed.
     """
 
     root: Path
@@ -41,16 +41,16 @@ class Facts:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of the job that a network joins."""
+        """Number of machines that the job's nodes run on; emulated nodes share one machine."""
         return self.launch.separate_machines if self.launch else 1
 
     @property
     def has_accelerators(self) -> bool:
-        """Whether NCCL matters here."""
+        """Whether NCCL matters here, by `has_accelerators`."""
         return has_accelerators(self.node)
 
     def to_json(self) -> dict[str, Any]:
-        """The facts, fit for JSON, without the environment and the subscription."""
+        """The facts as a dictionary for JSON, without the environment and the subscription."""
         job = asdict(self.job) if self.job else None
         if job:
             del job["subscription"]
@@ -61,12 +61,12 @@ class Facts:
 
 
 def read_facts(root: Path, environ: Mapping[str, str], versions: Mapping[str, str | None]) -> Facts:
-    """Read everything; whatever cannot be read counts as absent.
+    """Read all facts. A fact that cannot be read counts as absent.
 
     Args:
         root: the folder that holds `sys`, `proc`, `dev` and `etc`.
-        environ: the environment of a process of the job.
-        versions: of the packages, from `installed_versions`.
+        environ: environment variables of a process of the job.
+        versions: version of each package, from `installed_versions`.
     """
     launch, launch_error = _read_launch(environ)
     node = read_node(root, environ)
@@ -84,7 +84,7 @@ def read_facts(root: Path, environ: Mapping[str, str], versions: Mapping[str, st
 
 
 def has_accelerators(node: Node) -> bool:
-    """Whether the machine has GPUs or RDMA adapters, or should have GPUs by its size."""
+    """Whether the machine has GPUs or RDMA adapters, or should have GPUs according to its VM size."""
     promised = node.vm_size.gpus != 0 if node.vm_size else False
     return bool(node.gpus.models or node.hcas or promised)
 

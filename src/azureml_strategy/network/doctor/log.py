@@ -1,4 +1,4 @@
-"""An NCCL log, explained."""
+"""Explains an NCCL log in a report."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SHARP = {
     "failed": "tried, and not available",
     "available": "offered by the adapters, not used",
 }
-_MOST_NAMES = 8  # of hosts or adapters written out
+_MOST_NAMES = 8  # hosts or adapters that a text names
 _SET_DEBUG = "Run again with NCCL_DEBUG=INFO set on every rank, and give the log of that run."
 
 
@@ -35,12 +35,12 @@ class UnreadableLog(ValueError):  # noqa: N818 - reads as what happened
 
 
 def explain_log(name: str, root: str | Path = "/", environ: Mapping[str, str] | None = None) -> Report:
-    """Explain what NCCL's log shows: the transport, what that rests on, and each error with what to do.
+    """Explain what an NCCL log shows: the transport, the evidence for it, and each error with its fix.
 
     Args:
         name: path of the log; `-` reads standard input.
-        root: the folder that holds `sys` and `dev`; the log is compared with the machine's adapters.
-        environ: the environment, whose secrets are kept out of the report.
+        root: the folder that holds `sys` and `dev`; the report compares the log with this machine's adapters.
+        environ: environment variables, whose secrets are kept out of the report; those of this process by default.
 
     Raises:
         UnreadableLog: the file cannot be read.
@@ -121,7 +121,7 @@ def _message(error: LogError) -> Finding:
 
 
 def _machine(transport: Transport, root: Path) -> Iterator[Finding]:
-    """Whether this machine has what the log does without."""
+    """Warn if this machine has usable InfiniBand that the log does not use."""
     usable = [hca.name for hca in read_hcas(root / "sys", root / "dev") if hca.usable]
     if usable and transport.kind in ("socket", "roce"):
         yield Finding(

@@ -1,4 +1,4 @@
-"""Checks of the machine: InfiniBand adapters, GPUs, and what its VM size should have."""
+"""Checks the machine: its InfiniBand adapters, its GPUs, and its VM size."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from azureml_strategy.network.infiniband import HCA
 from azureml_strategy.network.sysfs import read_text
 from azureml_strategy.network.vm_sizes import UnknownVMSize, VMSize, known_vm_sizes, lookup_vm_size, nearest_vm_size
 
-_MOST_NAMES = 2  # written out
+_MOST_NAMES = 2  # adapters that a text names
 
 # `NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 ...`; the open one says `Kernel Module for x86_64`.
 _DRIVER = re.compile(r"Kernel Module\s+(?:for \S+\s+)?(\d+(?:\.\d+)+)")
-# The oldest driver for each CUDA (NVIDIA, "CUDA Compatibility", minor version compatibility); older ones need the
-# forward-compatibility libraries, which images of CUDA have here.
+# The oldest driver for each CUDA (NVIDIA, "CUDA Compatibility", minor version compatibility). An older driver needs the
+# forward-compatibility libraries; CUDA images have them in this folder.
 _OLDEST_DRIVERS = {"13": 580, "12": 525}
 _COMPATIBILITY_LIBRARIES = "usr/local/cuda/compat"
 _SUBJECT = "VM size"
 
 
 def check_adapters(facts: Facts) -> Iterator[Finding]:
-    """What carries traffic between nodes."""
+    """Check what carries traffic between nodes: adapters, GPUDirect RDMA, topology file and interface."""
     yield from _adapters(facts)
     yield from find_faults(facts.node)
     yield from _gpudirect(facts)
@@ -37,7 +37,7 @@ def check_adapters(facts: Facts) -> Iterator[Finding]:
 
 def _adapters(facts: Facts) -> Iterator[Finding]:
     node = facts.node
-    # Of these `find_faults` speaks; of a workstation's idle port nobody needs to hear more than that it is idle.
+    # `find_faults` then reports the faulty ports. On other machines, such as a workstation, an idle port is no fault.
     judged = bool(node.usable_hcas or (node.vm_size and node.vm_size.infiniband))
     if not node.hcas and not judged:
         yield Finding("ok", "InfiniBand", "none")
@@ -108,7 +108,7 @@ def _interface(facts: Facts) -> Iterator[Finding]:
 
 
 def check_gpus(facts: Facts) -> Iterator[Finding]:
-    """Number and model against the size and the launch; driver against CUDA; torch's build against the vendor."""
+    """Check the number of GPUs against job, VM size and launch, the driver against CUDA, torch's build against GPUs."""
     present, promised = len(facts.node.gpus.models), _promised(facts)
     if present < promised:
         yield _missing(present, promised, facts)
@@ -162,7 +162,7 @@ def _driver(facts: Facts) -> Iterator[Finding]:
 
 def _build(facts: Facts) -> Iterator[Finding]:
     torch, amd = facts.versions["torch"] or "", facts.node.gpus.vendor == "amd"
-    # Builds of a vendor's own image bear other labels, or none, and are right.
+    # Builds in a vendor's own image have other labels, or none, and fit.
     if any(label in torch for label in ("+cpu", "+cu" if amd else "+rocm")):
         yield Finding(
             "problem",
@@ -185,7 +185,7 @@ def _processes(facts: Facts, present: int) -> Iterator[Finding]:
 
 
 def check_size(facts: Facts) -> Iterator[Finding]:
-    """The VM size and whether it suits the job; nothing outside Azure."""
+    """Check the VM size and whether it suits the job; outside Azure, report nothing."""
     name = facts.node.vm_size_name
     if name is None:
         if facts.job or facts.node.azure:
@@ -258,7 +258,7 @@ def _without_infiniband(size: VMSize, num_nodes: int) -> Finding:
 
 
 def _with_infiniband(size: VMSize) -> str:
-    """A size with the same GPUs and InfiniBand, else the one with the most common GPU that has it."""
+    """A current size with the same GPU model and InfiniBand, else the size with the most common GPU that has it."""
     fitting = [
         each.name
         for each in known_vm_sizes()

@@ -1,4 +1,4 @@
-"""The report of an examination: its sections, as text or as a JSON document, and without secrets."""
+"""The report of an examination: sections of findings, rendered as text or JSON, with secrets removed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from azureml_strategy.network.findings import Finding, Verdict
 
 _WORST_FIRST: tuple[Verdict, ...] = ("problem", "warning", "ok")
 
-# A log may hold escape sequences, which a terminal would obey.
+# A log may contain escape sequences, which a terminal would execute.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]+")
 _MARKS = {"ok": "ok", "warning": "WARNING", "problem": "PROBLEM"}
 _MARK_WIDTH = max(map(len, _MARKS.values()))
-# A longer subject, which a variable with its value may be, gets a line of its own.
+# A longer subject, such as a variable with its value, gets a line of its own.
 _WIDEST_SUBJECT = 22
 _NARROWEST_TEXT = 30
 
@@ -29,7 +29,7 @@ class Section:
 
     Attributes:
         title: the heading.
-        findings: in the order in which they are shown.
+        findings: the findings, in the order shown.
     """
 
     title: str
@@ -38,11 +38,11 @@ class Section:
 
 @dataclass(frozen=True)
 class Report:
-    """What was found.
+    """All findings, with the facts behind them.
 
     Attributes:
-        sections: those that have findings.
-        facts: what was read, fit for JSON.
+        sections: the sections that have findings.
+        facts: what was read, in a form that JSON can hold.
     """
 
     sections: tuple[Section, ...]
@@ -50,17 +50,17 @@ class Report:
 
     @property
     def findings(self) -> Iterator[Finding]:
-        """All findings."""
+        """The findings of all sections."""
         return (finding for section in self.sections for finding in section.findings)
 
     @property
     def verdict(self) -> Verdict:
-        """The worst of all findings."""
+        """The worst verdict of all findings; `ok` without findings."""
         return min((finding.verdict for finding in self.findings), key=_WORST_FIRST.index, default="ok")
 
     @property
     def summary(self) -> str:
-        """Such as `2 problems, 1 warning`."""
+        """The number of problems and warnings, such as `2 problems, 1 warning`."""
         verdicts = [finding.verdict for finding in self.findings]
         problems, warnings = verdicts.count("problem"), verdicts.count("warning")
         parts = [_count(problems, "problem")] + [_count(warnings, "warning")] * bool(warnings)
@@ -72,7 +72,7 @@ class Report:
         return int(self.verdict == "problem")
 
     def to_json(self) -> str:
-        """The report as a document: `verdict`, `summary`, `checks`, and each of the facts by its name."""
+        """The report as a JSON document: `verdict`, `summary`, `checks`, and each fact by its name."""
         checks = [
             {"section": section.title, **asdict(finding)} for section in self.sections for finding in section.findings
         ]
@@ -84,11 +84,12 @@ def _count(number: int, word: str) -> str:
 
 
 def without_secrets(report: Report, environ: Mapping[str, str]) -> Report:
-    """The report, fit to print and to pass on.
+    """The report without secrets, safe to print and to share.
 
     Args:
-        report: what was found.
-        environ: what its variables with secret names hold is struck out, besides what looks like a secret.
+        report: the report.
+        environ: environment variables. The values of those with secret names are removed from the report, as is
+            everything that looks like a secret.
     """
     sections = tuple(
         Section(
@@ -109,13 +110,13 @@ def without_secrets(report: Report, environ: Mapping[str, str]) -> Report:
 
 
 def printable(value: Any, environ: Mapping[str, str]) -> Any:
-    """The same text, or list or dictionary of texts, without secrets and without what a terminal would obey."""
+    """The text, or list or dictionary of texts, without secrets and without terminal control characters."""
     return _plain(redact("", value, environ))
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, str):
-        # A variable that is no UTF-8 cannot be printed as it is.
+        # The value of a variable that is not UTF-8 holds surrogates, which cannot be printed.
         return _CONTROL.sub(" ", value).encode(errors="replace").decode()
     if isinstance(value, dict):
         return {name: _plain(entry) for name, entry in value.items()}
@@ -125,11 +126,11 @@ def _plain(value: Any) -> Any:
 
 
 def render(report: Report, width: int) -> str:
-    """The report as aligned lines, the sum last.
+    """The report as aligned lines, with the summary last.
 
     Args:
-        report: what was found.
-        width: columns to wrap at.
+        report: the report.
+        width: column to wrap at.
     """
     subjects = [len(finding.subject) for finding in report.findings]
     column = max((length for length in subjects if length <= _WIDEST_SUBJECT), default=0)
@@ -153,7 +154,7 @@ def _entry(finding: Finding, column: int, width: int) -> Iterator[str]:
 
 
 def _wrap(text: str, width: int, prefix: str) -> list[str]:
-    # What is to be typed must stay whole.
+    # Never break a word: the user may have to copy a command or setting.
     return textwrap.wrap(
         prefix + text,
         max(width, _NARROWEST_TEXT),

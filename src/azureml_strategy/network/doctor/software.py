@@ -1,4 +1,4 @@
-"""Checks of the software: versions, and whether MLflow can be reached."""
+"""Checks the software: package versions, and the variables that MLflow tracking needs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NUMBER = re.compile(r"(\d+)\.(\d+)")
 _OLDEST = {"torch": (2, 6), "lightning": (2, 6), "mlflow": (2, 19)}
 _MLFLOW_BEYOND_AZURE = (3, 16)
 
-# What is shown, and the distributions that have it.
+# The name in the report, and the distributions that may provide it.
 _DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
     "azureml-strategy": ("azureml-strategy",),
     "torch": ("torch",),
@@ -29,7 +29,7 @@ _DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
 
 
 def check_versions(facts: Facts) -> Iterator[Finding]:
-    """All versions in one line, then what does not go together."""
+    """Report all versions in one finding, then each unsupported one."""
     versions = facts.versions
     shown = [f"{name} {found}" for name, found in versions.items() if found]
     yield Finding("ok", "versions", ", ".join(shown))
@@ -37,10 +37,10 @@ def check_versions(facts: Facts) -> Iterator[Finding]:
 
 
 def find_unsupported(versions: Mapping[str, str | None]) -> Iterator[Finding]:
-    """Packages that are missing, too old, or do not go together.
+    """Find packages that are missing, too old, or incompatible with one another.
 
     Args:
-        versions: from `installed_versions`.
+        versions: version of each package, from `installed_versions`.
     """
     for name, oldest in _OLDEST.items():
         wanted = ".".join(map(str, oldest))
@@ -61,15 +61,16 @@ def find_unsupported(versions: Mapping[str, str | None]) -> Iterator[Finding]:
 
 
 def _number(text: str | None) -> tuple[int, int]:
-    """Major and minor version; (0, 0) where there is none."""
+    """Major and minor version; (0, 0) if there is none."""
     found = _NUMBER.match(text or "")
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def installed_versions() -> dict[str, str | None]:
-    """Version of Python and of each package; None where it is not installed.
+    """Version of Python and of each package; None if it is not installed.
 
-    CUDA and NCCL are those that pip installed beside torch; a build that has them inside, as conda's, shows none.
+    CUDA and NCCL are the packages that pip installed with torch. For a torch build that bundles them, such as conda's,
+    both are None.
     """
     found = {name: _first(distributions) for name, distributions in _DISTRIBUTIONS.items()}
     return {"python": platform.python_version(), **found}
@@ -87,7 +88,7 @@ def _version(distribution: str) -> str | None:
 
 
 def check_tracking(facts: Facts) -> Iterator[Finding]:
-    """The tracking store, of which only the scheme is shown, and the run."""
+    """Check the tracking store and the run; report only the scheme of the store's address."""
     uri, run_id = facts.environ.get("MLFLOW_TRACKING_URI", ""), facts.environ.get("MLFLOW_RUN_ID")
     scheme = uri.partition(":")[0]
     if scheme == "azureml" and not facts.versions["azureml-mlflow"]:

@@ -1,4 +1,4 @@
-"""Checks of the environment variables: launch, job and NCCL settings."""
+"""Checks the environment variables: launch, job and NCCL settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from azureml_strategy.network.hardware import find_faults
 
 
 def check_launch(facts: Facts) -> Iterator[Finding]:
-    """How the process was launched, and in which job."""
+    """Report how the process was launched, and in which job."""
     if facts.launch_error:
         yield Finding("problem", "launch", facts.launch_error)
     elif facts.launch:
@@ -47,7 +47,7 @@ def _describe_job(job: Job) -> str:
 
 
 def check_settings(facts: Facts) -> Iterator[Finding]:
-    """Each variable with its value and reason; then those that contradict the hardware."""
+    """Report each variable with its value and reason, then the variables that contradict the hardware."""
     for setting in facts.plan.settings:
         yield Finding("ok", setting.variable, f"{setting.value}  {setting.reason}")
     faults = tuple(find_faults(facts.node))

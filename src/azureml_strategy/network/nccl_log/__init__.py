@@ -1,4 +1,4 @@
-"""What NCCL really uses between nodes, read from its own log."""
+"""Reads from NCCL's log what NCCL really uses between nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NCCL's words for networks, adapters and the routes of channels."""
+"""Parses NCCL's names of networks, adapters and the routes of channels."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple, TypeVar
 
-LIMIT = 1 << 13
+LIMIT = 1 << 13  # keys kept in a dictionary, which bounds the memory for any log
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -24,9 +24,9 @@ _SLOWEST_FIRST: tuple[Kind, ...] = ("socket", "ofi", "roce", "ib")
 _ENTRY = re.compile(r"\[(\d{1,6})\](?:=\{([^}]*)|\s*([^\s\[;{]+))")
 _DEVICE = re.compile(r"([^\s\[\]{},;:/]{1,64}):(?:uverbs\d+:)?\d+/(IB|RoCE)\b(/SHARP)?")
 # net.cc writes NET/<network>/<device>[(<proxy rank>)][/GDRDMA[(PCI)]][/Shared], coll_net.cc COLLNET/SHARP/<device>.
-# The device must be there: without it the line was cut off, perhaps within the network's name.
+# The pattern requires the device: a line without it was cut off, perhaps within the network's name.
 _NETWORK = re.compile(r"(COLL)?NET/([^/]{1,64})/(\d{1,6})(\(\d+\))?")
-# p2p.cc and shm.cc; RCCL adds ` comm 0x... nRanks N` behind them.
+# From p2p.cc and shm.cc; RCCL appends ` comm 0x... nRanks N`.
 _LOCAL = re.compile(
     r"P2P/(?:direct pointer|indirect|[A-Z]{1,16})(?:/read)?(?:/CE)?"
     r"|SHM/[a-zA-Z]{1,16}(?:/[a-zA-Z]{1,16})?|direct shared memory"
@@ -34,30 +34,30 @@ _LOCAL = re.compile(
 
 
 def remember(kept: dict[Key, Value], key: Key, value: Value) -> None:
-    """Keep the value unless the key has one already or `LIMIT` keys are kept."""
+    """Set the key's value, unless it already has one or `LIMIT` keys are kept."""
     if len(kept) < LIMIT:
         kept.setdefault(key, value)
 
 
 def count(counts: dict[Key, int], key: Key, more: int) -> None:
-    """Add to the key's count; a new key is left out once `LIMIT` keys are counted."""
+    """Add to the key's count. Once `LIMIT` keys are counted, ignore new keys."""
     if key in counts or len(counts) < LIMIT:
         counts[key] = counts.get(key, 0) + more
 
 
 def family(network: str) -> Family | None:
-    """The family of a network's or plugin's name, such as `IBext_v8`; None for a plugin that is not known."""
+    """The family of a network or plugin by its name, such as `IBext_v8`; None if the name is unknown."""
     return next((name for name, pattern in _FAMILIES if pattern.match(network)), None)
 
 
 def slowest(kinds: Iterable[Kind]) -> Kind:
-    """The slowest of the transports in use: it sets the pace of a collective. Names not known count last."""
+    """The slowest of the transports in use, which sets the pace of a collective; `unknown` if none is known."""
     seen = set(kinds)
     return next((kind for kind in _SLOWEST_FIRST if kind in seen), "unknown")
 
 
 def fastest(kinds: Iterable[Kind]) -> Kind:
-    """The fastest of the transports that could be used."""
+    """The fastest of the transports that could be used; `unknown` if none is known."""
     seen = set(kinds)
     return next((kind for kind in reversed(_SLOWEST_FIRST) if kind in seen), "unknown")
 
@@ -66,9 +66,9 @@ class Devices:
     """Devices by name and by the index that channel lines use.
 
     Attributes:
-        links: `IB`, `RoCE` or None (not shown) of each device.
-        sharp: a device says that its fabric aggregates (SHARP).
-        gids: an error showed GIDs, which NCCL prints for Ethernet links only.
+        links: link layer of each device: `IB`, `RoCE`, or None if no line shows it.
+        sharp: whether a device reports that its fabric aggregates (SHARP).
+        gids: whether an error showed GIDs, which NCCL prints for Ethernet links only.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Devices:
         self._by_index: dict[tuple[str | None, int], set[str]] = {}
 
     def add_list(self, host: str | None, text: str) -> bool:
-        """Read the devices of a line; whether it lists any."""
+        """Add the devices that a line lists; returns whether it lists any."""
         found = False
         for entry in _ENTRY.finditer(text):
             for name, link, sharp in _DEVICE.findall(entry[2] or entry[3] or ""):
@@ -88,7 +88,7 @@ class Devices:
         return found
 
     def add_name(self, name: str, link: str | None = None) -> None:
-        """A device whose link layer the line shows or not; a fused one is `mlx5_0+mlx5_1`."""
+        """Add a device or each part of a fused one (`mlx5_0+mlx5_1`), with its link layer if the line shows it."""
         for part in filter(None, name.split("+")):
             if link and part in self.links:
                 self.links[part] = self.links[part] or link
@@ -100,13 +100,13 @@ class Devices:
         self._by_index.get((host, index), set()).add(link)
 
     def is_ethernet(self, host: str | None = None, index: int | None = None) -> bool:
-        """Whether a channel over this device, or any channel if the device is not listed, runs over Ethernet."""
+        """Whether a channel over this device runs over Ethernet; if the device is not listed, all devices decide."""
         links = self._by_index.get((host, index)) if index is not None else None
         links = links or {link for link in self.links.values() if link}
         return links == {"RoCE"} or (not links and self.gids)
 
     def with_link(self, *links: str | None) -> Iterator[str]:
-        """Names of the devices with one of these link layers, in natural order."""
+        """Names of the devices with one of these link layers, in natural sort order."""
         return iter(sorted((name for name, link in self.links.items() if link in links), key=_natural))
 
 
@@ -115,15 +115,15 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 class Route(NamedTuple):
-    """One way between two ranks.
+    """A route between two ranks.
 
     Attributes:
-        name: `NET/IB`, `COLLNET/SHARP`, or a way inside the node such as `P2P/IPC/read`.
-        network: the network's name; None inside a node.
+        name: `NET/IB`, `COLLNET/SHARP`, or a route inside the node such as `P2P/IPC/read`.
+        network: name of the network; None inside a node.
         device: index of the network device; None inside a node.
-        gpudirect: the adapter reads and writes GPU memory.
-        proxied: another GPU of the node, closer to the adapter, passes the data on (PXN).
-        collnet: the switches reduce (SHARP).
+        gpudirect: whether the adapter reads and writes GPU memory directly.
+        proxied: whether another GPU of the node, closer to the adapter, forwards the data (PXN).
+        collnet: whether the switches reduce (SHARP).
     """
 
     name: str
@@ -135,7 +135,7 @@ class Route(NamedTuple):
 
 
 def parse_route(text: str) -> Route | None:
-    """The route of what stands behind `via`; None if it is none."""
+    """Parse the text after `via`; None if it is not a route."""
     if network := _NETWORK.match(text):
         name = network[2].strip()
         return Route(

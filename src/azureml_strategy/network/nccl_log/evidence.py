@@ -1,4 +1,4 @@
-"""What the messages of a log say, gathered before anything is concluded."""
+"""Gathers the facts from the messages of a log; `verdict` and `reader` draw the conclusions."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ _WATCHED_SETTINGS = {"NCCL_IB_DISABLE", "NCCL_NET", "NCCL_IB_HCA"}
 
 
 class Evidence:
-    """Facts from one log, of all its ranks and hosts together.
+    """Facts from one log, for all its ranks and hosts together.
 
     Attributes:
-        routes: connections of channels, counted by host and route.
-        selected: the networks that hosts said they use.
-        loaded: networks that were found at start; they need not be used.
-        interfaces: of the bootstrap and of sockets, in the order seen.
-        bootstrap: those the ranks found one another over.
-        hosts: that wrote anything.
+        routes: number of channel lines for each host and route.
+        selected: the networks that hosts reported to use.
+        loaded: networks found at start, which are not necessarily used.
+        interfaces: interfaces of the bootstrap and of sockets, in the order seen.
+        bootstrap: interfaces of the bootstrap, over which the ranks found one another.
+        hosts: hosts that wrote a message.
         settings: NCCL variables that choose a network, as NCCL read them.
-        gpudirect: what was decided about GPUDirect RDMA, for each GPU or only for each adapter (`GPU`, `HCA`).
-        without_module: the first line that blames a kernel module for the lack of GPUDirect RDMA.
-        without_device: the first line that says there is no verbs device.
-        failed: the network of a failed transfer.
-        relaxed_ordering: whether a list of adapters said so; None without a list.
-        nodes: as many as a communicator spans, where NCCL says it.
-        nvlink_between_nodes: NVLink spans the nodes (MNNVL).
+        gpudirect: NCCL's decisions about GPUDirect RDMA, for GPUs (`GPU`) or only for adapters (`HCA`).
+        without_module: the first line that blames a missing kernel module for the lack of GPUDirect RDMA.
+        without_device: the first line that reports no verbs device.
+        failed: network of a failed transfer.
+        relaxed_ordering: whether a list of adapters shows relaxed ordering; None without a list.
+        nodes: nodes of the largest communicator; 1 if NCCL does not report it.
+        nvlink_between_nodes: whether NVLink spans the nodes (MNNVL).
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class Evidence:
         self._expects_error = False
 
     def channel(self, host: str | None, route: Route, lines: int) -> None:
-        """Count connections of channels."""
+        """Count channel lines of a host and route."""
         self._host(host)
         count(self.routes, (host, route), lines)
 
@@ -92,7 +92,11 @@ class Evidence:
                 read(self, host, text)
 
     def other(self, text: str) -> int:
-        """Read a line that names NCCL but is none of its messages, such as torch's report of an exception."""
+        """Read a line that names NCCL but is not its message, such as torch's report of an exception.
+
+        Returns:
+            How many of the following lines to pass on as well.
+        """
         self._version(None, text)
         text = _RANK.sub("", text.strip())
         if self._expects_error:

@@ -1,4 +1,4 @@
-"""Failures that a log reports, each kind once, with what it means and what to do."""
+"""Collects the failures that a log reports, each kind with an explanation and a fix."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Severity = Literal["problem", "warning", "info"]
 
 UNKNOWN = "unknown"
 _FURTHER = "Further messages of this kind."
-_MOST_TEXTS, _MOST_UNKNOWN = 4, 32  # texts kept of one known kind of error, and of all that are not known
-# Characters that are explained and kept, and compared. NCCL cuts its messages off at 1 KiB.
+_MOST_TEXTS, _MOST_UNKNOWN = 4, 32  # texts kept for each known kind of error, and for all unknown errors together
+# How many characters of a message are explained and kept, and how many are compared. NCCL cuts messages off at 1 KiB.
 _LONGEST_TEXT, _LONGEST_SHAPE = 1024, 240
 _VARYING = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
-# From old to new: `with error 12,`, `with status=12 opcode=`, `with status=IBV_WC_RETRY_EXC_ERR(12) opcode=`. What
-# follows the number must be there: a line that was cut off inside it would name another status. The highest is 23, and
-# numbers without an end would be kinds of errors without an end.
+# From old to new: `with error 12,`, `with status=12 opcode=`, `with status=IBV_WC_RETRY_EXC_ERR(12) opcode=`. The
+# pattern requires the character after the number: a line cut off inside the number would name another status. The
+# highest status is 23; the limit of two digits keeps a damaged log from creating kinds of errors without end.
 _STATUS = re.compile(r"Got completion\b.*?\b(?:with error |status=(?:\w+\()?)(\d{1,2})[\s,)]")
 _MEANINGS = {
     1: ("IBV_WC_LOC_LEN_ERR", "a message did not fit the buffer posted for it"),
@@ -64,15 +64,15 @@ _FIXES[20] = _FIXES[12]
 
 @dataclass(frozen=True)
 class LogError:
-    """One kind of failure, or of doubtful setting, in a log; `str` gives its text.
+    """One kind of failure or suspicious condition in a log. `str` gives its text.
 
     Attributes:
-        name: the kind, such as `completion 12` or `memlock`; `unknown` if this reader does not know it.
-        text: the first such message as NCCL or torch wrote it; a conclusion drawn from several lines has its own.
+        name: kind, such as `completion 12` or `memlock`; `unknown` if no rule matches.
+        text: the first such message as NCCL or torch wrote it; a conclusion from several lines has its own text.
         explanation: what it means.
-        fix: what to do, or what to type.
+        fix: what to do or type.
         severity: `problem` stops or ruins a run, `warning` may, `info` does not.
-        count: how often it was seen.
+        count: number of such messages.
     """
 
     name: str
@@ -87,10 +87,13 @@ class LogError:
 
 
 class ErrorLog:
-    """Collects errors in bounded memory: equal but for their numbers they are one, and each kind keeps a few texts.
+    """Collects errors in bounded memory.
+
+    Messages that differ only in their numbers count as one error. Each kind of error keeps a few texts.
 
     Args:
-        explain: makes an error of a message; asked once for equal ones, because a log may repeat one a million times.
+        explain: turns a message into an error; called once for equal messages, because a log may repeat one a million
+            times.
     """
 
     def __init__(self, explain: Callable[[str], LogError]) -> None:
@@ -101,7 +104,7 @@ class ErrorLog:
         self._known: dict[str, tuple[str, str]] = {}
 
     def add(self, text: str) -> None:
-        """Count the message, and keep its text if it is new and there is room."""
+        """Count the message; keep its text if it is new and there is room."""
         text = text.strip()[:_LONGEST_TEXT]
         shape = _VARYING.sub("#", text[:_LONGEST_SHAPE])
         key = self._known.get(shape)
@@ -125,7 +128,7 @@ class ErrorLog:
 
 
 class Completion(NamedTuple):
-    """A completion status, explained."""
+    """A completion status with its explanation and fix."""
 
     status: int
     explanation: str
@@ -133,7 +136,7 @@ class Completion(NamedTuple):
 
 
 def explain_completion(text: str) -> Completion | None:
-    """The completion status in a message of NCCL; None if there is none."""
+    """Explain the completion status in a message of NCCL; None if there is none."""
     found = _STATUS.search(text)
     if not found:
         return None

@@ -1,4 +1,4 @@
-"""NCCL's messages in a log: whatever stands before or around them is taken off, and repeats are left out."""
+"""Extracts NCCL's messages from a log: strips prefixes, drops other lines, and counts repeated channel lines."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Protocol, Union, runtime_checkable
 
 from azureml_strategy.network.nccl_log.devices import LIMIT, Route, parse_route
 
-PIECE = 1 << 17  # characters or bytes read at once: what stays in a core's cache
-# NCCL formats a message into 1 KiB, its list of devices into 2 KiB; launchers put a prefix before it.
+PIECE = 1 << 17  # characters or bytes read at once; they stay in a core's cache
+# NCCL formats a message into 1 KiB and its list of devices into 2 KiB; launchers add a prefix.
 MAX_LINE = 1 << 14
 
 # `[time] host:pid:tid [device] NCCL INFO text`, `... [device] file:line (function) NCCL WARN text` (NCCL's debug.cc);
@@ -19,14 +19,15 @@ MAX_LINE = 1 << 14
 _MARK = re.compile(r"NCCL (INFO|WARN) ")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _PROCESS = re.compile(r"([\w.-]{1,255}):\d+:\d+$")
-# How long messages that matter begin, and what comes late in them: without it, an editor or a terminal wrapped them.
+# How the long messages that matter begin, and a pattern that comes late in them. If it is missing, an editor or a
+# terminal has wrapped the message.
 _LONG = (
     (re.compile(r"NET/IB ?: Using "), re.compile(r"OOB \S+:")),
     (re.compile(r"NET/IB ?: Got completion"), re.compile(r"vendor.err.\d+")),
     (re.compile(r"(?:Channel|Ring|CollNet) \d+[^>]*->"), re.compile(r" via ")),
 )
-_MOST_LINES = 5  # of one message
-_LONGEST_KEY = 256  # characters of a process and a route
+_MOST_LINES = 5  # lines over which one message may be wrapped
+_LONGEST_KEY = 256  # characters of a process and a route together
 _Open = tuple[str | None, str, list[str]]  # host, level and the lines of a message so far
 
 
@@ -35,17 +36,17 @@ class Stream(Protocol):
     """An open file, text or binary."""
 
     def read(self, size: int, /) -> str | bytes:
-        """At most `size` characters or bytes, none at the end."""
+        """Read at most `size` characters or bytes; empty at the end of the file."""
 
 
 Log = Union[str, bytes, "os.PathLike[str]", Stream, Iterable[str]]
 
 
 def read_lines(log: Log) -> Iterator[list[str]]:
-    """The lines of a log, in lists of those that a piece of it completes.
+    """Read a log piece by piece; each list holds the lines that end in one piece.
 
-    A carriage return ends a line too: progress bars write gigabytes between two line feeds. What of a line lies
-    beyond `MAX_LINE` may be missing. Bytes that are no UTF-8 are replaced.
+    A carriage return also ends a line, because progress bars write gigabytes between two line feeds. The part of a
+    line beyond `MAX_LINE` may be missing. Bytes that are not UTF-8 are replaced.
 
     Raises:
         OSError: the file cannot be read.
@@ -87,23 +88,23 @@ def _decoded(pieces: Iterable[str | bytes]) -> Iterator[str]:
 
 
 class Sink(Protocol):
-    """What takes the messages."""
+    """Receives the messages."""
 
     def channel(self, host: str | None, route: Route, lines: int) -> None:
-        """Connections of channels, one a line, that a host takes this way."""
+        """Take a number of channel lines, one for each connection, of one host and route."""
 
     def message(self, host: str | None, level: str, text: str) -> None:
-        """Any other message; the level is `INFO` or `WARN`."""
+        """Take any other message; the level is `INFO` or `WARN`."""
 
     def other(self, text: str) -> int:
-        """A line that names NCCL and is no message of its own; returns how many lines behind it are wanted too."""
+        """Take a line that names NCCL but is not its message; returns how many of the following lines to pass on."""
 
 
 class Messages:
-    """Hands the messages of NCCL to a sink, without the prefixes of launchers.
+    """Passes NCCL's messages to a sink, without the prefixes of launchers.
 
     Args:
-        sink: takes them.
+        sink: receives the messages.
     """
 
     def __init__(self, sink: Sink) -> None:
@@ -113,12 +114,13 @@ class Messages:
         self._counted: dict[tuple[str, str], int] = {}
 
     def read(self, lines: list[str]) -> None:
-        """Read lines, without their ends."""
+        """Read lines, given without line ends."""
         counted = self._counted
         for line in lines:
             if "CCL" in line or "ccl" in line:
                 head, _, route = line.rpartition(" via ")
-                # `host:pid:tid` is the last word but one before the mark.
+                # `host:pid:tid` is the second-to-last word before the mark. A line whose process and route are already
+                # known is only counted, not parsed.
                 key = (head.partition(" NCCL INFO ")[0].rpartition(" ")[0].rpartition(" ")[2], route)
                 if key in counted and head.count("NCCL ") == 1 and not self._open:
                     counted[key] += 1
@@ -128,7 +130,7 @@ class Messages:
                 self._line_behind(line[:MAX_LINE].strip())
 
     def close(self) -> None:
-        """Hand over what was counted, and the beginning of a message whose end has not come."""
+        """Pass on the counted channel lines, and the first line of a message that is still incomplete."""
         self._close_message()
         for (process, text), lines in self._counted.items():
             if route := parse_route(text):
@@ -151,7 +153,7 @@ class Messages:
         elif len(parts) == 2 and self._can_count(prefix, parts[0], key):
             self._counted[key] = 1
         else:
-            # Processes that share a pipe sometimes write into one line; whose the later ones are is not known.
+            # Processes that share a pipe sometimes write into one line. The hosts of the later messages are unknown.
             hosts = [_host(_process(prefix)), *[None] * len(parts)]
             for host, level, text in zip(hosts, parts[::2], parts[1::2], strict=False):
                 self._message(host, level, text)
@@ -190,7 +192,7 @@ class Messages:
 
 
 def _process(prefix: str) -> str:
-    """`host:pid:tid`, with what a launcher glued to it, of what stands before a message."""
+    """The `host:pid:tid` in the text before a message, with anything that a launcher glued to it."""
     end = max(prefix.rfind(" ["), 0)
     return prefix[prefix.rfind(" ", 0, end) + 1 : end]
 

@@ -1,4 +1,4 @@
-"""`read_transport`: from a log to what NCCL uses."""
+"""Reads the transport that NCCL uses from its log, with `read_transport`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from azureml_strategy.network.nccl_log.verdict import Verdict, find, find_fallba
 
 
 def uses_gpudirect(evidence: Evidence, kind: Kind) -> bool | None:
-    """Whether adapters reach GPU memory: channel lines say so, else what NCCL decided for each GPU, or adapter."""
+    """Whether adapters access GPU memory directly, by channel lines.
+
+    Without channel lines: False over sockets, or if NCCL disabled it for every GPU (else for every adapter); None
+    otherwise.
+    """
     over_network = [route.gpudirect for _, route in evidence.routes if route.network]
     if over_network:
         return any(over_network)
@@ -24,18 +28,18 @@ def uses_gpudirect(evidence: Evidence, kind: Kind) -> bool | None:
 
 
 def list_hcas(evidence: Evidence, kind: Kind) -> tuple[str, ...]:
-    """The adapters of the verdict's link layer; one whose link layer is not shown belongs to it."""
+    """The adapters with the link layer of the verdict, and those whose link layer no line shows."""
     return tuple(evidence.devices.with_link("RoCE" if kind == "roce" else "IB", None))
 
 
 def list_other_devices(evidence: Evidence, hcas: Collection[str]) -> tuple[str, ...]:
-    """The adapters that are not among these."""
+    """The adapters that are not in `hcas`."""
     known = set(hcas)
     return tuple(name for name in evidence.devices.with_link("IB", "RoCE", None) if name not in known)
 
 
 def count_channels(evidence: Evidence) -> tuple[int, Counter[str]]:
-    """Channel lines over networks, and those inside nodes by their way."""
+    """Count channel lines over networks, and those inside nodes by route."""
     network, local = 0, Counter[str]()
     for (_, route), lines in evidence.routes.items():
         if route.network:
@@ -46,14 +50,14 @@ def count_channels(evidence: Evidence) -> tuple[int, Counter[str]]:
 
 
 def name_plugin(evidence: Evidence, verdict: Verdict) -> str | None:
-    """The network that is responsible for the verdict, or else the one that was selected."""
+    """The network behind the verdict, else the first one that was selected; None without either."""
     used = [use.network for use in verdict.uses if use.kind == verdict.kind and use.network != "SHARP"]
     selected = [network for _, network in evidence.selected]
     return next(iter(used + selected), None)
 
 
 def relaxed_ordering(evidence: Evidence, plugin: str | None) -> bool | None:
-    """Whether adapters may write out of order; only NCCL's own network is sure to say so, since 2.12."""
+    """Whether adapters may write out of order; None if unknown. Only NCCL's own network always tells, since 2.12."""
     if evidence.relaxed_ordering:
         return True
     version = tuple(int(part) for part in (evidence.version or "0").split("."))
@@ -62,7 +66,7 @@ def relaxed_ordering(evidence: Evidence, plugin: str | None) -> bool | None:
 
 
 def sharp_state(evidence: Evidence) -> Sharp | None:
-    """Whether the switches reduce: an error at start outweighs channel lines, which come before it."""
+    """Whether the switches reduce. An error at start outweighs channel lines, which come before it."""
     if any(error.name == "sharp" for error in evidence.errors):
         return "failed"
     if any(route.collnet for _, route in evidence.routes):
@@ -71,13 +75,13 @@ def sharp_state(evidence: Evidence) -> Sharp | None:
 
 
 def read_transport(log: Log) -> Transport:
-    """Read what NCCL uses between nodes from its log.
+    """Read from NCCL's log what NCCL uses between nodes.
 
-    NCCL writes such a log with `NCCL_DEBUG=INFO`. It may be mixed with anything, hold several ranks and hosts, and be
-    cut off or damaged. Memory stays bounded for any file or stream.
+    NCCL writes such a log with `NCCL_DEBUG=INFO`. The log may contain other output and several ranks and hosts, and it
+    may be cut off or damaged. Memory stays bounded for any file or stream.
 
     Args:
-        log: the text itself; or a path object of a file, an open file, text or binary, or lines.
+        log: the text itself, a path object, an open file (text or binary), or lines.
 
     Raises:
         OSError: the file cannot be read.

@@ -1,4 +1,4 @@
-"""Messages of NCCL and torch that report a failure: the first rule that matches explains it."""
+"""Explains failure messages of NCCL and torch: the first rule that matches a message explains it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class Rule(NamedTuple):
     """A kind of message, its explanation and what to do.
 
     Attributes:
-        name: of the kind.
-        pattern: found in the message.
+        name: name of the kind.
+        pattern: pattern to find in the message.
         severity: how bad it is.
         explanation: what it means.
-        fix: what to do, or what to type.
+        fix: what to do or type.
     """
 
     name: str
@@ -234,7 +234,7 @@ PROCESS_RULES = (
 
 
 def explain(text: str) -> LogError:
-    """The error that a message reports; one that no rule knows is named `unknown`."""
+    """Explain the error that a message reports; its name is `unknown` if no rule matches."""
     if completion := explain_completion(text):
         # Status 5 is a consequence of another error.
         severity: Severity = "warning" if completion.status == 5 else "problem"

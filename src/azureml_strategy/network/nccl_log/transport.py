@@ -1,4 +1,4 @@
-"""The transport that NCCL uses between nodes, as a log shows it, and its description in words."""
+"""Describes the transport that NCCL uses between nodes, according to its log."""
 
 from __future__ import annotations
 
@@ -19,37 +19,38 @@ _NAMES: dict[Kind, str] = {
     "p2p-only": "inside nodes only",
     "unknown": "unknown transport",
 }
-_MOST_NAMES = 2  # of adapters written out
+_MOST_NAMES = 2  # adapters that a text names
 
 
 @dataclass(frozen=True)
 class Transport:
-    """What NCCL, or RCCL, really uses, of all the ranks and hosts in a log together.
+    """What NCCL or RCCL really uses, for all ranks and hosts in a log together.
 
     Attributes:
-        kind: what carries the traffic between nodes; where ranks differ, the slowest, which all wait for.
-            `p2p-only`: nothing leaves a node, or nothing was established (`evidence` is then `error`).
-        gpudirect: adapters read and write GPU memory (GPUDirect RDMA) in at least one channel; False if in none, if it
-            is disabled, and over sockets; None if the log cannot show it.
-        hcas: names of the InfiniBand adapters; of the RoCE adapters if the kind is `roce`.
+        kind: what carries the traffic between nodes. If ranks differ, the slowest kind, which all ranks wait for.
+            `p2p-only`: no traffic leaves a node, or no connection was established (`evidence` is then `error`).
+        gpudirect: whether adapters read and write GPU memory (GPUDirect RDMA) in at least one channel; False if
+            disabled or over sockets; None if the log cannot show it.
+        hcas: names of the InfiniBand adapters, or of the RoCE adapters if the kind is `roce`.
         interface: the first interface of the bootstrap or of sockets.
         errors: failures that NCCL or torch reported.
-        findings: what is doubtful although nothing failed, such as ranks that use different transports.
-        evidence: what the kind rests on: channel lines, those of SHARP (`collnet`), what was selected at start
-            (`init`), or an error only.
-        plugin: the network plugin, such as `IB` (built in), `IBext_v8`, `Socket` or `AWS Libfabric`.
-        nccl_version: such as `2.21.5`; RCCL's if that is the library.
+        findings: suspicious conditions without a failure message, such as ranks that use different transports.
+        evidence: what the kind is based on: `channels` (channel lines), `collnet` (those of SHARP), `init` (networks
+            selected or found at start), `error` (only an error) or `none`.
+        plugin: network plugin, such as `IB` (built in), `IBext_v8`, `Socket` or `AWS Libfabric`.
+        nccl_version: version of NCCL, or of RCCL if that is the library, such as `2.21.5`.
         library: `nccl` or `rccl`.
         hosts: names of the hosts that wrote lines.
-        ranks: ranks of the largest communicator.
-        network_channels: channel lines over a network; a connection has one at each end.
-        local_channels: channel lines inside nodes, or over NVLink between them.
-        intra_node: the way inside a node that most channels take, such as `P2P/CUMEM/read`.
+        ranks: number of ranks of the largest communicator.
+        network_channels: number of channel lines over a network; a connection has one at each end.
+        local_channels: number of channel lines inside nodes, or over NVLink between them.
+        intra_node: the route inside a node that most channels take, such as `P2P/CUMEM/read`.
         other_devices: adapters that are not in `hcas`.
-        interfaces: all interfaces, of the bootstrap and of sockets.
-        relaxed_ordering: PCIe relaxed ordering, without which GPUDirect writes are slow in a VM; None if not shown.
-        sharp: SHARP is `used`, `failed` at start, or `available` (the adapters offer it); None if not mentioned.
-        pxn: another GPU of the node passes data on to the adapter closest to it.
+        interfaces: all interfaces of the bootstrap and of sockets.
+        relaxed_ordering: whether PCIe relaxed ordering is on; without it GPUDirect writes are slow in a VM. None if
+            the log does not show it.
+        sharp: `used`, `failed` at start, or `available` (the adapters offer SHARP); None if not mentioned.
+        pxn: whether another GPU of the node forwards data to the adapter closest to it.
     """
 
     kind: Kind
@@ -75,7 +76,7 @@ class Transport:
 
 
 def describe(transport: Transport) -> str:
-    """Such as `InfiniBand, 8 HCAs (mlx5_ib0 ... mlx5_ib7), GPUDirect RDMA`."""
+    """The transport in words, such as `InfiniBand, 8 HCAs (mlx5_ib0 ... mlx5_ib7), GPUDirect RDMA`."""
     if transport.kind == "unknown":
         return "unknown transport: the log has no line that shows it; run with NCCL_DEBUG=INFO"
     if transport.evidence == "error" and transport.kind == "p2p-only":

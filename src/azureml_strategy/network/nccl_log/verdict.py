@@ -1,4 +1,4 @@
-"""From the evidence to the transport between nodes, and to what is doubtful about it."""
+"""Derives the transport between nodes, and what is suspicious about it, from the evidence of a log."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from azureml_strategy.network.nccl_log.evidence import Evidence
 from azureml_strategy.network.nccl_log.failures import LogError
 from azureml_strategy.network.nccl_log.transport import Basis
 
-# Errors after which there is no communicator.
+# After these errors there is no communicator.
 _NOTHING_ESTABLISHED = {"no interface", "bootstrap time-out"}
 
-_MOST_NAMES = 8  # in a text
-_BRIDGES = ("docker", "virbr", "veth", "br-")  # inside one host
+_MOST_NAMES = 8  # names that a text lists
+_BRIDGES = ("docker", "virbr", "veth", "br-")  # interfaces that do not leave the host
 
 
 class Use(NamedTuple):
@@ -26,7 +26,7 @@ class Use(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What carries the traffic between nodes, what that rests on, and which host uses what."""
+    """What carries the traffic between nodes, the basis of that, and which host uses which network."""
 
     kind: Kind
     basis: Basis
@@ -34,10 +34,10 @@ class Verdict(NamedTuple):
 
 
 def judge(evidence: Evidence) -> Verdict:
-    """The transport between nodes.
+    """Decide which transport NCCL uses between nodes.
 
-    What channels use counts first, then what was selected at start, then what was found there: NCCL 2.4 mentions
-    sockets, for its bootstrap, even if it uses InfiniBand.
+    Channel lines decide first, then the networks selected at start, then the fastest network found at start: NCCL 2.4
+    mentions sockets, for its bootstrap, even if it uses InfiniBand.
     """
     if uses := _channel_uses(evidence):
         is_net = any(route.network and not route.collnet for _, route in evidence.routes)
@@ -72,7 +72,7 @@ def _channel_uses(evidence: Evidence) -> tuple[Use, ...]:
 
 
 def _is_one_node(evidence: Evidence) -> bool:
-    """Whether traffic inside a node, or over NVLink that spans nodes, is all there is to expect."""
+    """Whether all traffic stays inside one node, or on NVLink that spans nodes."""
     over_nvlink = evidence.nvlink_between_nodes or any("MNNVL" in route.name for _, route in evidence.routes)
     return over_nvlink or (evidence.nodes == 1 and len(evidence.hosts) <= 1)
 
@@ -80,7 +80,7 @@ def _is_one_node(evidence: Evidence) -> bool:
 def _use(evidence: Evidence, host: str | None, network: str, device: int | None = None) -> Use:
     found = family(network)
     kind: Kind = "unknown"
-    # A plugin that is not known, but lists verbs devices, uses them.
+    # An unknown plugin uses the verbs devices if the log lists any.
     if found == "verbs" or (found is None and evidence.devices.links):
         kind = "roce" if evidence.devices.is_ethernet(host, device) else "ib"
     elif found is not None:
@@ -93,7 +93,7 @@ def _distinct(uses: Iterable[Use]) -> tuple[Use, ...]:
 
 
 def find(evidence: Evidence, verdict: Verdict) -> Iterator[LogError]:
-    """All findings, those that cost most first."""
+    """All findings, the most costly first."""
     yield from _mixed(verdict)
     if verdict.kind == "socket":
         yield from _infiniband_unused(evidence)
@@ -105,7 +105,10 @@ def find(evidence: Evidence, verdict: Verdict) -> Iterator[LogError]:
 
 
 def find_fallback(evidence: Evidence, verdict: Verdict) -> Iterator[LogError]:
-    """That NCCL fell back to sockets for want of an adapter; another network may follow the same message."""
+    """The error that NCCL fell back to sockets because it saw no adapter.
+
+    Its message alone does not prove a fallback: NCCL may then use another network.
+    """
     if verdict.kind == "socket" and evidence.without_device and not any(evidence.devices.with_link("IB")):
         yield LogError(
             "no device",
