@@ -1,6 +1,6 @@
-"""Where am I? The job, the launch, and Lightning's view of them.
+"""Tells a process which job it belongs to and how Azure ML launched it, and passes this on to Lightning.
 
-Only the standard library is imported here; `AzureMLEnvironment` and `LaunchGuard` bring Lightning when first used.
+This module imports only the standard library. `AzureMLEnvironment` and `LaunchGuard` import Lightning when first used.
 """
 
 from __future__ import annotations

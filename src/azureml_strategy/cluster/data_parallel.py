@@ -1,4 +1,4 @@
-"""How many copies of the model read different samples, and how many of them at once."""
+"""The data-parallel size of a Trainer, and the batch size of a replica."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 def data_parallel_size(trainer: Any) -> int:
     """The number of replicas that read different samples.
 
-    Under DDP it is the world size; under a pipeline or tensor parallelism several ranks share one replica and
-    read the same samples, so rates and global batches must count them once. The strategy's own sampler arguments
-    say how many shards the data has, which is the same number.
+    Under DDP it is the world size. Under pipeline or tensor parallelism several ranks share one replica and read the
+    same samples, so rates and global batches must count these ranks once. The number is the strategy's
+    `num_replicas` for the distributed sampler: the data has one shard per replica.
 
     Args:
         trainer: a `lightning.pytorch.Trainer`.
@@ -23,7 +23,7 @@ def data_parallel_size(trainer: Any) -> int:
 
 
 def batch_size_of(loader: Any) -> int | None:
-    """Samples of a batch of one replica, as its data loader or that one's batch sampler says; None if neither does.
+    """The samples in one batch of a replica, from the data loader or its batch sampler; None if neither tells.
 
     Args:
         loader: whatever `train_dataloader` returns.

@@ -1,4 +1,4 @@
-"""The variables Azure ML would set for a given launch: the writer beside the readers."""
+"""Writes the environment variables that Azure ML would set for a given launch, which `launchers` reads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from azureml_strategy.cluster.environ import BATCH_PORT, SWITCHES
 from azureml_strategy.cluster.launch import Launch
 
 DISTRIBUTIONS = ("pytorch", "mpi", "tensorflow", "none")
-# What a job must not inherit from the shell that emulates it: another job's variables, or a launcher's.
+# An emulated job must not inherit these from its shell: they belong to another job or to a launcher.
 _PREFIXES = (
     *("AZUREML_", "AZURE_ML_", "AZ_BATCH", "AMLARC_", "OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "MV2_COMM_", "VC_"),
     *("TORCHELASTIC_", "SLURM_", "MLFLOW_EXPERIMENT_"),
@@ -24,13 +24,13 @@ _NAMES = (
 
 @dataclass(frozen=True)
 class EmulatedRun:
-    """The run that an emulated job belongs to.
+    """The MLflow run of an emulated job.
 
     Attributes:
-        run_id: job name and MLflow run id, which are the same in Azure ML.
+        run_id: job name, which in Azure ML is also the MLflow run id.
         experiment: experiment name.
         experiment_id: MLflow's id of the experiment.
-        tracking_uri: where MLflow writes.
+        tracking_uri: MLflow's tracking URI.
     """
 
     run_id: str
@@ -41,11 +41,11 @@ class EmulatedRun:
 
 @dataclass(frozen=True)
 class EmulatedAttempt:
-    """Which start of a job it is, and on what nodes.
+    """One attempt of an emulated job: its number and the kind of its nodes.
 
     Attributes:
-        number: how often the job was started before.
-        priority: of the nodes, in Azure ML's words: `Dedicated` or `LowPriority`.
+        number: number of previous attempts.
+        priority: priority of the nodes, as Azure ML writes it: `Dedicated` or `LowPriority`.
     """
 
     number: int = 0
@@ -60,15 +60,15 @@ def azure_variables(
     port: int | None = None,
     attempt: EmulatedAttempt = EmulatedAttempt(),
 ) -> dict[str, str]:
-    """What Azure ML gives a process of the job, and nothing else.
+    """Return the variables that Azure ML sets for one process of the job, and no others.
 
     Args:
-        launch: the process's place.
+        launch: this process's place in the job.
         distribution: `pytorch`, `mpi`, `tensorflow`, or `none` for a job without a `distribution` block.
         addresses: the address of each node, node 0 first.
         run: the run the job belongs to.
-        port: MASTER_PORT under `mpi` and `tensorflow`, where Azure ML sets none but a job may.
-        attempt: which start of the job it is.
+        port: MASTER_PORT under `mpi` and `tensorflow`. Azure ML does not set it there, but a job may.
+        attempt: the attempt of the job.
     """
     given = {} if port is None else {"MASTER_PORT": str(port)}
     return {
@@ -80,7 +80,7 @@ def azure_variables(
 
 
 def without_job_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a shell outside any job; the switches of our callbacks are the user's and stay."""
+    """Return the environment as a shell outside any job has it. The user's switches for our callbacks stay."""
     return {
         name: value
         for name, value in environ.items()
@@ -116,7 +116,7 @@ def _node_variables(launch: Launch, addresses: Sequence[str]) -> dict[str, str]:
         "AZ_BATCHAI_IS_CURRENT_NODE_MASTER": is_master,
         "AZ_BATCH_IS_CURRENT_NODE_MASTER": is_master,
         "AZ_BATCHAI_JOB_MASTER_NODE_IP": addresses[0],
-        # Since August 2022 also in jobs without MPI; `localhost` on one node.
+        # Since August 2022, Azure ML also sets it in jobs without MPI. On one node it is `localhost`.
         "AZ_BATCHAI_MPI_MASTER_NODE": addresses[0] if launch.num_nodes > 1 else "localhost",
     }
     if launch.num_nodes > 1:
@@ -145,7 +145,7 @@ def _mpi(launch: Launch, addresses: Sequence[str]) -> dict[str, str]:
         "OMPI_COMM_WORLD_SIZE": str(launch.world_size),
         "OMPI_COMM_WORLD_LOCAL_RANK": str(launch.local_rank),
         "OMPI_COMM_WORLD_LOCAL_SIZE": str(launch.local_world_size),
-        "OMPI_COMM_WORLD_NODE_RANK": str(launch.local_rank),  # Open MPI counts inside the node here too
+        "OMPI_COMM_WORLD_NODE_RANK": str(launch.local_rank),  # Open MPI counts within the node here too
         "OMPI_UNIVERSE_SIZE": str(launch.world_size),
         "AZ_BATCHAI_TASK_INDEX": str(launch.rank),
     }

@@ -1,6 +1,6 @@
-"""Reads the variables of a job: numbers, nodes and addresses, with errors that name the variable.
+"""Reads numbers, nodes and addresses from the environment variables of a job, with errors that name the variable.
 
-It also has the one error of a launch, and the switches of the callbacks that every Trainer of a job gets.
+The module also defines `LaunchError`, and the switches of the callbacks that every Trainer of a job gets.
 """
 
 from __future__ import annotations
@@ -10,25 +10,25 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-# Each leaves out one of the callbacks that every Trainer of a job gets, when it is `off`. The guard's is for Trainers
-# that are meant to train alone in each process, as in a parallel job.
+# With the value `off`, each disables one of the callbacks that every Trainer of a job gets. Switch the guard off for
+# Trainers that are meant to train alone in each process, as in a parallel job.
 GUARD_SWITCH = "AZUREML_STRATEGY_GUARD"
 HANG_WATCH_SWITCH = "AZUREML_STRATEGY_HANG_WATCH"
 TERMINATION_SWITCH = "AZUREML_STRATEGY_TERMINATION"
 NETWORK_RECORD_SWITCH = "AZUREML_STRATEGY_NETWORK_RECORD"
 DATA_CHECK_SWITCH = "AZUREML_STRATEGY_DATA_CHECK"
-# Leaves out all five.
+# Disables all five.
 CALLBACKS_SWITCH = "AZUREML_STRATEGY_CALLBACKS"
 SWITCHES = (
     *(GUARD_SWITCH, HANG_WATCH_SWITCH, TERMINATION_SWITCH, NETWORK_RECORD_SWITCH, DATA_CHECK_SWITCH),
     CALLBACKS_SWITCH,
 )
 
-# Azure Batch's own port on the master node (`AZ_BATCH_MASTER_NODE=10.0.0.4:6000`): it is taken.
+# Azure Batch itself uses this port on the master node (`AZ_BATCH_MASTER_NODE=10.0.0.4:6000`).
 BATCH_PORT = 6000
-# What Azure ML gives as MASTER_PORT on AmlCompute, and what its own guides use where it gives none.
+# Azure ML's MASTER_PORT on AmlCompute, and the port in its own guides where it sets none.
 DEFAULT_PORT = 6105
-# Where to ask for Azure's Scheduled Events instead of at Azure's own address, on any machine; `off` asks nobody.
+# Address to poll for Scheduled Events, on any machine, instead of Azure's own; `off` turns polling off.
 EVENTS_VARIABLE = "AZUREML_STRATEGY_SCHEDULED_EVENTS"
 _WHOLE_NUMBER = re.compile(r"[0-9]{1,9}")
 _INITIAL_ENVIRON = Path("/proc/self/environ")
@@ -36,7 +36,7 @@ _PLACEHOLDERS = ("localhost", "localhost.localdomain", "ip6-localhost", "127.0.0
 _COUNTS = ("AZUREML_NODE_COUNT", "NODE_COUNT")  # AmlCompute; the Singularity back end
 _KUBERNETES_COUNTS = ("AMLARC_NUM_WORKER", "VC_WORKER_NUM")  # Azure Arc and AKS: one pod is one node
 _INDICES = ("AZUREML_CR_NODE_RANK", "VK_TASK_INDEX", "VC_TASK_INDEX")
-# In this order: the address alone, or with Batch's port, which host_of cuts off.
+# In order of precedence. Some hold the address alone, others add Batch's port, which `host_of` removes.
 _MASTERS = (
     "AZ_BATCH_MASTER_NODE",
     "AZ_BATCHAI_MPI_MASTER_NODE",
@@ -50,31 +50,31 @@ ADDRESS_VARIABLES = ("MASTER_ADDR", *_MASTERS)
 class LaunchError(RuntimeError):
     """The environment or the Trainer contradicts how the job was launched.
 
-    The message says what was seen (variables and their values), why it cannot be right, and what to type instead.
+    The message gives the variables and their values, why they cannot be right, and what to type instead.
     """
 
 
 def switched_off(environ: Mapping[str, str], switch: str) -> bool:
-    """Whether a callback's own switch, or the one of all of them, is off.
+    """Whether a callback's own switch is off, or the switch of all callbacks.
 
     Args:
         environ: variables and their values.
-        switch: the name of the callback's own.
+        switch: the name of the callback's own switch.
     """
     return any(environ.get(name, "").strip().lower() == "off" for name in (switch, CALLBACKS_SWITCH))
 
 
 def seen(environ: Mapping[str, str], names: Iterable[str]) -> str:
-    """`NAME='value'` for each name, or `NAME is not set`, joined for an error message."""
+    """Return `NAME='value'` or `NAME is not set` for each name, joined for an error message."""
     return ", ".join(f"{name}={environ[name]!r}" if name in environ else f"{name} is not set" for name in names)
 
 
 def own_environ() -> Mapping[str, str]:
-    """This process's environment, made whole where Lightning left half a set in it.
+    """Return this process's environment, repaired if Lightning has removed WORLD_SIZE but left RANK.
 
-    Lightning's default environment deletes WORLD_SIZE at the end of each `fit`: a second Trainer in the same script
-    gets back the one that the process was started with, which Linux keeps. Where it was started without RANK,
-    Lightning's DeepSpeed strategy wrote that too, and it goes the same way.
+    Lightning's default environment deletes WORLD_SIZE at the end of each `fit`. For a second Trainer in the same
+    script, this function restores the WORLD_SIZE that the process was started with, which Linux keeps. If the process
+    was started without RANK, Lightning's DeepSpeed strategy wrote RANK, so this function drops it.
     """
     if "WORLD_SIZE" in os.environ or "RANK" not in os.environ or not _INITIAL_ENVIRON.exists():
         return os.environ
@@ -88,10 +88,10 @@ def own_environ() -> Mapping[str, str]:
 
 
 def whole_number(environ: Mapping[str, str], name: str) -> int | None:
-    """The variable as a number of at least 0, or None where it is not set or empty.
+    """Read a variable as a number of at least 0; None if it is not set or empty.
 
     Raises:
-        LaunchError: it is set to something else.
+        LaunchError: its value is anything else.
     """
     text = environ.get(name, "").strip()
     if not text:
@@ -105,10 +105,10 @@ def whole_number(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def required_number(environ: Mapping[str, str], name: str, why: str) -> int:
-    """The variable as a number of at least 0.
+    """Read a variable as a number of at least 0.
 
     Raises:
-        LaunchError: it is missing; `why` says which variables make it necessary.
+        LaunchError: it is missing or no such number. For the message, `why` names what makes the variable necessary.
     """
     value = whole_number(environ, name)
     if value is None:
@@ -120,7 +120,7 @@ def required_number(environ: Mapping[str, str], name: str, why: str) -> int:
 
 
 def first_number(environ: Mapping[str, str], names: tuple[str, ...]) -> int | None:
-    """The first of the variables that is set, as a number, or None."""
+    """Read the first of the variables that is set, as a number; None if none is set."""
     for name in names:
         value = whole_number(environ, name)
         if value is not None:
@@ -129,17 +129,17 @@ def first_number(environ: Mapping[str, str], names: tuple[str, ...]) -> int | No
 
 
 def is_placeholder(address: str) -> bool:
-    """Whether the address says "this machine" and so cannot be node 0's on a job of several nodes.
+    """Whether the address means "this machine", so that it cannot be node 0's in a job of several nodes.
 
-    Lightning writes 127.0.0.1 into MASTER_ADDR and Azure ML `localhost` into AZ_BATCHAI_MPI_MASTER_NODE; Debian
-    gives a machine's own name 127.0.1.1. The other addresses of 127.0.0.0/8 are left alone: the emulator gives one
-    to each of its nodes.
+    Lightning writes 127.0.0.1 into MASTER_ADDR, and Azure ML writes `localhost` into AZ_BATCHAI_MPI_MASTER_NODE. Debian
+    resolves a machine's own name to 127.0.1.1. The other addresses of 127.0.0.0/8 are no placeholders: the emulator
+    gives one to each of its nodes.
     """
     return address.strip().lower() in _PLACEHOLDERS
 
 
 def host_of(address: str) -> str:
-    """The host of `host`, `host:port`, `[v6]:port` or a bare IPv6 address."""
+    """Return the host of `host`, `host:port`, `[v6]:port` or a bare IPv6 address."""
     address = address.strip()
     if address.startswith("["):
         return address[1:].partition("]")[0]
@@ -147,15 +147,15 @@ def host_of(address: str) -> str:
 
 
 def main_port(environ: Mapping[str, str], *, trusted: bool) -> int:
-    """The port of the rendezvous on node 0; never 6000, which Azure Batch holds there.
+    """Return the rendezvous port on node 0; never 6000, which Azure Batch uses there.
 
     Args:
         environ: the process's environment.
-        trusted: whether MASTER_PORT can come from the platform or the user. Beside a MASTER_ADDR of 127.0.0.1
-            it was drawn at random by Lightning, in each process for itself.
+        trusted: whether MASTER_PORT can come from the platform or the user. If MASTER_ADDR is 127.0.0.1, Lightning
+            has drawn MASTER_PORT at random in each process.
 
     Raises:
-        LaunchError: MASTER_PORT is no port.
+        LaunchError: MASTER_PORT is not a TCP port.
     """
     port = whole_number(environ, "MASTER_PORT") if trusted else None
     if port is not None and not 0 < port < 65536:
@@ -164,17 +164,17 @@ def main_port(environ: Mapping[str, str], *, trusted: bool) -> int:
 
 
 def in_azure_ml(environ: Mapping[str, str]) -> bool:
-    """Whether this process belongs to an Azure ML job: a managed cluster's, or one on attached Kubernetes."""
+    """Whether this process belongs to an Azure ML job, on a managed cluster or on attached Kubernetes."""
     if environ.get("AZUREML_RUN_ID") or environ.get("AZUREML_EXPERIMENT_ID"):
         return True
     return any(name.startswith(("AZ_BATCHAI_", "AMLARC_")) for name in environ)
 
 
 def node_count(environ: Mapping[str, str]) -> int | None:
-    """The number of nodes of the job, or None where nothing says it.
+    """Return the number of nodes of the job; None if no variable gives it.
 
     Raises:
-        LaunchError: a count is 0 or no number.
+        LaunchError: a count is 0 or not a number.
     """
     count = first_number(environ, _COUNTS)
     if count is None:
@@ -185,27 +185,27 @@ def node_count(environ: Mapping[str, str]) -> int | None:
 
 
 def node_addresses(environ: Mapping[str, str]) -> list[str]:
-    """Addresses or names of the job's nodes as Azure Batch lists them; nothing where it does not."""
+    """Return the addresses or names of the job's nodes as Azure Batch lists them; empty if it lists none."""
     return _entries(environ, "AZ_BATCH_HOST_LIST", ",") or _entries(environ, "AZ_BATCH_NODE_LIST", ";")
 
 
 def declared_node_rank(environ: Mapping[str, str]) -> int | None:
-    """NODE_RANK, else this node's index by the common runtime or by Kubernetes, else None."""
+    """Return NODE_RANK, else this node's index from the common runtime or Kubernetes, else None."""
     node_rank = whole_number(environ, "NODE_RANK")
     return first_number(environ, _INDICES) if node_rank is None else node_rank
 
 
 def main_address(environ: Mapping[str, str], num_nodes: int, *, given_by_platform: bool = False) -> str:
-    """The host of global rank 0, without any port.
+    """Return the host of global rank 0, without a port.
 
     Args:
         environ: the process's environment.
         num_nodes: nodes in the job.
-        given_by_platform: whether the launcher sets MASTER_ADDR. Where it does not, a script or a library wrote what
-            stands there, perhaps each node its own address, and Azure Batch's variables come first.
+        given_by_platform: whether the launcher sets MASTER_ADDR. If it does not, a script or a library wrote it,
+            possibly each node its own address, so Azure Batch's variables take precedence.
 
     Raises:
-        LaunchError: several nodes, and nothing names the first one.
+        LaunchError: the job has several nodes, and no variable names the first one.
     """
     given = host_of(environ.get("MASTER_ADDR", ""))
     masters = [host_of(environ.get(name, "")) for name in _MASTERS]

@@ -1,4 +1,4 @@
-"""Lightning's view of a launch."""
+"""Gives Lightning the ranks and addresses of a launch."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ log = logging.getLogger(__name__)
 
 
 class AzureMLEnvironment(ClusterEnvironment):
-    """The ranks and the address that Azure ML gave this process.
+    """The ranks and the main address that Azure ML gave this process.
 
-    Our strategies carry one; with a stock strategy it is given by hand, together with the job's numbers:
+    Our strategies create one. With a stock strategy, pass it yourself, together with the job's numbers:
     `Trainer(plugins=[AzureMLEnvironment()], strategy="fsdp", num_nodes=2, devices=8)`.
 
-    Ranks are the platform's and cannot be set. The one thing that changes is how many processes a node has, where
-    the job starts one on each node and a strategy starts the others (`start_processes`).
+    The platform sets the ranks, and nothing else can. They change only if the job starts one process on each node and
+    a strategy starts the others (`start_processes`).
 
     Args:
         launch: this process's place in the job; read from the environment by default.
 
     Raises:
-        LaunchError: there is no launch to read, or it contradicts itself.
+        LaunchError: the environment holds no launch, or its variables contradict one another.
     """
 
     def __init__(self, launch: Launch | None = None) -> None:
@@ -42,7 +42,7 @@ class AzureMLEnvironment(ClusterEnvironment):
         self._starts_processes = False
 
     def start_processes(self, processes: int) -> None:
-        """Give each node `processes` ranks, of which the job has started only the first."""
+        """Give each node `processes` ranks. The job has started only the first of them."""
         self.launch = self.launch.with_local_processes(processes)
         self._starts_processes = True
 

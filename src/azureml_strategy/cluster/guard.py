@@ -1,4 +1,4 @@
-"""No Trainer of a job trains alone by accident."""
+"""Stops a Trainer whose processes do not match those of the job."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from azureml_strategy.cluster.launch import Launch
 
 log = logging.getLogger(__name__)
 
-# What LightningEnvironment reads on several nodes; without them it assumes node 0 of one machine.
+# LightningEnvironment reads these on several nodes. Without them it assumes a single node.
 _LIGHTNING_READS = ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
-# Packages whose environments read what the platform or Lightning has set.
+# Packages whose cluster environments read what the platform or Lightning has set.
 _KNOWN = ("lightning", "lightning_fabric", "azureml_strategy")
-# What one process may do alone, by Lightning's name for it.
+# A single process may do these alone. The names are Lightning's.
 _EVALUATIONS = ("validate", "test", "predict")
 
 
 class LaunchGuard(IsolatedCallback):
-    """Stops a Trainer whose processes are not the job's, whatever its strategy, and whichever copy of Lightning.
+    """Stops a Trainer whose processes do not match the job's. Works with any strategy and either copy of Lightning.
 
-    Stock Lightning trains alone in each process, without a word, when `num_nodes` or `devices` is left out; it
-    waits half an hour for ranks that nobody starts when they are too large. Both are errors here, within seconds.
-    Lightning loads the guard into every Trainer of a job through the entry points of this package:
-    `lightning.pytorch.callbacks_factory`, and `pytorch_lightning.callbacks_factory` of the separate copy.
+    If `num_nodes` or `devices` is left out, stock Lightning silently trains alone in each process. If they are too
+    large, it waits half an hour for ranks that nobody starts. The guard turns both into errors within seconds.
+    Lightning loads it into every Trainer of a job through the entry points of this package:
+    `lightning.pytorch.callbacks_factory`, and `pytorch_lightning.callbacks_factory` for the separate copy.
 
     Args:
         launch: this process's place in the job.
@@ -46,14 +46,14 @@ class LaunchGuard(IsolatedCallback):
 
     @property
     def log(self) -> Callable[..., None]:
-        """The module's `log`, which the Trainer gives to every callback."""
+        """The LightningModule's `log`, which the Trainer assigns to every callback."""
         return self._log
 
     @log.setter
     def log(self, log: Callable[..., None]) -> None:
-        # A Trainer hands out `log` just before it joins the process group, and calls `setup` only after: by then
-        # a wrong world size hangs. No hook lies in between, so the check runs here; `setup` repeats it in case a
-        # later Lightning hands it out at another time.
+        # The Trainer assigns `log` just before it joins the process group and calls `setup` only afterwards, when a
+        # wrong world size already hangs. No hook runs before the group is joined, so the check runs here. `setup`
+        # repeats it in case a later Lightning assigns `log` at another time.
         self._log = log
         module: Any = getattr(log, "__self__", None)
         if isinstance(module, nn.Module):
@@ -70,7 +70,8 @@ class LaunchGuard(IsolatedCallback):
         One process may validate, test or predict alone, as Lightning itself advises after a distributed `fit`.
 
         Raises:
-            LaunchError: they differ in number, or the strategy reads other ranks than the job gave.
+            LaunchError: their numbers differ, each process would start those of its node again, or the strategy reads
+                ranks other than the job's.
         """
         environment = getattr(trainer.strategy, "cluster_environment", None)
         if not _is_known(environment) or self._evaluates_alone(trainer):
@@ -103,13 +104,14 @@ class LaunchGuard(IsolatedCallback):
         return self.launch.local_world_size > 1 and _forks(trainer.strategy.launcher)
 
     def _starts_others(self, trainer: Trainer) -> bool:
-        """Whether the strategy starts a node's other processes, or this is one that it started."""
+        """Whether the strategy starts a node's other processes, or has started this one."""
         if _forks(trainer.strategy.launcher):
             return True
         environment = getattr(trainer.strategy, "cluster_environment", None)
         if environment is None or not environment.creates_processes_externally:
             return environment is not None
-        # Lightning writes LOCAL_RANK when it starts them, and reads it as a sign of processes that others started.
+        # Lightning writes LOCAL_RANK when it starts processes. Once it is set, `creates_processes_externally` is true,
+        # as if a launcher had started them.
         started = bool(getattr(trainer.strategy.launcher, "procs", None))
         return _is_lightnings(environment) and (started or environment.local_rank() > 0)
 
@@ -145,7 +147,7 @@ class LaunchGuard(IsolatedCallback):
         launch = self.launch
         missing = launch.num_nodes > 1 and any(name not in os.environ for name in _LIGHTNING_READS)
         read = (environment.node_rank(), environment.local_rank())
-        alone = launch.local_world_size == 1  # on its node, so further local ranks are Lightning's own
+        alone = launch.local_world_size == 1  # on its node, so Lightning started the further local ranks
         if missing or read[0] != launch.node_rank or not (alone or read[1] == launch.local_rank):
             raise LaunchError(
                 f"The strategy reads node rank {read[0]} and local rank {read[1]} from Lightning's default "
@@ -170,7 +172,7 @@ def _remedy(trainer: Trainer) -> str:
 
 
 def _is_known(environment: ClusterEnvironment | None) -> bool:
-    """Whether the ranks come from Lightning's environments or ours; Ray Train and others bring their own."""
+    """Whether the ranks come from Lightning's cluster environments or ours. Ray Train and others bring their own."""
     return environment is None or type(environment).__module__.partition(".")[0] in _KNOWN
 
 
@@ -179,10 +181,10 @@ def _is_lightnings(environment: ClusterEnvironment) -> bool:
 
 
 def _forks(launcher: object) -> bool:
-    """Whether it starts all processes of a node by `multiprocessing`, as `ddp_spawn` and `ddp_notebook` do."""
+    """Whether the launcher starts a node's processes by `multiprocessing`, as with `ddp_spawn` and `ddp_notebook`."""
     return _is_a(launcher, "_MultiProcessingLauncher")
 
 
 def _is_a(value: object, name: str) -> bool:
-    """By name: `pytorch_lightning` has the same classes once more."""
+    """Compare classes by name, because `pytorch_lightning` has its own copies of them."""
     return any(each.__name__ == name for each in type(value).__mro__)

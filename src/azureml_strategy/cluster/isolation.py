@@ -1,4 +1,4 @@
-"""A fault inside a callback that nobody asked for costs a warning, never the run."""
+"""Keeps faults of the callbacks that every Trainer gets from ending the run: each becomes a warning."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from azureml_strategy.cluster.redaction import redact_text
 
 log = logging.getLogger(__name__)
 Value = TypeVar("Value")
-# Kept by an exception that a callback lets through on purpose.
+# Set on an exception that a callback lets through on purpose.
 _INTENDED = "_azureml_strategy_intended"
 
 
 class IsolatedCallback(Callback):
     """A callback whose own faults do not end the run.
 
-    Each public method of a subclass is wrapped: an unexpected exception becomes one warning, with its traceback and
-    the switch that leaves the callback out, and the callback does nothing more until the next `setup`. What ends a run
-    on purpose passes: LaunchError, whatever is not an `Exception` (SIGTERMException, SystemExit, KeyboardInterrupt),
-    and what was raised inside of `passed_through`.
+    Each public method of a subclass is wrapped. An unexpected exception becomes one warning, with its traceback and the
+    switch that disables the callback, and the callback does nothing more until the next `setup`. Exceptions that end a
+    run on purpose pass through: LaunchError, all that are not an `Exception` (SIGTERMException, SystemExit,
+    KeyboardInterrupt), and those raised inside `passed_through`.
 
-    A method that takes part in a collective must do so whatever happens on its rank: see `Attempt`.
+    A method with a collective must take part in it even if something fails on its rank: see `Attempt`.
 
     Attributes:
-        switch: the environment variable that leaves this callback out when it is `off`.
+        switch: the environment variable that disables this callback when it is `off`.
     """
 
     switch: ClassVar[str]
@@ -44,10 +44,10 @@ class IsolatedCallback(Callback):
                 setattr(cls, name, _isolated(member))
 
     def _give_up(self, trainer: Trainer | None) -> None:
-        """Undo what would act on the run without the callback's further help.
+        """Undo what would otherwise still act on the run after the callback has stopped working.
 
         Args:
-            trainer: whose run it is; None where the method that failed is not told.
+            trainer: the run's Trainer; None if the method that failed did not get it as an argument.
         """
 
     def _report(self, method: str, fault: Exception) -> None:
@@ -55,17 +55,19 @@ class IsolatedCallback(Callback):
 
 
 class Attempt(Generic[Value]):
-    """What this rank could do, or why it could not: something to gather, where its absence would hold up the others.
+    """Runs an action and keeps its result or its exception, so that this rank still reaches the gather that follows.
+
+    A rank that raised before the gather would make the others wait for it.
 
     Args:
         action: what to do.
 
     Attributes:
-        value: what it returned; None where it has failed.
-        fault: what it raised, if that was an `Exception`.
+        value: what the action returned; None if it failed.
+        fault: the `Exception` that the action raised, if any.
 
     Raises:
-        LaunchError: the action did.
+        LaunchError: the action raised it.
     """
 
     def __init__(self, action: Callable[[], Value]) -> None:
@@ -79,16 +81,16 @@ class Attempt(Generic[Value]):
             self.fault = fault
 
     def settle(self) -> None:
-        """Raise the fault, if there was one, now that the other ranks know."""
+        """Raise the fault, if any. Call it after the gather, when the other ranks know of it."""
         if self.fault is not None:
             raise self.fault
 
 
 def passed_through(action: Callable[[], None]) -> None:
-    """Run code of the user's inside of a callback of ours: what it raises is meant for the run.
+    """Run the user's code inside one of our callbacks: its exceptions end the run, as the user intends.
 
     Args:
-        action: what to run.
+        action: the code to run.
     """
     try:
         action()
@@ -98,12 +100,12 @@ def passed_through(action: Callable[[], None]) -> None:
 
 
 def fault_text(where: str, switch: str, fault: Exception) -> str:
-    """The warning for a fault.
+    """Return the warning for a fault, with its traceback and without secrets.
 
     Args:
         where: what has failed.
-        switch: the environment variable that leaves it out.
-        fault: what was raised.
+        switch: the environment variable that disables it.
+        fault: the exception.
     """
     trace = redact_text("".join(traceback.format_exception(fault)))
     return (
@@ -116,7 +118,7 @@ def _isolated(method: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(method)
     def run(self: IsolatedCallback, *arguments: Any, **named: Any) -> None:
         if method.__name__ == "setup":
-            self._inert = False  # all ranks begin anew together
+            self._inert = False  # all ranks start again together
         if self._inert:
             return
         try:

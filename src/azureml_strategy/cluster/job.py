@@ -14,19 +14,19 @@ _PREFIX = "AZUREML_STRATEGY_PRICE_"
 
 @dataclass(frozen=True)
 class Job:
-    """What Azure ML says of a job; None where it does not say it.
+    """What Azure ML tells a process about its job. An attribute is None if Azure ML does not tell it.
 
     Attributes:
-        run_id: the job's name, which is also the id of its MLflow run; the same after a retry.
-        root_run_id: the run id of the pipeline that the job is a step of, else its own.
+        run_id: the job's name, which is also the id of its MLflow run. It stays the same after a retry.
+        root_run_id: for a step of a pipeline, the run id of the pipeline; else the job's own.
         experiment: experiment name.
         workspace: workspace name.
         resource_group: resource group of the workspace.
-        subscription: subscription id; not shown by `repr`.
+        subscription: subscription id; `repr` does not show it.
         compute: name of the compute cluster.
-        vm_size: such as `Standard_ND96isr_H100_v5`.
+        vm_size: VM size of the nodes, such as `Standard_ND96isr_H100_v5`.
         priority: `dedicated` or `low-priority`.
-        attempt: how often the job was started before, 0 the first time.
+        attempt: number of previous attempts, 0 in the first one.
         gpus_per_node: GPUs of one node.
     """
 
@@ -44,7 +44,7 @@ class Job:
 
     @property
     def can_be_preempted(self) -> bool:
-        """Whether the nodes are low-priority ones, which Azure may take back."""
+        """Whether the nodes are low-priority nodes, which Azure may take back."""
         return self.priority == "low-priority"
 
     @property
@@ -57,12 +57,12 @@ class Job:
 
 
 def read_job(environ: Mapping[str, str] | None = None) -> Job | None:
-    """The job of this process, or None outside Azure ML.
+    """Read the job of this process; None outside Azure ML.
 
-    A diagnostic must not stop training: a compute context that cannot be read counts as absent.
+    An unreadable compute context counts as absent, because a diagnosis must not stop training.
 
     Args:
-        environ: the environment to read; that of this process by default.
+        environ: the environment to read; this process's environment by default.
     """
     environ = os.environ if environ is None else environ
     run_id = environ.get("AZUREML_RUN_ID")
@@ -102,7 +102,7 @@ def _number(value: object) -> int | None:
 
 
 def _priority(environ: Mapping[str, str], context: Mapping[str, Any]) -> str | None:
-    """The compute context writes `LowPriority`, `Spot` or `Dedicated`; Batch writes a flag."""
+    """The compute context has `LowPriority`, `Spot` or `Dedicated`; Azure Batch has a flag."""
     text = (_text(context, "vm_priority") or "").lower().replace("_", "").replace("-", "")
     if text in ("lowpriority", "spot") or environ.get("AZ_BATCH_NODE_IS_DEDICATED", "").lower() == "false":
         return "low-priority"
@@ -126,13 +126,13 @@ class Price:
     """The price of one node.
 
     Attributes:
-        per_hour: of one node, in `currency`.
+        per_hour: price of one node and hour, in `currency`.
         currency: ISO 4217 code, such as `USD`.
-        source: who says so: `Azure Retail Prices`, or the key that the user has set.
-        date: the day on which the source was asked, as an ISO date; None for a price that the user has set.
+        source: where the price comes from: `Azure Retail Prices`, or the key that the user has set.
+        date: ISO date on which the source was queried; None for a price that the user has set.
 
     Raises:
-        ValueError: a price that is negative or no number.
+        ValueError: the price is negative, infinite or not a number.
     """
 
     per_hour: float
@@ -148,7 +148,7 @@ class Price:
             )
 
     def as_variables(self) -> dict[str, str]:
-        """The environment variables that `read_price` reads."""
+        """Return the environment variables that `read_price` reads."""
         variables = {
             f"{_PREFIX}PER_HOUR": repr(self.per_hour),
             f"{_PREFIX}CURRENCY": self.currency,
@@ -162,12 +162,12 @@ class Price:
 
 
 def read_price(environ: Mapping[str, str] | None = None) -> Price | None:
-    """The price in the job's variables; None where there is none.
+    """Read the price from the job's variables; None if there is none.
 
-    A price must not stop training: one that cannot be read counts as absent.
+    An unreadable price counts as absent, because it must not stop training.
 
     Args:
-        environ: the environment to read; that of this process by default.
+        environ: the environment to read; this process's environment by default.
     """
     environ = os.environ if environ is None else environ
     try:
@@ -182,5 +182,5 @@ def read_price(environ: Mapping[str, str] | None = None) -> Price | None:
 
 
 def format_money(amount: float) -> str:
-    """Cents where they matter, else four digits."""
+    """Format an amount with two decimals; one below 1 with four significant digits."""
     return f"{amount:,.2f}" if amount >= 1 or amount == 0 else f"{amount:.4g}"

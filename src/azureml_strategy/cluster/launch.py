@@ -1,4 +1,4 @@
-"""How Azure ML started this process: launcher, ranks, nodes and the address of rank 0."""
+"""The launch of a process by Azure ML: launcher, ranks, nodes and the address of rank 0."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ _LOOPBACK = ("127.", "localhost", "::1")
 
 @dataclass(frozen=True)
 class Launch:
-    """One process's place in an Azure ML job. Ranks count from 0, in contiguous blocks of a node.
+    """One process's place in an Azure ML job. Ranks start at 0, and the ranks of a node are contiguous.
 
     Attributes:
         launcher: what started the process: `pytorch`, `mpi`, `tensorflow` or `ray` (the job's `distribution`),
-            or `torchrun` or `deepspeed` where one of these was started inside the job.
+            or `torchrun` or `deepspeed` if one of these was started inside the job.
         rank: global rank.
         world_size: processes in the job.
-        local_rank: rank inside the node.
+        local_rank: rank within the node.
         local_world_size: processes on each node.
         node_rank: index of the node.
         num_nodes: nodes in the job.
         main_address: host of global rank 0.
-        main_port: its rendezvous port.
+        main_port: rendezvous port on that host.
 
     Raises:
         LaunchError: the numbers contradict one another.
@@ -64,15 +64,15 @@ class Launch:
 
     @property
     def separate_machines(self) -> int:
-        """Machines that the nodes are on: emulated nodes share one, where they meet on its loopback interface."""
+        """The number of machines. Emulated nodes share one machine and meet on its loopback interface."""
         return 1 if self.main_address.startswith(_LOOPBACK) else self.num_nodes
 
     def with_local_processes(self, processes: int, local_rank: int = 0) -> Launch:
-        """The launch after each node's only process has started others, one for each device.
+        """Return the launch after each node's only process has started others, one for each device.
 
         Args:
             processes: processes on each node afterwards.
-            local_rank: which of them this is.
+            local_rank: local rank of this process.
         """
         return replace(
             self,

@@ -1,4 +1,4 @@
-"""The guard as a callback of `pytorch_lightning`; to be imported where that package is in use."""
+"""`LaunchGuard` as a callback of `pytorch_lightning`. Import this module only where that package is in use."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 from azureml_strategy.cluster.guard import LaunchGuard
 
-# No dependency of ours: a script that uses it has it.
+# We do not depend on it: a script that uses it has it installed.
 pytorch_lightning: Any = importlib.import_module("pytorch_lightning")
 
 
 class PytorchLightningGuard(LaunchGuard, pytorch_lightning.Callback):  # type: ignore[misc]
-    """`LaunchGuard` for Trainers of the separate copy of Lightning, which want callbacks of its own class."""
+    """`LaunchGuard` for Trainers of the separate `pytorch_lightning` copy, which require its own `Callback` class."""

@@ -1,9 +1,9 @@
-"""Taking secrets out of anything that is printed, recorded or sent: the one place that says what a secret is.
+"""Removes secrets from everything that is printed, recorded or sent. Only this module defines what a secret is.
 
-A secret shows by the name of what it is the value of (`HF_TOKEN`, `accountKey`), by its form (tokens of known services,
-signatures, passwords in addresses, private keys), or because a variable of this process with such a name holds it. The
-forms are those that the services document, and that `detect-secrets` and GitHub's secret scanning look for. Nothing
-is struck out for looking random: hashes of commits, identifiers of runs and encoded images do so too.
+It recognizes a secret by the name of its variable or key (`HF_TOKEN`, `accountKey`), by its form (tokens of known
+services, signatures, passwords in addresses, private keys), or because a variable of this process with a secret name
+holds it. The forms are those that the services document, and that `detect-secrets` and GitHub's secret scanning look
+for. A random-looking value alone is not redacted: commit hashes, run ids and encoded images look random too.
 """
 
 from __future__ import annotations
@@ -19,54 +19,55 @@ from urllib.parse import quote, unquote
 
 REDACTED = "<redacted>"
 
-# Words of a name, each of which is enough.
+# One of these words makes a name secret.
 _SECRET_WORD = re.compile(
     "secret|password|passwd|passphrase|passcode|pwd|pgpass|cred|credential|sas|sig|signature|authorization|bearer|jwt"
-    # Words that were written together, as in PGPASSWORD.
+    # Words written together, as in PGPASSWORD.
     r"|cookie|apikey|connstr|webhook|\w+(?:password|passwd|apikey|secret|authtoken|accesstoken)"
 )
 _TOKEN_WORD = re.compile("token|pat")
-# With these, a token is one of a language model, or one of many.
+# With one of these words, a token is a language model's, or the name is about a number of tokens.
 _OF_LANGUAGE = re.compile(
     "pad|eos|bos|unk|sep|cls|mask|stop|start|end|special|extra|image|vision|audio|text|prompt|next|last|first|new|max"
     "|min|num|n|per|seen|total|count|global|context|vocab|batch|level|mixing|embedding|embed|weight|loss|budget"
 )
-# Two words that are a secret together; a key alone is one of a dictionary.
+# Pairs of words that make a name secret. `key` alone may be the key of a dictionary.
 _SECRET_PAIR = re.compile(
     "(?:api|account|access|shared|private|storage|master|instrumentation|subscription|client|secret|encryption|signing"
     "|ssh|license|host|function|admin|wandb|hf|openai|anthropic|azure|aws|comet|neptune) key"
     "|(?:db|smtp|mail|user|ftp|proxy|admin|root|run|login) pass|connection string|conn str|identity header"
     "|(?:basic|http) auth|auth header"
 )
-# In capitals, as variables are written, the last word is enough: `WANDB_KEY` is secret, `data.sort_key` is not.
+# In capitals, as in environment variables, the last word is enough: `WANDB_KEY` is secret, `data.sort_key` is not.
 _LAST_OF_CAPITALS = ("key", "pass", "auth")
-# Last words of a name that is about a secret, and not the secret.
+# A name that ends in one of these words describes a secret, but its value is not the secret.
 _ABOUT = re.compile("path|file|dir|folder|home|cache|sock|name|type|expiry|expires|length|size|count|limit|ids")
-# What is no secret but nobody else's business: the subscription, and where a job's identity is asked for.
+# Not secret, but private: the subscription, and the endpoint of the job's managed identity.
 _PRIVATE_WORDS = ("subscription", "msi", "instrumentation")
 
-# Values that no secret has: words of YAML, brackets (of nothing, or of names and values that are looked at by
-# themselves), what is looked up elsewhere, and the special tokens of a tokenizer.
+# Values that no secret has: YAML words, brackets (empty ones, or around names and values that are checked separately),
+# references to variables, placeholders, and the special tokens of a tokenizer.
 _HARMLESS = re.compile(r"|true|false|null|none|[\[({]+[\])}]*|\$\{.*\}|\$\w+|<.*>|\[[A-Z]+\]|\*+", re.I | re.S)
 _NUMBER = re.compile(r"[-+.\de_]+", re.I)
-_ADDRESS = re.compile(r"~?/[a-z]{2,16}(?:/.*)?|\./.*|[A-Za-z]:\\.*")  # of a file; base64 may begin with a slash too
-# Python, in the lines of a traceback.
+_ADDRESS = re.compile(r"~?/[a-z]{2,16}(?:/.*)?|\./.*|[A-Za-z]:\\.*")  # of a file; base64 may start with a slash too
+# Python code in a traceback, where the value is an expression and not a secret.
 _CODE = re.compile(r"(?:os|self|cls|cfg|config|args|options|settings)\.\w.*|[\w.]*[(\[].*|str|int|bytes|bool|float|Any")
 
-# Shorter values are flags or words, which would be struck out of texts that have nothing to do with them.
+# Shorter values are flags or words, which also occur in unrelated texts.
 _SHORTEST_VALUE, _SHORTEST_MIXED = 8, 6
 _PLAIN_WORD = re.compile(r"[a-z]+|[A-Z]?[a-z]+|[A-Z]+")
 
-_IN_URL = r"(?<!abfs://)(?<!abfss://)(?<!wasb://)(?<!wasbs://)(?<=://)(?!git@)"  # those have a container there
-# What has to be in a text, in lower case, for the form to be there: most texts are looked through at no cost.
+_IN_URL = r"(?<!abfs://)(?<!abfss://)(?<!wasb://)(?<!wasbs://)(?<=://)(?!git@)"  # these have a container before `@`
+# Each form: lower-case strings that a text must contain for the pattern to be tried (most texts need no regex then),
+# the pattern, and the replacement.
 _FORMS = (
-    # A private key, as far as it goes.
+    # A private key up to its end mark, or to the end of the text.
     (
         ("private key",),
         re.compile(r"(-----BEGIN [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----)(?:.*?(?=-----END )|.*)", re.S),
         rf"\1{REDACTED}",
     ),
-    # The user and password of an address; a database's may have slashes.
+    # The user and password in an address. A database's password may contain slashes.
     (("://", "@"), re.compile(_IN_URL + r"[^/\s]+(?=@)"), REDACTED),
     (
         ("://", "@"),
@@ -75,7 +76,7 @@ _FORMS = (
         ),
         rf"\1{REDACTED}",
     ),
-    # Addresses that whoever knows them may write to: Slack, Teams and Discord.
+    # Webhook addresses of Slack, Teams and Discord: knowing one is enough to post there.
     (
         (".com",),
         re.compile(
@@ -91,13 +92,13 @@ _FORMS = (
         rf"\1{REDACTED}",
     ),
     (("bearer ",), re.compile(r"(?i)(?<=\bbearer )[\w.~+/=-]{6,}"), REDACTED),
-    # Of a query, where short names are in use.
+    # Parameters of a query, which often have short names.
     (("=",), re.compile(r"(?i)([?&](?:key|code|sig|token|auth|pwd|pass)=)[^&\s\"'<>]+"), rf"\1{REDACTED}"),
     (("eyj", "."), re.compile(r"(?<![A-Za-z0-9])eyJ[\w-]{2,4000}\.[\w-]+\.[\w-]*"), REDACTED),  # a JSON web token
-    # A key of a storage account, of Batch or Cosmos DB: 64 bytes. A checksum says so before it, as `sha512-`.
+    # A 64-byte key of a storage account, Batch or Cosmos DB. A checksum has a prefix, such as `sha512-`.
     (("==",), re.compile(r"(?<![A-Za-z0-9+/-])[A-Za-z0-9+/]{86}==(?![A-Za-z0-9+/=])"), REDACTED),
 )
-_LONG_WORD = re.compile(r"[\w-]{16}")  # that each of these has
+_LONG_WORD = re.compile(r"[\w-]{16}")  # every token below contains one
 _TOKENS = re.compile(
     r"(?<![A-Za-z0-9])(?:"
     r"hf_[A-Za-z0-9]{16,}|api_org_[A-Za-z0-9]{20,}"  # Hugging Face
@@ -110,13 +111,13 @@ _TOKENS = re.compile(
     r"|npm_[A-Za-z0-9]{36}|pypi-[\w-]{50,}|dckr_pat_[\w-]{20,}|dapi[0-9a-f]{32}|nvapi-[\w-]{20,}|wandb_v1_\w{20,}"
     r"|[sr]k_(?:live|test)_[A-Za-z0-9]{16,}|whsec_[A-Za-z0-9]{20,}|SG\.[\w-]{16,}\.[\w-]{16,}"
     r"|\d{8,10}:[A-Za-z0-9_-]{35}(?![\w-])"  # Telegram
-    r"|[\w~.-]{3}\dQ~[\w~.-]{31,34}"  # Entra ID, of an application
+    r"|[\w~.-]{3}\dQ~[\w~.-]{31,34}"  # client secret of an Entra ID application
     r"|[A-Za-z0-9]{76}AZDO[A-Za-z0-9]{4}"  # Azure DevOps
-    # Other keys of Azure, which carry the service's mark (Microsoft, "Identifiable secrets").
+    # Other Azure keys, which contain a mark of their service (Microsoft, "Identifiable secrets").
     r"|[A-Za-z0-9+/]{32,80}(?:\+A(?:St|MC|Ba|Rm)|AIoT|Az(?:Fu|Se|Ca)|ACDb)\w{4,8}={0,2}"
     r")"
 )
-# A name, and what stands before its value: `=` or `:`; for an option of a command line, a space.
+# A name and the separator before its value: `=` or `:`, or a space after a command-line option.
 _NAMED = re.compile(
     r"""(?<![\w.])(?P<name>[A-Za-z_][\w.-]{0,100})(?P<between>["'\\\]]*[ \t]*[=:]+[ \t]*)"""
     r"""|(?<!\S)(?P<option>--?[A-Za-z][\w-]{0,60})[ \t]+(?!-)"""
@@ -127,18 +128,18 @@ _SUBSCRIPTION = re.compile(r"(?i)(?<=/subscriptions/)[^/\s]+")
 
 
 def redact_text(text: str, environ: Mapping[str, str] | None = None) -> str:
-    """The text without secrets, and without subscription ids.
+    """Return the text without secrets and without subscription ids.
 
     Args:
-        text: anything: a line, a traceback, an address, an answer of a service.
-        environ: what the variables with secret names hold is struck out wherever it stands; by default this
+        text: any text: a line, a traceback, an address, an answer of a service.
+        environ: the values of its variables with secret names are redacted wherever they occur; by default this
             process's environment.
     """
     return _SUBSCRIPTION.sub(REDACTED, _without(text, environ, private=True))
 
 
 def without_secrets(text: str, environ: Mapping[str, str] | None = None) -> str:
-    """The same, but what is only private stays, such as the subscription in the address of a data asset."""
+    """Like `redact_text`, but keeps private values, such as the subscription in the address of a data asset."""
     return _without(text, environ, private=False)
 
 
@@ -155,11 +156,13 @@ def _without(text: str, environ: Mapping[str, str] | None, *, private: bool) -> 
 
 
 def redact(name: str, value: Any, environ: Mapping[str, str] | None = None) -> Any:
-    """The value of a name, of a configuration say, as it may be shown: also lists and dictionaries, all through.
+    """Return the value of a name, of a configuration key say, without secrets. Recurses into lists and dictionaries.
 
     Args:
-        name: where it stands; of a secret name the whole value goes.
-        value: text, a list or a dictionary of such; whatever else is returned as it is.
+        name: the name of the value. Under a secret or private name, the whole text or number is redacted. The values
+            of a dictionary go by their own keys.
+        value: text, or a list or dictionary of texts. Other values are returned as they are, unless the name redacts
+            them.
         environ: as in `redact_text`.
     """
     if isinstance(value, Mapping):
@@ -175,11 +178,11 @@ def redact(name: str, value: Any, environ: Mapping[str, str] | None = None) -> A
 
 
 def remember_secrets(name: str, value: Any) -> None:
-    """Strike out from now on, wherever it stands, what has a secret's name in a configuration.
+    """From now on, redact the secrets of a configuration wherever they occur in a text.
 
     Args:
-        name: where the value stands.
-        value: text, a list or a dictionary of such, through and through.
+        name: the name of the value. Only texts under a secret name are remembered.
+        value: text, or a list or dictionary of texts at any depth.
     """
     if isinstance(value, Mapping):
         for key, each in value.items():
@@ -192,20 +195,20 @@ def remember_secrets(name: str, value: Any) -> None:
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Whether a value is secret by its name, or holds a secret by its form or by this process's variables."""
+    """Whether a value is secret by its name, or contains a secret by its form or from this process's variables."""
     text = value.strip().strip("'\"")
     return (is_secret_name(name) and not _is_harmless(name, text)) or without_secrets(text) != text
 
 
 @lru_cache(4096)
 def is_secret_name(name: str) -> bool:
-    """Whether the value of a variable, a key or an option of this name is a secret.
+    """Whether a variable, key or option of this name holds a secret.
 
     Whole words count: `HF_TOKEN` and `storage.account_key` are secret, `data.tokenizer` and `MONKEY` are not.
     """
     words = _words(name)
     if not words or (_ABOUT.fullmatch(words[-1]) and "webhook" not in words) or name.endswith("Credential"):
-        return False  # a class of azure-identity is called `AzureCliCredential`
+        return False  # `AzureCliCredential` is a class of azure-identity
     singular = [word if word.endswith("ss") or word == "sas" else word.removesuffix("s") for word in words]
     if any(map(_SECRET_WORD.fullmatch, singular)):
         return True
@@ -219,18 +222,18 @@ def is_secret_name(name: str) -> bool:
 
 @lru_cache(4096)
 def is_private_name(name: str) -> bool:
-    """Whether the value is secret or, as that of AZUREML_ARM_SUBSCRIPTION, nobody else's business."""
+    """Whether a value of this name is secret, or private as that of AZUREML_ARM_SUBSCRIPTION."""
     return is_secret_name(name) or any(word in _PRIVATE_WORDS for word in _words(name))
 
 
 def _words(name: str) -> list[str]:
-    """The words of a name in lower case: of `accountKey`, `account` and `key`."""
+    """Split a name into lower-case words: `accountKey` into `account` and `key`."""
     parted = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
     return [word for word in re.split(r"[^a-z0-9]+", parted.lower()) if word]
 
 
 def _is_harmless(name: str, value: str) -> bool:
-    """Whether the value is none that a secret of this name could have; a password may be a number, a token none."""
+    """Whether no secret of this name could have this value. A password may be a number, a token may not."""
     if _HARMLESS.fullmatch(value):
         return True
     words = "".join(_words(name))
@@ -238,7 +241,7 @@ def _is_harmless(name: str, value: str) -> bool:
 
 
 def _without_named(text: str) -> Iterator[str]:
-    """The text in parts, without the values that stand behind a secret's name."""
+    """Yield the text in parts, with the values after secret names redacted."""
     done = 0
     for found in _NAMED.finditer(text):
         name = found["name"] or found["option"]
@@ -254,7 +257,7 @@ def _without_named(text: str) -> Iterator[str]:
 
 
 def _values_of(environ: Mapping[str, str], *, private: bool) -> re.Pattern[str] | None:
-    """A pattern of what the environment's secret variables hold, and of the passwords in its addresses."""
+    """A pattern of the values of the secret variables, the passwords in addresses, and the remembered secrets."""
     known = is_private_name if private else is_secret_name
     items = list(environ.items())
     values = tuple(value for name, value in items if known(name) and not _is_harmless(name, value))
@@ -283,11 +286,11 @@ def _is_long(value: str) -> bool:
 
 
 def _spellings(value: str) -> set[str]:
-    """As it is, in an address, in Python's and in JSON's quotation marks."""
+    """The value as it is, percent-encoded as in an address, and as in a Python or JSON string."""
     return {value, quote(value, safe=""), repr(value)[1:-1], json.dumps(value)[1:-1]}
 
 
 def _as_pattern(value: str) -> str:
-    """A word is struck out where it stands alone: the password `postgres` is no part of `postgresql`."""
+    """A plain word is matched as a whole word only: the password `postgres` must not match in `postgresql`."""
     exact = re.escape(value)
     return rf"(?<![A-Za-z0-9]){exact}(?![A-Za-z0-9])" if _PLAIN_WORD.fullmatch(value) else exact

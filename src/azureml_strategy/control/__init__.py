@@ -1,1 +1,1 @@
-"""What ranks tell one another outside of collectives, through the rendezvous store."""
+"""Communication between ranks outside of collectives, through the rendezvous store."""

@@ -1,4 +1,4 @@
-"""Ranks agree on a step at which all of them stop, and then on whether to end or to go on."""
+"""Lets the ranks agree on a step at which all of them stop, and then on whether to end or to go on."""
 
 from __future__ import annotations
 
@@ -9,29 +9,33 @@ from typing import Literal
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-# One step may be under way, and the next one begun, before the main thread looks at the promise.
+# The main thread may finish a step and begin the next before it sees the promise.
 _MARGIN_STEPS = 2
 
 State = Literal["leaving", "waiting", "free"]
 _BEAT_SECONDS = 0.2
-# A rank that has said nothing for so long is gone, with its machine.
+# After this time without a heartbeat, a rank counts as gone, with its machine.
 _GONE_SECONDS = 30.0
 
 
 class StopAgreement:
-    """Finds one step for all ranks to stop at, once any of them has a reason.
+    """Finds one step at which all ranks stop, once any of them has a reason.
 
-    A collective in each step would tie the ranks' hosts together, and a signal handler must not talk to anybody. So
-    a thread of each rank polls the rendezvous store. When a rank has a reason, each thread promises a step that its
-    main thread will not pass before all have promised; the largest promise is the step. Main threads only count, and
-    wait only when they reach their own promise first: the other threads promise whatever their main threads wait for.
+    A collective in each step would make the hosts of all ranks wait for one another, and a signal handler must not
+    communicate. So a thread of each rank polls the rendezvous store. When a rank has a reason, each thread promises a
+    step that its main thread will not pass before all ranks have promised. The ranks stop at the largest promise. Main
+    threads only count steps. They wait only if they reach their own promise before the decision. This cannot deadlock:
+    the threads promise even while their main threads wait.
 
     Args:
-        store: shared by the ranks; used by the thread only, until the ranks have stopped.
+        store: shared by the ranks. Until the ranks have stopped, only the thread uses it.
         rank: this process's global rank.
         world_size: number of ranks.
-        reason: why this rank wants to stop, None as long as it does not; asked on the thread.
-        interval_s: pause between two looks at the store, in seconds.
+        reason: returns why this rank wants to stop, or None. The thread calls it.
+        interval_s: pause between two polls of the store, in seconds.
+
+    Attributes:
+        reason: why the ranks stop, the same on all of them; empty before the decision.
     """
 
     def __init__(
@@ -53,9 +57,10 @@ class StopAgreement:
         self._thread.start()
 
     def step_done(self) -> bool:
-        """Count a step of this rank; whether it is the one to stop after, the same one on all ranks.
+        """Count a step of this rank.
 
-        From then on `reason` says, the same on all ranks, why.
+        Returns:
+            Whether to stop after this step, which is the same step on all ranks. If so, `reason` gives the reason.
         """
         with self._lock:
             self._steps += 1
@@ -65,7 +70,7 @@ class StopAgreement:
         return self._stop_at is not None and self._steps >= self._stop_at
 
     def close(self) -> None:
-        """End the thread; one that waits for a rank that is gone is left behind."""
+        """End the thread. If it waits for a rank that is gone, leave it behind."""
         self._closing.set()
         self._thread.join(timeout=2 * self._interval_s)
 
@@ -79,7 +84,7 @@ class StopAgreement:
                     self._stop_at = self._agree()
                     return
         except RuntimeError:
-            # The store is gone: rank 0 has ended, and with it the run. The main thread meets that by itself.
+            # The store is gone: rank 0 has ended, and with it the run. The main thread will notice that itself.
             return
         finally:
             self._decided.set()
@@ -90,26 +95,26 @@ class StopAgreement:
         self._store.set(f"promise/{self._rank}", str(self._promise))
         if self._rank == 0:
             promises = [int(self._store.get(f"promise/{rank}")) for rank in range(self._world_size)]
-            # One value for both: a rank that asks meanwhile could change the reason under the others.
+            # Step and reason share one value, because another rank may overwrite `asked` in the meantime.
             self._store.set("stop", f"{max(promises)} {self._store.get('asked').decode()}")
         step, _, self.reason = self._store.get("stop").decode().partition(" ")
         return int(step)
 
 
 class Standstill:
-    """The time between a stop of all ranks and their end, or their going on.
+    """The stop barrier: all ranks have stopped at one step and wait for the decision to end or to go on.
 
-    Each rank says again and again how it stands: `leaving` after SIGTERM, `waiting` while its machine is about to be
-    taken away, `free` otherwise. Rank 0 decides for all: one that leaves or falls silent takes the others with it,
-    and when all are free, training goes on. A process that ended by itself instead of waiting would be a job that
-    has completed, or failed, before Azure ML sees that its node is gone.
+    Each rank repeatedly writes its state as a heartbeat: `leaving` after SIGTERM, `waiting` while its machine is about
+    to be taken away, `free` otherwise. Rank 0 decides for all. If any rank is leaving or silent, all end. When all are
+    free, training goes on. The ranks must wait here: if a process exited by itself, the job would count as completed or
+    failed before Azure ML sees that its node is gone.
 
     Args:
-        store: shared by the ranks, with nothing else under its names.
+        store: shared by the ranks; nothing else uses its keys.
         rank: this process's global rank.
         world_size: number of ranks.
-        state: how this rank stands.
-        gone_s: how long a rank may be silent, in seconds.
+        state: returns the state of this rank.
+        gone_s: after how many seconds without a heartbeat a rank counts as gone.
     """
 
     def __init__(
@@ -122,7 +127,7 @@ class Standstill:
         self._heard: dict[int, tuple[str, float]] = dict.fromkeys(range(world_size), ("", time.monotonic()))
 
     def goes_on(self) -> bool:
-        """Wait for the decision; whether training goes on. False, too, when rank 0 is gone, and the store with it."""
+        """Wait for the decision, and return whether training goes on. False also if rank 0 is gone with its store."""
         try:
             return self._verdict() == "on"
         except RuntimeError:

@@ -1,4 +1,4 @@
-"""Connections to the rendezvous store, by which the processes of a job find one another."""
+"""Opens connections to the rendezvous store, through which the processes of a job find one another."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.005, 0.5  # between two attempts
-_CONNECT_SECONDS = 5.0  # then the name is looked up again
-_ANSWER_SECONDS = 10.0  # for a server that has many to answer
-# A process may start several groups one after the other; the store may outlive each.
+_CONNECT_SECONDS = 5.0  # after this time the host name is resolved again
+_ANSWER_SECONDS = 10.0  # for a server with many clients
+# A process may start several groups one after the other, and the store may outlive each of them.
 _rounds = itertools.count()
 
 _T = TypeVar("_T")
@@ -35,16 +35,16 @@ _Calls: TypeAlias = "queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | N
 
 
 def open_store(launch: Launch, timeout: timedelta, purpose: str | None = None) -> Store:
-    """The rendezvous store of the job: rank 0 serves it, and torch, which opens it again, shares the server.
+    """Open the rendezvous store of the job. Rank 0 or torchrun's agent serves it; torch's own store shares the server.
 
     Args:
         launch: this process's place.
         timeout: how long to wait for rank 0.
-        purpose: a name for what is kept in it, which nobody else uses; None where each process of a group opens it
-            once.
+        purpose: a prefix for the keys that nothing else uses. With None a counter gives the prefix, so each process of
+            a group must open the store once.
 
     Raises:
-        LaunchError: rank 0 cannot open it, or did not in time.
+        LaunchError: the store cannot be opened, or rank 0 did not open it in time.
     """
     from torch.distributed import DistNetworkError, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
@@ -66,22 +66,23 @@ def open_store(launch: Launch, timeout: timedelta, purpose: str | None = None) -
             f"{str(error).splitlines()[0]} If another process of node 0 has the port, set MASTER_PORT to a free one "
             "on all nodes."
         ) from error
-    # torchrun's store may outlive the processes that it starts again
+    # torchrun's store may outlive the processes, which torchrun restarts
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"azureml_strategy/{attempt}/{next(_rounds) if purpose is None else purpose}", store)
 
 
 def another_connection(world_size: int, timeout: timedelta) -> Store | None:
-    """A further connection to the store of the process group that has started, for a thread of one's own.
+    """Open another connection to the store of the running process group, for a background thread.
 
-    Calls on one connection wait for one another: a thread that shared torch's would stop at the main thread's.
+    Calls on one connection wait for one another: on torch's connection, the thread would wait for the main thread's
+    calls.
 
     Args:
-        world_size: number of ranks; one alone needs nothing but its own memory.
+        world_size: number of ranks. A single rank gets a store in its own memory.
         timeout: how long a call may wait for a key.
 
     Returns:
-        None where the group was not made with MASTER_ADDR and MASTER_PORT, or nothing answers there.
+        The store. None if the group was not made with MASTER_ADDR and MASTER_PORT, or nothing answers there.
     """
     from torch.distributed import HashStore, TCPStore, is_initialized  # type: ignore[attr-defined]
 
@@ -91,7 +92,7 @@ def another_connection(world_size: int, timeout: timedelta) -> Store | None:
         return None
     try:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        # The server has been there: one that refuses has ended, and torch would ask it again until the time is up.
+        # The server was up before, so one that refuses now has ended. torch would retry until the timeout.
         socket.create_connection((address, port), timeout=_CONNECT_SECONDS).close()
         connecting = min(timeout, timedelta(seconds=_ANSWER_SECONDS))
         store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=connecting)
@@ -102,12 +103,12 @@ def another_connection(world_size: int, timeout: timedelta) -> Store | None:
 
 
 def agent_serves_store() -> bool:
-    """Whether torchrun's agent on node 0 serves the store of the process group; else rank 0 does."""
+    """Whether torchrun's agent on node 0 serves the store of the process group. Otherwise rank 0 does."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _await_server(launch: Launch, timeout: timedelta) -> None:
-    """Wait until the address answers: torch would fill the log with a stack trace of each attempt."""
+    """Wait until the address answers. torch itself would log a stack trace for each attempt."""
     deadline, pause = time.monotonic() + timeout.total_seconds(), _FIRST_PAUSE_SECONDS
     while (left := deadline - time.monotonic()) > 0:
         with contextlib.suppress(OSError):
@@ -125,11 +126,14 @@ def _await_server(launch: Launch, timeout: timedelta) -> None:
 
 
 def within(seconds: float, action: Callable[[], _T]) -> _T | None:
-    """What an action returns; None if it does not in time, and is left behind, or fails.
+    """Run an action on a thread, with a time limit.
 
     Args:
         seconds: how long to wait.
-        action: what may take for ever.
+        action: what to run; it may take for ever.
+
+    Returns:
+        What the action returned. None if it failed or took too long; its thread is then left behind.
     """
     found: list[_T] = []
     thread = threading.Thread(target=lambda: found.append(action()), name="hang-watch-waits", daemon=True)
@@ -139,10 +143,10 @@ def within(seconds: float, action: Callable[[], _T]) -> _T | None:
 
 
 class StoreLostError(Exception):
-    """The server cannot be asked any more.
+    """The server of the store cannot be reached any more.
 
     Args:
-        silent: whether it has not answered in time; else its connection has ended.
+        silent: True if the server has not answered in time, False if the connection has ended.
     """
 
     def __init__(self, silent: bool) -> None:
@@ -151,10 +155,12 @@ class StoreLostError(Exception):
 
 
 class BoundedStore:
-    """Makes each call on a thread of its own, and gives up on it after a while: most calls of a store have no limit.
+    """A store whose calls have a time limit, which most calls of torch's stores lack. They run on a thread of its own.
+
+    A call that fails or takes too long raises StoreLostError.
 
     Args:
-        store: used by nobody else.
+        store: a connection that nobody else uses.
         timeout_s: how long a call may take, in seconds.
     """
 
@@ -167,33 +173,33 @@ class BoundedStore:
         self._call(lambda: self._store.set(key, value))
 
     def get(self, key: str) -> str | None:
-        """Read a value; None where there is none yet."""
+        """Read a value; None if there is none yet."""
         return self.get_all([key])[key]
 
     def get_all(self, keys: Sequence[str]) -> dict[str, str | None]:
-        """Read several values at once."""
+        """Read several values at once; None for each that is not there yet."""
         found: dict[str, str | None] = self._call(lambda: self._read(keys)) if keys else {}
         return found
 
     def set_first(self, key: str, value: str) -> str:
-        """Write a value unless somebody was faster; the value that is there now."""
+        """Write a value unless another rank was faster. Return the value that is there now."""
         return str(self._call(lambda: self._store.compare_set(key, "", value)).decode())
 
     def add(self, key: str) -> int:
-        """Count one up; the new count."""
+        """Add 1 to a counter. Return the new count."""
         return int(self._call(lambda: self._store.add(key, 1)))
 
     def renew(self, store: Store) -> None:
-        """Go on with another connection.
+        """Switch to another connection.
 
         Args:
-            store: the same names, used by nobody else.
+            store: a connection to the same keys that nobody else uses.
         """
         self.close()
         self._start(store)
 
     def close(self) -> None:
-        """Let the thread end; one that waits for a server that is gone is left behind."""
+        """Let the thread end. If it waits for a server that is gone, leave it behind."""
         self._calls.put(None)
 
     def _start(self, store: Store) -> None:
@@ -202,7 +208,7 @@ class BoundedStore:
         threading.Thread(target=_work, args=(self._calls,), name="hang-watch-store", daemon=True).start()
 
     def _read(self, keys: Sequence[str]) -> dict[str, str | None]:
-        # A key that is missing would hold up the whole question.
+        # `multi_get` would wait for a missing key.
         there = keys if self._store.check(list(keys)) else [key for key in keys if self._store.check([key])]
         values = self._store.multi_get(list(there)) if there else []
         found = {key: value.decode() for key, value in zip(there, values, strict=True)}

@@ -1,4 +1,4 @@
-"""How ranks work on one checkpoint together: on their main threads, or behind the training."""
+"""Lets ranks write one checkpoint together: on their main threads by collectives, or on threads through the store."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from azureml_strategy.control.messages import from_json, to_json
 
 Value = TypeVar("Value")
 _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.002, 0.05
-# How long rank 0, which serves the store, stays for the others' last question.
+# How long rank 0, which serves the store, waits for the others' last calls, and its pause between two checks.
 _FAREWELL_SECONDS, _FAREWELL_PAUSE = 5.0, 0.02
-# A sign of life of each rank, and how often one that waits asks for it: in vain for two minutes means that it is gone,
-# as other code may hold Python's lock for a while.
+# Time between two heartbeats, time between two checks by a waiting rank, and the number of checks without a new
+# heartbeat (two minutes) after which a rank counts as gone. So many, because other code may hold the GIL for a while.
 _BEAT_SECONDS, _ASK_SECONDS, _MOST_IN_VAIN = 5.0, 1.0, 120
-# For the last word, where the store may not answer.
+# Time for the last message, in case the store does not answer.
 _CLOSE_SECONDS = 2.0
 
 
 def gather(value: Any) -> list[Any]:
-    """What each rank gave, by rank and on all of them; a collective."""
+    """Gather the values of all ranks on all ranks, in the order of ranks. This is a collective."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     gathered: list[Any] = [None] * dist.get_world_size()
@@ -37,19 +37,19 @@ def gather(value: Any) -> list[Any]:
 
 
 class StepError(RuntimeError):
-    """A step that failed on some rank; raised on all of them."""
+    """A step failed on some rank. Raised on all ranks."""
 
 
 class ExchangeError(StepError):
-    """The ranks cannot go on, as one of them can no longer be heard; raised on all that wait."""
+    """The ranks cannot go on, because one of them is silent or lost its connection. Raised on all that wait."""
 
 
 class ExchangeClosedError(RuntimeError):
-    """The ranks no longer talk: this process is about to end."""
+    """The exchange is closed, because this process is about to end."""
 
 
 class Exchange(ABC):
-    """What ranks tell one another; each method is called by all of them, in the same order.
+    """Exchanges values between ranks. All ranks must call the same methods in the same order.
 
     Args:
         rank: this process's global rank.
@@ -60,31 +60,31 @@ class Exchange(ABC):
 
     @abstractmethod
     def gather(self, value: Any) -> list[Any]:
-        """What each rank gave, by rank and on all of them."""
+        """Gather the values of all ranks on all ranks, in the order of ranks."""
 
     def leave(self) -> None:
-        """Say that nothing else will be asked."""
+        """Tell the other ranks that this rank will make no further calls."""
         return
 
     def together(self, step: Callable[[], Value]) -> list[Value]:
-        """Take a step on each rank.
+        """Run a step on each rank.
 
         Returns:
-            What it returned, by rank and on all of them.
+            What the step returned on each rank, in the order of ranks; the same on all ranks.
 
         Raises:
-            StepError: it failed on at least one rank, and why.
+            StepError: the step failed on at least one rank. The message gives the reason.
         """
         return self._results(_outcome(step, f"rank {self.rank}: "))
 
     def on_rank_zero(self, step: Callable[[], Value]) -> Value:
-        """Take a step on rank 0.
+        """Run a step on rank 0.
 
         Returns:
-            What it returned, on all ranks.
+            What the step returned, on all ranks.
 
         Raises:
-            StepError: it failed, and why.
+            StepError: the step failed. The message gives the reason.
         """
         value: Value = self._results(_outcome(step, "") if self.rank == 0 else (None, None))[0]
         return value
@@ -98,7 +98,7 @@ class Exchange(ABC):
 
 
 class GroupExchange(Exchange):
-    """By collectives of the training's process group, for the main threads."""
+    """Exchanges values on the main threads, by collectives of the training's process group."""
 
     @override
     def gather(self, value: Any) -> list[Any]:
@@ -106,19 +106,20 @@ class GroupExchange(Exchange):
 
 
 class StoreExchange(Exchange):
-    """Through the rendezvous store, for threads: collectives of theirs would mix with those of the training.
+    """Exchanges values on background threads through the rendezvous store.
 
-    Values are told as JSON (`messages`): the store is open to whoever reaches its port, and a pickle would run code.
+    Collectives on these threads would mix with those of the training. Values travel as JSON (`messages`): anyone who
+    reaches the store's port can write into it, and loading a pickle runs code.
 
-    A rank waits for another as long as that lives, as a slow disk may take its time. What ends a rank's part, such as
-    a connection that is lost, ends the waits of all; then nobody uses this exchange any more.
+    A rank waits for another as long as that one sends heartbeats, because a disk may be slow. A failure on one rank,
+    such as a lost connection, ends the waits of all ranks. Afterwards the exchange cannot be used any more.
 
     Args:
-        store: a connection of its own, with names that nobody else uses.
+        store: a connection of its own, to keys that nobody else uses.
         rank: this process's global rank.
         world_size: number of ranks.
-        connect: opens another connection to the same names, to tell the others that the first is lost; None if it
-            cannot.
+        connect: opens another connection to the same keys, to tell the other ranks that the first one is lost. It
+            returns None if it cannot.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class StoreExchange(Exchange):
 
     @property
     def broken(self) -> bool:
-        """Whether an error of some rank has ended it."""
+        """Whether an error on some rank has ended the exchange."""
         return self._error is not None
 
     @override
@@ -152,15 +153,15 @@ class StoreExchange(Exchange):
             gathered = [value, *(self._take(f"{self._round}/{rank}", of=rank) for rank in self._others)]
             if self._others:
                 self._put(everything, gathered)
-                self._store.delete_key(f"{self._round - 1}/all")  # read by all, or they would not have come this far
+                self._store.delete_key(f"{self._round - 1}/all")  # all have read it, or they would not be in this round
             return gathered
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """Have any end of this thread's part that the others cannot know of end theirs as well.
+        """End the exchange on all ranks if the code inside fails with an error that the other ranks do not know.
 
         Raises:
-            ExchangeError: in place of an error of this rank alone, with its text.
+            ExchangeError: replaces an error of this rank alone, and has its text.
         """
         try:
             yield
@@ -173,20 +174,20 @@ class StoreExchange(Exchange):
     def leave(self) -> None:
         if self._over.is_set():
             return
-        with suppress(RuntimeError):  # of the store: there is nobody left to talk to
+        with suppress(RuntimeError):  # from the store: no other rank is left to talk to
             if self.rank > 0:
                 self._store.set(f"left/{self._round}/{self.rank}", "")
             else:
                 self._see_off([f"left/{self._round}/{rank}" for rank in self._others])
 
     def close(self) -> None:
-        """Have whatever waits for another rank fail, and what other ranks wait for from this one."""
+        """End the exchange: this process's waits for other ranks fail, and so do their waits for this one."""
         self._over.set()
         if self._living.ident is not None:
             self._living.join(_CLOSE_SECONDS)
 
     def _live(self) -> None:
-        """Give a sign of life every few seconds, and at the end a last word."""
+        """Send a heartbeat every few seconds, and a last message at the end."""
         count = 0
         with suppress(ExchangeError), self.telling():
             while not self._over.is_set():
@@ -196,7 +197,7 @@ class StoreExchange(Exchange):
         self._say_last_word()
 
     def _see_off(self, keys: list[str]) -> None:
-        """Rank 0 serves the store: stay for the others' last question."""
+        """Wait until the other ranks have left, because rank 0 serves the store."""
         deadline = time.monotonic() + _FAREWELL_SECONDS
         while not self._store.check(keys) and time.monotonic() < deadline and not self._over.wait(_FAREWELL_PAUSE):
             continue
@@ -208,11 +209,11 @@ class StoreExchange(Exchange):
         self._store.set(key, to_json(value))
 
     def _take(self, key: str, of: int) -> Any:
-        """Wait for a value; not inside the store, which cannot be interrupted.
+        """Poll for a value. A wait inside the store could not be interrupted.
 
         Args:
-            key: its name.
-            of: the rank that gives it; rank 0's is for all, and stays.
+            key: its key.
+            of: the rank that writes it. Rank 0's value is for all ranks, so it is not deleted here.
         """
         pause, patience = _SHORTEST_PAUSE_SECONDS, _Patience(self._store, of)
         while not self._store.check([key]):
@@ -233,13 +234,16 @@ class StoreExchange(Exchange):
             raise ExchangeClosedError("this process ended before all ranks had written")
 
     def _end(self, error: str) -> str:
-        """Stop, and have the others stop as well; the error that counts."""
+        """End the exchange on this rank and on the others. Return the first error, which is the one reported."""
         self._error = self._error or error
         self._over.set()
         return self._error
 
     def _say_last_word(self) -> None:
-        """By this connection, or, for an error, by another where that is lost; the first one's of all counts."""
+        """Write why this rank ends, unless another rank was faster.
+
+        An error is written through another connection if this one is lost.
+        """
         word = self._error or f"rank {self.rank} has left"
         try:
             self._store.compare_set("error", "", word)
@@ -251,11 +255,11 @@ class StoreExchange(Exchange):
 
 
 class _Patience:
-    """With a rank that others wait for.
+    """Decides when to stop waiting for a rank.
 
     Args:
-        store: where its signs of life are.
-        rank: which.
+        store: where the rank writes its heartbeats.
+        rank: the rank.
     """
 
     def __init__(self, store: Store, rank: int) -> None:
@@ -266,7 +270,7 @@ class _Patience:
         self._in_vain = 0
 
     def end(self) -> str | None:
-        """Why there is nothing to wait for any more; asks the store once a second at the most."""
+        """Return why waiting is pointless, or None. Asks the store at most once a second."""
         if time.monotonic() < self._asked_at + _ASK_SECONDS:
             return None
         self._asked_at = time.monotonic()
@@ -274,7 +278,7 @@ class _Patience:
             return self._store.get("error").decode()
         beat = f"beat/{self._rank}"
         heard = self._store.get(beat) if self._store.check([beat]) else b""
-        # counted, as a machine that stands still for a while does not hear anything either
+        # Counts checks, not seconds: a machine that was suspended for a while has not listened in that time.
         self._in_vain = self._in_vain + 1 if heard == self._heard else 0
         self._heard = heard
         silent = self._in_vain >= _MOST_IN_VAIN
@@ -287,7 +291,7 @@ def _outcome(step: Callable[[], Value], who: str) -> tuple[Value | None, str | N
     try:
         return step(), None
     except StepError as error:
-        return None, str(error)  # it says who
+        return None, str(error)  # it names the rank
     except Exception as error:  # whatever it is, the others must not wait for this rank
         kind = "" if isinstance(error, (OSError, RuntimeError)) else f"{type(error).__name__}: "
         return None, f"{who}{kind}{error}"

@@ -1,7 +1,7 @@
-"""What ranks tell one another through the rendezvous store, as JSON.
+"""Encodes the messages that ranks exchange through the rendezvous store as JSON.
 
-Whoever reaches the store's port can write into it, and a pickle runs code when it is read: nothing from there is ever
-unpickled. What has a form here: plain values, and the classes that were registered, by their fields.
+Anyone who reaches the store's port can write into it, and loading a pickle runs code. So nothing from the store is ever
+unpickled. Messages may contain plain values, torch constants, and objects of registered classes, by their fields.
 """
 
 from __future__ import annotations
@@ -13,35 +13,35 @@ from typing import Any
 
 import torch
 
-# By name; see `register`.
+# Registered classes by name; see `register`.
 _CLASSES: dict[str, type] = {}
 # torch's constants, such as torch.float32, by their names.
 _CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 
 
 def register(*classes: type) -> None:
-    """Let objects of these classes be told, by their fields.
+    """Allow objects of these classes in messages.
 
     Args:
-        classes: data classes whose fields are plain values or objects of registered classes, and enumerations.
+        classes: enumerations, and data classes whose fields are plain values or objects of registered classes.
     """
     _CLASSES.update({each.__name__: each for each in classes})
 
 
 def to_json(value: Any) -> str:
-    """A value as text.
+    """Encode a value.
 
     Raises:
-        TypeError: it has no form here.
+        TypeError: the value has a type that messages may not contain.
     """
     return json.dumps(_encoded(value))
 
 
 def from_json(text: str | bytes) -> Any:
-    """The value of a text, in the types that it had.
+    """Decode a value, with its original types.
 
     Raises:
-        ValueError: it is none of `to_json`'s.
+        ValueError: the text does not come from `to_json`.
     """
     try:
         return _decoded(json.loads(text))

@@ -1,4 +1,7 @@
-"""Whether a process still lives: a kernel knows at once, and for certain. Ours is asked, or another machine's."""
+"""Checks whether a process is alive, by asking the kernel of its machine, which knows at once and for certain.
+
+This machine's kernel is asked through /proc. Another machine's kernel is asked by connecting to a port of the process.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-# `unreachable`: its machine does not answer. `unknown`: there is no way to ask.
+# `unreachable`: the machine of the process does not answer. `unknown`: there is no way to ask.
 Sight = Literal["alive", "gone", "unreachable", "unknown"]
-# For another machine to answer; two lost packets take three seconds.
+# Time for another machine to answer. Two lost packets cost three seconds.
 _ASK_SECONDS = 5.0
 _MOST_ASKING = 128
 _STOPPED, _WAITS = "stopped by a signal or a debugger", "waiting for a disk or a driver"
@@ -21,17 +24,17 @@ _STATES = {"T": _STOPPED, "t": _STOPPED, "D": _WAITS}
 
 @dataclass(frozen=True)
 class Member:
-    """A rank's process, as it introduces itself to the others.
+    """A rank's process, with all that other ranks need to check whether it is alive.
 
     Attributes:
         rank: its global rank.
         node: the index of its node.
         host: the name of its machine.
-        processes: names the table of processes that it is in: the same for two that can see each other.
-        pid: its number there.
-        started: when it started, by the kernel's clock: numbers are used again.
-        address: where its kernel can be asked for it, see `answering_port`; empty where it cannot.
-        port: the same.
+        processes: identifies its process table. Two processes with the same value can see each other.
+        pid: its process id in that table.
+        started: its start time by the kernel's clock, because process ids are reused.
+        address: address at which other machines ask its kernel, see `answering_port`; empty if they cannot.
+        port: port at that address; 0 if they cannot.
     """
 
     rank: int
@@ -48,12 +51,12 @@ class Member:
 
 
 def this_process(rank: int, node: int, address: str = "") -> Member:
-    """This process, as a member of the job.
+    """Return this process as a member of the job.
 
     Args:
         rank: its global rank.
         node: the index of its node.
-        address: this machine's, at which other machines may ask for the process; empty for none.
+        address: this machine's address, at which other machines may ask for the process; empty for none.
     """
     status = _status(os.getpid())
     port = answering_port(address) if address else 0
@@ -70,14 +73,14 @@ def this_process(rank: int, node: int, address: str = "") -> Member:
 
 
 def address_towards(host: str, port: int) -> str:
-    """This machine's address as another one sees it; connecting a datagram socket sends nothing.
+    """Return this machine's address as another machine sees it. Sends nothing: it only connects a datagram socket.
 
     Args:
-        host: the other's name or address.
-        port: any of its ports.
+        host: name or address of the other machine.
+        port: any port of the other machine.
 
     Returns:
-        Empty where there is no way to it.
+        The address; empty if there is no route.
     """
     try:
         family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
@@ -89,19 +92,20 @@ def address_towards(host: str, port: int) -> str:
 
 
 def answering_port(address: str) -> int:
-    """A port at which the kernel answers as long as this process lives, whatever its threads do; 0 if there is none.
+    """Return a port at which the kernel answers while this process lives, whatever its threads do; 0 if none can open.
 
-    Nothing is ever read from it or sent. A child that is forked closes its copy.
+    The process never reads or sends anything there. A forked child closes its copy, so that the port closes with this
+    process.
 
     Args:
-        address: the only one of this machine at which it answers.
+        address: the address of this machine to listen at. The port is open at no other address.
     """
     listening = _listening(address)
     return int(listening.getsockname()[1]) if listening is not None else 0
 
 
 def let_in(member: Member) -> None:
-    """Close the connections of those that have asked for this process: the kernel keeps so many and no more.
+    """Close the connections of ranks that have asked for this process, because the kernel's queue for them is limited.
 
     Args:
         member: this process.
@@ -113,10 +117,10 @@ def let_in(member: Member) -> None:
 
 
 def look_for(member: Member) -> Sight:
-    """Whether a process lives.
+    """Check whether a process is alive.
 
     Args:
-        member: whose process.
+        member: the process.
     """
     if is_seen(member):
         return "gone" if is_gone(member) else "alive"
@@ -132,11 +136,11 @@ def look_for(member: Member) -> Sight:
 
 
 def why_silent(member: Member, sight: Sight) -> str:
-    """What is known of a process that says nothing.
+    """Describe what is known of a process without heartbeats.
 
     Args:
-        member: whose process.
-        sight: from `look_for`.
+        member: the process.
+        sight: the result of `look_for`.
     """
     if sight == "unreachable":
         return "its machine does not answer either"
@@ -149,25 +153,25 @@ def why_silent(member: Member, sight: Sight) -> str:
 
 
 def is_gone(member: Member) -> bool:
-    """Whether the process has ended, for certain; False for one on another machine.
+    """Whether the process has certainly ended. Always False for a process that this machine's kernel cannot see.
 
     Args:
-        member: whose process.
+        member: the process.
     """
     if not is_seen(member):
         return False
     status = _status(member.pid)
-    # A zombie has ended, too; whoever started it has not looked yet.
+    # A zombie has ended too: its parent has only not collected its exit status yet.
     return status is None or status[0] in "ZX" or status[1] != member.started
 
 
 def is_seen(member: Member) -> bool:
-    """Whether this machine's kernel knows of the process.
+    """Whether the process is in this process's own process table, so that /proc shows it.
 
     Args:
-        member: whose process.
+        member: the process.
     """
-    # Two machines that cannot name their tables do not share one.
+    # Where two processes cannot identify their tables, both values are empty. They do not share a table.
     return bool(member.started and member.processes) and member.processes == _table()
 
 
@@ -185,7 +189,7 @@ def _listening(address: str) -> socket.socket | None:
 
 @functools.cache
 def _table() -> str:
-    """Boot and PID namespace."""
+    """Boot id and PID namespace, which identify a process table; empty if they cannot be read."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -194,10 +198,10 @@ def _table() -> str:
 
 
 def _status(pid: int) -> tuple[str, str] | None:
-    """State and start time of a process, see proc_pid_stat(5); None where there is none."""
+    """State and start time of a process, see proc_pid_stat(5); None if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    fields = text.rpartition(")")[2].split()  # the name before it may hold anything
+    fields = text.rpartition(")")[2].split()  # the name before it may contain anything
     return fields[0], fields[19]

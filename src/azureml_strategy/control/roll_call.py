@@ -1,4 +1,4 @@
-"""Who has come to the start: names the processes that are missing, instead of a time-out without a name."""
+"""Waits at the start until all processes of the job are there, and names those that are missing."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ log = logging.getLogger(__name__)
 
 _REMIND_SECONDS = 60.0
 _POLL_SECONDS = 0.01
-# How long others wait for rank 0's word after its own time is up, and rank 0 for the others to read it.
+# How long the others wait for the outcome after rank 0's timeout, and rank 0 for the others to read it.
 _GRACE_SECONDS = 5.0
-# Who came to the last roll call of this process: one of them that dies before anything else was heard of it is known.
+# The processes at the last roll call. If one dies before its first heartbeat, the hang watch still knows it from here.
 _members: list[Member] = []
 
 
 @dataclass(frozen=True)
 class _Arrival:
-    """What a process says of itself."""
+    """The message with which a process reports to the roll call."""
 
     member: Member
     address: str
@@ -39,27 +39,25 @@ class _Arrival:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> _Arrival:
-        """The arrival from its text."""
         values: dict[str, Any] = json.loads(text)
         return cls(**values | {"member": Member(**values["member"])})
 
 
 @dataclass(frozen=True)
 class _Outcome:
-    """Rank 0's word to all: who is there, and what is wrong, or nothing."""
+    """The message of rank 0 to all: the processes that are there, and the error, if any."""
 
     members: Sequence[Member]
     error: str | None
 
     @classmethod
     def from_json(cls, text: str | bytes) -> _Outcome:
-        """The outcome from its text."""
         values: dict[str, Any] = json.loads(text)
         return cls([Member(**each) for each in values["members"]], values["error"])
 
 
 def members() -> dict[int, Member]:
-    """The processes that were at the last roll call of this one, by rank; none where there was no roll call."""
+    """Return the processes at this process's last roll call, by rank; empty if there was none."""
     return {member.rank: member for member in _members}
 
 
@@ -67,13 +65,14 @@ def call_roll(store: Store, launch: Launch, timeout: timedelta, problem: str | N
     """Wait until every process of the job is here and none of them has a problem.
 
     Args:
-        store: from `rendezvous.open_store`.
+        store: from `channel.open_store`.
         launch: this process's place.
         timeout: how long rank 0 waits for the others.
-        problem: why this process cannot go on; the others then stop with it, instead of waiting for it.
+        problem: why this process cannot go on. The other processes then raise too, instead of waiting for it.
 
     Raises:
-        LaunchError: processes are missing, and which; or some have a problem. The same on every process.
+        LaunchError: processes are missing, or some have a problem. The message names them and is the same on every
+            process. A process that loses rank 0 raises its own message.
     """
     arrival = _Arrival(
         this_process(launch.rank, launch.node_rank), address_towards(launch.main_address, launch.main_port), problem
@@ -114,10 +113,10 @@ def _follow(store: Store, launch: Launch, timeout: timedelta) -> _Outcome:
 
 
 def _await_all(store: Store, launch: Launch, timeout: timedelta) -> bool:
-    """Whether all arrive in time; says every minute who is missing."""
+    """Wait for all processes, and log every minute which are missing. Return whether all arrived in time."""
     now = time.monotonic()
     deadline, reminder = now + timeout.total_seconds(), now + _REMIND_SECONDS
-    # Asks instead of waiting: torch warns on standard error of each wait that ends by its time-out.
+    # Polls instead of `store.wait`, because torch writes a warning to standard error for each wait that times out.
     while not store.check(["complete"]):
         time.sleep(_POLL_SECONDS)
         if time.monotonic() > deadline:
@@ -134,7 +133,7 @@ def _arrivals(store: Store, world_size: int) -> list[_Arrival]:
 
 
 def _problems(arrivals: list[_Arrival]) -> str | None:
-    """The problems, each with the ranks that have it; None if there are none."""
+    """Describe each problem with its ranks; None if there are none."""
     texts = dict.fromkeys(arrival.problem for arrival in arrivals if arrival.problem)
     described = []
     for text in texts:
@@ -154,7 +153,7 @@ def _absence(launch: Launch, arrivals: list[_Arrival], timeout: timedelta) -> st
 
 
 def _missing(launch: Launch, arrivals: list[_Arrival]) -> str:
-    """The missing ranks by node, with hosts where they are known."""
+    """Name the missing ranks by node, with the hosts that are known."""
     absent = sorted(set(range(launch.world_size)) - {arrival.member.rank for arrival in arrivals})
     hosts = {arrival.member.node: arrival.member.host for arrival in arrivals}
     parts = []

@@ -1,4 +1,4 @@
-"""Stops all ranks at one step when a node is about to be taken away, saves, and ends or goes on."""
+"""Stops all ranks at one step when a node is about to be taken away, saves a checkpoint, and ends or goes on."""
 
 from __future__ import annotations
 

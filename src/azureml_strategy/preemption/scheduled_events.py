@@ -1,4 +1,4 @@
-"""What Azure has announced for this machine: Scheduled Events, asked for on a thread that cannot hurt training.
+"""Polls Azure's Scheduled Events for this machine, on a background thread that cannot disturb training.
 
 Sources: Azure's documentation of Scheduled Events for Linux VMs, and Microsoft's ai4s-jobq, which polls them inside
 Azure ML jobs.
@@ -24,27 +24,27 @@ from azureml_strategy.network.node import is_azure_vm
 log = logging.getLogger(__name__)
 
 URL = "http://169.254.169.254/metadata/scheduledevents?api-version=2020-07-01"
-# All that end a machine or its processes; a Freeze passes within seconds.
+# The events that end a machine or its processes. A Freeze is left out: it passes within seconds.
 ENDING = ("Preempt", "Redeploy", "Reboot", "Terminate")
-# The first question of a machine switches the service on, which may take two minutes.
+# The first request of a machine switches the service on, which may take two minutes.
 _FIRST_TIMEOUT_SECONDS, _TIMEOUT_SECONDS = 150.0, 5.0
 _AFTER_ERROR_SECONDS = 5.0
 _MOST_BYTES, _MOST_TEXT = 1 << 20, 100
-# Azure announces an event minutes ahead, a failing machine's days, and lists none long after it was due: what lies
-# further off is no time of an event.
+# Azure announces an event minutes ahead, or days ahead for a failing machine, and does not list one long after it was
+# due. A time outside these limits cannot be an event's.
 _MOST_AHEAD_SECONDS, _MOST_LATE_SECONDS = 30 * 86400.0, 86400.0
 
 
 @dataclass(frozen=True)
 class ScheduledEvent:
-    """One announcement.
+    """One announced event.
 
     Attributes:
-        event_id: Azure's name of it.
+        event_id: Azure's id of the event.
         kind: `Preempt`, `Redeploy`, `Reboot`, `Terminate` or `Freeze`.
-        not_before: earliest beginning in seconds since 1970; None once it has begun, or where the time that is given
-            cannot be one: such an event counts as beginning when it is first seen.
-        unread: the time that is given, where it cannot be one.
+        not_before: earliest start in seconds since 1970. None once the event has started, or if Azure's time for it is
+            invalid. Such an event counts as starting when it is first seen, unless its time was known before.
+        unread: Azure's time for the event, if it is invalid.
     """
 
     event_id: str
@@ -54,17 +54,17 @@ class ScheduledEvent:
 
 
 class EventPoller:
-    """Asks once in a while, on a thread, and remembers the event that should stop training.
+    """Polls the service on a background thread, and remembers the events that should stop training.
 
-    A service that is missing, slow, failing or talking nonsense changes nothing: what it said last holds, and it is
-    asked again. The first nonsense is logged as a warning.
+    If the service is missing, slow, failing or sends invalid answers, its last valid answer holds and polling goes on.
+    The first invalid answer is logged as a warning.
 
     Args:
         url: the service's address.
-        notice_s: how long before its beginning an event counts, in seconds: of the quarter of an hour before a
-            reboot, training uses the most.
-        patience_s: how long after its announced beginning an event counts if this machine is still there, in seconds.
-        interval_s: pause between two questions, in seconds. Azure recommends one.
+        notice_s: how long before its start an event counts as imminent, in seconds. Azure announces a reboot a quarter
+            of an hour ahead, and training uses most of this time.
+        patience_s: how long after its announced start an event counts if this machine is still there, in seconds.
+        interval_s: pause between two requests, in seconds. Azure recommends one second.
     """
 
     def __init__(self, url: str, notice_s: float, patience_s: float, interval_s: float = 1.0) -> None:
@@ -72,17 +72,17 @@ class EventPoller:
         self._notice_s = notice_s
         self._patience_s = patience_s
         self._interval_s = interval_s
-        self._opener = build_opener(ProxyHandler({}))  # a proxy would answer for a machine of its own
+        self._opener = build_opener(ProxyHandler({}))  # a proxy would answer for its own machine
         self._timeout_s = _FIRST_TIMEOUT_SECONDS
         self._warned = False
-        self._due: dict[ScheduledEvent, float] = {}  # replaced as a whole: two threads use it
+        self._due: dict[ScheduledEvent, float] = {}  # two threads use it, so it is only replaced as a whole
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="scheduled-events", daemon=True)
         self._thread.start()
 
     @property
     def imminent(self) -> ScheduledEvent | None:
-        """The event that is about to end this machine; None when there is none, or it has been withdrawn."""
+        """The event that is about to end this machine; None if there is none or it has been withdrawn."""
         now = time.time()
         for event, due in self._due.items():
             if due - self._notice_s <= now <= due + self._patience_s:
@@ -90,7 +90,7 @@ class EventPoller:
         return None
 
     def close(self) -> None:
-        """End the thread; one that waits for an answer is left behind."""
+        """End the thread. If it waits for an answer, leave it behind."""
         self._closing.set()
         self._thread.join(timeout=0.2)
 
@@ -101,7 +101,7 @@ class EventPoller:
                 self._remember(read_events(_ask(self._opener, self._url, self._timeout_s)))
             except (OSError, http.client.HTTPException):
                 pause = max(self._interval_s, _AFTER_ERROR_SECONDS)
-            except Exception as error:  # whatever it says, the next answer may be a Preempt
+            except Exception as error:  # whatever the error, the next answer may hold a Preempt
                 self._warn(f"its answer cannot be read ({type(error).__name__}: {error})")
                 pause = max(self._interval_s, _AFTER_ERROR_SECONDS)
             else:
@@ -114,7 +114,7 @@ class EventPoller:
             log.warning("Scheduled Events at %s: %s. The service is asked again; this is said once.", self._url, what)
 
     def _remember(self, listed: tuple[ScheduledEvent, ...]) -> None:
-        # One that begins is no new one: its time was announced. One first seen when it had begun is due now.
+        # An event that has started keeps the time announced before. One first seen after its start is due now.
         now = time.time()
         announced = {event.event_id: due for event, due in self._due.items()}
         for event in listed:
@@ -128,10 +128,10 @@ class EventPoller:
 
 
 def events_url(url: str | None, environ: Mapping[str, str]) -> str | None:
-    """Whom to ask: the address given, that of the environment, or Azure's on an Azure VM; None for nobody.
+    """Return the address to poll: the given one, the environment's, or Azure's own on an Azure VM. None: do not poll.
 
     Args:
-        url: the address, or None to leave it to the environment.
+        url: the address, or None for the environment's. `off` means no polling.
         environ: the process's environment, see `EVENTS_VARIABLE`.
     """
     given = url or environ.get(EVENTS_VARIABLE)
@@ -141,10 +141,10 @@ def events_url(url: str | None, environ: Mapping[str, str]) -> str | None:
 
 
 def read_events(answer: bytes) -> tuple[ScheduledEvent, ...]:
-    """The events of the service's answer; entries that are none are passed over.
+    """Return the events in the service's answer. Entries that are not events are skipped.
 
     Raises:
-        ValueError: it is no such answer.
+        ValueError: the answer is not JSON with a list of events.
     """
     document = json.loads(answer)
     entries = document.get("Events") if isinstance(document, dict) else None
@@ -156,12 +156,12 @@ def read_events(answer: bytes) -> tuple[ScheduledEvent, ...]:
 def _event(entry: Mapping[str, Any]) -> ScheduledEvent:
     kind, text = entry["EventType"], entry.get("NotBefore")
     not_before = _seconds(text)
-    unread = str(text)[:_MOST_TEXT] if text and not_before is None else None  # empty: it has begun
+    unread = str(text)[:_MOST_TEXT] if text and not_before is None else None  # empty: the event has started
     return ScheduledEvent(str(entry.get("EventId", kind)), kind, not_before, unread)
 
 
 def _seconds(text: object) -> float | None:
-    """Seconds since 1970 of `Mon, 19 Sep 2016 18:29:47 GMT`; None for anything that is no time of an event."""
+    """Parse `Mon, 19 Sep 2016 18:29:47 GMT` to seconds since 1970; None for any text that is no time of an event."""
     try:
         moment = parsedate_to_datetime(str(text))
         seconds = moment.replace(tzinfo=moment.tzinfo or UTC).timestamp()

@@ -1,4 +1,4 @@
-"""Stops all ranks after the same step, saves, and ends them or goes on: after SIGTERM or a Scheduled Event."""
+"""After SIGTERM or a Scheduled Event, stops all ranks after the same step, saves, and ends them or goes on."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from azureml_strategy.preemption.scheduled_events import EventPoller, events_url
 
 log = logging.getLogger(__name__)
 
-# Of the 30 seconds that Azure gives a low-priority node; a server that does not answer must not use them up.
+# A tracking server that does not answer must not use up the 30 seconds that Azure gives a low-priority node.
 _FLUSH_SECONDS = 8.0
 
-# A shell reports this plus the number of the signal that ended a process: Azure ML must not take the job for completed.
+# As in a shell, the exit code is this plus the number of the signal. Azure ML must not take the job for completed.
 _OF_SIGNAL = 128
-# How a reason to stop begins that is a signal.
+# If a signal is the reason to stop, the reason begins with this name.
 _NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 _ON_CTRL_C = b"\nCtrl-C: stopping after one of the next steps, to save. Press it again to end at once.\n"
 _STORE_TIMEOUT = timedelta(seconds=60)
@@ -47,7 +47,7 @@ _STORE_TIMEOUT = timedelta(seconds=60)
 
 @runtime_checkable
 class _RunLogger(Protocol):
-    """What a `JobMLFlowLogger` can; this package does not know the tracking."""
+    """The methods of `JobMLFlowLogger` that this package calls. It does not import the `tracking` package."""
 
     def log_tags(self, tags: dict[str, str]) -> None: ...
 
@@ -55,13 +55,13 @@ class _RunLogger(Protocol):
 
 
 def save_and_record(trainer: Trainer, reason: str) -> None:
-    """Save on all ranks together, and write the reason into the run and on the console.
+    """Save a checkpoint on all ranks together, and write the reason into the run and to the console.
 
-    A `JobCheckpoint` saves; so does every other checkpoint callback that saves on an exception.
+    Each `JobCheckpoint` saves, and so does every other checkpoint callback that saves on an exception.
 
     Args:
-        trainer: on all ranks between the same two steps.
-        reason: why, the same on all ranks.
+        trainer: the Trainer, on all ranks between the same two steps.
+        reason: why the ranks stop, the same on all of them.
     """
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, JobCheckpoint):
@@ -72,17 +72,17 @@ def save_and_record(trainer: Trainer, reason: str) -> None:
 
 
 def record_going_on(trainer: Trainer, reason: str) -> None:
-    """Write down that nothing came of it.
+    """Record in the run and on the console that the announced event did not come and training goes on.
 
     Args:
-        trainer: about to train on.
+        trainer: the Trainer, about to go on.
         reason: why it had stopped.
     """
     _record(trainer, f"{reason}, after step {trainer.global_step}; it did not come, and training went on")
 
 
 def _record(trainer: Trainer, text: str) -> None:
-    """One tag for each attempt of the job: `stopped.attempt_0`."""
+    """Write one tag per attempt of the job, such as `stopped.attempt_0`."""
     if trainer.is_global_zero:
         log.warning("All ranks have stopped: %s", text)
     job = read_job()
@@ -95,33 +95,35 @@ def _record(trainer: Trainer, text: str) -> None:
 class TerminateTogether(IsolatedCallback):
     """Stops all ranks after the same step, saves, and ends them with exit code 143, or goes on.
 
-    Two things stop them: SIGTERM on any rank, and a Scheduled Event for any node: Azure gives a low-priority node at
-    least 30 seconds. On both, the ranks agree on a step, save together with every checkpoint callback that saves on
-    an exception, and write why into the MLflow run. After SIGTERM they end then. After an event they wait for their
-    end: a process that exits would be a job that has completed. If the event is withdrawn, training goes on.
+    Two things stop the ranks: SIGTERM on any rank, and a Scheduled Event for any node. Azure gives a low-priority node
+    at least 30 seconds. In both cases the ranks agree on a step, save together with every checkpoint callback that
+    saves on an exception, and write the reason into the MLflow run. After SIGTERM they then end. After an event they
+    wait until their node is taken away, because a job whose process exits counts as completed. If the event is
+    withdrawn, training goes on.
 
-    Stock Lightning broadcasts from rank 0 inside the signal handler: a signal to another rank breaks the group, and
-    one to rank 0 ends all of them with exit code 0; and each step begins with a broadcast that GPUs have to wait for.
-    Here the handler only notes the signal, and there is no broadcast. At the end callbacks see an exception on every
-    rank, so that loggers work as for any other.
+    Stock Lightning broadcasts from rank 0 inside the signal handler. A signal to another rank breaks the group, and one
+    to rank 0 ends all ranks with exit code 0. Each step also begins with a broadcast that GPUs have to wait for. Here
+    the handler only notes the signal, and there is no broadcast. When the ranks end, callbacks see an exception on
+    every rank, so loggers work as for any other exception.
 
-    Handlers of the script's own, set before the `fit` or during it, are called when the ranks have stopped and saved,
-    on the rank that got the signal. One that is set during the `fit` acts alone until the end of that step. From the
-    stop on, `trainer.received_sigterm` is true on all ranks.
+    The script's own handlers, set before or during the `fit`, are called after the ranks have stopped and saved, on the
+    rank that got the signal. A handler set during the `fit` acts alone until the end of that step.
+    `trainer.received_sigterm` is true on all ranks from a stop by SIGTERM on; after an event, once the ranks end.
 
-    Python catches signals on the main thread only. A `fit` on another one stops for events; SIGTERM ends its process,
-    as in stock Lightning.
+    Python catches signals on the main thread only. A `fit` on another thread stops only for events. SIGTERM ends its
+    process, as in stock Lightning.
 
-    Every Trainer of a job has one; of several in a Trainer the first acts, so that one of your own replaces it.
+    Every Trainer of a job has this callback. If a Trainer has several, the first one acts, so your own replaces it.
 
     Args:
-        events_url: where to ask for Scheduled Events; by default AZUREML_STRATEGY_SCHEDULED_EVENTS, or Azure's own
-            address on an Azure VM. `off` asks nobody.
+        events_url: address to poll for Scheduled Events. By default AZUREML_STRATEGY_SCHEDULED_EVENTS, or Azure's own
+            address on an Azure VM. `off` turns polling off.
         notice_s: how long before an event the ranks stop, in seconds.
-        patience_s: how long they wait for an event after its time has come, before they go on, in seconds.
-        poll_s: pause between two questions for events, in seconds; one process of each node asks.
-        agree_s: pause between two looks at whether a rank wants to stop, in seconds.
-        ctrl_c: whether Ctrl-C stops as SIGTERM does, with exit code 130; a second one ends the processes at once.
+        patience_s: how long after the time of an event the ranks wait for it before they go on, in seconds.
+        poll_s: pause between two polls for events, in seconds. One process of each node polls.
+        agree_s: pause between two checks whether a rank wants to stop, in seconds.
+        ctrl_c: whether Ctrl-C stops the ranks as SIGTERM does, with exit code 130. A second Ctrl-C ends the processes
+            at once.
     """
 
     switch = TERMINATION_SWITCH
@@ -154,10 +156,10 @@ class TerminateTogether(IsolatedCallback):
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if stage != "fit" or next(each for each in callbacks if isinstance(each, TerminateTogether)) is not self:
             return
-        # A name of this fit's own: below torchrun the store outlives the processes. It comes first, as a collective
-        # learns at once that another rank has ended, and a connection to its store does not.
+        # Each fit uses its own keys, because below torchrun the store outlives the processes. The broadcast comes
+        # first: a collective notices at once that another rank has ended, and a store connection does not.
         name = trainer.strategy.broadcast(uuid.uuid4().hex)
-        # Whatever fails here on one rank, the others must not wait for it.
+        # If this fails on one rank, the others must not wait for it.
         ready = Attempt(lambda: self._prepare(trainer))
         all_ready = _on_all(trainer, ready.value is not None)
         ready.settle()
@@ -177,11 +179,11 @@ class TerminateTogether(IsolatedCallback):
             self._give_up(trainer)
             begun.settle()
             return
-        # Lightning asks rank 0 in each step whether it got SIGTERM, for which a GPU has to come to an end.
+        # In each step Lightning broadcasts from rank 0 whether it got SIGTERM, for which the GPU must finish its work.
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _ask_nobody  # type: ignore[method-assign]
 
     def on_step_boundary(self, trainer: Trainer) -> None:
-        """Stop here if the ranks have agreed on this step."""
+        """Stop after this step if the ranks have agreed on it."""
         if self._agreement is None:
             return
         self._listen()
@@ -190,7 +192,7 @@ class TerminateTogether(IsolatedCallback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._close(trainer)  # Lightning calls no teardown then
+        self._close(trainer)  # Lightning calls no `teardown` after an exception
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -198,18 +200,18 @@ class TerminateTogether(IsolatedCallback):
         if self._requested is None or stage != "fit":
             return
         requested, self._requested = self._requested, None
-        # It came too late to agree on.
+        # The signal came too late for the ranks to agree on a step.
         if requested == signal.SIGINT:
             raise SIGTERMException(_exit_code(trainer, requested))
         trainer._signal_connector.received_sigterm = True
-        # Lightning has put the original handler back: that one ends the process.
+        # Lightning has restored the original handler, which ends the process.
         passed_through(lambda: signal.raise_signal(signal.SIGTERM))
 
     @override
     def _give_up(self, trainer: Trainer | None) -> None:
-        """End the threads, and leave SIGTERM to whoever had it before the `fit`.
+        """End the threads, and restore the SIGTERM handler from before the `fit`.
 
-        Lightning's broadcast in each step stays as it is: the other ranks would not take part.
+        Lightning's broadcast in each step is not restored, because the other ranks would not take part in it.
         """
         self._end_threads()
         if trainer is None or signal.getsignal(signal.SIGTERM) != self._note:
@@ -223,8 +225,8 @@ class TerminateTogether(IsolatedCallback):
             passed_through(lambda: signal.raise_signal(requested))
 
     def _prepare(self, trainer: Trainer) -> Store | None:
-        self._close(trainer)  # what a run that has failed may have left
-        FitLoopState.of(trainer)
+        self._close(trainer)  # clean up after a previous run that failed
+        FitLoopState.of(trainer)  # calls `on_step_boundary`
         return _store(trainer)
 
     def _begin(self, trainer: Trainer) -> None:
@@ -234,13 +236,13 @@ class TerminateTogether(IsolatedCallback):
         self._listen()
 
     def _stop(self, trainer: Trainer) -> None:
-        """Save; then end or go on, all together."""
+        """Save, then wait at the stop barrier, and end or go on with all ranks together."""
         agreement, store = self._agreement, self._store
         assert agreement is not None
         assert store is not None
         interrupted = agreement.reason.startswith(_NAMES[signal.SIGINT])
         trainer._signal_connector.received_sigterm = agreement.reason.startswith(_NAMES[signal.SIGTERM])
-        # All ranks have agreed to stop here, and do so even if this one cannot save.
+        # All ranks have agreed to stop here, so this one must come to the stop barrier even if it cannot save.
         saved = Attempt(lambda: save_and_record(trainer, agreement.reason))
         if saved.fault is not None:
             self._report("save_and_record", saved.fault)
@@ -255,7 +257,7 @@ class TerminateTogether(IsolatedCallback):
         self._watch(store)
 
     def _watch(self, store: Store) -> None:
-        """Begin to look for a reason to stop, under names that no earlier stop has used."""
+        """Start a new agreement, under keys that no previous stop has used."""
         self._stops += 1
         names = PrefixStore(f"agreement/{self._stops}", store)
         self._agreement = StopAgreement(names, self._rank, self._world_size, self._reason, self._agree_s)
@@ -289,7 +291,7 @@ class TerminateTogether(IsolatedCallback):
         self._agreement = self._events = self._store = None
 
     def _listen_with_lightning(self, trainer: Trainer) -> None:
-        """Listen as soon as Lightning does, which is some time before training starts."""
+        """Install our handler as soon as Lightning installs its own, which is some time before training starts."""
         connector = trainer._signal_connector
         register = connector.register_signal_handlers
 
@@ -301,12 +303,12 @@ class TerminateTogether(IsolatedCallback):
             if self._rank == 0 and not _on_main_thread():
                 log.info("This fit is off the main thread, where no signal is caught: only Scheduled Events stop it.")
 
-        # Among the handlers that Lightning composes; its own would broadcast.
+        # Lightning composes its handler from this one and the script's. Its own notifier would broadcast.
         connector._sigterm_notifier_fn = self._note  # type: ignore[method-assign, assignment]
         connector.register_signal_handlers = register_and_listen  # type: ignore[method-assign]
 
     def _listen(self) -> None:
-        """Take the place of the handler that is there, be it Lightning's or one that was set during the fit."""
+        """Replace the current handler, which is Lightning's or was set during the fit."""
         if not _on_main_thread():
             return
         there = signal.getsignal(signal.SIGTERM)
@@ -315,7 +317,7 @@ class TerminateTogether(IsolatedCallback):
             signal.signal(signal.SIGTERM, self._note)
 
     def _listen_to_ctrl_c(self, trainer: Trainer) -> None:
-        """Lightning puts back the handler that was there, as it does for all signals."""
+        """Install the Ctrl-C handler. Lightning restores the previous one after the fit, as for all signals."""
         own_process = os.getpid()
 
         def end(signum: int, frame: FrameType | None) -> None:
@@ -327,24 +329,22 @@ class TerminateTogether(IsolatedCallback):
 
         def note(signum: int, frame: FrameType | None) -> None:
             if os.getpid() != own_process:
-                return  # a data loader's worker, which this process still needs
+                return  # in a data loader's worker, which the rank still needs
             self._requested = self._requested or signal.SIGINT
             signal.signal(signal.SIGINT, end)
             if self._rank == 0:
-                os.write(2, _ON_CTRL_C)  # a buffered stream may be in use below this handler
+                os.write(2, _ON_CTRL_C)  # this handler may have interrupted a write to a buffered stream
 
         signal.signal(signal.SIGINT, note)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
-        """Only leave a note: in a signal handler nothing else is safe."""
+        """Only note the signal. Nothing else is safe in a signal handler."""
         self._requested = signal.SIGTERM
-        if self._calling:  # by a handler that calls the one before, as it found it
+        if self._calling:  # a replaced handler calls its predecessor, which was this method
             self._call_next(frame)
 
     def _call_replaced_handlers(self) -> None:
-        """What would have been called at once without us, on the rank that got the signal: the newest, which may go on
-        to those before.
-        """
+        """Call the newest of the replaced handlers, on the rank that got the signal. It may call its predecessors."""
         requested, self._requested = self._requested, None
         if requested != signal.SIGTERM:
             return
@@ -362,27 +362,27 @@ class TerminateTogether(IsolatedCallback):
 
 
 def _on_main_thread() -> bool:
-    """Python catches signals nowhere else."""
+    """Python sets and runs signal handlers on the main thread only."""
     return threading.current_thread() is threading.main_thread()
 
 
 def _ask_nobody() -> None:
-    """In place of a broadcast: what it would tell, the ranks agree on by themselves."""
+    """Replaces Lightning's broadcast, because the ranks agree on a stop through the store."""
 
 
 def _exit_code(trainer: Trainer, ended_by: signal.Signals) -> int:
-    """0 in the processes that a strategy started: Lightning kills their parent at once when one ends otherwise."""
+    """0 in processes that a strategy started, because for any other code Lightning kills their parent at once."""
     started = trainer.local_rank > 0 and (local.MARKER in os.environ or detect_launch() is None)
     return 0 if started else _OF_SIGNAL + ended_by
 
 
 def _on_all(trainer: Trainer, mine: bool) -> bool:
-    """Whether it is true on all ranks of this Trainer, which may be one that runs alone beside a process group."""
+    """Whether it is true on all ranks of this Trainer. A Trainer may run alone while a process group exists."""
     return mine if trainer.world_size == 1 else all(gather(mine))
 
 
 def _store(trainer: Trainer) -> Store | None:
-    """A connection of our own to the store through which the ranks found one another; None where there is none."""
+    """Open a connection of our own to the rendezvous store; None, with a warning, if that fails."""
     store = another_connection(trainer.world_size, _STORE_TIMEOUT)
     if store is None and dist.is_initialized():
         rank_zero_warn(

@@ -1,8 +1,8 @@
-"""How Azure ML started this process: `detect_launch` asks one reader for each launcher in turn.
+"""Detects how Azure ML started this process: `detect_launch` tries one reader for each launcher in turn.
 
-The order is from the innermost launcher to the outermost: a torchrun started below mpirun overrides it. MPI comes
-before PyTorch because mpirun's own variables cannot be confused, while DeepSpeed and Lightning write the PyTorch
-ones under MPI. A reader returns None where its launcher left no trace, and raises where the trace is incomplete.
+The order is from the innermost launcher to the outermost: torchrun started below mpirun overrides mpirun. MPI comes
+before PyTorch because mpirun's own variables are unambiguous, while DeepSpeed and Lightning also write the PyTorch
+variables under MPI. A reader returns None if its launcher set no variables, and raises if the variables are incomplete.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _READERS = (local.read, torchrun.read, deepspeed.read, mpi.read, pytorch.read, t
 
 
 def detect_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
-    """How Azure ML started this process.
+    """Detect how Azure ML started this process.
 
-    Azure's own facts win over what Lightning or DeepSpeed wrote into the environment later.
+    Azure's own variables take precedence over those that Lightning or DeepSpeed wrote later.
 
     Args:
-        environ: the environment to read; that of this process by default.
+        environ: the environment to read; this process's environment by default.
 
     Returns:
-        None outside Azure ML, and in a job of one node without a `distribution` block: there is nothing to
-        follow, and Lightning's own defaults are right.
+        The launch. None outside Azure ML, and in a job of one node without a `distribution` block: there Lightning's
+        own defaults are right.
 
     Raises:
         LaunchError: the variables are incomplete or contradict one another, so that no rank can be trusted.
@@ -55,7 +55,7 @@ def detect_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
 
 
 def _refuse_part_of_the_job(environ: Mapping[str, str], launch: Launch) -> None:
-    """A launcher that was started on each node by itself makes each node train alone."""
+    """Raise if the launcher was started on each node separately, so that each node would train alone."""
     job_nodes = node_count(environ)
     if job_nodes is not None and job_nodes != launch.num_nodes:
         raise LaunchError(
@@ -67,10 +67,10 @@ def _refuse_part_of_the_job(environ: Mapping[str, str], launch: Launch) -> None:
 
 
 def _refuse_if_distributed(environ: Mapping[str, str]) -> None:
-    """Refuse to run as rank 0 of 1 where other processes run too.
+    """Refuse to run as rank 0 of 1 if the job has other processes.
 
     Raises:
-        LaunchError: the job has several nodes, or half of a launcher's variables are there.
+        LaunchError: the job has several nodes, or only some of a launcher's variables are set.
     """
     nodes = node_count(environ) or 1
     if nodes > 1 or (declared_node_rank(environ) or 0) > 0:
@@ -90,7 +90,7 @@ def _refuse_if_distributed(environ: Mapping[str, str]) -> None:
 
 
 def _written_by_lightning(environ: Mapping[str, str]) -> bool:
-    """Lightning's own launcher on one node writes everything but RANK, with MASTER_ADDR=127.0.0.1."""
+    """On one node Lightning's own launcher writes all the variables but RANK, with MASTER_ADDR=127.0.0.1."""
     return is_placeholder(environ.get("MASTER_ADDR", ""))
 
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's launcher (`deepspeed --no_ssh --node_rank ...`) started inside a job."""
+"""Reads the variables of DeepSpeed's launcher (`deepspeed --no_ssh --node_rank ...`) started inside a job."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from azureml_strategy.cluster.environ import main_address, main_port, required_number
 from azureml_strategy.cluster.launch import Launch
 
-# Set together by deepspeed/launcher/launch.py, and by nothing else.
+# deepspeed/launcher/launch.py sets all three, and nothing else does.
 _MARKERS = ("CROSS_RANK", "CROSS_SIZE", "LOCAL_SIZE")
 
 
 def read(environ: Mapping[str, str]) -> Launch | None:
-    """The launch of a worker of DeepSpeed's launcher.
+    """Read the launch of a worker that DeepSpeed's launcher started; None if it started none.
 
     Raises:
         LaunchError: its variables are incomplete.

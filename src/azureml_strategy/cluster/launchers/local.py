@@ -1,4 +1,4 @@
-"""The processes that our own strategies start, one for each further device of a node."""
+"""Writes and reads the variables of processes that our own strategies start, one for each further device of a node."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from azureml_strategy.cluster.environ import required_number
 from azureml_strategy.cluster.launch import Launch
 
-# Names the job's launcher, and marks the environment as written by `variables` below.
+# Holds the name of the job's launcher. Its presence shows that `variables` below wrote the environment.
 MARKER = "AZUREML_STRATEGY_LAUNCHER"
 NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_PORT")
 
 
 def variables(launch: Launch) -> dict[str, str]:
-    """What a process started by one of our strategies gets: the names PyTorch and DeepSpeed read, and a marker."""
+    """Return the variables for a process that a strategy starts: those PyTorch and DeepSpeed read, and a marker."""
     return {
         MARKER: launch.launcher,
         "RANK": str(launch.rank),
@@ -27,7 +27,7 @@ def variables(launch: Launch) -> dict[str, str]:
 
 
 def read(environ: Mapping[str, str]) -> Launch | None:
-    """The launch of a process that one of our strategies started, or that started others itself."""
+    """Read the launch of a process that one of our strategies started, or that started others; None for any other."""
     if MARKER not in environ:
         return None
     why = f"{MARKER}={environ[MARKER]!r} says that a strategy of azureml-strategy wrote it"

@@ -1,4 +1,4 @@
-"""`distribution: {type: mpi}`: ranks from mpirun, the address from Azure Batch."""
+"""Reads the variables of `distribution: {type: mpi}`: ranks from mpirun, the address from Azure Batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from azureml_strategy.cluster.launch import Launch
 
 @dataclass(frozen=True)
 class _Names:
-    """What one kind of mpirun calls the four numbers."""
+    """The names under which one kind of mpirun sets the four numbers."""
 
     rank: str
     size: str
@@ -32,7 +32,7 @@ class _Names:
 
 
 _KINDS = (
-    # OMPI_COMM_WORLD_NODE_RANK is left out: it counts inside the node too, whatever its name says.
+    # OMPI_COMM_WORLD_NODE_RANK is left out: despite its name, it counts within the node.
     _Names(
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
@@ -45,17 +45,17 @@ _KINDS = (
         ("MV2_COMM_WORLD_LOCAL_RANK",),
         ("MV2_COMM_WORLD_LOCAL_SIZE",),
     ),
-    # MPICH's and Intel MPI's Hydra: the local numbers are MPI_LOCAL*, with PMI_LOCAL_* on some versions.
+    # The Hydra launcher of MPICH and Intel MPI: the local numbers are MPI_LOCAL*, or PMI_LOCAL_* in some versions.
     _Names("PMI_RANK", "PMI_SIZE", ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"), ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")),
 )
 
 
 def read(environ: Mapping[str, str]) -> Launch | None:
-    """The launch of a process that mpirun started.
+    """Read the launch of a process that mpirun started; None if mpirun did not start it.
 
     Raises:
-        LaunchError: mpirun's variables are incomplete, the ranks of a node are not contiguous, or no address of
-            node 0 can be had.
+        LaunchError: mpirun's variables are incomplete, the ranks of a node are not contiguous, or no variable gives
+            an address of node 0.
     """
     names = next((kind for kind in _KINDS if any(name in environ for name in kind.all())), None)
     if names is None:
@@ -82,7 +82,7 @@ def read(environ: Mapping[str, str]) -> Launch | None:
 
 
 def _local_world_size(environ: Mapping[str, str], names: _Names, world_size: int) -> int:
-    """mpirun's own figure, else the world divided by the job's node count."""
+    """mpirun's own number, else the world size divided by the job's node count."""
     local_world_size = first_number(environ, names.local_size)
     nodes = node_count(environ)
     if local_world_size is None and nodes is not None:

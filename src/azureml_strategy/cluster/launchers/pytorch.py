@@ -1,4 +1,7 @@
-"""`distribution: {type: pytorch}`: RANK, WORLD_SIZE, LOCAL_RANK, NODE_RANK, MASTER_ADDR and MASTER_PORT."""
+"""Reads the variables of `distribution: {type: pytorch}`.
+
+These are RANK, WORLD_SIZE, LOCAL_RANK, NODE_RANK, MASTER_ADDR and MASTER_PORT.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,12 @@ PYTORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_AD
 
 
 def read(environ: Mapping[str, str]) -> Launch | None:
-    """The launch of a process that Azure ML started for PyTorch.
+    """Read the launch of a process that Azure ML started for PyTorch; None if RANK is not set.
 
-    RANK decides whether this is one: Lightning's own launcher writes all the others.
+    Only RANK shows that Azure ML started the process: Lightning's own launcher writes all the other variables.
 
     Raises:
-        LaunchError: the set is incomplete in a way that the node count cannot mend.
+        LaunchError: variables are missing that cannot be derived from the node count.
     """
     rank = whole_number(environ, "RANK")
     if rank is None:
@@ -53,7 +56,7 @@ def read(environ: Mapping[str, str]) -> Launch | None:
 def _derived_node_count(
     environ: Mapping[str, str], rank: int, world_size: int, local_rank: int | None, node_rank: int | None
 ) -> int:
-    """The node count from the ranks alone: a node beyond the first knows how many ranks come before its own."""
+    """Derive the node count from the ranks alone: a node after node 0 knows how many ranks precede its own."""
     if world_size == 1:
         return 1
     if node_rank and local_rank is not None:

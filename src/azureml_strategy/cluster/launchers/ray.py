@@ -1,7 +1,7 @@
-"""`distribution: {type: ray}`: one process on each node, beside Ray's own.
+"""Reads the variables of `distribution: {type: ray}`: one process on each node, beside Ray's own.
 
-Azure ML documents no variables for it. What public ray-on-azureml set-ups read is read here: the head's address and
-the common runtime's node index. RAY_ADDRESS tells a process below Ray from a job without a distribution block.
+Azure ML documents no variables for Ray. This module reads what public ray-on-azureml set-ups read: the head's address
+and the common runtime's node index. RAY_ADDRESS tells a process below Ray from a job without a distribution block.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _USED = ("RAY_ADDRESS", "AZUREML_NODE_COUNT", "AZUREML_CR_NODE_RANK", "AZ_BATCHA
 
 
 def read(environ: Mapping[str, str]) -> Launch | None:
-    """The launch of a job's process beside a Ray cluster.
+    """Read the launch of a job's process beside a Ray cluster; None without Ray, and for Ray on one node.
 
     Raises:
-        LaunchError: the node's index or the number of nodes is not known.
+        LaunchError: the node's index or the number of nodes is unknown.
     """
     if "RAY_ADDRESS" not in environ:
         return None
     num_nodes, node_rank = node_count(environ), declared_node_rank(environ)
     if node_rank is None and num_nodes in (None, 1):
-        return None  # Ray on one node, as Ray Tune uses it: Ray's own integration knows the ranks
+        return None  # Ray on one node, as with Ray Tune: Ray's own integration knows the ranks
     if num_nodes is None or node_rank is None:
         raise LaunchError(
             f"This process belongs to a Ray cluster, but its place in the job is not known ({seen(environ, _USED)}). "

@@ -1,4 +1,4 @@
-"""`distribution: {type: tensorflow}`: TF_CONFIG names every task; each trains as one rank."""
+"""Reads TF_CONFIG of `distribution: {type: tensorflow}`: it lists all tasks, and each one trains as one rank."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Any
 from azureml_strategy.cluster.environ import LaunchError, host_of, is_placeholder, main_port
 from azureml_strategy.cluster.launch import Launch
 
-# A chief is a worker with extra duties and comes first, as in TensorFlow's own numbering.
+# In this order, as in TensorFlow's own numbering: a chief is a worker with extra duties and comes first.
 _TRAINING_TASKS = ("chief", "master", "worker")
 
 
 def read(environ: Mapping[str, str]) -> Launch | None:
-    """The launch of a TensorFlow task: global rank by its place in the list of chiefs, then workers.
+    """Read the launch of a TensorFlow task; None without TF_CONFIG.
 
-    An empty `ps` list, which Azure ML may write, is ignored. The ports in TF_CONFIG belong to TensorFlow.
+    The global rank is the task's place in the list of chiefs, masters and workers. An empty `ps` list, which Azure ML
+    may write, is ignored. So are the ports in TF_CONFIG: they belong to TensorFlow.
 
     Raises:
         LaunchError: TF_CONFIG is not valid, or this task does not train.
@@ -48,7 +49,7 @@ def read(environ: Mapping[str, str]) -> Launch | None:
 
 
 def _parse(text: str) -> tuple[dict[str, list[str]], str, int]:
-    """The cluster, and this task's type and index."""
+    """Return the hosts of the cluster by task type, and this task's type and index."""
     try:
         config: dict[str, Any] = json.loads(text)
         task = config["task"]
@@ -63,7 +64,7 @@ def _parse(text: str) -> tuple[dict[str, list[str]], str, int]:
 
 
 def _hosts(addresses: object) -> list[str]:
-    """The host of each address in one of the cluster's lists, of which Azure ML may write an empty or null one."""
+    """The hosts of one of the cluster's lists of addresses. Azure ML may write an empty list, or null."""
     if not isinstance(addresses, list | None):
         raise TypeError(f"{addresses!r} is not a list of addresses")
     return [host_of(str(address)) for address in addresses or []]

@@ -1,4 +1,7 @@
-"""torchrun (torch.distributed.run, and `accelerate launch`, which uses it) started inside a job."""
+"""Reads the variables of torchrun started inside a job.
+
+torchrun is torch.distributed.run, which `accelerate launch` uses too.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,12 @@ from collections.abc import Mapping
 from azureml_strategy.cluster.environ import required_number, whole_number
 from azureml_strategy.cluster.launch import Launch
 
-# Set for every worker by torch/distributed/elastic/agent/server/local_elastic_agent.py.
+# torch/distributed/elastic/agent/server/local_elastic_agent.py sets it for every worker.
 _MARKER = "TORCHELASTIC_RUN_ID"
 
 
 def read(environ: Mapping[str, str]) -> Launch | None:
-    """The launch of a torchrun worker.
+    """Read the launch of a torchrun worker; None for any other process.
 
     Raises:
         LaunchError: its variables are incomplete.
