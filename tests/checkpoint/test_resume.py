@@ -133,7 +133,7 @@ def test_a_rank_that_ends_in_the_middle_holds_nobody_up_without_end(
 
     monkeypatch.setattr(resume, "content_fault", check)
     monkeypatch.setattr(resume, "time_limit", lambda files, shares: 1.0)
-    monkeypatch.setattr(resume, "_FAREWELL_SECONDS", 0.1)
+    monkeypatch.setattr(resume, "_LAST_READ_SECONDS", 0.1)
     manifest = make_checkpoint(1, shards=4)
     job = _Job({2: _silent})
     with pytest.raises(NotVerifiedError, match=r"step=1.ckpt is whole is not known: rank 2 has not checked its share"):

@@ -10,12 +10,12 @@ from torch.distributed import HashStore
 
 from azureml_strategy.checkpoint.folder import CheckpointFolder
 from azureml_strategy.checkpoint.manifest import Manifest
-from azureml_strategy.checkpoint.writer import Behind, CheckpointWriter, Written
+from azureml_strategy.checkpoint.writer import BackgroundTask, CheckpointWriter, Written
 from azureml_strategy.control.gather import StoreExchange
 
 
 def test_it_is_done_on_another_thread_and_waited_for() -> None:
-    behind, go = Behind[str]("tester"), threading.Event()
+    behind, go = BackgroundTask[str]("tester"), threading.Event()
 
     def work() -> str:
         go.wait()
@@ -30,7 +30,7 @@ def test_it_is_done_on_another_thread_and_waited_for() -> None:
 
 
 def test_one_at_a_time() -> None:
-    behind, go = Behind[None]("tester"), threading.Event()
+    behind, go = BackgroundTask[None]("tester"), threading.Event()
     behind.begin(lambda: (go.wait(), None)[1])
     with pytest.raises(AssertionError, match="one at a time"):
         behind.begin(lambda: None)
@@ -39,7 +39,7 @@ def test_one_at_a_time() -> None:
 
 
 def test_a_wait_that_is_interrupted_can_be_taken_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    behind, go = Behind[int]("tester"), threading.Event()
+    behind, go = BackgroundTask[int]("tester"), threading.Event()
     behind.begin(lambda: (go.wait(), 3)[1])
     with monkeypatch.context() as interrupted:
         interrupted.setattr(threading.Thread, "join", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -50,7 +50,7 @@ def test_a_wait_that_is_interrupted_can_be_taken_up_again(monkeypatch: pytest.Mo
 
 
 def test_a_failure_is_logged_and_gives_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    behind = Behind[int]("tester")
+    behind = BackgroundTask[int]("tester")
     with caplog.at_level(logging.WARNING):
         behind.begin(lambda: 1 // 0)
         assert behind.finish() is None
@@ -60,7 +60,7 @@ def test_a_failure_is_logged_and_gives_nothing(caplog: pytest.LogCaptureFixture)
 
 
 def test_what_takes_too_long_is_left_behind() -> None:
-    behind, go = Behind[int]("tester"), threading.Event()
+    behind, go = BackgroundTask[int]("tester"), threading.Event()
     behind.begin(lambda: int(go.wait()))
     assert behind.finish(timeout_s=0.01) is None
     go.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import threading
@@ -60,10 +61,10 @@ def served() -> Callable[[], Store]:
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two seconds without a sign of life are enough."""
-    monkeypatch.setattr(exchanging, "_BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(exchanging, "_HEARTBEAT_SECONDS", 0.02)
     monkeypatch.setattr(exchanging, "_ASK_SECONDS", 0.02)
     monkeypatch.setattr(exchanging, "_MOST_IN_VAIN", 100)
-    monkeypatch.setattr(exchanging, "_FAREWELL_SECONDS", 0.1)
+    monkeypatch.setattr(exchanging, "_LAST_READ_SECONDS", 0.1)
 
 
 def all_of(work: Callable[[StoreExchange], Any], exchanges: Sequence[StoreExchange]) -> list[Any]:
@@ -202,7 +203,7 @@ def test_what_cannot_be_sent_ends_the_waits_of_all() -> None:
 
 def test_whatever_ends_a_writer_ends_the_waits_of_all() -> None:
     def work(exchange: StoreExchange) -> None:
-        with exchange.telling():
+        with exchange.sharing_errors():
             if exchange.rank == 2:
                 raise MemoryError("no more")
             exchange.gather(1)
@@ -272,6 +273,7 @@ def test_a_pickle_in_the_store_is_never_run(served: Callable[[], Store], tmp_pat
 
 
 def test_messages_keep_their_types() -> None:
+    importlib.import_module("azureml_strategy.strategies.model_parallel.checkpoint")  # registers torch's classes
     chunk = ChunkStorageMetadata(torch.Size([0, 4]), torch.Size([2, 4]))
     data = TensorWriteData(chunk, TensorProperties(torch.bfloat16), torch.Size([4, 4]))
     item = WriteItem(MetadataIndex("a.weight", torch.Size([0, 4]), 1), WriteItemType.SHARD, tensor_data=data)

@@ -49,7 +49,7 @@ def _dangling(path: Path) -> None:
     path.symlink_to("nowhere.jpg")
 
 
-_SPOIL: dict[str, Callable[[Path], object]] = {
+_DAMAGE: dict[str, Callable[[Path], object]] = {
     "zero bytes": lambda path: path.write_bytes(b""),
     "truncated": lambda path: path.write_bytes(path.read_bytes()[:300]),
     "text": lambda path: path.write_text("<html>404 Not Found</html>"),
@@ -61,12 +61,12 @@ _SPOIL: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("kind", _SPOIL)
+@pytest.mark.parametrize("kind", _DAMAGE)
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_an_unreadable_image_is_named_counted_and_skipped(tmp_path: Path, write_images: WriteImages, kind: str) -> None:
     write_images(tmp_path / "a", 4)
     evaluation, training = EvaluationImages(tmp_path, image_size=8), TrainingImages(tmp_path, image_size=8)
-    _SPOIL[kind](tmp_path / "a" / "002.jpg")
+    _DAMAGE[kind](tmp_path / "a" / "002.jpg")
     with pytest.warns(RuntimeWarning, match=r"a/002\.jpg .*1 of 4 so far, max_unreadable=100"):
         image, label = evaluation[2]
     assert label == -100

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from azureml_strategy.hang_detection.flight_recorder import Collective
-from azureml_strategy.hang_detection.peers import Beat, Report
+from azureml_strategy.hang_detection.peers import Heartbeat, Report
 
 
-def beat(step: int = 7, idle_s: float = 9.0, over: bool = False) -> Beat:
-    return Beat(3, 1_700_000_000.0, over, "training", step, idle_s, 600.0, {"0": 40})
+def heartbeat(step: int = 7, idle_s: float = 9.0, over: bool = False) -> Heartbeat:
+    return Heartbeat(3, 1_700_000_000.0, over, "training", step, idle_s, 600.0, {"0": 40})
 
 
 def collective(
@@ -25,4 +25,4 @@ def collective(
 
 def report(*collectives: Collective, communicates: bool = False, failed: bool = False) -> Report:
     frames = [("/home/me/train.py", 30, "__getitem__")]
-    return Report(beat(), list(collectives), frames, "/home/me/train.py:30 in __getitem__", communicates, failed)
+    return Report(heartbeat(), list(collectives), frames, "/home/me/train.py:30 in __getitem__", communicates, failed)

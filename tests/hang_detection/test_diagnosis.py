@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.hang_detection.reports import beat, collective, report
+from tests.hang_detection.reports import collective, heartbeat, report
 
 from azureml_strategy.control.process import Member
 from azureml_strategy.hang_detection.diagnosis import Evidence, disagreement, held_up_by, reach_verdict
@@ -61,7 +61,7 @@ MEMBERS = {rank: Member(rank, rank // 2, f"gpu-{rank // 2}", "table", 10 + rank,
 
 
 def evidence(kind: Kind, ranks: tuple[int, ...], text: str, reports: dict[int, Report]) -> Evidence:
-    return Evidence(Alarm(kind, ranks, text), MEMBERS, {rank: beat() for rank in range(4)}, reports, 4)
+    return Evidence(Alarm(kind, ranks, text), MEMBERS, {rank: heartbeat() for rank in range(4)}, reports, 4)
 
 
 def test_a_stall_names_rank_node_host_place_and_collectives() -> None:

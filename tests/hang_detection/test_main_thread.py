@@ -14,8 +14,8 @@ from tests.clock import Clock
 from azureml_strategy.hang_detection import main_thread
 from azureml_strategy.hang_detection.main_thread import (
     CHECKPOINT,
-    STANDSTILL,
     START,
+    STOP_BARRIER,
     Progress,
     communicates,
     frames_of,
@@ -153,7 +153,7 @@ def test_a_checkpoint_may_take_longer_and_does_not_count(clock: Clock) -> None:
 def test_standing_still_on_purpose_has_no_end(clock: Clock) -> None:
     notes = Progress(600, 1800)
     notes.batch_done("training")
-    notes.note(STANDSTILL)
+    notes.note(STOP_BARRIER)
     clock.now += 10_000
     assert notes.idle_s < notes.limit_s
     notes.note("training")

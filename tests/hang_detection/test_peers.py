@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 from tests.clock import Clock
-from tests.hang_detection.reports import beat
+from tests.hang_detection.reports import heartbeat
 from torch.distributed import HashStore
 
 from azureml_strategy.control.channel import BoundedStore
 from azureml_strategy.control.process import Member, this_process
-from azureml_strategy.hang_detection import peers as hearing_module
+from azureml_strategy.hang_detection import peers as peers_module
 from azureml_strategy.hang_detection.main_thread import START
-from azureml_strategy.hang_detection.peers import Hearing
+from azureml_strategy.hang_detection.peers import Peers
 
-Joins = Callable[..., Hearing]
+Joins = Callable[..., Peers]
 
 
 @pytest.fixture
@@ -26,71 +26,71 @@ def shared() -> BoundedStore:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(hearing_module, "time", clock)
+    monkeypatch.setattr(peers_module, "time", clock)
     return clock
 
 
 @pytest.fixture
 def joins(shared: BoundedStore) -> Joins:
-    def join(rank: int, *others: Member, start_limit_s: float = 600) -> Hearing:
+    def join(rank: int, *others: Member, start_limit_s: float = 600) -> Peers:
         members = {each: this_process(each, 0) for each in range(4)} | {each.rank: each for each in others}
-        return Hearing(shared, rank, members, start_limit_s)
+        return Peers(shared, rank, members, start_limit_s)
 
     return join
 
 
 def test_those_that_have_left_do_not_hang(joins: Joins, shared: BoundedStore) -> None:
-    hearing = joins(0)
+    peers = joins(0)
     for rank in (1, 2, 3):
-        shared.set(f"beat/{rank}", beat(idle_s=9, over=True).to_json())
-    hearing.listen()
-    assert hearing.all_over()
-    assert not hearing.all_idle(), "nobody is left to wait for"
-    shared.set("beat/2", beat(idle_s=601).to_json())
-    hearing.listen()
-    assert hearing.all_idle()
-    assert not hearing.all_over()
-    shared.set("beat/3", beat(idle_s=9).to_json())
-    hearing.listen()
-    assert not hearing.all_idle()
+        shared.set(f"beat/{rank}", heartbeat(idle_s=9, over=True).to_json())
+    peers.listen()
+    assert peers.all_over()
+    assert not peers.all_idle(), "nobody is left to wait for"
+    shared.set("beat/2", heartbeat(idle_s=601).to_json())
+    peers.listen()
+    assert peers.all_idle()
+    assert not peers.all_over()
+    shared.set("beat/3", heartbeat(idle_s=9).to_json())
+    peers.listen()
+    assert not peers.all_idle()
 
 
 def test_one_that_starts_may_be_silent_for_longer(joins: Joins, shared: BoundedStore) -> None:
-    hearing = joins(0)
-    shared.set("beat/1", replace(beat(), phase=START).to_json())
-    shared.set("beat/2", beat().to_json())
-    shared.set("beat/3", beat(over=True).to_json())
-    hearing.listen()
+    peers = joins(0)
+    shared.set("beat/1", replace(heartbeat(), phase=START).to_json())
+    shared.set("beat/2", heartbeat().to_json())
+    shared.set("beat/3", heartbeat(over=True).to_json())
+    peers.listen()
     time.sleep(0.02)
-    assert hearing.dead(0.01) == (2,)
-    assert hearing.dead(60) == ()
-    assert hearing.silent(time.monotonic()) == (1, 2)
+    assert peers.dead(0.01) == (2,)
+    assert peers.dead(60) == ()
+    assert peers.silent(time.monotonic()) == (1, 2)
 
 
 def test_one_that_has_met_the_others_and_never_speaks_is_as_late_as_one_that_starts(clock: Clock, joins: Joins) -> None:
-    hearing = joins(0)
-    hearing.listen()
-    assert hearing.dead(0) == ()
-    hearing = joins(0, start_limit_s=0.01)
-    hearing.listen()
+    peers = joins(0)
+    peers.listen()
+    assert peers.dead(0) == ()
+    peers = joins(0, start_limit_s=0.01)
+    peers.listen()
     clock.now += 0.02
-    assert hearing.dead(0.01) == (1, 2, 3)
+    assert peers.dead(0.01) == (1, 2, 3)
 
 
 def test_only_those_are_silent_whom_one_listens_to(clock: Clock, joins: Joins, shared: BoundedStore) -> None:
     """A rank other than the first listens to rank 0 alone, and to all when nothing moves."""
-    hearing = joins(3)
+    peers = joins(3)
     for rank in (0, 1, 2):
-        shared.set(f"beat/{rank}", beat().to_json())
-    hearing.listen()
+        shared.set(f"beat/{rank}", heartbeat().to_json())
+    peers.listen()
     clock.now += 0.02
-    hearing.listen([0])
-    assert hearing.dead(0.01) == (0,)
-    hearing.listen()
-    assert hearing.dead(0.01) == (0,), "the others have just been asked again"
+    peers.listen([0])
+    assert peers.dead(0.01) == (0,)
+    peers.listen()
+    assert peers.dead(0.01) == (0,), "the others have just been asked again"
     clock.now += 0.02
-    hearing.listen()
-    assert hearing.dead(0.01) == (0, 1, 2)
+    peers.listen()
+    assert peers.dead(0.01) == (0, 1, 2)
 
 
 def test_a_process_that_ends_before_its_first_word_is_gone_for_those_that_see_it(joins: Joins) -> None:
@@ -101,14 +101,14 @@ def test_a_process_that_ends_before_its_first_word_is_gone_for_those_that_see_it
 
 
 def test_a_process_that_has_ended_in_order_is_not_gone(joins: Joins, shared: BoundedStore) -> None:
-    hearing = joins(0, replace(this_process(1, 0), pid=2**22 + 1))
-    assert hearing.has_ended(1)
-    assert hearing.gone() == (1,)
-    assert not hearing.all_over()
-    shared.set("beat/1", beat(over=True).to_json())
-    assert hearing.gone() == ()
+    peers = joins(0, replace(this_process(1, 0), pid=2**22 + 1))
+    assert peers.has_ended(1)
+    assert peers.gone() == (1,)
+    assert not peers.all_over()
+    shared.set("beat/1", heartbeat(over=True).to_json())
+    assert peers.gone() == ()
 
 
 def test_nobody_waits_for_processes_that_have_ended(joins: Joins, shared: BoundedStore) -> None:
-    hearing = joins(0, *(replace(this_process(rank, 0), pid=2**22 + rank) for rank in (1, 2, 3)))
-    assert hearing.all_over()
+    peers = joins(0, *(replace(this_process(rank, 0), pid=2**22 + rank) for rank in (1, 2, 3)))
+    assert peers.all_over()

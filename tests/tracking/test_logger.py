@@ -222,11 +222,11 @@ def test_what_one_attempt_has_not_written_the_next_one_does(
     first.log_metrics({"loss": 0.5}, step=1)
     assert first.flush()
     first.log_metrics({"loss": 0.25, "top1": 0.1}, step=2)
-    kept = first.unwritten()
+    kept = first.pending_metrics()
     assert [each[:3] for each in kept] == [["loss", 0.25, 2], ["top1", 0.1, 2]]
     again = make_logger(flush_interval_s=60)
     again.continue_run()
-    again.log_again(kept)
+    again.log_pending(kept)
     again.log_metrics({"loss": 0.125}, step=3)
     assert again.flush()
     assert steps(client, job_run, "loss") == [1, 2, 3]

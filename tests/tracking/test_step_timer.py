@@ -88,7 +88,7 @@ def test_a_pause_between_the_batches_of_a_step_leaves_the_step_out() -> None:
 
 def test_a_spoilt_step_is_left_out() -> None:
     loop = Loop()
-    loop.recorder.spoil()
+    loop.recorder.discard_step()
     loop.step(work=50)
     loop.step(wait=0, work=2)
     assert loop.recorder.take() == [Step(4, 2.0, 0.0)]

@@ -127,11 +127,11 @@ def test_a_server_that_comes_later_gets_all_of_it(
     assert not logger.flush(0.5)
     assert (logger.run_id, logger.experiment_id, logger.location, logger.metric_at_start("loss")) == (None,) * 4
     assert logger.version
-    assert logger.unwritten()[0][:3] == ["loss", 0.0, 0]
+    assert logger.pending_metrics()[0][:3] == ["loss", 0.0, 0]
     away.start()
     logger.log_metrics({"loss": 1.0}, 1)
     assert logger.flush()
-    assert logger.unwritten() == []
+    assert logger.pending_metrics() == []
     logger.finalize()
     assert [metric.value for metric in client.get_metric_history(logger.run_id, "loss")] == [0.0, 1.0]
     assert client.get_run(logger.run_id).info.status == "FINISHED"

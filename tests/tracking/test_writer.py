@@ -243,10 +243,10 @@ def test_what_the_store_has_not_taken(strict: StrictClient, make_writer: Callabl
     writer = make_writer()
     writer.put(Metrics({"loss": 0.5}, 1, 7))
     assert writer.flush()
-    assert writer.unwritten() == []
+    assert writer.pending_metrics() == []
     strict.away = True
     with pytest.warns(UserWarning, match="is kept in .* and tried again"):
         assert not flushed(writer, Metrics({"loss": 0.25, "top1": 0.1}, 2, 8), Params({"lr": "0.1"}))
     writer.put(Metrics({"loss": 0.125}, 3, 9))
-    kept = [(each.key, each.value, each.step, each.timestamp) for each in writer.unwritten()]
+    kept = [(each.key, each.value, each.step, each.timestamp) for each in writer.pending_metrics()]
     assert kept == [("loss", 0.25, 2, 8), ("top1", 0.1, 2, 8), ("loss", 0.125, 3, 9)]

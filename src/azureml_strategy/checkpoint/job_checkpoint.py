@@ -36,7 +36,7 @@ from azureml_strategy.control.gather import gather
 Broadcast = Callable[[tuple[int, bool]], tuple[int, bool]]
 
 # The pending metrics of one logger: name, value, step and milliseconds since 1970 of each.
-Unwritten = list[list[Any]]
+PendingMetrics = list[list[Any]]
 # Key of our own entry in Lightning's checkpoint.
 _OURS = "azureml_strategy"
 
@@ -84,21 +84,21 @@ class _KeepingLogger(Protocol):
     It is a protocol because this package must not import the tracking package.
     """
 
-    def unwritten(self) -> Unwritten: ...
+    def pending_metrics(self) -> PendingMetrics: ...
 
-    def log_again(self, metrics: Unwritten) -> None: ...
+    def log_pending(self, metrics: PendingMetrics) -> None: ...
 
 
-def unwritten(trainer: Trainer) -> list[Unwritten]:
+def pending_metrics(trainer: Trainer) -> list[PendingMetrics]:
     """Collect the pending metrics of each such logger. A resumed run would not log them again."""
-    return [logger.unwritten() for logger in trainer.loggers if isinstance(logger, _KeepingLogger)]
+    return [logger.pending_metrics() for logger in trainer.loggers if isinstance(logger, _KeepingLogger)]
 
 
-def log_again(trainer: Trainer, kept: list[Unwritten]) -> None:
+def log_pending(trainer: Trainer, kept: list[PendingMetrics]) -> None:
     """Give the loggers their pending metrics back. They skip those that the store already has."""
     loggers = [logger for logger in trainer.loggers if isinstance(logger, _KeepingLogger)]
     for logger, metrics in zip(loggers, kept, strict=False):  # a logger that was added since has no entry
-        logger.log_again(metrics)
+        logger.log_pending(metrics)
 
 
 class JobCheckpoint(ModelCheckpoint):
@@ -170,7 +170,7 @@ class JobCheckpoint(ModelCheckpoint):
         self._due = ""
         self._measured = False
         self._steps = 0
-        self._unwritten: list[Unwritten] = []
+        self._pending_metrics: list[PendingMetrics] = []
         self._metric_settings: Settings = {}
         self._passed_over: frozenset[str] = frozenset()
         self._attempt = 1
@@ -203,8 +203,8 @@ class JobCheckpoint(ModelCheckpoint):
             self._timer.restart()
         self._steps = trainer.global_step
         warn_of_what_is_lost(trainer)
-        log_again(trainer, self._unwritten)
-        self._unwritten = []
+        log_pending(trainer, self._pending_metrics)
+        self._pending_metrics = []
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -268,7 +268,7 @@ class JobCheckpoint(ModelCheckpoint):
             "between_steps": loop.between_steps,
             "ranks": gather(own),
             "callbacks": exactness.save(trainer, checkpoint),
-            "unwritten": unwritten(trainer),
+            "unwritten": pending_metrics(trainer),
         }
 
     @override
@@ -284,7 +284,7 @@ class JobCheckpoint(ModelCheckpoint):
                 "in its own way: what came later in that step, random numbers and the place in the data may be lost."
             )
             return
-        self._unwritten = ours["unwritten"]
+        self._pending_metrics = ours["unwritten"]
         own = ours["ranks"][trainer.global_rank] if len(ours["ranks"]) == trainer.world_size else None
         if own is None:
             rank_zero_info(

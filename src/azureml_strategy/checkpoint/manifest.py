@@ -34,7 +34,7 @@ _LONGEST_NAME = 255 - len(MANIFEST + PART)
 _Check = Callable[[Any], bool]
 
 
-class EarlierVersionError(ValueError):
+class OldVersionError(ValueError):
     """A manifest of version 1. It has no checksum of its own, and does not say which run wrote it, and when."""
 
 
@@ -136,7 +136,7 @@ class Manifest:
         path = manifest_path(checkpoint)
         try:
             return Manifest.read(path) if os.path.lexists(path) else None
-        except EarlierVersionError:
+        except OldVersionError:
             return None
 
     def fault(self, folder: Path, content: bool = True) -> str | None:
@@ -234,7 +234,7 @@ def _require_signed(content: Any, text: str, name: str) -> None:
     if not isinstance(content, dict):
         raise ValueError(f"{name} is no manifest")
     if type(content.get("version")) is int and content["version"] == 1:
-        raise EarlierVersionError(f"{name} is of version 1, and this is version {_VERSION}")
+        raise OldVersionError(f"{name} is of version 1, and this is version {_VERSION}")
     # Compare the whole text: one flipped bit turns 1e-07 into 1E-07, which is the same number.
     if _signed({key: value for key, value in content.items() if key != "crc32"}) != text:
         raise ValueError(f"{name} is damaged: its checksum is not that of its content")

@@ -22,8 +22,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from azureml_strategy.checkpoint.folder import newest_first, this_run
 from azureml_strategy.checkpoint.manifest import (
-    EarlierVersionError,
     Manifest,
+    OldVersionError,
     StoredFile,
     content_fault,
     look,
@@ -42,7 +42,7 @@ _ARRIVAL_SECONDS = 120.0
 # Nodes of a job may start minutes apart.
 MEETING_SECONDS = 1800.0
 # How long rank 0 stays when it fails, so that others can read why: it serves the store, which ends with it.
-_FAREWELL_SECONDS = 10.0
+_LAST_READ_SECONDS = 10.0
 
 log = logging.getLogger(__name__)
 AUTO, ANY, NEVER = "auto", "any", "never"
@@ -136,7 +136,7 @@ class Leader:
         self._say("order", {"answer": answer})
         if stay:
             with suppress(RuntimeError):
-                self._store.wait([f"told/{rank}" for rank in self._others], timedelta(seconds=_FAREWELL_SECONDS))
+                self._store.wait([f"told/{rank}" for rank in self._others], timedelta(seconds=_LAST_READ_SECONDS))
 
     def _present(self) -> list[int]:
         """Return the other ranks that see the files."""
@@ -313,7 +313,7 @@ def _below(folder: Path) -> list[Path]:
 def _readable(path: Path) -> Manifest | None:
     try:
         return Manifest.read(path)
-    except EarlierVersionError as error:
+    except OldVersionError as error:
         log.warning("Checkpoint manifest %s is left out: %s; `resume=PATH` takes what it lists unchecked.", path, error)
     except (ValueError, OSError) as error:
         log.warning("Checkpoint manifest %s is left out: %s.", path, error)

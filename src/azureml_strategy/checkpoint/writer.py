@@ -41,7 +41,7 @@ _LAST_WAIT_SECONDS = 60.0
 _LONG_WAIT_SECONDS = 1.0
 
 
-class Behind(Generic[Result]):
+class BackgroundTask(Generic[Result]):
     """A background thread that does one task at a time.
 
     Args:
@@ -242,7 +242,7 @@ class Saving:
 
     def __init__(self) -> None:
         self._buffer = HostCopyBuffer()
-        self._behind = Behind[Written]("checkpoint-writer")
+        self._background = BackgroundTask[Written]("checkpoint-writer")
         self._threads: StoreExchange | None = None
         self._broken = False
         self._written: Written | None = None
@@ -250,7 +250,7 @@ class Saving:
     @property
     def under_way(self) -> bool:
         """Whether a checkpoint was begun and `finish` has not been called since."""
-        return self._behind.busy
+        return self._background.busy
 
     def connect(self, trainer: Trainer) -> None:
         """Connect the ranks' threads, or connect them again; a collective."""
@@ -297,12 +297,12 @@ class Saving:
         stood_still = time.monotonic() - started
 
         def write() -> Written | None:
-            with threads.telling():
+            with threads.sharing_errors():
                 written = writer.write(draft, write_parts, threads)
             _report(writer, written, started, stood_still)
             return written
 
-        self._behind.begin(write)
+        self._background.begin(write)
 
     def finish(self) -> Written | None:
         """Wait for the checkpoint that was begun; a collective.
@@ -311,7 +311,7 @@ class Saving:
             The checkpoint; None if there was none to wait for, or it failed.
         """
         started = time.monotonic()
-        written, self._written = self._agreed() if self._behind.busy else self._written, None
+        written, self._written = self._agreed() if self._background.busy else self._written, None
         waited = time.monotonic() - started
         if waited > _LONG_WAIT_SECONDS:
             rank_zero_info(f"Training has waited {waited:.1f} s for a checkpoint to be written.")
@@ -323,14 +323,14 @@ class Saving:
         Returns:
             The checkpoint, if it is complete.
         """
-        written = self._behind.finish(_LAST_WAIT_SECONDS)
+        written = self._background.finish(_LAST_WAIT_SECONDS)
         self._buffer = HostCopyBuffer()  # free the old one's memory
         self._disconnect()
         return written
 
     def _agreed(self) -> Written | None:
         """Return rank 0's outcome on all ranks: if the threads lost one another, only some ranks know it."""
-        written = self._behind.finish()
+        written = self._background.finish()
         outcomes = gather((written is not None, self._threads is not None and self._threads.broken))
         self._broken = any(broken for _, broken in outcomes)
         if not outcomes[0][0]:

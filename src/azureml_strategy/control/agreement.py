@@ -13,7 +13,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 _MARGIN_STEPS = 2
 
 State = Literal["leaving", "waiting", "free"]
-_BEAT_SECONDS = 0.2
+_HEARTBEAT_SECONDS = 0.2
 # After this time without a heartbeat, a rank counts as gone, with its machine.
 _GONE_SECONDS = 30.0
 
@@ -101,7 +101,7 @@ class StopAgreement:
         return int(step)
 
 
-class Standstill:
+class StopBarrier:
     """The stop barrier: all ranks have stopped at one step and wait for the decision to end or to go on.
 
     Each rank repeatedly writes its state as a heartbeat: `leaving` after SIGTERM, `waiting` while its machine is about
@@ -134,15 +134,15 @@ class Standstill:
             return False
 
     def _verdict(self) -> str:
-        beat = 0
+        heartbeat = 0
         while not self._store.check(["verdict"]):
-            self._store.set(f"state/{self._rank}", f"{self._state()} {beat}")
+            self._store.set(f"state/{self._rank}", f"{self._state()} {heartbeat}")
             decided = self._decide() if self._rank == 0 else None
             if decided is not None:
                 self._store.set("verdict", decided)
             else:
-                time.sleep(_BEAT_SECONDS)
-            beat += 1
+                time.sleep(_HEARTBEAT_SECONDS)
+            heartbeat += 1
         return self._store.get("verdict").decode()
 
     def _decide(self) -> Literal["on", "end"] | None:

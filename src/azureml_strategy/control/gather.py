@@ -19,10 +19,10 @@ from azureml_strategy.control.messages import from_json, to_json
 Value = TypeVar("Value")
 _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.002, 0.05
 # How long rank 0, which serves the store, waits for the others' last calls, and its pause between two checks.
-_FAREWELL_SECONDS, _FAREWELL_PAUSE = 5.0, 0.02
+_LAST_READ_SECONDS, _LAST_READ_PAUSE = 5.0, 0.02
 # Time between two heartbeats, time between two checks by a waiting rank, and the number of checks without a new
 # heartbeat (two minutes) after which a rank counts as gone. So many, because other code may hold the GIL for a while.
-_BEAT_SECONDS, _ASK_SECONDS, _MOST_IN_VAIN = 5.0, 1.0, 120
+_HEARTBEAT_SECONDS, _ASK_SECONDS, _MOST_IN_VAIN = 5.0, 1.0, 120
 # Time for the last message, in case the store does not answer.
 _CLOSE_SECONDS = 2.0
 
@@ -132,9 +132,9 @@ class StoreExchange(Exchange):
         self._round = 0
         self._over = threading.Event()
         self._error: str | None = None
-        self._living = threading.Thread(target=self._live, name="checkpoint-exchange", daemon=True)
+        self._heartbeats = threading.Thread(target=self._send_heartbeats, name="checkpoint-exchange", daemon=True)
         if world_size > 1:
-            self._living.start()
+            self._heartbeats.start()
 
     @property
     def broken(self) -> bool:
@@ -145,7 +145,7 @@ class StoreExchange(Exchange):
     def gather(self, value: Any) -> list[Any]:
         self._round += 1
         everything = f"{self._round}/all"
-        with self.telling():
+        with self.sharing_errors():
             if self.rank > 0:
                 self._put(f"{self._round}/{self.rank}", value)
                 gathered: list[Any] = self._take(everything, of=0)
@@ -157,7 +157,7 @@ class StoreExchange(Exchange):
             return gathered
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
+    def sharing_errors(self) -> Iterator[None]:
         """End the exchange on all ranks if the code inside fails with an error that the other ranks do not know.
 
         Raises:
@@ -178,28 +178,28 @@ class StoreExchange(Exchange):
             if self.rank > 0:
                 self._store.set(f"left/{self._round}/{self.rank}", "")
             else:
-                self._see_off([f"left/{self._round}/{rank}" for rank in self._others])
+                self._wait_for_others([f"left/{self._round}/{rank}" for rank in self._others])
 
     def close(self) -> None:
         """End the exchange: this process's waits for other ranks fail, and so do their waits for this one."""
         self._over.set()
-        if self._living.ident is not None:
-            self._living.join(_CLOSE_SECONDS)
+        if self._heartbeats.ident is not None:
+            self._heartbeats.join(_CLOSE_SECONDS)
 
-    def _live(self) -> None:
+    def _send_heartbeats(self) -> None:
         """Send a heartbeat every few seconds, and a last message at the end."""
         count = 0
-        with suppress(ExchangeError), self.telling():
+        with suppress(ExchangeError), self.sharing_errors():
             while not self._over.is_set():
                 count += 1
                 self._store.set(f"beat/{self.rank}", str(count))
-                self._over.wait(_BEAT_SECONDS)
-        self._say_last_word()
+                self._over.wait(_HEARTBEAT_SECONDS)
+        self._publish_error()
 
-    def _see_off(self, keys: list[str]) -> None:
+    def _wait_for_others(self, keys: list[str]) -> None:
         """Wait until the other ranks have left, because rank 0 serves the store."""
-        deadline = time.monotonic() + _FAREWELL_SECONDS
-        while not self._store.check(keys) and time.monotonic() < deadline and not self._over.wait(_FAREWELL_PAUSE):
+        deadline = time.monotonic() + _LAST_READ_SECONDS
+        while not self._store.check(keys) and time.monotonic() < deadline and not self._over.wait(_LAST_READ_PAUSE):
             continue
         for key in keys:
             self._store.delete_key(key)
@@ -239,7 +239,7 @@ class StoreExchange(Exchange):
         self._over.set()
         return self._error
 
-    def _say_last_word(self) -> None:
+    def _publish_error(self) -> None:
         """Write why this rank ends, unless another rank was faster.
 
         An error is written through another connection if this one is lost.
@@ -276,8 +276,8 @@ class _Patience:
         self._asked_at = time.monotonic()
         if self._store.check(["error"]):
             return self._store.get("error").decode()
-        beat = f"beat/{self._rank}"
-        heard = self._store.get(beat) if self._store.check([beat]) else b""
+        heartbeat = f"beat/{self._rank}"
+        heard = self._store.get(heartbeat) if self._store.check([heartbeat]) else b""
         # Counts checks, not seconds: a machine that was suspended for a while has not listened in that time.
         self._in_vain = self._in_vain + 1 if heard == self._heard else 0
         self._heard = heard

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 # `unreachable`: the machine of the process does not answer. `unknown`: there is no way to ask.
-Sight = Literal["alive", "gone", "unreachable", "unknown"]
+Liveness = Literal["alive", "gone", "unreachable", "unknown"]
 # Time for another machine to answer. Two lost packets cost three seconds.
 _ASK_SECONDS = 5.0
 _MOST_ASKING = 128
@@ -104,7 +104,7 @@ def answering_port(address: str) -> int:
     return int(listening.getsockname()[1]) if listening is not None else 0
 
 
-def let_in(member: Member) -> None:
+def accept_probes(member: Member) -> None:
     """Close the connections of ranks that have asked for this process, because the kernel's queue for them is limited.
 
     Args:
@@ -116,7 +116,7 @@ def let_in(member: Member) -> None:
             listening.accept()[0].close()
 
 
-def look_for(member: Member) -> Sight:
+def check_liveness(member: Member) -> Liveness:
     """Check whether a process is alive.
 
     Args:
@@ -135,16 +135,16 @@ def look_for(member: Member) -> Sight:
     return "alive"
 
 
-def why_silent(member: Member, sight: Sight) -> str:
+def why_silent(member: Member, liveness: Liveness) -> str:
     """Describe what is known of a process without heartbeats.
 
     Args:
         member: the process.
         sight: the result of `look_for`.
     """
-    if sight == "unreachable":
+    if liveness == "unreachable":
         return "its machine does not answer either"
-    if sight != "alive":
+    if liveness != "alive":
         return "whether its process is alive cannot be asked from here"
     status = _status(member.pid) if is_seen(member) else None
     state = _STATES.get(status[0]) if status else None

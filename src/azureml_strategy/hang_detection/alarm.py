@@ -22,7 +22,7 @@ from azureml_strategy.hang_detection import flight_recorder
 from azureml_strategy.hang_detection.diagnosis import Evidence, Verdict, reach_verdict
 from azureml_strategy.hang_detection.flight_recorder import Trace
 from azureml_strategy.hang_detection.main_thread import communicates, frames_of, place
-from azureml_strategy.hang_detection.peers import PASSING, Alarm, Beat, Hearing, Report
+from azureml_strategy.hang_detection.peers import PASSING, Alarm, Heartbeat, Peers, Report
 
 # A tracking server that does not answer must not delay the end of the process.
 _FLUSH_SECONDS = 8.0
@@ -68,7 +68,7 @@ class Records:
         root = Path(folder) if folder is not None else _default_folder(trainer)
         self._folder = (root / f"hang.attempt_{self._attempt}").resolve()
 
-    def proclaim(self, verdict: Verdict) -> None:
+    def publish(self, verdict: Verdict) -> None:
         """Print the verdict, write it to a file, and tag the run.
 
         Args:
@@ -133,7 +133,7 @@ def say(text: str) -> None:
     print(redact_text(text), file=sys.stderr, flush=True)
 
 
-def name_the_gone(rank: int, members: Mapping[int, Member], store_answers: Callable[[], bool]) -> str | None:
+def name_ended_processes(rank: int, members: Mapping[int, Member], store_answers: Callable[[], bool]) -> str | None:
     """Name the process that has ended when no watch runs: ask the kernel, then see whether rank 0's store is there.
 
     Args:
@@ -185,7 +185,7 @@ class Outcome:
         return cls(**json.loads(text))
 
 
-class Inquiry:
+class AlarmHandler:
     """Handles the alarms on this rank, one after the other.
 
     Args:
@@ -201,7 +201,7 @@ class Inquiry:
     def __init__(
         self,
         store: BoundedStore,
-        hearing: Hearing,
+        peers: Peers,
         rank: int,
         world_size: int,
         main_thread: int,
@@ -209,7 +209,7 @@ class Inquiry:
         kill: bool,
     ) -> None:
         self._store = store
-        self._hearing = hearing
+        self._peers = peers
         self._rank = rank
         self._world_size = world_size
         self._main_thread = main_thread
@@ -238,7 +238,7 @@ class Inquiry:
         """
         return Alarm.from_json(self._store.set_first(self._key("alarm"), alarm.to_json()))
 
-    def hold(self, alarm: Alarm, beat: Beat, failed: bool) -> Outcome:
+    def hold(self, alarm: Alarm, heartbeat: Heartbeat, failed: bool) -> Outcome:
         """Report where this rank is, then reach or read the verdict.
 
         Args:
@@ -249,10 +249,10 @@ class Inquiry:
         Raises:
             StoreLostError: the store has ended meanwhile, or does not answer.
         """
-        report, trace = self._report(alarm, beat, failed)
+        report, trace = self._report(alarm, heartbeat, failed)
         self._store.set(self._key(f"report/{self._rank}"), report.to_json())
         self._keep(alarm, trace)
-        self._hearing.listen()
+        self._peers.listen()
         there = self._there(alarm)
         outcome = self._judge(alarm, there) if self._rank == min(there) else self._wait_for_verdict(alarm)
         self._store.add(self._key("read"))
@@ -261,7 +261,7 @@ class Inquiry:
         self._number += 1
         return outcome
 
-    def speak_alone(self, alarm: Alarm, beat: Beat, failed: bool) -> str:
+    def report_alone(self, alarm: Alarm, heartbeat: Heartbeat, failed: bool) -> str:
         """Reach a verdict and record it when the other ranks cannot be asked.
 
         Args:
@@ -272,10 +272,10 @@ class Inquiry:
         Returns:
             The verdict's headline.
         """
-        report, trace = self._report(alarm, beat, failed)
+        report, trace = self._report(alarm, heartbeat, failed)
         reports = {self._rank: report}
-        members, beats = self._hearing.members, self._hearing.beats()
-        headline = reach_verdict(Evidence(alarm, members, beats, reports, self._world_size)).headline
+        members, heartbeats = self._peers.members, self._peers.heartbeats()
+        headline = reach_verdict(Evidence(alarm, members, heartbeats, reports, self._world_size)).headline
         self._records.note(f"Rank {self._rank}: {headline}")
         self._keep(alarm, trace)
         return headline
@@ -293,15 +293,15 @@ class Inquiry:
 
     def _there(self, alarm: Alarm) -> list[int]:
         """Return the ranks that can answer."""
-        left = {rank for rank, beat in self._hearing.beats().items() if beat.over}
+        left = {rank for rank, heartbeat in self._peers.heartbeats().items() if heartbeat.over}
         missing = set(alarm.ranks) if alarm.kind != "ended" else set()
         return [rank for rank in range(self._world_size) if rank not in missing | left]
 
-    def _report(self, alarm: Alarm, beat: Beat, failed: bool) -> tuple[Report, flight_recorder.Trace | None]:
+    def _report(self, alarm: Alarm, heartbeat: Heartbeat, failed: bool) -> tuple[Report, flight_recorder.Trace | None]:
         frames = frames_of(self._main_thread)
         trace = self._record(stacks=alarm.kind == "stalled")
         shown = flight_recorder.collectives(trace) if trace is not None else []
-        return Report(beat, shown, frames, place(frames), communicates(frames), failed), trace
+        return Report(heartbeat, shown, frames, place(frames), communicates(frames), failed), trace
 
     def _keep(self, alarm: Alarm, trace: flight_recorder.Trace | None) -> None:
         if trace is not None and alarm.kind != "ended":
@@ -317,12 +317,12 @@ class Inquiry:
 
     def _judge(self, alarm: Alarm, there: list[int]) -> Outcome:
         reports = self._collect(there)
-        members, beats = self._hearing.members, self._hearing.beats()
-        verdict = reach_verdict(Evidence(alarm, members, beats, reports, self._world_size))
+        members, heartbeats = self._peers.members, self._peers.heartbeats()
+        verdict = reach_verdict(Evidence(alarm, members, heartbeats, reports, self._world_size))
         verdict = replace(verdict, final=verdict.final or self._kill)
         outcome = Outcome(verdict.headline, verdict.final, self._rank)
         self._store.set(self._key("verdict"), json.dumps(asdict(outcome)))
-        self._records.proclaim(verdict)
+        self._records.publish(verdict)
         return outcome
 
     def _collect(self, there: list[int]) -> dict[int, Report]:

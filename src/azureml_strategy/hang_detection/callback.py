@@ -32,8 +32,8 @@ from azureml_strategy.control import roll_call
 from azureml_strategy.control.channel import BoundedStore, another_connection
 from azureml_strategy.control.gather import gather
 from azureml_strategy.control.process import Member, address_towards, this_process
-from azureml_strategy.hang_detection.alarm import Records, name_the_gone, say
-from azureml_strategy.hang_detection.main_thread import CHECKPOINT, END, STANDSTILL, TRAINING, Progress
+from azureml_strategy.hang_detection.alarm import Records, name_ended_processes, say
+from azureml_strategy.hang_detection.main_thread import CHECKPOINT, END, STOP_BARRIER, TRAINING, Progress
 from azureml_strategy.hang_detection.watch import Failure, Watch
 
 # Values of AZUREML_STRATEGY_HANG_WATCH. With `off`, only a HangWatch of your own runs, and it reports.
@@ -166,7 +166,7 @@ class HangWatch(IsolatedCallback):
     def pause(self) -> None:
         """Suspend the limit while the ranks wait at a stop barrier."""
         if self._progress is not None:
-            self._progress.note(STANDSTILL)
+            self._progress.note(STOP_BARRIER)
 
     def resume(self) -> None:
         """Apply the limit again after a stop barrier."""
@@ -323,7 +323,7 @@ def _without_watch(trainer: Trainer, known: Mapping[int, Member]) -> str | None:
             return True  # unknown, so do not blame rank 0
         return another_connection(trainer.world_size, timedelta(seconds=_CONNECT_SECONDS)) is not None
 
-    return name_the_gone(trainer.global_rank, known, store_answers)
+    return name_ended_processes(trainer.global_rank, known, store_answers)
 
 
 def _is_failure(exception: BaseException) -> bool:

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from azureml_strategy.control.process import Member
 from azureml_strategy.hang_detection.flight_recorder import Collective
 from azureml_strategy.hang_detection.main_thread import lines
-from azureml_strategy.hang_detection.peers import PASSING, Alarm, Beat, Kind, Report
+from azureml_strategy.hang_detection.peers import PASSING, Alarm, Heartbeat, Kind, Report
 
 # All ranks must use the same size in these; in other collectives sizes may differ.
 _SAME_SIZE = ("all_reduce", "broadcast", "reduce")
@@ -103,7 +103,7 @@ class Evidence:
 
     alarm: Alarm
     members: Mapping[int, Member]
-    beats: Mapping[int, Beat]
+    heartbeats: Mapping[int, Heartbeat]
     reports: Mapping[int, Report]
     world_size: int
 
@@ -129,7 +129,7 @@ def reach_verdict(evidence: Evidence) -> Verdict:
 
 
 def _unanswering(evidence: Evidence) -> list[int]:
-    left = {rank for rank, beat in evidence.beats.items() if beat.over}
+    left = {rank for rank, heartbeat in evidence.heartbeats.items() if heartbeat.over}
     return [rank for rank in range(evidence.world_size) if rank not in evidence.reports and rank not in left]
 
 
@@ -153,16 +153,16 @@ def _headline(evidence: Evidence, found: list[int], mismatch: str | None) -> str
 
 def _circumstances(evidence: Evidence, found: list[int]) -> Iterator[str]:
     """Yield sentences: where the first rank found was, and where the others wait for it."""
-    report, beat = evidence.reports.get(found[0]), evidence.beats.get(found[0])
-    beat = report.beat if report else beat
-    if beat is None:
+    report, heartbeat = evidence.reports.get(found[0]), evidence.heartbeats.get(found[0])
+    heartbeat = report.heartbeat if report else heartbeat
+    if heartbeat is None:
         yield "Nothing was heard of it."
         return
     if report is None:
-        yield f"It was {_last_sign(beat)}."
+        yield f"It was {_last_sign(heartbeat)}."
     else:
         where = "" if report.failed else f" at {report.place}"
-        yield f"It was in step {beat.step} ({beat.phase}){where}."
+        yield f"It was in step {heartbeat.step} ({heartbeat.phase}){where}."
         if report.last:
             yield f"Its last collective: {report.last}."
     waiting = {rank: each.waits_in for rank, each in evidence.reports.items() if each.waits_in and rank not in found}
@@ -183,10 +183,10 @@ def _table(evidence: Evidence, found: list[int]) -> Iterator[str]:
 
 
 def _state(evidence: Evidence, rank: int) -> str:
-    report, beat = evidence.reports.get(rank), evidence.beats.get(rank)
+    report, heartbeat = evidence.reports.get(rank), evidence.heartbeats.get(rank)
     if report is None:
-        return f"no answer; {_last_sign(beat)}" if beat else "never heard of"
-    parts = [f"step {report.beat.step}, {report.beat.phase}, idle for {report.beat.idle_s:.0f} s"]
+        return f"no answer; {_last_sign(heartbeat)}" if heartbeat else "never heard of"
+    parts = [f"step {report.heartbeat.step}, {report.heartbeat.phase}, idle for {report.heartbeat.idle_s:.0f} s"]
     if report.waits_in:
         parts.append(f"in {report.waits_in} since {_clock(report.waits_in.entered_at)}{_called(report.waits_in.place)}")
     elif report.last:
@@ -195,10 +195,10 @@ def _state(evidence: Evidence, rank: int) -> str:
     return "; ".join(parts)
 
 
-def _last_sign(beat: Beat) -> str:
-    entered = "".join(f", {count} operations entered in group {group}" for group, count in beat.entered.items())
-    left = "left in order" if beat.over else "last heard of"
-    return f"{left} at {_clock(beat.at)} in step {beat.step} ({beat.phase}){entered}"
+def _last_sign(heartbeat: Heartbeat) -> str:
+    entered = "".join(f", {count} operations entered in group {group}" for group, count in heartbeat.entered.items())
+    left = "left in order" if heartbeat.over else "last heard of"
+    return f"{left} at {_clock(heartbeat.at)} in step {heartbeat.step} ({heartbeat.phase}){entered}"
 
 
 def _stacks(evidence: Evidence, found: list[int]) -> Iterator[str]:

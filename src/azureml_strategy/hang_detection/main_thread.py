@@ -28,7 +28,7 @@ _COMMUNICATION = tuple(
 Frames = list[tuple[str, int, str]]
 
 # Phases that take long without a batch: models are built, sharded, compiled and loaded; checkpoints are written.
-START, CHECKPOINT, STANDSTILL, END = "start-up", "writing a checkpoint", "standing still", "end of the run"
+START, CHECKPOINT, STOP_BARRIER, END = "start-up", "writing a checkpoint", "standing still", "end of the run"
 TRAINING = "training"
 # A pause may last this many times as long as the longest one before.
 _GROWTH = 3
@@ -143,7 +143,7 @@ class Progress:
             phase: the phase that begins or goes on.
         """
         now = time.monotonic()
-        if self.phase not in (START, CHECKPOINT, STANDSTILL):
+        if self.phase not in (START, CHECKPOINT, STOP_BARRIER):
             self._longest_s = max(self._longest_s, now - self._noted_at)
         self._noted_at, self.phase = now, phase
 
@@ -164,7 +164,7 @@ class Progress:
     @property
     def limit_s(self) -> float:
         """Seconds that the current pause may last; infinite at a stop barrier."""
-        if self.phase == STANDSTILL:
+        if self.phase == STOP_BARRIER:
             return float("inf")
         usual_s, slow_s = self._limits_s
         return max(usual_s if self._warm and self.phase == TRAINING else slow_s, _GROWTH * self._longest_s)

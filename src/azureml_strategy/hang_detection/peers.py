@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from azureml_strategy.control.channel import BoundedStore
-from azureml_strategy.control.process import Member, Sight, is_gone, is_seen, look_for
+from azureml_strategy.control.process import Liveness, Member, check_liveness, is_gone, is_seen
 from azureml_strategy.hang_detection.flight_recorder import Collective
 from azureml_strategy.hang_detection.main_thread import START, Frames
 
@@ -24,7 +24,7 @@ _MOST_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """A heartbeat of one rank.
 
     Attributes:
@@ -52,7 +52,7 @@ class Beat:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Beat:
+    def from_json(cls, text: str) -> Heartbeat:
         """Return the heartbeat from its text."""
         return cls(**json.loads(text))
 
@@ -96,7 +96,7 @@ class Report:
         failed: whether the main thread has met an exception.
     """
 
-    beat: Beat
+    heartbeat: Heartbeat
     collectives: list[Collective]
     stack: Frames
     place: str
@@ -113,7 +113,9 @@ class Report:
         values: dict[str, Any] = json.loads(text)
         collectives = [Collective(**each | {"ranks": tuple(each["ranks"])}) for each in values["collectives"]]
         frames = [(file, number, name) for file, number, name in values["stack"]]
-        return cls(**values | {"beat": Beat(**values["beat"]), "collectives": collectives, "stack": frames})
+        return cls(
+            **values | {"heartbeat": Heartbeat(**values["heartbeat"]), "collectives": collectives, "stack": frames}
+        )
 
     @property
     def waits_in(self) -> Collective | None:
@@ -127,7 +129,7 @@ class Report:
         return max(self.collectives, key=lambda each: each.entered_at, default=None)
 
 
-class Hearing:
+class Peers:
     """The heartbeats of the other ranks, as one rank sees them.
 
     All ranks have just met. This counts as the first heartbeat of each.
@@ -142,7 +144,7 @@ class Hearing:
     def __init__(self, store: BoundedStore, rank: int, members: Mapping[int, Member], start_limit_s: float) -> None:
         self._store = store
         self._others = [other for other in members if other != rank]
-        met = Beat(0, time.time(), False, START, 0, 0.0, start_limit_s, {}).to_json()
+        met = Heartbeat(0, time.time(), False, START, 0, 0.0, start_limit_s, {}).to_json()
         self._heard = dict.fromkeys(self._others, (met, time.monotonic()))
         self._listened: set[int] = set()
         self._rank = rank
@@ -163,17 +165,17 @@ class Hearing:
         self._listened = set(asked)
         self._hear(asked)
 
-    def beats(self) -> dict[int, Beat]:
+    def heartbeats(self) -> dict[int, Heartbeat]:
         """Return the last heartbeat of each other rank."""
-        return {rank: Beat.from_json(said) for rank, (said, _) in self._heard.items()}
+        return {rank: Heartbeat.from_json(said) for rank, (said, _) in self._heard.items()}
 
-    def last(self, rank: int) -> Beat:
+    def last(self, rank: int) -> Heartbeat:
         """Return the last heartbeat of another rank.
 
         Args:
             rank: the other rank.
         """
-        return Beat.from_json(self._heard[rank][0])
+        return Heartbeat.from_json(self._heard[rank][0])
 
     def silent(self, since: float) -> tuple[int, ...]:
         """Return the ranks that were read without a new heartbeat since a time, and that have not left in order.
@@ -196,34 +198,38 @@ class Hearing:
             rank for rank in self.silent(now - after_s) if now - self._heard[rank][1] > self._allowed_s(rank, after_s)
         )
 
-    def sights(self, ranks: Collection[int]) -> dict[int, Sight]:
+    def liveness_of(self, ranks: Collection[int]) -> dict[int, Liveness]:
         """Check the liveness of processes: ask this machine's kernel, or the kernel of theirs.
 
         Args:
             ranks: ranks of the processes.
         """
         with ThreadPoolExecutor(_MOST_AT_ONCE) as pool:
-            found = dict(zip(ranks, pool.map(lambda rank: look_for(self.members[rank]), ranks), strict=True))
-        self._known |= {rank for rank, sight in found.items() if sight == "alive" or is_seen(self.members[rank])}
+            found = dict(zip(ranks, pool.map(lambda rank: check_liveness(self.members[rank]), ranks), strict=True))
+        self._known |= {rank for rank, liveness in found.items() if liveness == "alive" or is_seen(self.members[rank])}
         # If a process has never answered, a firewall may be what refuses or drops the connection.
-        return {rank: sight if rank in self._known else "unknown" for rank, sight in found.items()}
+        return {rank: liveness if rank in self._known else "unknown" for rank, liveness in found.items()}
 
-    def acquaint(self) -> None:
+    def probe(self) -> None:
         """Learn at the start, when all processes live, which of those that this rank listens to answer a check."""
-        self.sights(self._others if self._rank == 0 else [0])
+        self.liveness_of(self._others if self._rank == 0 else [0])
 
-    def vanished(self, sights: Mapping[int, Sight], after_s: float, idle_s: float) -> tuple[int, ...]:
+    def vanished(self, liveness_of: Mapping[int, Liveness], after_s: float, idle_s: float) -> tuple[int, ...]:
         """Return the ranks of nodes that have vanished, as far as that can be known; empty unless all others wait.
 
         Args:
-            sights: liveness of the silent ranks.
+            liveness_of: liveness of the silent ranks.
             after_s: seconds that all processes of a node must have been silent.
             idle_s: seconds that the other ranks must have been idle.
         """
-        if not all(each.over or each.idle_s > idle_s for rank, each in self.beats().items() if rank not in sights):
+        if not all(
+            each.over or each.idle_s > idle_s for rank, each in self.heartbeats().items() if rank not in liveness_of
+        ):
             return ()
         since = time.monotonic() - after_s
-        lost = {rank for rank, sight in sights.items() if sight == "unreachable" and self._heard[rank][1] < since}
+        lost = {
+            rank for rank, liveness in liveness_of.items() if liveness == "unreachable" and self._heard[rank][1] < since
+        }
         speaking = {self._node(rank) for rank in self._others if rank not in lost and not self._is_over(rank)}
         return tuple(sorted(rank for rank in lost if self._node(rank) not in speaking))
 
@@ -252,12 +258,12 @@ class Hearing:
 
     def all_idle(self) -> bool:
         """Whether there are other ranks left, and each has been idle for longer than its limit."""
-        there = [beat for beat in self.beats().values() if not beat.over]
-        return bool(there) and all(beat.idle_s > beat.limit_s for beat in there)
+        there = [heartbeat for heartbeat in self.heartbeats().values() if not heartbeat.over]
+        return bool(there) and all(heartbeat.idle_s > heartbeat.limit_s for heartbeat in there)
 
     def all_over(self) -> bool:
         """Whether no other rank is left: each has left in order, or its process has ended."""
-        return all(beat.over or self.has_ended(rank) for rank, beat in self.beats().items())
+        return all(heartbeat.over or self.has_ended(rank) for rank, heartbeat in self.heartbeats().items())
 
     def _node(self, rank: int) -> tuple[int, str]:
         return self.members[rank].node, self.members[rank].host
@@ -266,8 +272,8 @@ class Hearing:
         return self.last(rank).over
 
     def _allowed_s(self, rank: int, after_s: float) -> float:
-        beat = self.last(rank)
-        return max(after_s, beat.limit_s) if beat.phase == START else after_s
+        heartbeat = self.last(rank)
+        return max(after_s, heartbeat.limit_s) if heartbeat.phase == START else after_s
 
     def _hear(self, ranks: list[int]) -> None:
         now = time.monotonic()

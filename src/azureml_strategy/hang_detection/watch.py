@@ -12,31 +12,31 @@ from types import FrameType
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from azureml_strategy.control.channel import BoundedStore, StoreLostError, within
-from azureml_strategy.control.process import Member, Sight, let_in, why_silent
+from azureml_strategy.control.process import Liveness, Member, accept_probes, why_silent
 from azureml_strategy.hang_detection import flight_recorder
-from azureml_strategy.hang_detection.alarm import Inquiry, Outcome, Records, say, store_server
+from azureml_strategy.hang_detection.alarm import AlarmHandler, Outcome, Records, say, store_server
 from azureml_strategy.hang_detection.main_thread import (
     CHECKPOINT,
     END,
-    STANDSTILL,
+    STOP_BARRIER,
     Progress,
     communicates,
     frames_of,
     is_inside,
     trainer_frame,
 )
-from azureml_strategy.hang_detection.peers import PASSING, Alarm, Beat, Hearing
+from azureml_strategy.hang_detection.peers import PASSING, Alarm, Heartbeat, Peers
 
 # After a connection to a rank has closed, the rank counts as gone once this many heartbeats are missing.
-_BEATS_MISSING = 3
+_HEARTBEATS_MISSING = 3
 # After a final verdict, the main thread has this long to fail by itself: gloo reports a lost rank at once, NCCL never.
-_LINGER_SECONDS = 30.0
+_STUCK_SECONDS = 30.0
 # After an exception, the main thread may still wait for a checkpoint; its writer allows a minute for that.
 _LEAVE_SECONDS = 120.0
 _FAIL_SECONDS = 60.0
 # Time for the others to read the last heartbeat. Otherwise they would take this process for one that has died.
 _CLOSE_SECONDS = 10.0
-_FAREWELL_PAUSE_SECONDS = 0.2
+_LAST_READ_PAUSE_SECONDS = 0.2
 # Time to open a new connection after one has ended.
 _CONNECT_SECONDS = 12.0
 # A node is lost after _VANISHED_TIMES x `dead_after_s` of silence; it is checked _ASKED_TIMES in each `dead_after_s`.
@@ -106,8 +106,8 @@ class Watch:
         self._dead_after_s = dead_after_s
         self._beat_s = beat_s
         self._end = end
-        self._hearing = Hearing(store, rank, members, progress.limit_s)
-        self._inquiry = Inquiry(store, self._hearing, rank, len(members), main_thread, records, kill)
+        self._peers = Peers(store, rank, members, progress.limit_s)
+        self._alarm_handler = AlarmHandler(store, self._peers, rank, len(members), main_thread, records, kill)
         self._member = members[rank]
         self._kill = kill
         # The reported hang that has not passed: time, silent ranks, whether it was a stall, whether this rank judged.
@@ -117,7 +117,7 @@ class Watch:
         self._judged = False
         self._asked_at = float("-inf")
         self._lost_at: float | None = None
-        self._beats = 0
+        self._heartbeats = 0
         self._done: tuple[int, dict[str, int]] | None = None
         self._failure: Failure | None = None
         self._closing = False
@@ -157,13 +157,13 @@ class Watch:
         try:
             self._conclude()
             if self._headline is not None:
-                self._linger()
+                self._end_if_stuck()
         finally:
             self._inside = None  # the frame keeps the model alive
 
     def _conclude(self) -> None:
         try:
-            self._hearing.acquaint()
+            self._peers.probe()
             self._headline = self._follow()
         except Exception as error:  # a fault of the watch must not end the run
             self._give_up(error)
@@ -175,7 +175,7 @@ class Watch:
         say(f"Rank {self._rank}: nobody watches for hangs any more: {type(error).__name__}: {error}")
         # Without this, the other ranks would take the silence for a dead process.
         with contextlib.suppress(Exception):
-            last_word = Beat(self._beats, time.time(), True, self._progress.phase, 0, 0.0, 0.0, {})
+            last_word = Heartbeat(self._heartbeats, time.time(), True, self._progress.phase, 0, 0.0, 0.0, {})
             self._store.set(f"beat/{self._rank}", last_word.to_json())
 
     def _follow(self) -> str | None:
@@ -186,18 +186,18 @@ class Watch:
                 if self._renewed():
                     self._lost_at = None
                 elif (alarm := self._without_store(lost)) is not None:
-                    return self._inquiry.speak_alone(alarm, self._beat(), self._failure is not None)
+                    return self._alarm_handler.report_alone(alarm, self._heartbeat(), self._failure is not None)
                 elif self._leaves() or self._rank == 0:
                     return None
 
     def _learn(self) -> str | None:
         """Return the headline of a final verdict; None when this rank has left in order."""
-        while (alarm := self._look_out()) is not None:
+        while (alarm := self._watch()) is not None:
             self._alarm = alarm
             self._own_fault = alarm.ranks == (self._rank,)
             stays = alarm.kind in PASSING
-            self._patience_s = None if stays else min(_LINGER_SECONDS, self._dead_after_s)
-            outcome = self._inquiry.hold(alarm, self._beat(), self._failure is not None)
+            self._patience_s = None if stays else min(_STUCK_SECONDS, self._dead_after_s)
+            outcome = self._alarm_handler.hold(alarm, self._heartbeat(), self._failure is not None)
             if outcome.final:
                 return outcome.headline
             self._go_on(alarm, outcome)
@@ -210,55 +210,55 @@ class Watch:
         self._silent |= set(alarm.ranks)
         self._stall_told = self._stall_told or alarm.kind == "stalled"
         self._judged = outcome.judge == self._rank
-        self._hearing.restart(self._silent)
+        self._peers.restart(self._silent)
 
     def _see_whether_it_has_passed(self) -> None:
         """Report that a hang has passed, once this rank makes progress and the silent ranks send heartbeats again."""
         if self._reported_at is None:
             return
         seconds = time.monotonic() - self._reported_at
-        still = self._silent.intersection(self._hearing.silent(self._reported_at)) and not self._closing
+        still = self._silent.intersection(self._peers.silent(self._reported_at)) and not self._closing
         if still or self._progress.idle_s >= seconds:
             return
         if self._judged:
-            self._inquiry.resolve(seconds)
+            self._alarm_handler.resolve(seconds)
         self._reported_at, self._silent, self._stall_told = None, set(), False
 
-    def _look_out(self) -> Alarm | None:
+    def _watch(self) -> Alarm | None:
         """Send heartbeats until there is an alarm, which is returned, or until this rank leaves."""
         while not self._closing and not self._has_left():
-            self._store.set(f"beat/{self._rank}", self._beat().to_json())
-            if (said := self._inquiry.alarm()) is not None:
+            self._store.set(f"beat/{self._rank}", self._heartbeat().to_json())
+            if (said := self._alarm_handler.alarm()) is not None:
                 return said
             if (alarm := self._find()) is not None:
-                return self._inquiry.open(alarm)
+                return self._alarm_handler.open(alarm)
             self._see_whether_it_has_passed()
-            let_in(self._member)
+            accept_probes(self._member)
             self._wake.wait(self._beat_s)
             self._wake.clear()
         self._see_whether_it_has_passed()
-        self._store.set(f"beat/{self._rank}", self._beat(over=True).to_json())
+        self._store.set(f"beat/{self._rank}", self._heartbeat(over=True).to_json())
         if self._rank == 0:
-            self._see_off()
+            self._wait_for_others()
         return None
 
     def _has_left(self) -> bool:
         """Whether the main thread has left the Trainer's call, even if no hook has told the watch."""
         return self._inside is not None and not is_inside(self._main_thread, self._inside)
 
-    def _see_off(self) -> None:
+    def _wait_for_others(self) -> None:
         """Wait for the others to leave: the store ends with this process, and they could take rank 0 for killed."""
         deadline = time.monotonic() + _CLOSE_SECONDS - 1
-        self._hearing.listen()
-        while not self._hearing.all_over() and time.monotonic() < deadline:
-            time.sleep(_FAREWELL_PAUSE_SECONDS)
-            self._hearing.listen()
+        self._peers.listen()
+        while not self._peers.all_over() and time.monotonic() < deadline:
+            time.sleep(_LAST_READ_PAUSE_SECONDS)
+            self._peers.listen()
 
-    def _beat(self, over: bool = False) -> Beat:
+    def _heartbeat(self, over: bool = False) -> Heartbeat:
         step, entered = self._notice()
-        self._beats += 1
+        self._heartbeats += 1
         now = self._progress
-        return Beat(self._beats, time.time(), over, now.phase, step, now.idle_s, now.limit_s, entered)
+        return Heartbeat(self._heartbeats, time.time(), over, now.phase, step, now.idle_s, now.limit_s, entered)
 
     def _notice(self) -> tuple[int, dict[str, int]]:
         """Return the steps and collectives so far. New ones count as progress, for times when no hook is called."""
@@ -272,17 +272,17 @@ class Watch:
         """Return what is wrong, as far as this rank can see."""
         if self._failure is not None:
             return self._cause(self._failure)
-        if self._progress.phase in (STANDSTILL, END):
+        if self._progress.phase in (STOP_BARRIER, END):
             return None
-        if gone := self._hearing.gone():
+        if gone := self._peers.gone():
             return Alarm("gone", gone, "")
         idle_s = self._progress.idle_s
         hears_all = self._rank == 0 or idle_s > self._progress.limit_s + self._dead_after_s
-        self._hearing.listen(None if hears_all else [0])
-        silent = self._hearing.dead(self._dead_after_s)
+        self._peers.listen(None if hears_all else [0])
+        silent = self._peers.dead(self._dead_after_s)
         if silent and idle_s > self._dead_after_s and (alarm := self._about(silent, idle_s)) is not None:
             return alarm
-        stalls = hears_all and idle_s > self._progress.limit_s and self._hearing.all_idle()
+        stalls = hears_all and idle_s > self._progress.limit_s and self._peers.all_idle()
         return Alarm("stalled", (), f"for {idle_s:.0f} s") if stalls and not self._stall_told else None
 
     def _about(self, silent: tuple[int, ...], idle_s: float) -> Alarm | None:
@@ -290,20 +290,20 @@ class Watch:
         new = tuple(rank for rank in silent if rank not in self._silent)
         if not new and time.monotonic() < self._asked_at + self._dead_after_s / _ASKED_TIMES:
             return None
-        sights = self._hearing.sights(silent)
+        liveness_of = self._peers.liveness_of(silent)
         self._asked_at = time.monotonic()
-        if gone := tuple(rank for rank in silent if sights[rank] == "gone"):
+        if gone := tuple(rank for rank in silent if liveness_of[rank] == "gone"):
             return Alarm("gone", gone, "")
-        if lost := self._vanished(sights, idle_s):
+        if lost := self._vanished(liveness_of, idle_s):
             return lost
-        why = {rank: why_silent(self._hearing.members[rank], sights[rank]) for rank in new}
+        why = {rank: why_silent(self._peers.members[rank], liveness_of[rank]) for rank in new}
         text = "; ".join(why.values() if len(new) == 1 else (f"rank {rank}: {each}" for rank, each in why.items()))
         return Alarm("silent", new, f"for {self._dead_after_s:.0f} s: {text}") if new else None
 
-    def _vanished(self, sights: Mapping[int, Sight], idle_s: float) -> Alarm | None:
+    def _vanished(self, liveness_of: Mapping[int, Liveness], idle_s: float) -> Alarm | None:
         """Return an alarm for nodes that are silent and unreachable as a whole while all other ranks wait."""
         after_s = _VANISHED_TIMES * self._dead_after_s
-        lost = self._hearing.vanished(sights, after_s, self._dead_after_s) if idle_s > after_s else ()
+        lost = self._peers.vanished(liveness_of, after_s, self._dead_after_s) if idle_s > after_s else ()
         text = (
             f"for {after_s:.0f} s none of its processes was heard of, its machine does not answer, and all others wait"
         )
@@ -313,23 +313,23 @@ class Watch:
         """Find the rank that caused an exception: if it only reports a closed connection, the rank at the other end."""
         if not failure.of_others:
             return Alarm("ended", (self._rank,), failure.text)
-        self._hearing.listen()
+        self._peers.listen()
         began = time.monotonic()
-        while time.monotonic() < began + _BEATS_MISSING * self._beat_s:
-            if (said := self._inquiry.alarm()) is not None and said.kind not in PASSING:
+        while time.monotonic() < began + _HEARTBEATS_MISSING * self._beat_s:
+            if (said := self._alarm_handler.alarm()) is not None and said.kind not in PASSING:
                 return said
-            if gone := self._hearing.gone():
+            if gone := self._peers.gone():
                 return Alarm("gone", gone, "")
             time.sleep(self._beat_s / 10)
-            self._store.set(f"beat/{self._rank}", self._beat().to_json())
-            self._hearing.listen()
-        silent = self._hearing.silent(began)
-        sights = self._hearing.sights(silent)
-        return Alarm("lost", tuple(rank for rank in silent if sights[rank] != "alive"), failure.text)
+            self._store.set(f"beat/{self._rank}", self._heartbeat().to_json())
+            self._peers.listen()
+        silent = self._peers.silent(began)
+        liveness_of = self._peers.liveness_of(silent)
+        return Alarm("lost", tuple(rank for rank in silent if liveness_of[rank] != "alive"), failure.text)
 
     def _renewed(self) -> bool:
         """Connect to the store again and return whether that worked: the network may have ended one connection only."""
-        if self._first_has_left() or self._hearing.has_ended(0):
+        if self._first_has_left() or self._peers.has_ended(0):
             return False
         time.sleep(self._beat_s / 10)
         connection = within(_CONNECT_SECONDS, self._connect)
@@ -341,12 +341,12 @@ class Watch:
         """Whether rank 0 was leaving in order at its last heartbeat."""
         if self._rank == 0:
             return False
-        beat = self._hearing.last(0)
-        return beat.over or beat.phase == END
+        heartbeat = self._peers.last(0)
+        return heartbeat.over or heartbeat.phase == END
 
     def _leaves(self) -> bool:
         """Whether the store may end: this rank is leaving or at a stop barrier, or rank 0, its server, was leaving."""
-        leaves = self._closing or self._has_left() or self._progress.phase in (STANDSTILL, END)
+        leaves = self._closing or self._has_left() or self._progress.phase in (STOP_BARRIER, END)
         return leaves or self._first_has_left()
 
     def _without_store(self, lost: StoreLostError) -> Alarm | None:
@@ -357,31 +357,31 @@ class Watch:
             return None
         if self._rank == 0 or (self._alarm is not None and self._alarm.kind not in PASSING):
             return self._alarm
-        sight = self._hearing.sights([0])[0]
-        if sight == "gone":
-            self._patience_s = min(_LINGER_SECONDS, self._dead_after_s)
+        liveness = self._peers.liveness_of([0])[0]
+        if liveness == "gone":
+            self._patience_s = min(_STUCK_SECONDS, self._dead_after_s)
             return Alarm("gone", (0,), "")
-        if not lost.silent and sight != "unreachable":
+        if not lost.silent and liveness != "unreachable":
             return Alarm("unserved", (0,), store_server())
-        return self._unanswered(sight, time.monotonic() - self._lost_at)
+        return self._unanswered(liveness, time.monotonic() - self._lost_at)
 
-    def _unanswered(self, sight: Sight, lost_s: float) -> Alarm | None:
+    def _unanswered(self, liveness: Liveness, lost_s: float) -> Alarm | None:
         """Return an alarm if a store that does not answer ends the run; otherwise report it once, wait, return None."""
-        why = why_silent(self._hearing.members[0], sight)
+        why = why_silent(self._peers.members[0], liveness)
         silent = Alarm("silent", (0,), f"for {self._dead_after_s:.0f} s: {why}")
         if self._kill or self._failure is not None:
             return silent
         waited_s = min(lost_s + self._dead_after_s, self._progress.idle_s)
-        if sight == "unreachable" and waited_s > _VANISHED_TIMES * self._dead_after_s:
+        if liveness == "unreachable" and waited_s > _VANISHED_TIMES * self._dead_after_s:
             return Alarm("vanished", (0,), f"neither it nor its machine has answered for {waited_s:.0f} s")
         if 0 not in self._silent and self._progress.idle_s > self._dead_after_s:
-            self._inquiry.speak_alone(silent, self._beat(), failed=False)
+            self._alarm_handler.report_alone(silent, self._heartbeat(), failed=False)
             self._go_on(silent, Outcome("", False, self._rank))
         self._wake.wait(self._beat_s)
         self._wake.clear()
         return None
 
-    def _linger(self) -> None:
+    def _end_if_stuck(self) -> None:
         """End the process if its main thread does not end by itself: it may wait for a rank that never comes."""
         while not self._closing and self._inside is not None and not self._has_left():
             self._notice()
@@ -393,7 +393,7 @@ class Watch:
     def _most_idle_s(self) -> float:
         """Return how many seconds the main thread may be idle after a verdict."""
         now = self._progress
-        if now.phase in (STANDSTILL, END):
+        if now.phase in (STOP_BARRIER, END):
             return float("inf")
         if self._failure is not None:
             # A slow exit may be an upload. Only a wait for the other ranks is useless: they know of the failure.

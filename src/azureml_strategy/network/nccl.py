@@ -55,12 +55,12 @@ def configured_settings(
     home = Path(environ.get("HOME", "/nonexistent")) / f".{library}.conf"
     files = [Path(root) / f"etc/{library}.conf", Path(environ.get("NCCL_CONF_FILE") or home)]
     settings = {name: (value, str(path)) for path in files for name, value in _read(path).items()}
-    planned = planned_earlier(environ)
+    planned = planned_before(environ)
     given = {name: (value, "environment") for name, value in environ.items() if planned.get(name) != value}
     return {name: found for name, found in (settings | given).items() if _is_ours_to_read(name)}
 
 
-def planned_earlier(environ: Mapping[str, str]) -> dict[str, str]:
+def planned_before(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables that an earlier plan has set; empty if their record is damaged."""
     try:
         noted = json.loads(environ.get(PLANNED_VARIABLES, "{}"))
@@ -211,7 +211,7 @@ class NetworkPlan:
         environ = os.environ if environ is None else environ
         if not self.settings:
             return
-        environ[PLANNED_VARIABLES] = json.dumps(planned_earlier(environ) | self.variables)
+        environ[PLANNED_VARIABLES] = json.dumps(planned_before(environ) | self.variables)
         environ.update(self.variables)
 
 

@@ -27,7 +27,7 @@ from azureml_strategy.cluster.environ import TERMINATION_SWITCH
 from azureml_strategy.cluster.isolation import Attempt, IsolatedCallback, passed_through
 from azureml_strategy.cluster.job import read_job
 from azureml_strategy.cluster.launchers import detect_launch, local
-from azureml_strategy.control.agreement import Standstill, State, StopAgreement
+from azureml_strategy.control.agreement import State, StopAgreement, StopBarrier
 from azureml_strategy.control.channel import another_connection
 from azureml_strategy.control.gather import gather
 from azureml_strategy.preemption.scheduled_events import EventPoller, events_url
@@ -246,9 +246,9 @@ class TerminateTogether(IsolatedCallback):
         saved = Attempt(lambda: save_and_record(trainer, agreement.reason))
         if saved.fault is not None:
             self._report("save_and_record", saved.fault)
-        standstill = PrefixStore(f"standstill/{self._stops}", store)
+        stop_barrier = PrefixStore(f"standstill/{self._stops}", store)
         with paused(trainer):
-            goes_on = Standstill(standstill, self._rank, self._world_size, self._state).goes_on()
+            goes_on = StopBarrier(stop_barrier, self._rank, self._world_size, self._state).goes_on()
         if not goes_on:
             trainer._signal_connector.received_sigterm = not interrupted
             self._call_replaced_handlers()

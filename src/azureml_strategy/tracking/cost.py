@@ -71,7 +71,7 @@ class CostTracker(Callback):
     def so_far(self) -> float:
         """Cost of the run until now, or until it ended, with its previous attempts, in the price's currency."""
         assert self._started is not None
-        return self._earlier + self._per_second * ((self._ended or self._clock()) - self._started)
+        return self._previous_cost + self._per_second * ((self._ended or self._clock()) - self._started)
 
     def per_million_samples(self, samples_per_second: float) -> float:
         """Cost of all nodes while the run trains on a million samples."""
@@ -92,10 +92,10 @@ class CostTracker(Callback):
         paid = CostTracker._paid_until
         self._started = self._clock() - process_age_s() if paid is None else paid
         self._ended = None
-        self._earlier = 0.0
+        self._previous_cost = 0.0
         for logger in trainer.loggers:
             if isinstance(logger, JobMLFlowLogger):
-                self._earlier = logger.metric_at_start(_RUN) or 0.0
+                self._previous_cost = logger.metric_at_start(_RUN) or 0.0
                 logger.log_tags(_tags(self.price))
 
     @override

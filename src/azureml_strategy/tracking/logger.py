@@ -240,16 +240,16 @@ class JobMLFlowLogger(MLFlowLogger):
         Call it before training resumes from a checkpoint and repeats steps. Of each metric, the logger skips the steps
         up to the last one that the run has.
         """
-        self._open().writer.leave_out_earlier()
+        self._open().writer.skip_logged_before()
 
-    def unwritten(self) -> list[list[Any]]:
+    def pending_metrics(self) -> list[list[Any]]:
         """The pending metrics, in order, as lists of name, value, step and ms since 1970."""
-        metrics = self._session.writer.unwritten() if self._session is not None else []
+        metrics = self._session.writer.pending_metrics() if self._session is not None else []
         return [[each.key, each.value, each.step, each.timestamp] for each in metrics]
 
     @rank_zero_only
-    def log_again(self, metrics: list[list[Any]]) -> None:
-        """Queue what `unwritten` returned in a previous attempt of the job. Call it after `continue_run`."""
+    def log_pending(self, metrics: list[list[Any]]) -> None:
+        """Queue what `pending_metrics` returned in a previous attempt of the job. Call it after `continue_run`."""
         for (step, at), group in groupby(metrics, key=lambda each: (each[2], each[3])):
             self._open().writer.put(Metrics({name: value for name, value, _, _ in group}, step, at))
 

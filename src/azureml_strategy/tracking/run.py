@@ -80,7 +80,7 @@ def _how_to_open(store: str, experiment_id: str, run_id: str) -> str:
     return f"mlflow ui --backend-store-uri {shlex.quote(store)}"
 
 
-class EarlierMetrics:
+class LoggedMetrics:
     """The metrics that previous attempts logged: each up to its last step when this attempt first writes it.
 
     An attempt may end at any moment, but it writes the points of each metric in order, so the store has all of them up

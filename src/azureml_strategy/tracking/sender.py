@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from azureml_strategy.tracking.batch import LIMITS, Batch, chunks, is_finite, tag
-from azureml_strategy.tracking.run import EarlierMetrics, OpenRun
+from azureml_strategy.tracking.run import LoggedMetrics, OpenRun
 from azureml_strategy.tracking.store import StoreAwayError, StoreRefusedError, store_errors
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Sender:
         self._second_look_s = second_look_s
         self.accepted = 0
         self.left_out = 0
-        self.earlier: EarlierMetrics | None = None
+        self.logged_before: LoggedMetrics | None = None
         self.suspects: list[_Suspect] = []
         self._refused: set[tuple[str, str, bool]] = set()
         self._known_good: Metric | None = None
@@ -78,8 +78,8 @@ class Sender:
             StoreAwayError: the store is away. What remains in the batch must be sent later.
         """
         with store_errors():
-            if self.earlier is not None and batch.kind == "metrics":
-                batch.drop([item for item in batch.items if item in self.earlier])
+            if self.logged_before is not None and batch.kind == "metrics":
+                batch.drop([item for item in batch.items if item in self.logged_before])
             if batch.doubtful:
                 batch.drop(self._standing.among(batch))
         for part in self._parts(batch):

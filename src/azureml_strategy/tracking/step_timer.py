@@ -110,7 +110,7 @@ class StepRecorder:
         self._begin(self._clock.now())
         self._whole = not interrupted
 
-    def spoil(self) -> None:
+    def discard_step(self) -> None:
         """Leave out the step in progress, because something other than training happens now, for an unknown time."""
         self._whole = False
 

@@ -170,7 +170,7 @@ class ThroughputCallback(Callback):
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._recorder.spoil()
+        self._recorder.discard_step()
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from azureml_strategy.cluster.redaction import redact_text
 from azureml_strategy.tracking.batch import Batch, Record, make_batches
-from azureml_strategy.tracking.run import EarlierMetrics, OpenRun, RunRequest, describe_store, is_remote
+from azureml_strategy.tracking.run import LoggedMetrics, OpenRun, RunRequest, describe_store, is_remote
 from azureml_strategy.tracking.sender import SECOND_LOOK_S, Sender
 from azureml_strategy.tracking.spool import Spool
 from azureml_strategy.tracking.store import StoreAwayError, StoreRefusedError, TrackingError, store_errors
@@ -114,11 +114,11 @@ class BatchWriter:
             self._stop()
             raise refusal
 
-    def leave_out_earlier(self) -> None:
+    def skip_logged_before(self) -> None:
         """Do not write metrics again that previous attempts have written."""
         self._continues = True
         if self._sender is not None and self.run is not None:
-            self._sender.earlier = EarlierMetrics(self.run.client, self.run.run_id)
+            self._sender.logged_before = LoggedMetrics(self.run.client, self.run.run_id)
 
     def put(self, record: Record) -> None:
         """Queue a record. Returns at once unless the store cannot keep up."""
@@ -134,7 +134,7 @@ class BatchWriter:
         self._lost += len(self._records) >= self._capacity
         self._records.append(record)
 
-    def unwritten(self) -> list[Metric]:
+    def pending_metrics(self) -> list[Metric]:
         """The pending metrics, in order, with those that the store is taking at this moment."""
         with self._moving:
             spool = self._present_spool()
@@ -283,7 +283,7 @@ class BatchWriter:
             self._spool.opened(run.run_id)
         self.run, self._sender = run, Sender(run, self._second_look_s)
         if self._continues:
-            self.leave_out_earlier()
+            self.skip_logged_before()
         self._tried.set()
         return self._sender
 

@@ -22,7 +22,7 @@ import azureml_strategy  # noqa: F401 - registers the names
 from azureml_strategy.control import process
 from azureml_strategy.hang_detection import HangWatch
 from azureml_strategy.hang_detection.main_thread import START
-from azureml_strategy.hang_detection.peers import Hearing
+from azureml_strategy.hang_detection.peers import Peers
 
 RANK = int(os.environ["RANK"])
 HEARD = Path(os.environ["RESULTS"]).with_name("heard")
@@ -82,10 +82,10 @@ class Listener(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         watch = next(each._watch for each in trainer.callbacks if isinstance(each, HangWatch))
-        threading.Thread(target=self._say, args=(watch._hearing,), daemon=True).start()
+        threading.Thread(target=self._say, args=(watch._peers,), daemon=True).start()
 
-    def _say(self, hearing: Hearing) -> None:
-        while hearing.last(self.other).phase == START:
+    def _say(self, peers: Peers) -> None:
+        while peers.last(self.other).phase == START:
             time.sleep(0.05)
         HEARD.touch()
 

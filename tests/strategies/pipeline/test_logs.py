@@ -38,7 +38,7 @@ def test_values_become_one_as_reduce_fx_says(group: Any) -> None:
     module = Noting()
     logs = SharedLogs(module, 0, group, group)
     for samples, value in ((3, 1.0), (1, 5.0)):
-        with logs.taking_down(samples):
+        with logs.recording(samples):
             module.log("mean", value, prog_bar=True)
             module.log("weighted", torch.tensor([value]), batch_size=2 if value == 1.0 else 6)
             for reduction in ("sum", "max", "min"):
@@ -62,7 +62,7 @@ def test_a_weight_of_nothing_counts_for_nothing(group: Any, weights: tuple[int, 
     module = Noting()
     logs = SharedLogs(module, 0, group, group)
     for weight, value in zip(weights, (1.0, 5.0), strict=True):
-        with logs.taking_down(7):
+        with logs.recording(7):
             module.log("loss", value, batch_size=weight)
     logs.repeat(("training_step",))
     assert module.logged["loss"] == (mean, {"batch_size": sum(weights)})
@@ -78,7 +78,7 @@ def test_other_names_than_the_first_time(group: Any) -> None:
     module = Noting()
     logs = SharedLogs(module, 0, group, group)
     for name in ("loss", "accuracy"):
-        with logs.taking_down(1):
+        with logs.recording(1):
             module.log(name, 1.0)
         if name == "accuracy":
             with pytest.raises(PipelineError, match="training_step logged accuracy, but loss with its first batch"):
@@ -98,7 +98,7 @@ def test_other_names_than_the_first_time(group: Any) -> None:
 )
 def test_what_cannot_be_shared(arguments: dict[str, Any], words: str) -> None:
     module = Noting()
-    with SharedLogs(module, 0, None, None).taking_down(1), pytest.raises(PipelineError, match=words):
+    with SharedLogs(module, 0, None, None).recording(1), pytest.raises(PipelineError, match=words):
         module.log("name", **arguments)
 
 

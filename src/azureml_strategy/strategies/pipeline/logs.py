@@ -54,7 +54,7 @@ class SharedLogs:
         self._known: dict[Any, list[tuple[str, dict[str, Any]]]] = {}
 
     @contextmanager
-    def taking_down(self, samples: int) -> Iterator[None]:
+    def recording(self, samples: int) -> Iterator[None]:
         """Record the `self.log` calls of a micro-batch with this number of samples instead of executing them."""
 
         def log(*args: Any, **kwargs: Any) -> None:
@@ -169,7 +169,7 @@ class LastStage:
             PipelineError: the step did not call `self(inputs)` once with the given inputs, or returned no loss.
         """
         step = getattr(self._module, micro.hook)
-        with self._logs.taking_down(micro.samples), _forward_gives(self._module, micro, outputs):
+        with self._logs.recording(micro.samples), _forward_gives(self._module, micro, outputs):
             result = step(micro.batch, *micro.arguments)
         if micro.hook == "training_step":
             return _loss(result)

@@ -5,7 +5,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger
 
-from azureml_strategy.checkpoint.job_checkpoint import log_again, unwritten
+from azureml_strategy.checkpoint.job_checkpoint import log_pending, pending_metrics
 
 
 class _Keeps(Logger):
@@ -20,10 +20,10 @@ class _Keeps(Logger):
 
     def log_hyperparams(self, *arguments: Any, **named: Any) -> None: ...
 
-    def unwritten(self) -> list[list[Any]]:
+    def pending_metrics(self) -> list[list[Any]]:
         return self.kept
 
-    def log_again(self, metrics: list[list[Any]]) -> None:
+    def log_pending(self, metrics: list[list[Any]]) -> None:
         self.kept += metrics
 
 
@@ -33,14 +33,14 @@ def test_each_logger_gets_its_own_back(tmp_path: Any) -> None:
     trainer = Trainer(accelerator="cpu", devices=1, logger=[first, CSVLogger(tmp_path), second])
     first.log_metrics({"loss": 0.5}, 3)
     second.log_metrics({"loss": 0.25}, 4)
-    kept = unwritten(trainer)
+    kept = pending_metrics(trainer)
     assert kept == [[["loss", 0.5, 3, 7]], [["loss", 0.25, 4, 7]]]
     restarted = Trainer(accelerator="cpu", devices=1, logger=[_Keeps(), _Keeps()])
-    log_again(restarted, kept)
-    assert unwritten(restarted) == kept
+    log_pending(restarted, kept)
+    assert pending_metrics(restarted) == kept
 
 
 def test_loggers_that_came_or_went(tmp_path: Any) -> None:
     trainer = Trainer(accelerator="cpu", devices=1, logger=[CSVLogger(tmp_path)])
-    assert unwritten(trainer) == []
-    log_again(trainer, [[["loss", 0.5, 3, 7]]])
+    assert pending_metrics(trainer) == []
+    log_pending(trainer, [[["loss", 0.5, 3, 7]]])

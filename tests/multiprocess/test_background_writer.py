@@ -18,8 +18,8 @@ from azureml_strategy.checkpoint.folder import CheckpointFolder
         *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("zero", "zero_2", "pipeline")),
     ],
 )
-def test_written_behind_on_all_ranks(run_job: RunJob, tmp_path: Path, strategy: str) -> None:
-    job = run_job("behind.py", strategy, tmp_path / "run", nodes=2, extra={"PYTHONWARNINGS": "default"})
+def test_written_in_the_background_on_all_ranks(run_job: RunJob, tmp_path: Path, strategy: str) -> None:
+    job = run_job("background_writer.py", strategy, tmp_path / "run", nodes=2, extra={"PYTHONWARNINGS": "default"})
     assert job.exit_code == 0, job.output
     assert job.each("threads") == [["checkpoint-writer"]] * 2
     # begun at step 6 and not yet written when one of step 7 was asked for: both are complete on return

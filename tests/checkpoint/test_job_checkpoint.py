@@ -258,16 +258,18 @@ class _At(Callback):
             self.act()
 
 
-BEHIND = {"monitor": None, "every_n_train_steps": 4}
+IN_BACKGROUND = {"monitor": None, "every_n_train_steps": 4}
 QUICK = {"logger": False, "limit_val_batches": 0, "max_epochs": 1}
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
-    whole = fit(tmp_path / "whole", **QUICK, checkpoint={**BEHIND, "asynchronous": False})
+    whole = fit(tmp_path / "whole", **QUICK, checkpoint={**IN_BACKGROUND, "asynchronous": False})
     disk, folder = _Held(), CheckpointFolder(tmp_path / "run" / "checkpoints")
     seen: list[Any] = []
     look = _At(14, lambda: seen.append((disk.came.wait(60), folder.complete(), list(disk.threads))))
-    behind = fit(tmp_path / "run", look, _At(15, disk.free.set), plugins=[disk], **QUICK, checkpoint=dict(BEHIND))
+    behind = fit(
+        tmp_path / "run", look, _At(15, disk.free.set), plugins=[disk], **QUICK, checkpoint=dict(IN_BACKGROUND)
+    )
     assert seen == [(True, [], ["checkpoint-writer"])], "three steps later the first one was still being written"
     assert [each.step for each in folder.complete()] == [15, 12]
     assert behind["weights"] == whole["weights"]
@@ -287,7 +289,7 @@ class _Sealed(AtomicCheckpointIO):
 @pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize("disk", [AtomicCheckpointIO, _Sealed])
 def test_manifests_say_what_lies_there(tmp_path: Path, disk: type[AtomicCheckpointIO], asynchronous: bool) -> None:
-    fit(tmp_path, plugins=[disk()], **QUICK, checkpoint={**BEHIND, "asynchronous": asynchronous})
+    fit(tmp_path, plugins=[disk()], **QUICK, checkpoint={**IN_BACKGROUND, "asynchronous": asynchronous})
     folder = CheckpointFolder(tmp_path / "checkpoints")
     assert [each.step for each in folder.complete()] == [15, 12]
     for manifest in folder.complete():
@@ -302,7 +304,7 @@ def test_a_file_that_lost_its_end_does_not_count(
             os.truncate(file, 100)
 
     monkeypatch.setattr(checkpoint_io, "sync_folder", lose)
-    fit(tmp_path, **QUICK, checkpoint=dict(BEHIND))
+    fit(tmp_path, **QUICK, checkpoint=dict(IN_BACKGROUND))
     assert re.search(r"No checkpoint at step 8: .* has 100 bytes, and [\d,]+ were written\. Training", caplog.text)
     assert [each.step for each in CheckpointFolder(tmp_path / "checkpoints").complete()] == [15, 12]
 
@@ -310,7 +312,7 @@ def test_a_file_that_lost_its_end_does_not_count(
 def test_training_that_is_to_wait_writes_on_its_own_thread(tmp_path: Path) -> None:
     disk = _Held()
     disk.free.set()
-    fit(tmp_path / "run", plugins=[disk], **QUICK, checkpoint={**BEHIND, "asynchronous": False})
+    fit(tmp_path / "run", plugins=[disk], **QUICK, checkpoint={**IN_BACKGROUND, "asynchronous": False})
     assert set(disk.threads) == {"MainThread"}
 
 
@@ -327,14 +329,21 @@ def test_the_next_one_waits_for_the_last(tmp_path: Path, monkeypatch: pytest.Mon
         return finish(saving)
 
     monkeypatch.setattr(Saving, "finish", finish_and_let)
-    fit(tmp_path / "run", plugins=[disk], **QUICK, checkpoint=dict(BEHIND))
+    fit(tmp_path / "run", plugins=[disk], **QUICK, checkpoint=dict(IN_BACKGROUND))
     assert [each.step for each in CheckpointFolder(tmp_path / "run" / "checkpoints").complete()] == [15, 12]
 
 
 def test_one_that_was_being_written_when_training_failed_is_complete(tmp_path: Path) -> None:
     disk = _Held()
     with pytest.raises(Killed):
-        fit(tmp_path / "run", _At(10, disk.free.set), StopAt(10), plugins=[disk], **QUICK, checkpoint=dict(BEHIND))
+        fit(
+            tmp_path / "run",
+            _At(10, disk.free.set),
+            StopAt(10),
+            plugins=[disk],
+            **QUICK,
+            checkpoint=dict(IN_BACKGROUND),
+        )
     assert [each.step for each in CheckpointFolder(tmp_path / "run" / "checkpoints").complete()] == [4]
 
 
@@ -343,7 +352,7 @@ def test_a_disk_that_fails_behind_the_training_costs_a_warning(
 ) -> None:
     disk, folder = _Held(refused="step=8"), CheckpointFolder(tmp_path / "run" / "checkpoints")
     disk.free.set()
-    fit(tmp_path / "run", plugins=[disk], **QUICK, checkpoint=dict(BEHIND))
+    fit(tmp_path / "run", plugins=[disk], **QUICK, checkpoint=dict(IN_BACKGROUND))
     assert "No checkpoint at step 8: the disk is gone. Training goes on" in caplog.text
     assert [each.step for each in folder.complete()] == [15, 12]
     assert len(list(folder.path.iterdir())) == 4, "nothing of the one that failed is left"
@@ -352,7 +361,7 @@ def test_a_disk_that_fails_behind_the_training_costs_a_warning(
 def test_save_now_is_complete_though_another_was_being_written(tmp_path: Path) -> None:
     disk, asked = _Held(), _SaveNow()
     threading.Timer(0.3, disk.free.set).start()  # the seventh step waits for it
-    fit(tmp_path / "run", asked, plugins=[disk], **QUICK, checkpoint={**BEHIND, "keep_last": 9})
+    fit(tmp_path / "run", asked, plugins=[disk], **QUICK, checkpoint={**IN_BACKGROUND, "keep_last": 9})
     assert [Path(path or "").name for path in asked.paths] == ["epoch=0-step=7.ckpt"] * 2
     assert [each.step for each in CheckpointFolder(tmp_path / "run" / "checkpoints").complete()] == [15, 12, 8, 7, 4]
 
@@ -367,7 +376,7 @@ class _Unsharded(SingleDeviceStrategy):
 
 def test_a_strategy_with_its_own_way_to_save_is_waited_for(tmp_path: Path) -> None:
     strategy = _Unsharded(torch.device("cpu"))
-    fit(tmp_path / "run", strategy=strategy, **QUICK, checkpoint=dict(BEHIND))
+    fit(tmp_path / "run", strategy=strategy, **QUICK, checkpoint=dict(IN_BACKGROUND))
     assert strategy.thread == "MainThread"
     assert [each.step for each in CheckpointFolder(tmp_path / "run" / "checkpoints").complete()] == [15, 12]
 
