@@ -206,3 +206,37 @@ def test_training_tracking_and_checkpoints_need_no_extra(without_extras: dict[st
     metrics = MlflowClient("sqlite:///mlflow.db").search_runs(["1"])[0].data.metrics
     assert {"loss", "summary/samples_per_second"} <= metrics.keys()
     assert list((tmp_path / "checkpoints").glob("*.ckpt"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "extra"),
+    [
+        (("train", "resnet50_ddp"), "recipes"),
+        (("submit", "resnet50_ddp", "--dry-run"), "azure"),
+        (("jobs", "list"), "azure"),
+    ],
+)
+def test_a_missing_extra_is_one_sentence(
+    without_extras: dict[str, str], arguments: tuple[str, ...], extra: str
+) -> None:
+    done = command_line(without_extras, *arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.endswith(f"Type: pip install 'azureml-strategy[{extra}]'")
+
+
+def test_a_public_name_says_which_extra_it_needs(without_extras: dict[str, str]) -> None:
+    code = (
+        "from lightning.pytorch import Trainer; import azureml_strategy.data\n"
+        "for use in (lambda: Trainer(strategy='azureml_deepspeed_pipeline', accelerator='cpu'),\n"
+        "            lambda: azureml_strategy.data.DigitsDataModule):\n"
+        "    try: use()\n"
+        "    except ModuleNotFoundError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=without_extras, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-2:] == [
+        "PipelineStrategy cannot be imported: deepspeed is not installed here. Type: pip install "
+        "'azureml-strategy[deepspeed]'",
+        "DigitsDataModule cannot be imported: PIL is not installed here. Type: pip install 'azureml-strategy[data]'",
+    ]

@@ -1,4 +1,4 @@
-"""Imports the modules of public names only when the names are used (PEP 562)."""
+"""Imports the modules of public names only when the names are used (PEP 562), and names the extra that brings one."""
 
 from __future__ import annotations
 
@@ -6,9 +6,23 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
+# The extra of pyproject.toml that brings a library.
+_EXTRAS = {
+    "azure": "azure",
+    "deepspeed": "deepspeed",
+    "hydra": "recipes",
+    "matplotlib": "report",
+    "omegaconf": "recipes",
+    "PIL": "data",
+    "sklearn": "recipes",
+    "tokenizers": "text",
+}
+
 
 def lazy_attributes(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
     """Return a module-level `__getattr__` that imports the module of a name when the name is used.
+
+    Its imports raise a `ModuleNotFoundError` that says what to type if an extra is missing.
 
     Args:
         package: the package's `__name__`.
@@ -18,6 +32,21 @@ def lazy_attributes(package: str, modules: Mapping[str, str]) -> Callable[[str],
     def __getattr__(name: str) -> Any:  # noqa: N807 - it becomes the package's
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(modules[name]), name)
+        try:
+            module = import_module(modules[name])
+        except ModuleNotFoundError as error:
+            advice = missing_extra(error)
+            if advice is None:
+                raise
+            raise ModuleNotFoundError(f"{name} cannot be imported: {advice}", name=error.name) from error
+        return getattr(module, name)
 
     return __getattr__
+
+
+def missing_extra(error: ModuleNotFoundError) -> str | None:
+    """Say what to type for a library that was not found; None if no extra brings it."""
+    library = (error.name or "").partition(".")[0]
+    if library not in _EXTRAS:
+        return None
+    return f"{library} is not installed here. Type: pip install 'azureml-strategy[{_EXTRAS[library]}]'"

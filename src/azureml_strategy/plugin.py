@@ -149,25 +149,25 @@ def _register_refusals(strategies: ModuleType) -> None:
 
 
 def _ddp(**arguments: Any) -> Strategy:
-    from azureml_strategy.strategies.ddp import AzureMLDDPStrategy
+    from azureml_strategy.strategies import AzureMLDDPStrategy
 
     return AzureMLDDPStrategy(**arguments)
 
 
 def _model_parallel(**arguments: Any) -> Strategy:
-    from azureml_strategy.strategies.model_parallel import AzureMLModelParallelStrategy
+    from azureml_strategy.strategies import AzureMLModelParallelStrategy
 
     return AzureMLModelParallelStrategy(**arguments)
 
 
 def _deepspeed(**arguments: Any) -> Strategy:
-    from azureml_strategy.strategies.zero import AzureMLDeepSpeedStrategy
+    from azureml_strategy.strategies import AzureMLDeepSpeedStrategy
 
     return AzureMLDeepSpeedStrategy(**arguments)
 
 
 def _pipeline(**arguments: Any) -> Strategy:
-    from azureml_strategy.strategies.pipeline import PipelineStrategy
+    from azureml_strategy.strategies import PipelineStrategy
 
     return PipelineStrategy(**arguments)
 

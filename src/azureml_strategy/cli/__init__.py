@@ -26,7 +26,8 @@ from azureml_strategy.cli import (
     train,
     workspace,
 )
-from azureml_strategy.cli.verbs import print_uncaught, stopped
+from azureml_strategy.cli.verbs import fail, print_uncaught, stopped
+from azureml_strategy.lazy import missing_extra
 
 __all__ = ["main"]
 
@@ -55,6 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return verb(options)
     except KeyboardInterrupt as interrupt:
         return stopped(interrupt)
+    except ModuleNotFoundError as error:
+        advice = missing_extra(error)
+        if advice is None:
+            raise
+        return fail(advice)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -55,10 +55,12 @@ def _overrides(options: argparse.Namespace) -> Sequence[str]:
 
 
 def _run(options: argparse.Namespace) -> int:
+    from azureml_strategy.jobs.client import import_azure
     from azureml_strategy.jobs.service_errors import JobError
 
     overrides = _overrides(options)
     try:
+        import_azure("azure.ai.ml")  # before Hydra, which the extra `azure` brings as well
         return _print_job(options, overrides) if options.dry_run else _submit(options, overrides)
     except JobError as error:
         return fail(error)

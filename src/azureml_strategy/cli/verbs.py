@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from azureml_strategy.jobs.places import WorkspaceSettings
 
-
-if TYPE_CHECKING:
     Verbs = argparse._SubParsersAction[argparse.ArgumentParser]
 else:
     Verbs = argparse._SubParsersAction
@@ -71,7 +69,7 @@ def print_uncaught(kind: type[BaseException], error: BaseException, trace: Trace
     sys.stderr.write(redact_text("".join(traceback.format_exception(kind, error, trace))))
 
 
-def fail(error: Exception) -> int:
+def fail(error: Exception | str) -> int:
     """Print to standard error what was wrong with the command, and return exit code 2."""
     print(f"azureml-strategy: {redact_text(str(error))}", file=sys.stderr)
     return 2
