@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, runtime_checkable
+from typing import Any, BinaryIO
 
 import torch
 from isal.isal_zlib import crc32
@@ -24,6 +24,7 @@ from azureml_strategy.checkpoint.plain_data import (
     to_plain,
 )
 from azureml_strategy.control.gather import Exchange, gather
+from azureml_strategy.interfaces import StagesCheckpoint, WriteStaged
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -115,42 +116,6 @@ def reads_through_io(strategy: Strategy) -> bool:
     It can if its CheckpointIO reads single files, or if it converts the entries back itself.
     """
     return type(strategy).load_checkpoint is Strategy.load_checkpoint or isinstance(strategy, PlainDataStrategy)
-
-
-class WriteStaged(Protocol):
-    """Writes staged content or a copy of it. All ranks call it, on any thread."""
-
-    def __call__(self, content: Any, path: Path, exchange: Exchange) -> Summed | None:
-        """Write this rank's files below a path, in steps that all ranks take together, so that all of them fail alike.
-
-        Args:
-            content: the content as it was staged.
-            path: path of the checkpoint.
-            exchange: connects the ranks that write.
-
-        Returns:
-            The files that are already on disk and summed, by name, on all ranks; None if all files must be read back.
-
-        Raises:
-            StepError: a step failed on some rank.
-        """
-        ...
-
-
-@runtime_checkable
-class StagesCheckpoint(Protocol):
-    """A strategy that can stage a checkpoint now and write it later."""
-
-    def stage_checkpoint(self, checkpoint: dict[str, Any]) -> tuple[Any, WriteStaged] | None:
-        """Collect what this rank writes; a collective.
-
-        Args:
-            checkpoint: as Lightning gives it to `save_checkpoint`.
-
-        Returns:
-            The content to copy, and a function that writes the copy; None if the checkpoint must be written at once.
-        """
-        ...
 
 
 def make_plain(strategy: Strategy, checkpoint: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
@@ -18,6 +18,7 @@ from typing_extensions import override
 from azureml_strategy.checkpoint.global_batch import GlobalBatch, configured_global_batch
 from azureml_strategy.checkpoint.manifest import Manifest, manifest_path
 from azureml_strategy.checkpoint.resume import ResumeError
+from azureml_strategy.interfaces import CutsBatches
 
 _SHOWN = 6
 log = logging.getLogger(__name__)
@@ -172,13 +173,6 @@ def _listed(numbers: Sequence[int]) -> str:
     """List the largest numbers only: users seldom want fewer ranks."""
     *most, last = [str(each) for each in numbers[-_SHOWN:]]
     return f"{', '.join(most)} or {last}" if most else last
-
-
-@runtime_checkable
-class CutsBatches(Protocol):
-    """A strategy that accumulates over the micro-batches of a batch, as our pipeline does."""
-
-    micro_batches: int
 
 
 class ElasticRestart(Callback):

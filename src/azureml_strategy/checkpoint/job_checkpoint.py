@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
@@ -28,15 +28,13 @@ from azureml_strategy.checkpoint.global_batch import running_global_batch
 from azureml_strategy.checkpoint.loop_state import FitLoopState
 from azureml_strategy.checkpoint.manifest import Manifest
 from azureml_strategy.checkpoint.metric_state import Settings, metric_settings, metric_state, restore_metric_state
-from azureml_strategy.checkpoint.pausing import waits_for_checkpoint
 from azureml_strategy.checkpoint.random_state import find_generators, random_state, set_random_state
 from azureml_strategy.checkpoint.writer import CheckpointWriter, Saving, Written
 from azureml_strategy.control.gather import gather
+from azureml_strategy.interfaces import ExpectsCheckpoints, KeepsPendingMetrics, PendingMetrics
 
 Broadcast = Callable[[tuple[int, bool]], tuple[int, bool]]
 
-# The pending metrics of one logger: name, value, step and milliseconds since 1970 of each.
-PendingMetrics = list[list[Any]]
 # Key of our own entry in Lightning's checkpoint.
 _OURS = "azureml_strategy"
 
@@ -77,26 +75,14 @@ class SharedTimer:
         return due
 
 
-@runtime_checkable
-class _KeepingLogger(Protocol):
-    """A logger that keeps metrics in memory and writes them later, such as `JobMLFlowLogger`.
-
-    It is a protocol because this package must not import the tracking package.
-    """
-
-    def pending_metrics(self) -> PendingMetrics: ...
-
-    def log_pending(self, metrics: PendingMetrics) -> None: ...
-
-
 def pending_metrics(trainer: Trainer) -> list[PendingMetrics]:
     """Collect the pending metrics of each such logger. A resumed run would not log them again."""
-    return [logger.pending_metrics() for logger in trainer.loggers if isinstance(logger, _KeepingLogger)]
+    return [logger.pending_metrics() for logger in trainer.loggers if isinstance(logger, KeepsPendingMetrics)]
 
 
 def log_pending(trainer: Trainer, kept: list[PendingMetrics]) -> None:
     """Give the loggers their pending metrics back. They skip those that the store already has."""
-    loggers = [logger for logger in trainer.loggers if isinstance(logger, _KeepingLogger)]
+    loggers = [logger for logger in trainer.loggers if isinstance(logger, KeepsPendingMetrics)]
     for logger, metrics in zip(loggers, kept, strict=False):  # a logger that was added since has no entry
         logger.log_pending(metrics)
 
@@ -332,7 +318,9 @@ class JobCheckpoint(ModelCheckpoint):
     def _finish(self, trainer: Trainer) -> None:
         """Wait for the checkpoint that is being written, if any. Call it on all ranks."""
         if self._saving.under_way:
-            waits_for_checkpoint(trainer)
+            for callback in trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(callback, ExpectsCheckpoints):
+                    callback.writes_checkpoint()
         self._adopt(trainer, self._saving.finish())
 
     def _draft(self, trainer: Trainer, reason: str) -> Manifest:

@@ -9,7 +9,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch import Trainer
@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader, _shutdow
 
 from azureml_strategy.checkpoint.random_state import RandomState, find_generators, random_state, set_random_state
 from azureml_strategy.checkpoint.resume import ResumeError
+from azureml_strategy.interfaces import ActsBetweenSteps
 
 log = logging.getLogger(__name__)
 
@@ -214,23 +215,6 @@ class DataPosition:
     def _generators(self) -> dict[str, Any]:
         loaders = self._trainer.fit_loop._combined_loader
         return find_generators({"loaders": loaders.flattened if loaders is not None else []})
-
-
-@runtime_checkable
-class ActsBetweenSteps(Protocol):
-    """A callback that is called between two steps."""
-
-    def on_step_boundary(self, trainer: Trainer) -> None:
-        """Act after everything of the last step is done: hooks, validation, schedulers and logs; on all ranks alike.
-
-        After the last batch of an epoch, it is called when the end of the epoch is done as well.
-        `trainer.current_epoch` is still the epoch of the last step. It is not called between batches whose gradients
-        are accumulated.
-
-        Args:
-            trainer: in training.
-        """
-        ...
 
 
 class FitLoopState:

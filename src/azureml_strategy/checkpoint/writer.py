@@ -16,13 +16,14 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from azureml_strategy.checkpoint.checkpoint_io import WriteStaged, make_plain, stage
+from azureml_strategy.checkpoint.checkpoint_io import make_plain, stage
 from azureml_strategy.checkpoint.folder import CheckpointFolder, Summed, by_score, superfluous
 from azureml_strategy.checkpoint.host_copy import HostCopyBuffer
 from azureml_strategy.checkpoint.manifest import Manifest, StoredFile, look
 from azureml_strategy.cluster.redaction import redact_text
 from azureml_strategy.control.channel import another_connection
 from azureml_strategy.control.gather import Exchange, GroupExchange, StepError, StoreExchange, gather
+from azureml_strategy.interfaces import WriteStaged
 
 Result = TypeVar("Result")
 log = logging.getLogger(__name__)

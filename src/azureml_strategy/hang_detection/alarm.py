@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 from lightning.pytorch import Trainer
 
@@ -23,6 +22,7 @@ from azureml_strategy.hang_detection.diagnosis import Evidence, Verdict, reach_v
 from azureml_strategy.hang_detection.flight_recorder import Trace
 from azureml_strategy.hang_detection.main_thread import communicates, frames_of, place
 from azureml_strategy.hang_detection.peers import PASSING, Alarm, Heartbeat, Peers, Report
+from azureml_strategy.interfaces import RunLogger
 
 # A tracking server that does not answer must not delay the end of the process.
 _FLUSH_SECONDS = 8.0
@@ -41,15 +41,6 @@ _READ_SECONDS = 5.0
 _PAUSE_SECONDS = 0.05
 # Time for the kernel to remove a process whose connections are closed already.
 _DYING_SECONDS = 5.0
-
-
-@runtime_checkable
-class _RunLogger(Protocol):
-    """The methods of `JobMLFlowLogger` used here; this package does not import the tracking package."""
-
-    def log_tags(self, tags: dict[str, str]) -> None: ...
-
-    def flush(self, timeout_s: float = ...) -> bool: ...
 
 
 class Records:
@@ -107,7 +98,7 @@ class Records:
     def _tag(self, what: str, headline: str) -> None:
         name = f"{what}.attempt_{self._attempt}"
         for logger in self._trainer.loggers:
-            if isinstance(logger, _RunLogger):
+            if isinstance(logger, RunLogger):
                 logger.log_tags({name: headline})
                 if not logger.flush(_FLUSH_SECONDS):
                     say(f"MLflow has not taken the tag {name} in time.")

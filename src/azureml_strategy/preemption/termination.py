@@ -8,9 +8,11 @@ import os
 import signal
 import threading
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from types import FrameType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -22,7 +24,6 @@ from typing_extensions import override
 
 from azureml_strategy.checkpoint.job_checkpoint import JobCheckpoint
 from azureml_strategy.checkpoint.loop_state import FitLoopState
-from azureml_strategy.checkpoint.pausing import paused
 from azureml_strategy.cluster.environ import TERMINATION_SWITCH
 from azureml_strategy.cluster.isolation import Attempt, IsolatedCallback, passed_through
 from azureml_strategy.cluster.job import read_job
@@ -30,6 +31,7 @@ from azureml_strategy.cluster.launchers import detect_launch, local
 from azureml_strategy.control.agreement import State, StopAgreement, StopBarrier
 from azureml_strategy.control.channel import another_connection
 from azureml_strategy.control.gather import gather
+from azureml_strategy.interfaces import Pausable, RunLogger
 from azureml_strategy.preemption.scheduled_events import EventPoller, events_url
 
 log = logging.getLogger(__name__)
@@ -45,13 +47,21 @@ _ON_CTRL_C = b"\nCtrl-C: stopping after one of the next steps, to save. Press it
 _STORE_TIMEOUT = timedelta(seconds=60)
 
 
-@runtime_checkable
-class _RunLogger(Protocol):
-    """The methods of `JobMLFlowLogger` that this package calls. It does not import the `tracking` package."""
+@contextmanager
+def paused(trainer: Trainer) -> Iterator[None]:
+    """Pause every `Pausable` callback inside the context.
 
-    def log_tags(self, tags: dict[str, str]) -> None: ...
-
-    def flush(self, timeout_s: float) -> bool: ...
+    Args:
+        trainer: its main thread waits inside the context.
+    """
+    pausable = [each for each in trainer.callbacks if isinstance(each, Pausable)]  # type: ignore[attr-defined]
+    for each in pausable:
+        each.pause()
+    try:
+        yield
+    finally:
+        for each in pausable:
+            each.resume()
 
 
 def save_and_record(trainer: Trainer, reason: str) -> None:
@@ -87,7 +97,7 @@ def _record(trainer: Trainer, text: str) -> None:
         log.warning("All ranks have stopped: %s", text)
     job = read_job()
     for logger in trainer.loggers:
-        if isinstance(logger, _RunLogger):
+        if isinstance(logger, RunLogger):
             logger.log_tags({f"stopped.attempt_{job.attempt if job else 0}": text})
             logger.flush(_FLUSH_SECONDS)
 

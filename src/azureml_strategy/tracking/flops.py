@@ -6,7 +6,7 @@ import copy
 import itertools
 import re
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.throughput import measure_flops
@@ -14,6 +14,8 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from azureml_strategy.interfaces import CountsFlops, NamesInputs
 
 _TERA = 1e12
 
@@ -69,25 +71,6 @@ def gpu_peak_flops(name: str, precision: str, float32_products: str = "highest")
     if kind == "32" and float32_products != "highest" and "tf32" in peaks:
         kind = "tf32"
     return peaks[kind] * _TERA if kind in peaks else None
-
-
-@runtime_checkable
-class CountsFlops(Protocol):
-    """A LightningModule that knows the cost of training on a batch."""
-
-    def training_flops(self, batch: Any) -> float:
-        """Floating-point operations of a forward and backward pass of the whole model on a batch.
-
-        Recomputation that saves memory does not count, and neither do the batches of other ranks.
-        """
-
-
-@runtime_checkable
-class NamesInputs(Protocol):
-    """A LightningModule whose forward pass on a batch can be tried as `self(self.pipeline_batch(batch)[0])`."""
-
-    def pipeline_batch(self, batch: Any) -> tuple[Any, Any]:
-        """Split a batch into the input of the forward pass and what the loss is computed with."""
 
 
 def flops_of(module: LightningModule) -> Callable[[Any], float] | None:

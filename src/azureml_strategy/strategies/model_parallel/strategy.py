@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from azureml_strategy.checkpoint.checkpoint_io import WriteStaged
 from azureml_strategy.checkpoint.plain_data import WRITTEN_APART, to_plain
+from azureml_strategy.interfaces import WriteStaged
 from azureml_strategy.strategies.errors import MissingPlanError
 from azureml_strategy.strategies.launched import LaunchedStrategy
 from azureml_strategy.strategies.model_parallel.checkpoint import (

@@ -32,8 +32,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from azureml_strategy.checkpoint.checkpoint_io import WriteStaged
 from azureml_strategy.control.gather import Exchange
+from azureml_strategy.interfaces import WriteStaged
 from azureml_strategy.strategies.launched import LaunchedStrategy
 from azureml_strategy.strategies.pipeline.checkpoint import PipelineLayout
 from azureml_strategy.strategies.pipeline.cutting import Cut

@@ -13,9 +13,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
-from azureml_strategy.checkpoint.checkpoint_io import WriteStaged
 from azureml_strategy.checkpoint.plain_data import WRITTEN_APART, PlainDataStrategy, to_plain
 from azureml_strategy.control.gather import Exchange
+from azureml_strategy.interfaces import WriteStaged
 from azureml_strategy.strategies.zero import universal
 from azureml_strategy.strategies.zero.device import AnyDeviceDeepSpeedStrategy
 from azureml_strategy.strategies.zero.universal import require_same_slices, require_zero_checkpoint

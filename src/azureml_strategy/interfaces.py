@@ -1,0 +1,142 @@
+"""Protocols between rooms: what one room asks of objects that another room, or a user, has made.
+
+A room that checks for one need not import the room that implements it. Protocols of a single room stay in that room.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+    from azureml_strategy.checkpoint.folder import Summed
+    from azureml_strategy.control.gather import Exchange
+
+# Of one logger: name, value, step and milliseconds since 1970 of each metric.
+PendingMetrics = list[list[Any]]
+
+
+@runtime_checkable
+class ActsBetweenSteps(Protocol):
+    """A callback that is called between two steps."""
+
+    def on_step_boundary(self, trainer: Trainer) -> None:
+        """Act after everything of the last step is done: hooks, validation, schedulers and logs; on all ranks alike.
+
+        After the last batch of an epoch, it is called when the end of the epoch is done as well.
+        `trainer.current_epoch` is still the epoch of the last step. It is not called between batches whose gradients
+        are accumulated.
+
+        Args:
+            trainer: in training.
+        """
+        ...
+
+
+@runtime_checkable
+class Pausable(Protocol):
+    """A callback that would mistake a pause for a fault, such as `HangWatch`."""
+
+    def pause(self) -> None:
+        """Training pauses from now on."""
+
+    def resume(self) -> None:
+        """Training continues."""
+
+
+@runtime_checkable
+class ExpectsCheckpoints(Protocol):
+    """A callback that allows for a checkpoint taking longer to write than a step, such as `HangWatch`."""
+
+    def writes_checkpoint(self) -> None:
+        """Training waits for a checkpoint from now on."""
+
+
+@runtime_checkable
+class RunLogger(Protocol):
+    """A logger that writes to a run later than it is called, such as `JobMLFlowLogger`."""
+
+    def log_tags(self, tags: dict[str, str]) -> None:
+        """Set tags of the run."""
+        ...
+
+    def flush(self, timeout_s: float = ...) -> bool:
+        """Wait until everything is written, for some seconds; whether it is."""
+        ...
+
+
+@runtime_checkable
+class KeepsPendingMetrics(Protocol):
+    """A logger that keeps metrics in memory until they are written, such as `JobMLFlowLogger`."""
+
+    def pending_metrics(self) -> PendingMetrics:
+        """The metrics that are not written yet; a resumed run would not log them again."""
+        ...
+
+    def log_pending(self, metrics: PendingMetrics) -> None:
+        """Log what `pending_metrics` returned in a previous attempt, except what the store already has."""
+        ...
+
+
+class WriteStaged(Protocol):
+    """Writes staged content or a copy of it. All ranks call it, on any thread."""
+
+    def __call__(self, content: Any, path: Path, exchange: Exchange) -> Summed | None:
+        """Write this rank's files below a path, in steps that all ranks take together, so that all of them fail alike.
+
+        Args:
+            content: the content as it was staged.
+            path: path of the checkpoint.
+            exchange: connects the ranks that write.
+
+        Returns:
+            The files that are already on disk and summed, by name, on all ranks; None if all files must be read back.
+
+        Raises:
+            StepError: a step failed on some rank.
+        """
+        ...
+
+
+@runtime_checkable
+class StagesCheckpoint(Protocol):
+    """A strategy that can stage a checkpoint now and write it later."""
+
+    def stage_checkpoint(self, checkpoint: dict[str, Any]) -> tuple[Any, WriteStaged] | None:
+        """Collect what this rank writes; a collective.
+
+        Args:
+            checkpoint: as Lightning gives it to `save_checkpoint`.
+
+        Returns:
+            The content to copy, and a function that writes the copy; None if the checkpoint must be written at once.
+        """
+        ...
+
+
+@runtime_checkable
+class CutsBatches(Protocol):
+    """A strategy that accumulates over the micro-batches of a batch, as our pipeline does."""
+
+    micro_batches: int
+
+
+@runtime_checkable
+class CountsFlops(Protocol):
+    """A LightningModule that knows the cost of training on a batch."""
+
+    def training_flops(self, batch: Any) -> float:
+        """Floating-point operations of a forward and backward pass of the whole model on a batch.
+
+        Recomputation that saves memory does not count, and neither do the batches of other ranks.
+        """
+
+
+@runtime_checkable
+class NamesInputs(Protocol):
+    """A LightningModule whose forward pass on a batch can be tried as `self(self.pipeline_batch(batch)[0])`."""
+
+    def pipeline_batch(self, batch: Any) -> tuple[Any, Any]:
+        """Split a batch into the input of the forward pass and what the loss is computed with."""
