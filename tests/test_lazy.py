@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
 import pytest
 
@@ -27,3 +29,17 @@ def test_every_public_name_is_there(name: str) -> None:
 @pytest.mark.parametrize("name", azureml_strategy.cluster.__all__)
 def test_every_public_name_of_cluster_is_there(name: str) -> None:
     assert getattr(azureml_strategy.cluster, name).__name__ == name
+
+
+def test_the_network_and_the_launch_answer_without_torch() -> None:
+    code = (
+        "import pkgutil, sys; from importlib import import_module; import azureml_strategy.network as network\n"
+        "names = [each.name for each in pkgutil.walk_packages(network.__path__, network.__name__ + '.')]\n"
+        "names += ['azureml_strategy.cluster.launchers', 'azureml_strategy.cluster.job', 'azureml_strategy.cli']\n"
+        "for name in names: import_module(name)\n"
+        "print(len(names), sorted({'torch', 'lightning', 'mlflow', 'hydra', 'rich'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    modules, heavy = done.stdout.split(maxsplit=1)
+    assert int(modules) > 25
+    assert heavy == "[]\n"

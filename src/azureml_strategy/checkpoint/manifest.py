@@ -107,7 +107,7 @@ class Manifest:
         """Read a manifest without trusting its content.
 
         Raises:
-            EarlierVersionError: it is of version 1.
+            OldVersionError: it is of version 1.
             ValueError: it is no manifest, or it has changed since it was written.
             OSError: it cannot be read.
         """

@@ -15,8 +15,6 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from torch.distributed import Store  # type: ignore[attr-defined]
-
 from azureml_strategy.cluster.environ import LaunchError
 from azureml_strategy.cluster.launch import Launch
 

@@ -140,7 +140,7 @@ def why_silent(member: Member, liveness: Liveness) -> str:
 
     Args:
         member: the process.
-        sight: the result of `look_for`.
+        liveness: the result of `check_liveness`.
     """
     if liveness == "unreachable":
         return "its machine does not answer either"

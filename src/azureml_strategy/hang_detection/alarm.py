@@ -181,7 +181,7 @@ class AlarmHandler:
 
     Args:
         store: shared by the ranks.
-        hearing: the heartbeats of the other ranks.
+        peers: the heartbeats of the other ranks.
         rank: this process's global rank.
         world_size: number of ranks.
         main_thread: the main thread's `threading.get_ident`.
@@ -234,7 +234,7 @@ class AlarmHandler:
 
         Args:
             alarm: what is wrong.
-            beat: this rank's last heartbeat.
+            heartbeat: this rank's last heartbeat.
             failed: whether this rank's main thread has met an exception.
 
         Raises:
@@ -257,7 +257,7 @@ class AlarmHandler:
 
         Args:
             alarm: what is wrong.
-            beat: this rank's last heartbeat.
+            heartbeat: this rank's last heartbeat.
             failed: whether this rank's main thread has met an exception.
 
         Returns:

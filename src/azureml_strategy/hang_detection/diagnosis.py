@@ -96,7 +96,7 @@ class Evidence:
     Attributes:
         alarm: the alarm.
         members: the process of each rank, except ranks that never joined.
-        beats: the last heartbeat of each rank, except ranks that never sent one.
+        heartbeats: the last heartbeat of each rank, except ranks that never sent one.
         reports: the reports of the ranks that answered the alarm.
         world_size: number of ranks.
     """

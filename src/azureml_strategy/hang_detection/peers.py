@@ -87,7 +87,7 @@ class Report:
     """Where a rank is at the time of an alarm.
 
     Attributes:
-        beat: its step, phase and idle time.
+        heartbeat: its step, phase and idle time.
         collectives: for each process group, the collective that the rank is in, or was in last; empty without a flight
             recorder.
         stack: the innermost Python frames of the main thread, innermost first.

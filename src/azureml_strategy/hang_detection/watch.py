@@ -61,8 +61,8 @@ class Watch:
 
     Rank 0 reads the heartbeats of all ranks. The other ranks read those of rank 0, and all others only when they have
     been idle for long. Each rank also checks the processes on its own machine. The rank that finds a problem writes an
-    alarm into the store, and every rank answers with a report (`Inquiry`). If the verdict is final, the processes end.
-    Otherwise the watch goes on, and reports the same problem again only after the ranks have made progress.
+    alarm into the store, and every rank answers with a report (`AlarmHandler`). If the verdict is final, the processes
+    end. Otherwise the watch goes on, and reports the same problem again only after the ranks have made progress.
 
     Args:
         store: shared by the ranks, with nothing else under its names; used by this thread only.

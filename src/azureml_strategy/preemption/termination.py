@@ -256,7 +256,7 @@ class TerminateTogether(IsolatedCallback):
         saved = Attempt(lambda: save_and_record(trainer, agreement.reason))
         if saved.fault is not None:
             self._report("save_and_record", saved.fault)
-        stop_barrier = PrefixStore(f"standstill/{self._stops}", store)
+        stop_barrier = PrefixStore(f"stop_barrier/{self._stops}", store)
         with paused(trainer):
             goes_on = StopBarrier(stop_barrier, self._rank, self._world_size, self._state).goes_on()
         if not goes_on:

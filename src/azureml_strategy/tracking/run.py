@@ -1,6 +1,6 @@
 """Finds or opens the MLflow run of this job, and describes where it is.
 
-A `RunRequest` holds what the user asked for, and its `open` returns an `OpenRun`. `EarlierMetrics` knows the last step
+A `RunRequest` holds what the user asked for, and its `open` returns an `OpenRun`. `LoggedMetrics` knows the last step
 that previous attempts logged of each metric.
 """
 

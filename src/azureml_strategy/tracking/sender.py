@@ -52,7 +52,7 @@ class Sender:
     Attributes:
         accepted: number of requests that the store has taken.
         left_out: number of items that the store has been shown to refuse.
-        earlier: what previous attempts have logged and this one must not log again.
+        logged_before: what previous attempts have logged and this one must not log again.
     """
 
     def __init__(self, run: OpenRun, second_look_s: float = SECOND_LOOK_S) -> None:
