@@ -238,7 +238,7 @@ def _set_environ(environ: Mapping[str, str]) -> None:
     # The kernel keeps the variables a process was started with, and we read some back; here a file in memory does.
     memory = os.memfd_create("environ")
     os.write(memory, b"".join(f"{name}={value}\0".encode() for name, value in environ.items()))
-    cluster_environ._INITIAL_ENVIRON = Path(f"/proc/self/fd/{memory}")
+    cluster_environ._INITIAL_ENVIRON = f"/proc/self/fd/{memory}"
 
 
 def _share(server: str) -> None:

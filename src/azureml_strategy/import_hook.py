@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -23,8 +22,11 @@ def when_imported(module: str, action: Action) -> None:
         sys.meta_path.insert(0, _OneModule(module, action))
 
 
-class _OneModule(MetaPathFinder):
-    """Finds one module through the other finders, and acts after the module's code has run."""
+class _OneModule:
+    """Finds one module through the other finders, and acts after the module's code has run.
+
+    It is a meta path finder by its method and has no base class, because `importlib.abc` takes long to import.
+    """
 
     def __init__(self, module: str, action: Action) -> None:
         self._module = module

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
 # With the value `off`, each disables one of the callbacks that every Trainer of a job gets. Switch the guard off for
 # Trainers that are meant to train alone in each process, as in a parallel job.
@@ -31,7 +30,7 @@ DEFAULT_PORT = 6105
 # Address to poll for Scheduled Events, on any machine, instead of Azure's own; `off` turns polling off.
 EVENTS_VARIABLE = "AZUREML_STRATEGY_SCHEDULED_EVENTS"
 _WHOLE_NUMBER = re.compile(r"[0-9]{1,9}")
-_INITIAL_ENVIRON = Path("/proc/self/environ")
+_INITIAL_ENVIRON = "/proc/self/environ"
 _PLACEHOLDERS = ("localhost", "localhost.localdomain", "ip6-localhost", "127.0.0.1", "127.0.1.1", "::1", "0.0.0.0")
 _COUNTS = ("AZUREML_NODE_COUNT", "NODE_COUNT")  # AmlCompute; the Singularity back end
 _KUBERNETES_COUNTS = ("AMLARC_NUM_WORKER", "VC_WORKER_NUM")  # Azure Arc and AKS: one pod is one node
@@ -76,9 +75,10 @@ def own_environ() -> Mapping[str, str]:
     script, this function restores the WORLD_SIZE that the process was started with, which Linux keeps. If the process
     was started without RANK, Lightning's DeepSpeed strategy wrote RANK, so this function drops it.
     """
-    if "WORLD_SIZE" in os.environ or "RANK" not in os.environ or not _INITIAL_ENVIRON.exists():
+    if "WORLD_SIZE" in os.environ or "RANK" not in os.environ or not os.path.exists(_INITIAL_ENVIRON):
         return os.environ
-    entries = _INITIAL_ENVIRON.read_bytes().decode(errors="replace").split("\0")
+    with open(_INITIAL_ENVIRON, encoding="utf-8", errors="replace", newline="") as file:
+        entries = file.read().split("\0")
     initial = dict(entry.split("=", 1) for entry in entries if "=" in entry)
     if "RANK" not in initial:
         return {name: value for name, value in os.environ.items() if name != "RANK"}
