@@ -6,8 +6,10 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from azureml_strategy.strategies.zero import universal
 from azureml_strategy.strategies.zero.universal import (
     convert,
+    correct_stage_3,
     forget,
     require_convertible,
     require_same_slices,
@@ -104,3 +106,10 @@ def test_what_is_converted_is_not_converted_again(tmp_path: Path) -> None:
     (tmp_path / "latest_universal").write_text("checkpoint_universal")
     convert(tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["latest_universal"]
+
+
+def test_another_deepspeed_is_not_corrected_in_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(universal, "version", lambda name: "0.20.1")
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+    with pytest.raises(MisconfigurationException, match=r"0\.20\.1 is installed.*deepspeed==0\.19\.\*"):
+        correct_stage_3(optimizer, tmp_path)

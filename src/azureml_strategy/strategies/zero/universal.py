@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from argparse import Namespace
 from copy import deepcopy
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -14,6 +15,8 @@ from azureml_strategy.strategies.errors import ConfigurationError, UnfitCheckpoi
 
 # Lightning's name for the folder of the shards, and our name for the folder of the converted shards beside it.
 _SHARDS, _UNIVERSAL = "checkpoint", "checkpoint_universal"
+# The versions whose universal checkpoints `correct_stage_3` knows.
+_CORRECTED = "0.19."
 # DeepSpeed writes this file last, so it marks a complete conversion.
 _COMPLETE = "latest_universal"
 
@@ -169,7 +172,17 @@ def correct_stage_3(optimizer: Optimizer, checkpoint: Path) -> None:
     Args:
         optimizer: the optimizer inside DeepSpeed's, just loaded.
         checkpoint: the folder that Lightning wrote, after its conversion.
+
+    Raises:
+        ConfigurationError: another DeepSpeed is installed, which may restore other things wrongly.
     """
+    installed = version("deepspeed")
+    if not installed.startswith(_CORRECTED):
+        raise ConfigurationError(
+            f"Resuming ZeRO stage 3 on another number of processes is known to be right with DeepSpeed {_CORRECTED}* "
+            f"only, and {installed} is installed. Type pip install 'deepspeed=={_CORRECTED}*', or resume with as many "
+            "processes as before."
+        )
     state = checkpoint / _UNIVERSAL / "zero" / "optimizer_state.pt"
     saved = torch.load(state, map_location="cpu", mmap=True, weights_only=False)["optimizer_state_dict"]
     for group, hyperparameters in zip(optimizer.param_groups, saved["param_groups"], strict=True):
