@@ -51,6 +51,12 @@ def test_layouts_that_cannot(folder: Path, layout: PipelineLayout, training: boo
         layout.check(folder, training)
 
 
+def test_bfloat16_is_zero_stage_1_whatever_was_asked_for(tmp_path: Path) -> None:
+    saved = replace(SAVED, precision="bf16-mixed")
+    saved.write(tmp_path)
+    replace(saved, zero_stage=1).check(tmp_path, training=True)
+
+
 def test_states_that_zero_spread_over_the_replicas(tmp_path: Path) -> None:
     spread = replace(SAVED, zero_stage=1)
     spread.write(tmp_path)

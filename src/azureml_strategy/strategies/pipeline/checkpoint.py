@@ -83,7 +83,9 @@ class PipelineLayout:
     def _optimizer_layout(self) -> tuple[object, ...]:
         # in float32 without ZeRO, all replicas have equal states, so their number does not matter
         by_replica = self.zero_stage > 0 or self.precision != "32-true"
-        return list(self.bounds), self.zero_stage, self.precision, self.replicas if by_replica else None
+        # bfloat16 runs under ZeRO stage 1, whatever was asked for
+        zero_stage = 1 if self.precision.startswith("bf16") else self.zero_stage
+        return list(self.bounds), zero_stage, self.precision, self.replicas if by_replica else None
 
     def _words(self) -> str:
         return (
