@@ -8,7 +8,7 @@ import pytest
 
 import azureml_strategy
 import azureml_strategy.cluster
-from azureml_strategy.lazy import lazy_attributes
+from azureml_strategy.lazy import lazy_attributes, missing_extra, require_library
 
 
 def test_a_name_comes_from_its_module() -> None:
@@ -43,3 +43,12 @@ def test_the_network_and_the_launch_answer_without_torch() -> None:
     modules, heavy = done.stdout.split(maxsplit=1)
     assert int(modules) > 25
     assert heavy == "[]\n"
+
+
+def test_a_library_that_is_missing_is_known_before_the_work_begins() -> None:
+    require_library("torch")
+    with pytest.raises(ModuleNotFoundError) as missing:
+        require_library("no_such_library")
+    assert missing_extra(missing.value) is None
+    advice = missing_extra(ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib.figure"))
+    assert advice == "matplotlib is not installed here. Type: pip install 'azureml-strategy[report]'"

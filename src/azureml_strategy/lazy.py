@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 # The extra of pyproject.toml that brings a library.
@@ -42,6 +43,16 @@ def lazy_attributes(package: str, modules: Mapping[str, str]) -> Callable[[str],
         return getattr(module, name)
 
     return __getattr__
+
+
+def require_library(name: str) -> None:
+    """Check that a library of an extra is installed, before work begins that would be lost without it.
+
+    Raises:
+        ModuleNotFoundError: it is not; the command line says which extra brings it.
+    """
+    if find_spec(name) is None:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
 def missing_extra(error: ModuleNotFoundError) -> str | None:

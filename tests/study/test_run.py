@@ -119,3 +119,12 @@ def test_a_store_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, capsys: p
 def test_refuses_a_run_that_the_store_has_not(store: MlflowClient, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["study", "--runs", "nobody"]) == 2
     assert "The store has no run nobody. Name the one that has it with --store" in capsys.readouterr().err
+
+
+def test_a_missing_picture_library_is_said_before_a_run_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("azureml_strategy.lazy.find_spec", lambda name: None)
+    monkeypatch.setattr("azureml_strategy.study.run.emulate_sizes", lambda options: pytest.fail("a run was started"))
+    assert main(["study", "resnet50_synthetic", "--nodes", "1,2", "--local", *TINY]) == 2
+    assert "Type: pip install 'azureml-strategy[report]'" in capsys.readouterr().err

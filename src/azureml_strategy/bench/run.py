@@ -13,6 +13,7 @@ from azureml_strategy.bench.plan import Plan, make_plan
 from azureml_strategy.bench.report import plot, print_results, print_start
 from azureml_strategy.bench.results import Pairs, Results, Sweep, log_results, write_atomically
 from azureml_strategy.bench.verdict import Verdict, judge
+from azureml_strategy.lazy import require_library
 
 
 def run_bench(options: BenchOptions) -> int:
@@ -28,6 +29,7 @@ def run_bench(options: BenchOptions) -> int:
         LaunchError: the job's variables cannot be trusted, or processes are missing.
     """
     launch = require_launch()
+    require_library("matplotlib")
     if options.pairs and launch.num_nodes == 1:
         raise BenchError("--pairs compares nodes, and this job has one. Leave it out, or take more nodes.")
     timeout = timedelta(seconds=options.timeout_s)

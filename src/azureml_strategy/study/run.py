@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from azureml_strategy.emulator import EmulatedJob, EmulationError, emulate_run
+from azureml_strategy.lazy import require_library
 from azureml_strategy.study.figures import Figures, read_figures
 from azureml_strategy.study.options import StudyError, StudyOptions, headings, run_overrides
 from azureml_strategy.study.report import plot, print_study
@@ -100,6 +101,7 @@ def run_study(options: StudyOptions) -> int:
         JobError: Azure ML cannot do what is requested, or did not answer.
         TrackingError: the tracking store cannot be used.
     """
+    require_library("matplotlib")
     figures: list[Figures] = []
     try:
         for each in _runs(options):
