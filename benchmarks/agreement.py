@@ -41,7 +41,7 @@ STEP_S = 0.05
 TARGET = 0.001  # of a step
 BATCH_SIZE = 16
 HOOKS = ("on_train_batch_start", "on_train_batch_end", "on_step_boundary")
-THREADS = ("stop-agreement", "scheduled-events", "hang-watch", "hang-watch-store")
+THREADS = ("control-channel", "scheduled-events", "hang-watch")
 
 
 class Model(LightningModule):

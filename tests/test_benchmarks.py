@@ -80,7 +80,7 @@ def test_agreement(tmp_path: Path) -> None:
     assert figures["step_s"].keys() == {"with", "without"}
     assert figures["hooks_s"].keys() > {"HangWatch.on_train_batch_end", "TerminateTogether.on_step_boundary"}
     assert figures["main_thread_s_per_step"]["median"] > 0
-    threads = {"stop-agreement", "scheduled-events", "hang-watch", "hang-watch-store"}
+    threads = {"control-channel", "scheduled-events", "hang-watch"}
     assert figures["thread_cpu_s_per_step"].keys() == threads
 
 

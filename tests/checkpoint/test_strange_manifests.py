@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.checkpoint.conftest import MakeCheckpoint, forge, put_checkpoint, put_new
-from torch.distributed import HashStore
+from tests.control.stores import shared
 
 from azureml_strategy.checkpoint.folder import CheckpointFolder, by_score, superfluous
 from azureml_strategy.checkpoint.manifest import Manifest, manifest_path
@@ -31,7 +31,7 @@ def _write(folder: Path, step: int = 50, keep_last: int = 1) -> None:
     """What a training does with each checkpoint: write it, and remove the superfluous ones."""
     writer = CheckpointWriter(CheckpointFolder(folder), keep_last=keep_last, keep_best=0)
     draft = Manifest(f"step={step}.ckpt", step, 0, float(step), 1, "test", None, "min", {})
-    written = writer.write(draft, put_new, StoreExchange(HashStore(), 0, 1))
+    written = writer.write(draft, put_new, StoreExchange(shared(1)[0]))
     assert written is not None
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.checkpoint.conftest import MakeCheckpoint, put_checkpoint, put_new
-from torch.distributed import HashStore
+from tests.control.stores import shared
 
 from azureml_strategy.checkpoint.folder import CheckpointFolder
 from azureml_strategy.checkpoint.manifest import Manifest
@@ -70,7 +70,7 @@ def write(folder: CheckpointFolder, step: int) -> Written | None:
     """As a training of one rank does it."""
     draft = Manifest(f"step={step}.ckpt", step, 0, float(step), 1, "test", 0.5, "min", {})
     writer = CheckpointWriter(folder, keep_last=1, keep_best=0)
-    return writer.write(draft, put_new, StoreExchange(HashStore(), 0, 1))
+    return writer.write(draft, put_new, StoreExchange(shared(1)[0]))
 
 
 def test_what_was_just_written_stays_whatever_the_order_says(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
@@ -119,5 +119,5 @@ def test_a_name_that_would_not_be_read_is_not_written(tmp_path: Path) -> None:
     draft = Manifest("step=1.part", 1, 0, 0.0, 1, "test", None, "min", {})
     writer = CheckpointWriter(CheckpointFolder(tmp_path), 1, 0)
     with pytest.warns(UserWarning, match=r"'step=1.part' is no name for a checkpoint: give a `filename`"):
-        writer.write(draft, put_new, StoreExchange(HashStore(), 0, 1))
+        writer.write(draft, put_new, StoreExchange(shared(1)[0]))
     assert list(tmp_path.iterdir()) == []

@@ -1,103 +1,84 @@
+"""Calls, and what is called at intervals, on a connection that can end or fall silent."""
+
 from __future__ import annotations
 
-import itertools
-import socket
 import threading
 import time
-from datetime import timedelta
+from collections.abc import Callable
+from typing import Any
 
 import pytest
-from torch.distributed import HashStore, TCPStore
+from tests.control.stores import shared
+from torch.distributed import DistNetworkError, HashStore, Store, TCPStore
 
-from azureml_strategy.cluster.environ import LaunchError
-from azureml_strategy.cluster.launch import Launch
-from azureml_strategy.control import channel
-from azureml_strategy.control.channel import BoundedStore, StoreLostError, open_store, within
-
-
-def launch(rank: int, port: int) -> Launch:
-    return Launch("pytorch", rank, 2, 0, 1, rank, 2, "127.0.0.1", port)
+from azureml_strategy.control import channel as channels
+from azureml_strategy.control.channel import Channel, StoreLostError, heartbeat_key, lease_channel, within
+from azureml_strategy.control.store import ControlStore
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+class Cut:
+    """A connection to a store that ends when somebody says so; from then on each call fails."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.ended = False
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        call = getattr(self._store, name)
+
+        def connected(*arguments: Any) -> Any:
+            if self.ended:
+                raise DistNetworkError("Connection reset by peer")
+            return call(*arguments)
+
+        return connected
 
 
-def test_rank_0_serves_what_the_others_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "_rounds", itertools.repeat(0))  # two ranks of one round, in one process here
-    port, served = free_port(), []
+class Stopped(HashStore):
+    """A connection to a server that is stopped: it answers nothing until it is told to go on."""
 
-    def late() -> None:
-        time.sleep(0.3)  # the other rank has to wait for the address to answer
-        served.append(open_store(launch(0, port), timedelta(seconds=120)))
-        served[0].set("key", "value")
+    def __init__(self) -> None:
+        super().__init__()
+        self.goes_on = threading.Event()
+        self.written: list[str] = []
 
-    thread = threading.Thread(target=late)
-    thread.start()
-    assert open_store(launch(1, port), timedelta(seconds=120)).get("key") == b"value"
-    thread.join()
-
-
-def test_a_second_group_of_a_process_does_not_see_the_keys_of_the_first() -> None:
-    port = free_port()
-    first = open_store(launch(0, port), timedelta(seconds=120))
-    first.set("key", "value")
-    # The server is shared, as it is with torch's own store.
-    second = open_store(launch(0, port), timedelta(seconds=120))
-    assert first.check(["key"])
-    assert not second.check(["key"])
-
-
-def test_no_rank_0_is_said_in_time_and_without_a_trace_of_torch(capfd: pytest.CaptureFixture[str]) -> None:
-    with socket.socket() as held:  # nobody listens there
-        held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
-        with pytest.raises(LaunchError, match=f"found no rendezvous at 127.0.0.1:{port} within 0:00:00.500000: rank 0"):
-            open_store(launch(1, port), timedelta(seconds=0.5))
-    assert capfd.readouterr() == ("", "")
-
-
-def test_a_taken_port_is_named() -> None:
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(LaunchError, match=f"Rank 0 cannot open the rendezvous at 127.0.0.1:{port}: .*MASTER_PORT"):
-            open_store(launch(0, port), timedelta(seconds=5))
-
-
-def test_the_agent_of_torchrun_serves_instead_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    with pytest.raises(LaunchError, match=r"Rank 0 on .* found no rendezvous"):
-        open_store(launch(0, free_port()), timedelta(seconds=0.3))
+    def set(self, key: str, value: str) -> None:
+        self.goes_on.wait()
+        self.written.append(key)
 
 
 @pytest.fixture
-def store() -> BoundedStore:
-    return BoundedStore(HashStore(), timeout_s=60)
+def store() -> ControlStore:
+    return shared(1)[0]
 
 
-def test_values_come_back_and_missing_ones_are_none(store: BoundedStore) -> None:
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_values_come_back_and_missing_ones_are_none(store: ControlStore) -> None:
     assert store.get("a") is None
     store.set("a", "1")
     assert store.get_all(["a", "b"]) == {"a": "1", "b": None}
     assert store.get_all([]) == {}
+    store.delete("a", "b")
+    assert store.get("a") is None
     store.close()
 
 
-def test_the_first_word_stays(store: BoundedStore) -> None:
+def test_the_first_word_stays(store: ControlStore) -> None:
     assert store.set_first("alarm", "mine") == "mine"
     assert store.set_first("alarm", "yours") == "mine"
-    assert [store.add("read"), store.add("read")] == [1, 2]
     store.close()
 
 
 def test_a_server_that_has_ended() -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
-    store = BoundedStore(client, timeout_s=60)
+    (store,) = shared(1, [client])
     store.set("a", "1")
     del server
     with pytest.raises(StoreLostError, match="has ended") as lost:
@@ -106,23 +87,113 @@ def test_a_server_that_has_ended() -> None:
     store.close()
 
 
-def test_a_server_that_does_not_answer() -> None:
-    answer = threading.Event()
+def test_a_connection_that_has_ended_is_replaced_and_nothing_is_lost() -> None:
+    memory = HashStore()
+    cut = Cut(memory)
+    channel = Channel(cut, lambda: memory)  # type: ignore[arg-type]
+    cut.ended = True
+    channel.call(lambda store: store.set("a", "1"), 60)
+    assert memory.get("a") == b"1"
+    channel.close()
 
-    class Stopped(HashStore):
-        def set(self, key: str, value: str) -> None:
-            answer.wait()
 
-    store = BoundedStore(Stopped(), timeout_s=0.05)
+def test_a_server_that_does_not_answer_is_given_up_in_time() -> None:
+    silent = Stopped()
+    channel = Channel(silent)
     with pytest.raises(StoreLostError, match="does not answer") as lost:
-        store.set("a", "1")
+        channel.call(lambda store: store.set("a", "1"), 0.05)
     assert lost.value.silent
-    store._timeout_s = 60
-    store.renew(HashStore())
-    store.set("a", "1")
-    assert store.get("a") == "1"
-    answer.set()
-    store.close()
+    silent.goes_on.set()
+    channel.call(lambda store: store.set("b", "1"), 60)
+    assert "a" not in silent.written, "nobody waits for it any more"
+    channel.close()
+
+
+def test_a_connection_on_which_nothing_answers_is_replaced() -> None:
+    silent, memory = Stopped(), HashStore()
+    channel = Channel(silent, lambda: memory)
+    channel.call(lambda store: store.set("a", "1"), 0.2)
+    assert memory.get("a") == b"1"
+    until(lambda: memory.check([heartbeat_key(channel.id)]))
+    silent.goes_on.set()
+    channel.close()
+
+
+def test_what_is_due_is_called_at_intervals_until_no_more() -> None:
+    channel, calls = Channel(HashStore()), []
+    due = lambda: calls.append(channel.call(lambda store: store.check(["a"]), 60))  # noqa: E731
+    channel.every(0.01, due)
+    until(lambda: len(calls) > 3)
+    channel.no_more(due)
+    channel.call(lambda store: None, 60)  # the one under way is over
+    number = len(calls)
+    time.sleep(0.1)
+    assert len(calls) == number
+    channel.close()
+
+
+def test_a_fault_in_what_is_due_ends_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    channel, calls = Channel(HashStore()), []
+    channel.every(0.01, lambda: {}["a"])
+    channel.every(0.01, lambda: calls.append(1))
+    until(lambda: len(calls) > 3)
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [KeyError]
+    channel.close()
+
+
+def test_a_lost_store_ends_nothing_that_is_due() -> None:
+    memory = HashStore()
+    cut, calls = Cut(memory), []
+    channel = Channel(cut, lambda: None if cut.ended else memory)  # type: ignore[arg-type]
+    channel.every(0.01, lambda: calls.append(channel.call(lambda store: store.check(["a"]), 60)))
+    until(lambda: calls)
+    cut.ended = True
+    time.sleep(0.1)
+    cut.ended, number = False, len(calls)
+    until(lambda: len(calls) > number + 1)
+    channel.close()
+
+
+def test_what_is_sent_for_sure_comes_before_the_next_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "HEARTBEAT_SECONDS", 0.05)
+    memory = HashStore()
+    cut = Cut(memory)
+    channel = Channel(cut, lambda: None if cut.ended else memory)  # type: ignore[arg-type]
+    beat = heartbeat_key(channel.id)
+    until(lambda: memory.check([beat]))
+    cut.ended = True
+    channel.send_for_sure("error", "lost", 1)
+    silent_at = memory.get(beat)
+    time.sleep(0.2)
+    assert memory.get(beat) == silent_at
+    assert not memory.check(["error"])
+    cut.ended = False
+    until(lambda: memory.get(beat) != silent_at)
+    assert memory.get("error") == b"lost"
+    channel.close()
+
+
+def test_after_its_end_a_channel_is_lost_at_once() -> None:
+    channel = Channel(HashStore())
+    channel.close()
+    with pytest.raises(StoreLostError):
+        channel.call(lambda store: store.check(["a"]), 60)
+
+
+def test_all_users_in_a_process_share_one_channel() -> None:
+    first, second = lease_channel(1), lease_channel(1)
+    assert first is not None
+    assert second is not None
+    assert first[0] is second[0]
+    first[1]()
+    assert second[0].call(lambda store: store.check(["a"]), 60) is False
+    second[1]()
+    with pytest.raises(StoreLostError):
+        second[0].call(lambda store: store.check(["a"]), 60)
+    third = lease_channel(1)
+    assert third is not None
+    assert third[0] is not second[0]
+    third[1]()
 
 
 def test_what_takes_for_ever_is_left_behind() -> None:

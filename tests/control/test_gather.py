@@ -14,41 +14,22 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import DistNetworkError, HashStore, PrefixStore, Store, TCPStore
+from tests.control.stores import shared
+from tests.control.test_channel import Cut
+from torch.distributed import HashStore, Store, TCPStore
 from torch.distributed.checkpoint.filesystem import _StoragePrefix
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from azureml_strategy.checkpoint.manifest import StoredFile
+from azureml_strategy.control import channel
 from azureml_strategy.control import gather as exchanging
-from azureml_strategy.control.gather import (
-    ExchangeClosedError,
-    ExchangeError,
-    GroupExchange,
-    StepError,
-    StoreExchange,
-)
+from azureml_strategy.control import store as waiting
+from azureml_strategy.control.gather import GroupExchange, StoreExchange
 from azureml_strategy.control.messages import from_json, to_json
+from azureml_strategy.control.store import ExchangeClosedError, ExchangeError, StepError
 
 RANKS = 3
-
-
-class Cut:
-    """A connection to a store that ends when somebody says so; from then on each call fails."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self.ended = False
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        call = getattr(self._store, name)
-
-        def connected(*arguments: Any) -> Any:
-            if self.ended:
-                raise DistNetworkError("Connection reset by peer")
-            return call(*arguments)
-
-        return connected
 
 
 @pytest.fixture
@@ -61,9 +42,9 @@ def served() -> Callable[[], Store]:
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two seconds without a sign of life are enough."""
-    monkeypatch.setattr(exchanging, "_HEARTBEAT_SECONDS", 0.02)
-    monkeypatch.setattr(exchanging, "_ASK_SECONDS", 0.02)
-    monkeypatch.setattr(exchanging, "_MOST_IN_VAIN", 100)
+    monkeypatch.setattr(channel, "HEARTBEAT_SECONDS", 0.02)
+    monkeypatch.setattr(waiting, "_ASK_SECONDS", 0.02)
+    monkeypatch.setattr(waiting, "_SILENCE_SECONDS", 2.0)
     monkeypatch.setattr(exchanging, "_LAST_READ_SECONDS", 0.1)
 
 
@@ -84,8 +65,7 @@ def all_of(work: Callable[[StoreExchange], Any], exchanges: Sequence[StoreExchan
 
 
 def on_all(work: Callable[[StoreExchange], Any], store: HashStore | None = None) -> list[Any]:
-    names = PrefixStore("test", store or HashStore())
-    return all_of(work, [StoreExchange(names, rank, RANKS) for rank in range(RANKS)])
+    return all_of(work, [StoreExchange(each) for each in shared(RANKS, [store or HashStore()] * RANKS)])
 
 
 def test_values_of_all_on_all_again_and_again() -> None:
@@ -130,46 +110,59 @@ def test_nothing_is_left_in_the_store_but_the_last_answer() -> None:
         exchange.leave()
 
     on_all(work, store)
-    signs = [f"beat/{rank}" for rank in range(RANKS)]
-    PrefixStore("test", store).wait([*signs, "error"])  # the last word
-    assert store.num_keys() <= 1 + len(signs) + 1
+    store.wait(["test/error"])  # the last word
+    heartbeats = RANKS
+    assert store.num_keys() <= 1 + heartbeats + 1
 
 
 def test_one_that_is_closed_does_not_wait_for_ranks_that_are_gone() -> None:
-    exchange = StoreExchange(HashStore(), 0, RANKS)
+    exchange = StoreExchange(shared(RANKS)[0])
     exchange.close()
     with pytest.raises(ExchangeClosedError):
         exchange.gather(None)
     assert not exchange.broken
 
 
-def test_a_connection_that_is_lost_on_one_rank_ends_the_waits_of_all(served: Callable[[], Store]) -> None:
+@pytest.mark.parametrize("when", ["during", "between"])
+def test_a_connection_that_is_lost_on_one_rank_costs_nothing(served: Callable[[], Store], when: str) -> None:
     cut = Cut(served())
-    stores: list[Any] = [served(), served(), cut]
-    exchanges = [StoreExchange(store, rank, RANKS, connect=served) for rank, store in enumerate(stores)]
+    connections: list[Any] = [served(), served(), cut]
+
+    def work(exchange: StoreExchange) -> list[list[int]]:
+        first = exchange.gather(1)
+        cut.ended |= exchange.rank == 2
+        if when == "between":
+            exchange.leave()
+        return [first, exchange.gather(2)]
+
+    exchanges = [StoreExchange(each) for each in shared(RANKS, connections, connect=served)]
+    assert all_of(work, exchanges) == [[[1] * RANKS, [2] * RANKS]] * RANKS
+
+
+def test_a_store_that_is_lost_for_a_while_on_one_rank_ends_the_waits_of_all(
+    served: Callable[[], Store], hasty: None
+) -> None:
+    """The rank cannot tell the others at once, but it sends no heartbeats either until it has told them."""
+    cut, back = Cut(served()), threading.Event()
+    connections: list[Any] = [served(), served(), cut]
 
     def work(exchange: StoreExchange) -> None:
         exchange.gather(1)
-        cut.ended |= exchange.rank == 2
+        if exchange.rank == 2:
+            cut.ended = True
+            threading.Timer(0.5, back.set).start()
         exchange.gather(2)
 
-    assert all_of(work, exchanges) == ["rank 2: DistNetworkError: Connection reset by peer"] * RANKS
+    stores = shared(RANKS, connections, connect=lambda: served() if back.is_set() else None)
+    exchanges = [StoreExchange(each) for each in stores]
+    assert all_of(work, exchanges) == ["rank 2: StoreLostError: the rendezvous store has ended"] * RANKS
     assert all(each.broken for each in exchanges)
-
-
-def test_a_connection_that_is_lost_between_two_checkpoints_is_known_before_the_next(hasty: None) -> None:
-    cut: Any = Cut(HashStore())
-    exchange = StoreExchange(cut, 2, RANKS)
-    cut.ended = True
-    until(lambda: exchange.broken)
-    with pytest.raises(ExchangeError, match="rank 2: DistNetworkError: Connection reset by peer"):
-        exchange.gather(1)
 
 
 def test_a_rank_that_cannot_be_heard_any_more_is_given_up(served: Callable[[], Store], hasty: None) -> None:
     cut = Cut(served())
-    stores: list[Any] = [served(), served(), cut]
-    exchanges = [StoreExchange(store, rank, RANKS) for rank, store in enumerate(stores)]
+    connections: list[Any] = [served(), served(), cut]
+    exchanges = [StoreExchange(each) for each in shared(RANKS, connections)]
 
     def work(exchange: StoreExchange) -> None:
         exchange.gather(1)
@@ -177,14 +170,15 @@ def test_a_rank_that_cannot_be_heard_any_more_is_given_up(served: Callable[[], S
         exchange.together(lambda: exchange.gather(2))
 
     lost = "nothing has been heard of rank 2 for 2 s"
-    assert all_of(work, exchanges) == [lost, lost, "rank 2: DistNetworkError: Connection reset by peer"]
+    assert all_of(work, exchanges) == [lost, lost, "rank 2: StoreLostError: the rendezvous store has ended"]
 
 
 @pytest.mark.parametrize("missing", [0, 2])
 def test_a_rank_that_never_comes_is_given_up(served: Callable[[], Store], hasty: None, missing: int) -> None:
-    exchanges = [StoreExchange(served(), rank, RANKS) for rank in range(RANKS) if rank != missing]
+    stores = shared(RANKS, [served() for _ in range(RANKS)])
+    stores.pop(missing).channel.close()
     lost = f"nothing has been heard of rank {missing} for 2 s"
-    assert all_of(lambda exchange: exchange.gather(1), exchanges) == [lost] * 2
+    assert all_of(lambda exchange: exchange.gather(1), [StoreExchange(each) for each in stores]) == [lost] * 2
 
 
 def test_a_rank_that_takes_its_time_is_waited_for(hasty: None) -> None:
@@ -238,7 +232,7 @@ def until(condition: Callable[[], object]) -> None:
 
 
 def test_alone() -> None:
-    for exchange in (StoreExchange(HashStore(), 0, 1), GroupExchange(0)):
+    for exchange in (StoreExchange(shared(1)[0]), GroupExchange(0)):
         assert exchange.together(lambda: 3) == [3]
         with pytest.raises(StepError, match="rank 0: ZeroDivisionError"):
             exchange.together(lambda: 1 // 0)
@@ -259,9 +253,9 @@ def test_a_pickle_in_the_store_is_never_run(served: Callable[[], Store], tmp_pat
     """By a plain client of the port, under each name that is read; the ranks learn that it is no message."""
     payload = pickle.dumps(Malicious(tmp_path / "run"))
     for key in ("1/1", "1/2", "1/all"):
-        attacker = PrefixStore(f"test {key}", served())
-        attacker.set(key, payload)  # type: ignore[arg-type] # torch's annotation forgets bytes
-        exchanges = [StoreExchange(PrefixStore(f"test {key}", served()), rank, RANKS) for rank in range(RANKS)]
+        served().set(f"test {key}/{key}", payload)  # type: ignore[arg-type] # torch's annotation forgets bytes
+        stores = shared(RANKS, [served() for _ in range(RANKS)], name=f"test {key}")
+        exchanges = [StoreExchange(each) for each in stores]
         if key == "1/all":  # rank 0 would write over it
             exchanges[0].close()
             exchanges = exchanges[1:]

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 from tests.clock import Clock
+from tests.control.stores import shared
 from tests.hang_detection.reports import heartbeat
-from torch.distributed import HashStore
 
-from azureml_strategy.control.channel import BoundedStore
 from azureml_strategy.control.process import Member, this_process
+from azureml_strategy.control.store import ControlStore
 from azureml_strategy.hang_detection import peers as peers_module
 from azureml_strategy.hang_detection.main_thread import START
 from azureml_strategy.hang_detection.peers import Peers
@@ -19,8 +19,8 @@ Joins = Callable[..., Peers]
 
 
 @pytest.fixture
-def shared() -> BoundedStore:
-    return BoundedStore(HashStore(), timeout_s=60)
+def store() -> ControlStore:
+    return shared(1)[0]
 
 
 @pytest.fixture
@@ -31,35 +31,35 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture
-def joins(shared: BoundedStore) -> Joins:
+def joins(store: ControlStore) -> Joins:
     def join(rank: int, *others: Member, start_limit_s: float = 600) -> Peers:
         members = {each: this_process(each, 0) for each in range(4)} | {each.rank: each for each in others}
-        return Peers(shared, rank, members, start_limit_s)
+        return Peers(store, rank, members, start_limit_s)
 
     return join
 
 
-def test_those_that_have_left_do_not_hang(joins: Joins, shared: BoundedStore) -> None:
+def test_those_that_have_left_do_not_hang(joins: Joins, store: ControlStore) -> None:
     peers = joins(0)
     for rank in (1, 2, 3):
-        shared.set(f"beat/{rank}", heartbeat(idle_s=9, over=True).to_json())
+        store.set(f"beat/{rank}", heartbeat(idle_s=9, over=True).to_json())
     peers.listen()
     assert peers.all_over()
     assert not peers.all_idle(), "nobody is left to wait for"
-    shared.set("beat/2", heartbeat(idle_s=601).to_json())
+    store.set("beat/2", heartbeat(idle_s=601).to_json())
     peers.listen()
     assert peers.all_idle()
     assert not peers.all_over()
-    shared.set("beat/3", heartbeat(idle_s=9).to_json())
+    store.set("beat/3", heartbeat(idle_s=9).to_json())
     peers.listen()
     assert not peers.all_idle()
 
 
-def test_one_that_starts_may_be_silent_for_longer(joins: Joins, shared: BoundedStore) -> None:
+def test_one_that_starts_may_be_silent_for_longer(joins: Joins, store: ControlStore) -> None:
     peers = joins(0)
-    shared.set("beat/1", replace(heartbeat(), phase=START).to_json())
-    shared.set("beat/2", heartbeat().to_json())
-    shared.set("beat/3", heartbeat(over=True).to_json())
+    store.set("beat/1", replace(heartbeat(), phase=START).to_json())
+    store.set("beat/2", heartbeat().to_json())
+    store.set("beat/3", heartbeat(over=True).to_json())
     peers.listen()
     time.sleep(0.02)
     assert peers.dead(0.01) == (2,)
@@ -77,11 +77,11 @@ def test_one_that_has_met_the_others_and_never_speaks_is_as_late_as_one_that_sta
     assert peers.dead(0.01) == (1, 2, 3)
 
 
-def test_only_those_are_silent_whom_one_listens_to(clock: Clock, joins: Joins, shared: BoundedStore) -> None:
+def test_only_those_are_silent_whom_one_listens_to(clock: Clock, joins: Joins, store: ControlStore) -> None:
     """A rank other than the first listens to rank 0 alone, and to all when nothing moves."""
     peers = joins(3)
     for rank in (0, 1, 2):
-        shared.set(f"beat/{rank}", heartbeat().to_json())
+        store.set(f"beat/{rank}", heartbeat().to_json())
     peers.listen()
     clock.now += 0.02
     peers.listen([0])
@@ -100,15 +100,15 @@ def test_a_process_that_ends_before_its_first_word_is_gone_for_those_that_see_it
     assert [joins(rank, elsewhere).gone() for rank in (0, 1, 3)] == [()] * 3
 
 
-def test_a_process_that_has_ended_in_order_is_not_gone(joins: Joins, shared: BoundedStore) -> None:
+def test_a_process_that_has_ended_in_order_is_not_gone(joins: Joins, store: ControlStore) -> None:
     peers = joins(0, replace(this_process(1, 0), pid=2**22 + 1))
     assert peers.has_ended(1)
     assert peers.gone() == (1,)
     assert not peers.all_over()
-    shared.set("beat/1", heartbeat(over=True).to_json())
+    store.set("beat/1", heartbeat(over=True).to_json())
     assert peers.gone() == ()
 
 
-def test_nobody_waits_for_processes_that_have_ended(joins: Joins, shared: BoundedStore) -> None:
+def test_nobody_waits_for_processes_that_have_ended(joins: Joins, store: ControlStore) -> None:
     peers = joins(0, *(replace(this_process(rank, 0), pid=2**22 + rank) for rank in (1, 2, 3)))
     assert peers.all_over()

@@ -21,8 +21,9 @@ from tests.hang_detection.reports import heartbeat, report
 from torch.distributed import HashStore, Store
 
 from azureml_strategy.control import process
-from azureml_strategy.control.channel import BoundedStore
+from azureml_strategy.control.channel import Channel
 from azureml_strategy.control.process import Member, this_process
+from azureml_strategy.control.store import ControlStore
 from azureml_strategy.hang_detection import watch as watching
 from azureml_strategy.hang_detection.diagnosis import Verdict
 from azureml_strategy.hang_detection.main_thread import CHECKPOINT, END, Progress
@@ -59,10 +60,9 @@ class Rank:
         self.verdicts: list[Verdict] = []
         self.notes: list[str] = []
         self.progress = Progress(limit_s, limit_s)
+        channel = Channel(store, connect)
         self.watch = Watch(
-            BoundedStore(store, 60),
-            connect,
-            rank,
+            ControlStore(channel, "test", rank, ["0", "1"], give_back=channel.close),
             {each: this_process(each, 0) for each in (0, 1)} | {each.rank: each for each in others},
             self.progress,
             step,
@@ -91,7 +91,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def alone(store: HashStore) -> None:
     """The other rank has left, and answers no alarm."""
-    store.set("beat/1", heartbeat(over=True).to_json())
+    store.set("test/beat/1", heartbeat(over=True).to_json())
 
 
 def inside_trainer(action: Callable[[], None]) -> None:
@@ -107,7 +107,7 @@ def until(condition: Callable[[], object]) -> None:
 
 
 def last_beat(store: Store, rank: int) -> Heartbeat | None:
-    return Heartbeat.from_json(store.get(f"beat/{rank}").decode()) if store.check([f"beat/{rank}"]) else None
+    return Heartbeat.from_json(store.get(f"test/beat/{rank}").decode()) if store.check([f"test/beat/{rank}"]) else None
 
 
 def is_over(store: Store, rank: int) -> bool:
@@ -166,7 +166,7 @@ def test_a_call_that_nobody_has_closed_is_over_when_it_is_left(store: HashStore)
 
 
 def test_rank_0_stays_until_the_others_have_left(store: HashStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    store.set("beat/1", heartbeat().to_json())
+    store.set("test/beat/1", heartbeat().to_json())
     monkeypatch.setattr(watching, "_CLOSE_SECONDS", 120)
     rank = Rank(0, store)
     closing = threading.Thread(target=rank.watch.close)
@@ -174,7 +174,7 @@ def test_rank_0_stays_until_the_others_have_left(store: HashStore, monkeypatch: 
     until(lambda: is_over(store, 0))
     closing.join(0.5)
     assert closing.is_alive()
-    store.set("beat/1", heartbeat(over=True).to_json())
+    store.set("test/beat/1", heartbeat(over=True).to_json())
     closing.join(60)
     assert not closing.is_alive()
 
@@ -182,7 +182,7 @@ def test_rank_0_stays_until_the_others_have_left(store: HashStore, monkeypatch: 
 def test_a_rank_that_is_left_alone_does_not_hang(store: HashStore, alone: None) -> None:
     rank = Rank(0, store, limit_s=0.05)
     time.sleep(0.5)
-    assert not store.check(["0/alarm"])
+    assert not store.check(["test/0/alarm"])
     rank.watch.close()
 
 
@@ -198,7 +198,7 @@ def test_a_connection_that_has_ended_is_opened_again(store: HashStore) -> None:
 
 def test_a_store_that_goes_in_order_is_no_alarm(capfd: pytest.CaptureFixture[str], quick: None) -> None:
     store = Ending()
-    store.set("beat/0", heartbeat(over=True).to_json())
+    store.set("test/beat/0", heartbeat(over=True).to_json())
 
     def waits() -> None:
         rank = Rank(1, store)
@@ -221,11 +221,11 @@ def speak(store: Store, rank: int, answers: bool = True) -> Callable[[], None]:
         count, answered = 0, set()
         while not silent.wait(0.01):
             count += 1
-            store.set(f"beat/{rank}", replace(heartbeat(idle_s=1000), count=count, limit_s=1).to_json())
+            store.set(f"test/beat/{rank}", replace(heartbeat(idle_s=1000), count=count, limit_s=1).to_json())
             for number in range(9):
-                if answers and number not in answered and store.check([f"{number}/alarm"]):
+                if answers and number not in answered and store.check([f"test/{number}/alarm"]):
                     answered.add(number)
-                    store.set(f"{number}/report/{rank}", report(communicates=True).to_json())
+                    store.set(f"test/{number}/report/{rank}", report(communicates=True).to_json())
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
@@ -254,7 +254,7 @@ def test_a_stall_is_reported_once_and_again_after_the_ranks_have_gone_on(store: 
         assert [(each.kind, each.final) for each in rank.verdicts] == [("stalled", False)] * 2
         assert re.match(r"Rank 0: the ranks go on, \d+ s after", rank.notes[0])
         end()
-        store.set("beat/1", heartbeat(over=True).to_json())
+        store.set("test/beat/1", heartbeat(over=True).to_json())
         rank.watch.close()
 
     inside_trainer(trains)
@@ -274,7 +274,7 @@ def test_a_stall_ends_the_job_by_request(store: HashStore, quick: None) -> None:
 
 def silent_rank(store: HashStore, other: Member, dead_after_s: float = 0.3) -> Rank:
     """Rank 0 of two, when it has found out what is the matter with the other, which speaks no more."""
-    store.set("beat/1", heartbeat().to_json())
+    store.set("test/beat/1", heartbeat().to_json())
     rank = Rank(0, store, others=[other], dead_after_s=dead_after_s)
     until(lambda: rank.verdicts)
     return rank
@@ -293,7 +293,7 @@ def test_a_silent_process_of_this_machine_is_alive_if_the_kernel_says_so(store: 
         rank.progress.note("training")
         until(lambda: rank.notes)
         end()
-        store.set("beat/1", heartbeat(over=True).to_json())
+        store.set("test/beat/1", heartbeat(over=True).to_json())
         rank.watch.close()
 
     inside_trainer(waits)
@@ -354,7 +354,7 @@ def test_a_process_that_nobody_can_be_asked_for_is_only_reported(store: HashStor
         time.sleep(1.5)
         assert [each.final for each in rank.verdicts] == [False]
         assert "whether its process is alive cannot be asked from here" in rank.verdicts[0].headline
-        store.set("beat/1", heartbeat(over=True).to_json())
+        store.set("test/beat/1", heartbeat(over=True).to_json())
         rank.watch.close()
 
     inside_trainer(waits)
@@ -397,12 +397,12 @@ def test_rank_0_waits_for_one_that_it_has_not_heard_yet(store: HashStore, monkey
     other.watch.close()
     closing.join(60)
     assert not closing.is_alive()
-    assert not store.check(["0/alarm"])
+    assert not store.check(["test/0/alarm"])
 
 
 def test_a_store_that_is_lost_takes_no_less_than_a_stall(quick: None) -> None:
     store = Ending()
-    store.set("beat/0", heartbeat().to_json())
+    store.set("test/beat/0", heartbeat().to_json())
 
     def waits() -> None:
         rank = Rank(1, store, limit_s=1.5)

@@ -11,7 +11,7 @@ FAULTS = {
     "this_process": ("HangWatch.setup", HANG_WATCH_SWITCH),
     "_start": ("HangWatch.setup", HANG_WATCH_SWITCH),
     "batch_done": ("HangWatch.on_train_batch_end", HANG_WATCH_SWITCH),
-    "another_connection": ("TerminateTogether.setup", TERMINATION_SWITCH),
+    "_prepare": ("TerminateTogether.setup", TERMINATION_SWITCH),
     "_poller": ("TerminateTogether.on_train_start", TERMINATION_SWITCH),
     "step_done": ("TerminateTogether.on_step_boundary", TERMINATION_SWITCH),
     "run_network": ("NetworkRecorder.setup", NETWORK_RECORD_SWITCH),

@@ -31,7 +31,7 @@ from azureml_strategy.checkpoint.manifest import (
     manifests,
 )
 from azureml_strategy.cluster import Launch, detect_launch
-from azureml_strategy.control.channel import open_store
+from azureml_strategy.control.rendezvous import open_store
 
 # Time limit for a rank to read its share: a minimum, which slow mounts need to open files, plus the time of a slow
 # reader. A storage account gives 120 Gbit/s to all its readers together, 15 MB/s to each of 1,000 ranks.

@@ -5,24 +5,21 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import uuid
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from azureml_strategy.checkpoint.checkpoint_io import make_plain, stage
 from azureml_strategy.checkpoint.folder import CheckpointFolder, Summed, by_score, superfluous
 from azureml_strategy.checkpoint.host_copy import HostCopyBuffer
 from azureml_strategy.checkpoint.manifest import Manifest, StoredFile, look
 from azureml_strategy.cluster.redaction import redact_text
-from azureml_strategy.control.channel import another_connection
-from azureml_strategy.control.gather import Exchange, GroupExchange, StepError, StoreExchange, gather
+from azureml_strategy.control.gather import Exchange, GroupExchange, Meeting, StoreExchange, gather, meet
+from azureml_strategy.control.store import StepError
 from azureml_strategy.interfaces import WriteStaged
 
 Result = TypeVar("Result")
@@ -35,7 +32,6 @@ WriteParts = Callable[[Path, Exchange], Summed | None]
 
 It returns, on all ranks, the files that are already on disk and summed; None if every file must be read back.
 """
-_STORE_TIMEOUT = timedelta(seconds=60)
 # How long a failed process waits for a checkpoint to complete: other ranks may be gone.
 _LAST_WAIT_SECONDS = 60.0
 # Longer waits are logged.
@@ -255,22 +251,14 @@ class Saving:
 
     def connect(self, trainer: Trainer) -> None:
         """Connect the ranks' threads, or connect them again; a collective."""
-        # Use a unique name: under torchrun the store outlives the processes.
-        name = trainer.strategy.broadcast(uuid.uuid4().hex)
-
-        def connection() -> Store | None:
-            store = another_connection(trainer.world_size, _STORE_TIMEOUT)
-            return None if store is None else PrefixStore(f"azureml_strategy/checkpoint/{name}", store)
-
-        store = connection()
-        missing = [rank for rank, found in enumerate(gather(store is not None)) if not found]
+        met: Meeting[None] = meet(trainer.global_rank, trainer.world_size, None)
         self._disconnect()
-        if store is not None and not missing:
-            self._threads = StoreExchange(store, trainer.global_rank, trainer.world_size, connection)
+        if met.store is not None:
+            self._threads = StoreExchange(met.store)
         else:
             rank_zero_warn(
                 "Training waits while a checkpoint is written, as threads of the ranks do not find one another: the "
-                f"process group was not made with MASTER_ADDR and MASTER_PORT, or rank(s) {missing} cannot connect "
+                f"process group was not made with MASTER_ADDR and MASTER_PORT, or rank(s) {met.outside} cannot connect "
                 "there. Use an azureml_* strategy, or say JobCheckpoint(asynchronous=False)."
             )
 

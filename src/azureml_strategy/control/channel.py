@@ -1,129 +1,41 @@
-"""Opens connections to the rendezvous store, through which the processes of a job find one another."""
+"""The control channel: one connection of this process to the rendezvous store, and the one thread that uses it.
+
+All that ranks tell one another outside of collectives goes through it: heartbeats, the agreement to stop, the stop
+barrier, checkpoints that background threads write together, and the hang watch's alarms.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import itertools
+import logging
 import os
 import queue
-import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
-from azureml_strategy.cluster.environ import LaunchError
-from azureml_strategy.cluster.launch import Launch
+from torch.distributed import Store  # type: ignore[attr-defined]
 
-if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
+from azureml_strategy.control.rendezvous import another_connection
 
+log = logging.getLogger(__name__)
 
-_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.005, 0.5  # between two attempts
-_CONNECT_SECONDS = 5.0  # after this time the host name is resolved again
-_ANSWER_SECONDS = 10.0  # for a server with many clients
-# A process may start several groups one after the other, and the store may outlive each of them.
-_rounds = itertools.count()
+HEARTBEAT_SECONDS = 5.0
+# torch's own limit for a key that is missing. No call of ours waits for one.
+_STORE_TIMEOUT = timedelta(seconds=60)
+# Time to open another connection in place of one whose server does not answer.
+_CONNECT_SECONDS = 12.0
+_FOLDER = "azureml_strategy/channel"
 
-_T = TypeVar("_T")
-_Calls: TypeAlias = "queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]"
-
-
-def open_store(launch: Launch, timeout: timedelta, purpose: str | None = None) -> Store:
-    """Open the rendezvous store of the job. Rank 0 or torchrun's agent serves it; torch's own store shares the server.
-
-    Args:
-        launch: this process's place.
-        timeout: how long to wait for rank 0.
-        purpose: a prefix for the keys that nothing else uses. With None a counter gives the prefix, so each process of
-            a group must open the store once.
-
-    Raises:
-        LaunchError: the store cannot be opened, or rank 0 did not open it in time.
-    """
-    from torch.distributed import DistNetworkError, PrefixStore, TCPStore  # type: ignore[attr-defined]
-
-    serves = launch.rank == 0 and not agent_serves_store()
-    if not serves:
-        _await_server(launch, timeout)
-    try:
-        store = TCPStore(
-            launch.main_address,
-            launch.main_port,
-            is_master=serves,
-            timeout=timeout,
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
-    except DistNetworkError as error:
-        raise LaunchError(
-            f"Rank {launch.rank} cannot open the rendezvous at {launch.main_address}:{launch.main_port}: "
-            f"{str(error).splitlines()[0]} If another process of node 0 has the port, set MASTER_PORT to a free one "
-            "on all nodes."
-        ) from error
-    # torchrun's store may outlive the processes, which torchrun restarts
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"azureml_strategy/{attempt}/{next(_rounds) if purpose is None else purpose}", store)
+T = TypeVar("T")
 
 
-def another_connection(world_size: int, timeout: timedelta) -> Store | None:
-    """Open another connection to the store of the running process group, for a background thread.
-
-    Calls on one connection wait for one another: on torch's connection, the thread would wait for the main thread's
-    calls.
-
-    Args:
-        world_size: number of ranks. A single rank gets a store in its own memory.
-        timeout: how long a call may wait for a key.
-
-    Returns:
-        The store. None if the group was not made with MASTER_ADDR and MASTER_PORT, or nothing answers there.
-    """
-    from torch.distributed import HashStore, TCPStore, is_initialized  # type: ignore[attr-defined]
-
-    if world_size == 1:
-        return HashStore()
-    if not is_initialized():
-        return None
-    try:
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        # The server was up before, so one that refuses now has ended. torch would retry until the timeout.
-        socket.create_connection((address, port), timeout=_CONNECT_SECONDS).close()
-        connecting = min(timeout, timedelta(seconds=_ANSWER_SECONDS))
-        store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=connecting)
-    except (KeyError, ValueError, OSError, RuntimeError):
-        return None
-    store.set_timeout(timeout)
-    return store
-
-
-def agent_serves_store() -> bool:
-    """Whether torchrun's agent on node 0 serves the store of the process group. Otherwise rank 0 does."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def _await_server(launch: Launch, timeout: timedelta) -> None:
-    """Wait until the address answers. torch itself would log a stack trace for each attempt."""
-    deadline, pause = time.monotonic() + timeout.total_seconds(), _FIRST_PAUSE_SECONDS
-    while (left := deadline - time.monotonic()) > 0:
-        with contextlib.suppress(OSError):
-            address = launch.main_address, launch.main_port
-            socket.create_connection(address, timeout=min(left, _CONNECT_SECONDS)).close()
-            return
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-    raise LaunchError(
-        f"Rank {launch.rank} on {socket.gethostname()} found no rendezvous at {launch.main_address}:"
-        f"{launch.main_port} within {timeout}: rank 0 (node 0) has not started, has failed, or cannot be reached. "
-        "Look at rank 0's log (user_logs/std_log_process_0.txt), and see that MASTER_ADDR is an address of node 0 "
-        "that the other nodes reach."
-    )
-
-
-def within(seconds: float, action: Callable[[], _T]) -> _T | None:
+def within(seconds: float, action: Callable[[], T]) -> T | None:
     """Run an action on a thread, with a time limit.
 
     Args:
@@ -133,8 +45,8 @@ def within(seconds: float, action: Callable[[], _T]) -> _T | None:
     Returns:
         What the action returned. None if it failed or took too long; its thread is then left behind.
     """
-    found: list[_T] = []
-    thread = threading.Thread(target=lambda: found.append(action()), name="hang-watch-waits", daemon=True)
+    found: list[T] = []
+    thread = threading.Thread(target=lambda: found.append(action()), name="bounded-call", daemon=True)
     thread.start()
     thread.join(seconds)
     return found[0] if found else None
@@ -152,79 +64,275 @@ class StoreLostError(Exception):
         self.silent = silent
 
 
-class BoundedStore:
-    """A store whose calls have a time limit, which most calls of torch's stores lack. They run on a thread of its own.
+class Channel:
+    """One connection to the rendezvous store, and the one thread that uses it.
 
-    A call that fails or takes too long raises StoreLostError.
+    Most calls of torch's stores have no time limit, and calls on one connection wait for one another. Here each call
+    has a limit. A connection that has ended, or whose server does not answer, is replaced once, and the call is made
+    again. So a call must do no harm if it is made twice: setting a value is right, adding to a counter is not.
+
+    The thread also sends this process's heartbeats, and makes the calls that are due at intervals.
 
     Args:
         store: a connection that nobody else uses.
-        timeout_s: how long a call may take, in seconds.
+        connect: opens another connection to the same store; returns None if it cannot.
+
+    Attributes:
+        id: a name of this process that no other process has, nor any earlier one. Its heartbeats have it as their key.
     """
 
-    def __init__(self, store: Store, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._start(store)
+    def __init__(self, store: Store, connect: Callable[[], Store | None] = lambda: None) -> None:
+        self.id = uuid.uuid4().hex
+        self._connect = connect
+        self._closed = False
+        self._replacing = threading.Lock()
+        self._due: dict[Callable[[], None], tuple[float, float]] = {}  # interval, and when it is due next
+        self._unsent: dict[str, str] = {}
+        self._heartbeats = 0
+        self._worker = _Worker(store, connect, self._due)
+        self.every(HEARTBEAT_SECONDS, self._send_heartbeat)
 
-    def set(self, key: str, value: str) -> None:
-        """Write a value."""
-        self._call(lambda: self._store.set(key, value))
-
-    def get(self, key: str) -> str | None:
-        """Read a value; None if there is none yet."""
-        return self.get_all([key])[key]
-
-    def get_all(self, keys: Sequence[str]) -> dict[str, str | None]:
-        """Read several values at once; None for each that is not there yet."""
-        found: dict[str, str | None] = self._call(lambda: self._read(keys)) if keys else {}
-        return found
-
-    def set_first(self, key: str, value: str) -> str:
-        """Write a value unless another rank was faster. Return the value that is there now."""
-        return str(self._call(lambda: self._store.compare_set(key, "", value)).decode())
-
-    def add(self, key: str) -> int:
-        """Add 1 to a counter. Return the new count."""
-        return int(self._call(lambda: self._store.add(key, 1)))
-
-    def renew(self, store: Store) -> None:
-        """Switch to another connection.
+    def call(self, action: Callable[[Store], T], timeout_s: float) -> T:
+        """Make a call on the connection.
 
         Args:
-            store: a connection to the same keys that nobody else uses.
+            action: gets the connection. It must not wait for keys, as all others wait for it.
+            timeout_s: how long it may take, in seconds. If another connection must be opened, it takes up to twice as
+                long and some seconds.
+
+        Raises:
+            StoreLostError: the store cannot be reached.
         """
-        self.close()
-        self._start(store)
+        worker = self._worker
+        if threading.get_ident() == worker.ident:  # a call that is due at intervals makes others
+            return worker.perform(action)
+        try:
+            return worker.ask(action, timeout_s)
+        except FutureTimeoutError as error:
+            if not self._is_replaced(worker):
+                raise StoreLostError(silent=True) from error
+        try:
+            return self._worker.ask(action, timeout_s)
+        except FutureTimeoutError as error:
+            raise StoreLostError(silent=True) from error
+
+    def every(self, seconds: float, action: Callable[[], None]) -> None:
+        """Call something at intervals on the thread, from now on and until `no_more`.
+
+        Args:
+            seconds: the interval. It may be changed by another call of this method.
+            action: what to call. It may use `call`. If the store is lost, it is called again later.
+        """
+        self._due[action] = (seconds, time.monotonic())
+        self._worker.wake()
+
+    def no_more(self, action: Callable[[], None]) -> None:
+        """End the calls at intervals.
+
+        Args:
+            action: as given to `every`.
+        """
+        self._due.pop(action, None)
+
+    def send_for_sure(self, key: str, value: str, timeout_s: float) -> None:
+        """Write a value unless there is one already; if the store cannot be reached, before the next heartbeat.
+
+        The other ranks see either the value or no more heartbeats, so that they never wait in vain.
+
+        Args:
+            key: key of the value.
+            value: the value.
+            timeout_s: how long to wait, in seconds.
+        """
+        self._unsent[key] = value
+        try:
+            self.call(self._send_unsent, timeout_s)
+        except StoreLostError as error:
+            log.debug("%s waits to be sent: %s", key, error)
 
     def close(self) -> None:
         """Let the thread end. If it waits for a server that is gone, leave it behind."""
-        self._calls.put(None)
+        self._closed = True
+        self._due.clear()
+        self._worker.close()
 
-    def _start(self, store: Store) -> None:
-        self._store = store
-        self._calls: _Calls = queue.SimpleQueue()
-        threading.Thread(target=_work, args=(self._calls,), name="hang-watch-store", daemon=True).start()
+    def _send_heartbeat(self) -> None:
+        self._heartbeats += 1
+        count = str(self._heartbeats)
 
-    def _read(self, keys: Sequence[str]) -> dict[str, str | None]:
-        # `multi_get` would wait for a missing key.
-        there = keys if self._store.check(list(keys)) else [key for key in keys if self._store.check([key])]
-        values = self._store.multi_get(list(there)) if there else []
-        found = {key: value.decode() for key, value in zip(there, values, strict=True)}
-        return {key: found.get(key) for key in keys}
+        def send(store: Store) -> None:
+            self._send_unsent(store)
+            store.set(heartbeat_key(self.id), count)
 
-    def _call(self, action: Callable[[], Any]) -> Any:
-        future: Future[Any] = Future()
+        self.call(send, _CONNECT_SECONDS)
+
+    def _send_unsent(self, store: Store) -> None:
+        for key, value in list(self._unsent.items()):
+            store.compare_set(key, "", value)
+            self._unsent.pop(key, None)
+
+    def _is_replaced(self, silent: _Worker) -> bool:
+        """Replace a connection whose server has not answered. Its thread is left behind."""
+        with self._replacing:
+            if self._worker is not silent:
+                return True  # by another thread, meanwhile
+            store = None if self._closed else within(_CONNECT_SECONDS, self._connect)
+            if store is None:
+                return False
+            silent.close()
+            self._worker = _Worker(store, self._connect, self._due)
+            return True
+
+
+class _Worker:
+    """A connection and the thread that uses it.
+
+    Args:
+        store: the connection.
+        connect: opens another one when it has ended.
+        due: what to call at intervals: the interval in seconds, and when it is due next. Shared with the channel.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        connect: Callable[[], Store | None],
+        due: dict[Callable[[], None], tuple[float, float]],
+    ) -> None:
+        self._store: Store | None = store
+        self._connect = connect
+        self._due = due
+        self._closed = False
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[Store], Any]] | None] = queue.SimpleQueue()
+        # A daemon: it may wait for ever for a server that is gone.
+        self._thread = threading.Thread(target=self._run, name="control-channel", daemon=True)
+        self._thread.start()
+
+    @property
+    def ident(self) -> int | None:
+        """The thread's `threading.get_ident`."""
+        return self._thread.ident
+
+    def ask(self, action: Callable[[Store], T], timeout_s: float) -> T:
+        """Have the thread make a call, and return its result; see `Channel.call`."""
+        if self._closed:
+            raise StoreLostError(silent=False)
+        future: Future[T] = Future()
         self._calls.put((future, action))
         try:
-            return future.result(self._timeout_s)
-        except (RuntimeError, FutureTimeoutError) as error:
-            raise StoreLostError(silent=isinstance(error, FutureTimeoutError)) from error
+            return future.result(timeout_s)
+        except FutureTimeoutError:
+            future.cancel()  # a server that answers later must not get a call that nobody waits for
+            raise
 
-
-def _work(calls: _Calls) -> None:
-    while (call := calls.get()) is not None:
-        future, action = call
+    def perform(self, action: Callable[[Store], T]) -> T:
+        """Make a call on this thread, once more on another connection if this one has ended."""
+        if self._store is not None:
+            with suppress(RuntimeError):  # the connection has ended
+                return action(self._store)
+        # The old one is not tried again: torch would log a stack trace each time.
+        self._store = None if self._closed else self._connect()
+        if self._store is None:
+            raise StoreLostError(silent=False)
         try:
-            future.set_result(action())
-        except Exception as error:
+            return action(self._store)
+        except RuntimeError as error:
+            raise StoreLostError(silent=False) from error
+
+    def wake(self) -> None:
+        """See what is due."""
+        self._calls.put(None)
+
+    def close(self) -> None:
+        """Let the thread end after the calls that it has been asked for."""
+        self._closed = True
+        self.wake()
+
+    def _run(self) -> None:
+        while not self._closed:
+            self._make_due_calls()
+            self._answer(self._next_due_s())
+        while not self._calls.empty():
+            self._answer(0)
+
+    def _answer(self, timeout_s: float | None) -> None:
+        try:
+            asked = self._calls.get(timeout=timeout_s)
+        except queue.Empty:
+            return
+        if asked is None:
+            return
+        future, action = asked
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(self.perform(action))
+        except Exception as error:  # it belongs to the thread that asked
             future.set_exception(error)
+
+    def _next_due_s(self) -> float | None:
+        times = [at for _, at in list(self._due.values())]
+        return max(0.0, min(times) - time.monotonic()) if times else None
+
+    def _make_due_calls(self) -> None:
+        for action, (seconds, at) in list(self._due.items()):
+            if time.monotonic() < at or action not in self._due:
+                continue
+            try:
+                action()
+            except StoreLostError as error:
+                log.debug("%s; to be tried again", error)
+            except Exception:  # it must not end what others need the thread for
+                log.exception("A call on the control channel has failed, and is made no more.")
+                self._due.pop(action, None)
+            if self._due.get(action) == (seconds, at):  # it may have changed its interval, or ended
+                self._due[action] = (seconds, time.monotonic() + seconds)
+
+
+def heartbeat_key(process: str) -> str:
+    """Return the key of a process's heartbeats.
+
+    Args:
+        process: `Channel.id` of the process.
+    """
+    return f"{_FOLDER}/beat/{process}"
+
+
+# The open channels of this process by the address of their store, each with the number of its users. There is only one
+# unless a Trainer runs alone beside a process group.
+_open: dict[tuple[str | None, str | None], tuple[Channel, int]] = {}
+_opening = threading.Lock()
+
+
+def lease_channel(world_size: int) -> tuple[Channel, Callable[[], None]] | None:
+    """Return the channel of this process, and open it if nobody uses it yet.
+
+    Args:
+        world_size: number of ranks. A single rank gets a store in its own memory.
+
+    Returns:
+        The channel, and what its user must call in the end: the last user's call closes it. None if the process group
+        was not made with MASTER_ADDR and MASTER_PORT, or nothing answers there.
+    """
+    alone = world_size == 1
+    address = (None, None) if alone else (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))
+
+    def give_back() -> None:
+        with _opening:
+            channel, users = _open[address]
+            if users > 1:
+                _open[address] = channel, users - 1
+            else:
+                del _open[address]
+                channel.close()
+
+    with _opening:
+        if address not in _open:
+            store = another_connection(world_size, _STORE_TIMEOUT)
+            if store is None:
+                return None
+            channel = Channel(store, lambda: another_connection(world_size, _STORE_TIMEOUT))
+        else:
+            channel, _ = _open[address]
+        _open[address] = channel, _open.get(address, (channel, 0))[1] + 1
+    return channel, give_back

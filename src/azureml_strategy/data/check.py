@@ -9,21 +9,19 @@ import itertools
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from datetime import timedelta
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.utils.data import DistributedSampler
 from typing_extensions import override
 
 from azureml_strategy.cluster.environ import DATA_CHECK_SWITCH
 from azureml_strategy.cluster.isolation import IsolatedCallback
-from azureml_strategy.control.channel import another_connection
+from azureml_strategy.control.channel import Channel, lease_channel
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +32,7 @@ _BATCHES = 2
 _MOST_ELEMENTS = 4096
 # A batch may be any nest of containers. What lies deeper, or comes after so many leaves, does not count.
 _DEEPEST, _MOST_LEAVES = 6, 256
-_CONNECT_SECONDS = 10.0
+_ANSWER_SECONDS = 10.0
 # A process may fit several times. All ranks count alike.
 _fits = itertools.count()
 
@@ -56,15 +54,19 @@ class DataCheck(IsolatedCallback):
     switch = DATA_CHECK_SWITCH
 
     def __init__(self) -> None:
-        self._store: Store | None = None
+        self._channel: Channel | None = None
+        self._give_back: Callable[[], None] = _nothing_to_give
+        self._name = ""
         self._batches: list[_Batch] | None = None
         self._looks = 0
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        fit = next(_fits)
         replicas = _replica(trainer)[1]
-        self._store, self._looks, self._fit = None, 0, fit
+        self._release()
+        # torchrun's store outlives the processes that it restarts
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._name, self._looks = f"azureml_strategy/data_check/{attempt}/{next(_fits)}", 0
         self._batches = (
             [] if replicas > 1 and not getattr(trainer, "overfit_batches", 0) and not _is_split(trainer) else None
         )
@@ -76,35 +78,51 @@ class DataCheck(IsolatedCallback):
             if len(self._batches) == _BATCHES:
                 self._tell(trainer, _digests(self._batches))
                 self._batches = None
-        elif self._store is not None:
+        elif self._channel is not None:
             self._looks += 1
             if self._looks & (self._looks - 1) == 0:  # at powers of two: other ranks may be a step behind, or an hour
-                self._compare(trainer, at_end=False)
+                self._compare(trainer, self._channel, at_end=False)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._store is not None:
-            self._compare(trainer, at_end=True)
-        self._batches = self._store = None
+        if self._channel is not None:
+            self._compare(trainer, self._channel, at_end=True)
+        self._release()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._release()
+
+    @override
+    def _give_up(self, trainer: Trainer | None) -> None:
+        self._release()
+
+    def _release(self) -> None:
+        give_back, self._give_back = self._give_back, _nothing_to_give
+        self._batches = self._channel = None
+        give_back()
 
     def _tell(self, trainer: Trainer, digests: list[str]) -> None:
         """Leave the hashes in the store for rank 0."""
-        connection = another_connection(trainer.world_size, timedelta(seconds=_CONNECT_SECONDS))
-        if connection is None:
+        lease = lease_channel(trainer.world_size)
+        if lease is None:
             return
-        # torchrun's store outlives the processes that it restarts
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = PrefixStore(f"azureml_strategy/data_check/{attempt}/{self._fit}", connection)
-        store.set(str(trainer.global_rank), json.dumps({"replica": _replica(trainer)[0], "batches": digests}))
-        self._store = store if trainer.global_rank == 0 else None
+        self._channel, self._give_back = lease
+        told = json.dumps({"replica": _replica(trainer)[0], "batches": digests})
+        self._channel.call(lambda store: store.set(f"{self._name}/{trainer.global_rank}", told), _ANSWER_SECONDS)
+        if trainer.global_rank > 0:
+            self._release()
 
-    def _compare(self, trainer: Trainer, at_end: bool) -> None:
-        assert self._store is not None
-        ranks = [rank for rank in range(trainer.world_size) if self._store.check([str(rank)])]
-        if len(ranks) < trainer.world_size and not at_end:
+    def _compare(self, trainer: Trainer, channel: Channel, at_end: bool) -> None:
+        keys = [f"{self._name}/{rank}" for rank in range(trainer.world_size)]
+        found = channel.call(
+            lambda store: {rank: store.get(key) for rank, key in enumerate(keys) if store.check([key])},
+            _ANSWER_SECONDS,
+        )
+        if len(found) < trainer.world_size and not at_end:
             return
-        told = {rank: json.loads(self._store.get(str(rank))) for rank in ranks}
-        self._store = None
+        told = {rank: json.loads(text) for rank, text in found.items()}
+        self._release()
         for same in _same(told):
             log.warning(
                 "Ranks %s train on the same samples: their first %d batches of %s are equal, so that they learn "
@@ -117,6 +135,10 @@ class DataCheck(IsolatedCallback):
                 _names(trainer),
                 self.switch,
             )
+
+
+def _nothing_to_give() -> None:
+    """Stands for giving back a channel that was not leased."""
 
 
 class _Batch:

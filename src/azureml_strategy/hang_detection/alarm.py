@@ -15,8 +15,10 @@ from lightning.pytorch import Trainer
 
 from azureml_strategy.cluster.job import read_job
 from azureml_strategy.cluster.redaction import redact_text
-from azureml_strategy.control.channel import BoundedStore, agent_serves_store, within
+from azureml_strategy.control.channel import within
 from azureml_strategy.control.process import Member, is_gone
+from azureml_strategy.control.rendezvous import agent_serves_store
+from azureml_strategy.control.store import ControlStore
 from azureml_strategy.hang_detection import flight_recorder
 from azureml_strategy.hang_detection.diagnosis import Evidence, Verdict, reach_verdict
 from azureml_strategy.hang_detection.flight_recorder import Trace
@@ -191,7 +193,7 @@ class AlarmHandler:
 
     def __init__(
         self,
-        store: BoundedStore,
+        store: ControlStore,
         peers: Peers,
         rank: int,
         world_size: int,
@@ -246,9 +248,10 @@ class AlarmHandler:
         self._peers.listen()
         there = self._there(alarm)
         outcome = self._judge(alarm, there) if self._rank == min(there) else self._wait_for_verdict(alarm)
-        self._store.add(self._key("read"))
+        self._store.set(self._key(f"read/{self._rank}"), "")
         if self._rank == 0 and outcome.final:
-            self._until(lambda: int(self._store.get(self._key("read")) or 0) >= len(there), _READ_SECONDS)
+            keys = [self._key(f"read/{rank}") for rank in there]
+            self._until(lambda: None not in self._store.get_all(keys).values(), _READ_SECONDS)
         self._number += 1
         return outcome
 

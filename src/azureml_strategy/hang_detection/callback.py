@@ -8,9 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +18,6 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
@@ -29,9 +26,10 @@ from azureml_strategy.cluster.isolation import Attempt, IsolatedCallback
 from azureml_strategy.cluster.launchers import local
 from azureml_strategy.cluster.redaction import redact_text
 from azureml_strategy.control import roll_call
-from azureml_strategy.control.channel import BoundedStore, another_connection
-from azureml_strategy.control.gather import gather
+from azureml_strategy.control.gather import gather, meet
 from azureml_strategy.control.process import Member, address_towards, this_process
+from azureml_strategy.control.rendezvous import another_connection
+from azureml_strategy.control.store import ControlStore
 from azureml_strategy.hang_detection.alarm import Records, name_ended_processes, say
 from azureml_strategy.hang_detection.main_thread import CHECKPOINT, END, STOP_BARRIER, TRAINING, Progress
 from azureml_strategy.hang_detection.watch import Failure, Watch
@@ -45,25 +43,10 @@ _OF_OTHERS = re.compile(r"gloo/|nccl|connection (closed|reset|refused)|broken pi
 _MOST_TEXT = 500
 # Time for child processes to end by themselves.
 _CHILDREN_SECONDS = 10.0
-# Time to open a new connection after one has ended.
+# Time to see whether the store of rank 0 answers.
 _CONNECT_SECONDS = 10.0
 # Lower bounds of the default limits for a training batch and for all else.
 _LEAST_TRAINING_SECONDS, _LEAST_SECONDS = 600.0, 1800.0
-
-
-@dataclass(frozen=True)
-class _Arrival:
-    """What a rank tells the others when the watch begins, so that they can name it if it dies right after.
-
-    Attributes:
-        member: the rank's process.
-        run: a unique name for the run; all ranks use rank 0's.
-        outside: whether the rank has no connection to the store.
-    """
-
-    member: Member
-    run: str
-    outside: bool
 
 
 class HangWatch(IsolatedCallback):
@@ -123,23 +106,27 @@ class HangWatch(IsolatedCallback):
             return
         if trainer.world_size == 1 or not dist.is_initialized():
             return
-        # All ranks must reach the gather, even if this fails on one of them.
-        ready = Attempt(lambda: self._arrive(trainer))
-        arrival, connection = ready.value or (None, None)
-        met: list[_Arrival | None] | None = _gathered(arrival)
+        # All ranks must reach the meeting, even if this fails on one of them.
+        ready = Attempt(lambda: _member(trainer))
+        try:
+            met = meet(trainer.global_rank, trainer.world_size, ready.value, self._dead_after_s)
+        except RuntimeError as error:
+            if not _OF_OTHERS.search(str(error)):
+                raise
+            met = None  # a rank has ended, which the run's next collective reports as well
         ready.settle()
         if met is None:
             return
-        present = {each.member.rank: each for each in met if each is not None and not each.outside}
-        if connection is None or len(present) < len(met):
-            if present:
-                outside = [rank for rank in range(len(met)) if rank not in present]
-                rank_zero_warn(f"Nobody watches for hangs: no connection to the rendezvous store on rank(s) {outside}.")
+        store, members = met.store, {each.rank: each for each in met.told if each is not None}
+        if store is None or len(members) < len(met.told):
+            if store is not None:
+                store.close()
+            elif len(met.outside) < len(met.told):
+                rank_zero_warn(
+                    f"Nobody watches for hangs: no connection to the rendezvous store on rank(s) {met.outside}."
+                )
             return
-        # Each run has its own key prefix: the store may outlive it, as torchrun's does, with a previous attempt's keys.
-        names = f"azureml_strategy/watch/{present[0].run}"
-        members = {rank: each.member for rank, each in present.items()}
-        begun = Attempt(lambda: self._start(trainer, PrefixStore(names, connection), names, members))
+        begun = Attempt(lambda: self._start(trainer, store, members))
         began = _gathered(begun.fault is None)
         if began is not None and not all(began):  # None: a rank has ended, and the running watches name it
             self._close()
@@ -243,27 +230,14 @@ class HangWatch(IsolatedCallback):
     def _give_up(self, trainer: Trainer | None) -> None:
         self._close()
 
-    def _arrive(self, trainer: Trainer) -> tuple[_Arrival, Store | None]:
-        connection = another_connection(trainer.world_size, timedelta(seconds=self._dead_after_s))
-        address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-        own = address_towards(address, int(port)) if connection is not None else ""
-        member = this_process(trainer.global_rank, trainer.node_rank, own)
-        return _Arrival(member, uuid.uuid4().hex, connection is None), connection
-
     def _acts(self, trainer: Trainer) -> bool:
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         return next(each for each in callbacks if isinstance(each, HangWatch)) is self
 
-    def _start(self, trainer: Trainer, store: Store, names: str, members: Mapping[int, Member]) -> None:
-        def connect() -> Store | None:
-            connection = another_connection(trainer.world_size, timedelta(seconds=_CONNECT_SECONDS))
-            return None if connection is None else PrefixStore(names, connection)
-
+    def _start(self, trainer: Trainer, store: ControlStore, members: Mapping[int, Member]) -> None:
         self._progress = Progress(*self._limits(trainer))
         self._watch = Watch(
-            BoundedStore(store, self._dead_after_s),
-            connect,
-            trainer.global_rank,
+            store,
             members,
             self._progress,
             lambda: trainer.global_step,
@@ -296,6 +270,13 @@ class HangWatch(IsolatedCallback):
         if self._watch is not None:
             self._watch.close()
         self._watch = self._progress = None
+
+
+def _member(trainer: Trainer) -> Member:
+    """Return this process, with an address at which other machines ask its kernel."""
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    own = address_towards(address, int(port)) if address and port.isdigit() else ""
+    return this_process(trainer.global_rank, trainer.node_rank, own)
 
 
 def _kills() -> bool:

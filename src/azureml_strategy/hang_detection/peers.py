@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from azureml_strategy.control.channel import BoundedStore
 from azureml_strategy.control.process import Liveness, Member, check_liveness, is_gone, is_seen
+from azureml_strategy.control.store import ControlStore
 from azureml_strategy.hang_detection.flight_recorder import Collective
 from azureml_strategy.hang_detection.main_thread import START, Frames
 
@@ -141,7 +141,7 @@ class Peers:
         start_limit_s: seconds that a rank may take to start.
     """
 
-    def __init__(self, store: BoundedStore, rank: int, members: Mapping[int, Member], start_limit_s: float) -> None:
+    def __init__(self, store: ControlStore, rank: int, members: Mapping[int, Member], start_limit_s: float) -> None:
         self._store = store
         self._others = [other for other in members if other != rank]
         met = Heartbeat(0, time.time(), False, START, 0, 0.0, start_limit_s, {}).to_json()

@@ -9,10 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import FrameType
 
-from torch.distributed import Store  # type: ignore[attr-defined]
-
-from azureml_strategy.control.channel import BoundedStore, StoreLostError, within
+from azureml_strategy.control.channel import StoreLostError
 from azureml_strategy.control.process import Liveness, Member, accept_probes, why_silent
+from azureml_strategy.control.store import ControlStore
 from azureml_strategy.hang_detection import flight_recorder
 from azureml_strategy.hang_detection.alarm import AlarmHandler, Outcome, Records, say, store_server
 from azureml_strategy.hang_detection.main_thread import (
@@ -37,8 +36,6 @@ _FAIL_SECONDS = 60.0
 # Time for the others to read the last heartbeat. Otherwise they would take this process for one that has died.
 _CLOSE_SECONDS = 10.0
 _LAST_READ_PAUSE_SECONDS = 0.2
-# Time to open a new connection after one has ended.
-_CONNECT_SECONDS = 12.0
 # A node is lost after _VANISHED_TIMES x `dead_after_s` of silence; it is checked _ASKED_TIMES in each `dead_after_s`.
 _VANISHED_TIMES, _ASKED_TIMES = 2, 4
 
@@ -65,9 +62,7 @@ class Watch:
     end. Otherwise the watch goes on, and reports the same problem again only after the ranks have made progress.
 
     Args:
-        store: shared by the ranks, with nothing else under its names; used by this thread only.
-        connect: opens another connection to the same names after the store's has ended; returns None if it cannot.
-        rank: this process's global rank.
+        store: shared by the ranks; nothing else uses its keys. The watch closes it.
         members: the processes of all ranks, including this one.
         progress: the main thread's progress.
         step: returns the number of optimizer steps.
@@ -82,9 +77,7 @@ class Watch:
 
     def __init__(
         self,
-        store: BoundedStore,
-        connect: Callable[[], Store | None],
-        rank: int,
+        store: ControlStore,
         members: Mapping[int, Member],
         progress: Progress,
         step: Callable[[], int],
@@ -96,8 +89,7 @@ class Watch:
         kill: bool = False,
     ) -> None:
         self._store = store
-        self._connect = connect
-        self._rank = rank
+        self._rank = store.rank
         self._progress = progress
         self._step = step
         self._main_thread = main_thread
@@ -106,9 +98,9 @@ class Watch:
         self._dead_after_s = dead_after_s
         self._beat_s = beat_s
         self._end = end
-        self._peers = Peers(store, rank, members, progress.limit_s)
-        self._alarm_handler = AlarmHandler(store, self._peers, rank, len(members), main_thread, records, kill)
-        self._member = members[rank]
+        self._peers = Peers(store, store.rank, members, progress.limit_s)
+        self._alarm_handler = AlarmHandler(store, self._peers, store.rank, len(members), main_thread, records, kill)
+        self._member = members[store.rank]
         self._kill = kill
         # The reported hang that has not passed: time, silent ranks, whether it was a stall, whether this rank judged.
         self._reported_at: float | None = None
@@ -183,11 +175,9 @@ class Watch:
             try:
                 return self._learn()
             except StoreLostError as lost:
-                if self._renewed():
-                    self._lost_at = None
-                elif (alarm := self._without_store(lost)) is not None:
+                if (alarm := self._without_store(lost)) is not None:
                     return self._alarm_handler.report_alone(alarm, self._heartbeat(), self._failure is not None)
-                elif self._leaves() or self._rank == 0:
+                if self._leaves() or self._rank == 0:
                     return None
 
     def _learn(self) -> str | None:
@@ -228,6 +218,7 @@ class Watch:
         """Send heartbeats until there is an alarm, which is returned, or until this rank leaves."""
         while not self._closing and not self._has_left():
             self._store.set(f"beat/{self._rank}", self._heartbeat().to_json())
+            self._lost_at = None
             if (said := self._alarm_handler.alarm()) is not None:
                 return said
             if (alarm := self._find()) is not None:
@@ -326,16 +317,6 @@ class Watch:
         silent = self._peers.silent(began)
         liveness_of = self._peers.liveness_of(silent)
         return Alarm("lost", tuple(rank for rank in silent if liveness_of[rank] != "alive"), failure.text)
-
-    def _renewed(self) -> bool:
-        """Connect to the store again and return whether that worked: the network may have ended one connection only."""
-        if self._first_has_left() or self._peers.has_ended(0):
-            return False
-        time.sleep(self._beat_s / 10)
-        connection = within(_CONNECT_SECONDS, self._connect)
-        if connection is not None:
-            self._store.renew(connection)
-        return connection is not None
 
     def _first_has_left(self) -> bool:
         """Whether rank 0 was leaving in order at its last heartbeat."""

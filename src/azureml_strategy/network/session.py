@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from azureml_strategy.cluster.environ import LaunchError
 from azureml_strategy.cluster.launch import Launch
-from azureml_strategy.control.channel import open_store
+from azureml_strategy.control.rendezvous import open_store
 from azureml_strategy.control.roll_call import call_roll
 from azureml_strategy.network.nccl import (
     NetworkPlan,

@@ -7,10 +7,8 @@ import logging
 import os
 import signal
 import threading
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from types import FrameType
 from typing import Any
 
@@ -19,7 +17,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from typing_extensions import override
 
 from azureml_strategy.checkpoint.job_checkpoint import JobCheckpoint
@@ -29,8 +26,8 @@ from azureml_strategy.cluster.isolation import Attempt, IsolatedCallback, passed
 from azureml_strategy.cluster.job import read_job
 from azureml_strategy.cluster.launchers import detect_launch, local
 from azureml_strategy.control.agreement import State, StopAgreement, StopBarrier
-from azureml_strategy.control.channel import another_connection
-from azureml_strategy.control.gather import gather
+from azureml_strategy.control.gather import gather, meet
+from azureml_strategy.control.store import ControlStore
 from azureml_strategy.interfaces import Pausable, RunLogger
 from azureml_strategy.preemption.scheduled_events import EventPoller, events_url
 
@@ -44,7 +41,10 @@ _OF_SIGNAL = 128
 # If a signal is the reason to stop, the reason begins with this name.
 _NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 _ON_CTRL_C = b"\nCtrl-C: stopping after one of the next steps, to save. Press it again to end at once.\n"
-_STORE_TIMEOUT = timedelta(seconds=60)
+_NO_STORE = (
+    "The ranks cannot agree on a step to stop at after SIGTERM: the process group was not made with MASTER_ADDR and "
+    "MASTER_PORT, or nothing answers there. Training goes on; SIGTERM does what it does in stock Lightning."
+)
 
 
 @contextmanager
@@ -153,11 +153,10 @@ class TerminateTogether(IsolatedCallback):
         self._ctrl_c = ctrl_c
         self._requested: signal.Signals | None = None
         self._rank = 0
-        self._world_size = 1
         self._stops = 0
         self._replaced: list[Any] = []
         self._calling: list[Any] = []
-        self._store: Store | None = None
+        self._store: ControlStore | None = None
         self._agreement: StopAgreement | None = None
         self._events: EventPoller | None = None
 
@@ -166,18 +165,19 @@ class TerminateTogether(IsolatedCallback):
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if stage != "fit" or next(each for each in callbacks if isinstance(each, TerminateTogether)) is not self:
             return
-        # Each fit uses its own keys, because below torchrun the store outlives the processes. The broadcast comes
-        # first: a collective notices at once that another rank has ended, and a store connection does not.
-        name = trainer.strategy.broadcast(uuid.uuid4().hex)
-        # If this fails on one rank, the others must not wait for it.
+        # If this fails on one rank, the others must not wait for it. The meeting is a collective, which notices at once
+        # that another rank has ended.
         ready = Attempt(lambda: self._prepare(trainer))
-        all_ready = _on_all(trainer, ready.value is not None)
-        ready.settle()
-        store = ready.value
-        if store is None or not all_ready:
+        met = meet(trainer.global_rank, trainer.world_size, ready.fault is None)
+        if ready.fault is not None or met.store is None or not all(met.told):
+            if met.store is not None:
+                met.store.close()
+            elif dist.is_initialized():
+                rank_zero_warn(_NO_STORE)
+            ready.settle()
             return
-        self._store = PrefixStore(f"azureml_strategy/stop/{name}", store)
-        self._rank, self._world_size = trainer.global_rank, trainer.world_size
+        self._store = met.store
+        self._rank = trainer.global_rank
         self._listen_with_lightning(trainer)
 
     @override
@@ -199,6 +199,9 @@ class TerminateTogether(IsolatedCallback):
         self._listen()
         if self._agreement.step_done():
             self._stop(trainer)
+        elif self._agreement.error is not None:
+            log.warning("The ranks cannot agree on a step to stop at: %s. Training goes on.", self._agreement.error)
+            self._agreement = None
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -234,10 +237,9 @@ class TerminateTogether(IsolatedCallback):
         if requested is not None:
             passed_through(lambda: signal.raise_signal(requested))
 
-    def _prepare(self, trainer: Trainer) -> Store | None:
+    def _prepare(self, trainer: Trainer) -> None:
         self._close(trainer)  # clean up after a previous run that failed
         FitLoopState.of(trainer)  # calls `on_step_boundary`
-        return _store(trainer)
 
     def _begin(self, trainer: Trainer) -> None:
         assert self._store is not None
@@ -256,9 +258,8 @@ class TerminateTogether(IsolatedCallback):
         saved = Attempt(lambda: save_and_record(trainer, agreement.reason))
         if saved.fault is not None:
             self._report("save_and_record", saved.fault)
-        stop_barrier = PrefixStore(f"stop_barrier/{self._stops}", store)
         with paused(trainer):
-            goes_on = StopBarrier(stop_barrier, self._rank, self._world_size, self._state).goes_on()
+            goes_on = StopBarrier(store.part(f"stop_barrier/{self._stops}"), self._state).goes_on()
         if not goes_on:
             trainer._signal_connector.received_sigterm = not interrupted
             self._call_replaced_handlers()
@@ -266,11 +267,10 @@ class TerminateTogether(IsolatedCallback):
         record_going_on(trainer, agreement.reason)
         self._watch(store)
 
-    def _watch(self, store: Store) -> None:
+    def _watch(self, store: ControlStore) -> None:
         """Start a new agreement, under keys that no previous stop has used."""
         self._stops += 1
-        names = PrefixStore(f"agreement/{self._stops}", store)
-        self._agreement = StopAgreement(names, self._rank, self._world_size, self._reason, self._agree_s)
+        self._agreement = StopAgreement(store.part(f"agreement/{self._stops}"), self._reason, self._agree_s)
 
     def _poller(self) -> EventPoller | None:
         url = events_url(self._events_url, os.environ)
@@ -295,9 +295,9 @@ class TerminateTogether(IsolatedCallback):
         self._end_threads()
 
     def _end_threads(self) -> None:
-        for watcher in (self._agreement, self._events):
-            if watcher is not None:
-                watcher.close()
+        for each in (self._agreement, self._events, self._store):
+            if each is not None:
+                each.close()
         self._agreement = self._events = self._store = None
 
     def _listen_with_lightning(self, trainer: Trainer) -> None:
@@ -389,15 +389,3 @@ def _exit_code(trainer: Trainer, ended_by: signal.Signals) -> int:
 def _on_all(trainer: Trainer, mine: bool) -> bool:
     """Whether it is true on all ranks of this Trainer. A Trainer may run alone while a process group exists."""
     return mine if trainer.world_size == 1 else all(gather(mine))
-
-
-def _store(trainer: Trainer) -> Store | None:
-    """Open a connection of our own to the rendezvous store; None, with a warning, if that fails."""
-    store = another_connection(trainer.world_size, _STORE_TIMEOUT)
-    if store is None and dist.is_initialized():
-        rank_zero_warn(
-            "The ranks cannot agree on a step to stop at after SIGTERM: the process group was not made with "
-            "MASTER_ADDR and MASTER_PORT, or nothing answers there. Training goes on; SIGTERM does what it does in "
-            "stock Lightning."
-        )
-    return store

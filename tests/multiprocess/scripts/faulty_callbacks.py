@@ -20,7 +20,7 @@ FAULTS: list[tuple[Any, str]] = [
     (watching, "this_process"),
     (watching.HangWatch, "_start"),
     (watching.Progress, "batch_done"),
-    (termination, "another_connection"),
+    (termination.TerminateTogether, "_prepare"),
     (termination.TerminateTogether, "_poller"),
     (agreement.StopAgreement, "step_done"),
     (network, "run_network"),

@@ -14,13 +14,14 @@ from noisy import fit
 
 from azureml_strategy.checkpoint import writer
 from azureml_strategy.checkpoint.folder import CheckpointFolder
+from azureml_strategy.control import channel
 from azureml_strategy.strategies import AzureMLDDPStrategy
 
 loser, output = int(sys.argv[1]), Path(sys.argv[2])
 LOST = 4  # step
 rank = int(os.environ["RANK"])
 opened: list[set[int]] = []
-stage, connect = writer.stage, writer.another_connection
+stage, connect = writer.stage, channel.another_connection
 
 
 def connections() -> set[int]:
@@ -58,7 +59,7 @@ def stage_and_lose(*arguments: Any) -> Any:
 
 
 writer.stage = stage_and_lose
-writer.another_connection = connect_and_remember
+channel.another_connection = connect_and_remember
 checkpoint = {"monitor": None, "every_n_train_steps": 2, "keep_last": 20}
 result = fit(output, strategy=AzureMLDDPStrategy(), checkpoint=checkpoint, max_epochs=1, limit_val_batches=0)
 complete = [each.step for each in CheckpointFolder(output / "checkpoints").complete()]
