@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from azureml_strategy.cluster.emulated import EmulatedRun, azure_variables
-from azureml_strategy.cluster.environ import ADDRESS_VARIABLES, NODE_VARIABLES, LaunchError
+from azureml_strategy.cluster.environ import ADDRESS_VARIABLES, NODE_VARIABLES, LaunchError, in_azure_ml
 from azureml_strategy.cluster.launch import Launch
-from azureml_strategy.cluster.launchers import detect_launch, local
+from azureml_strategy.cluster.launchers import _parse, detect_launch, local
 
 RUN = EmulatedRun("quirky_plum", "resnet50", "1", "file:mlruns")
 LAUNCHERS = ("pytorch", "mpi", "tensorflow", "ray", "torchrun", "deepspeed", "local")
@@ -35,6 +38,7 @@ EVERY_NAME = sorted(
     {name for names in OWN.values() for name in names}
     | {*NODE_VARIABLES, *ADDRESS_VARIABLES, "AZUREML_CR_NODE_RANK", "VK_TASK_INDEX", "VC_WORKER_HOSTS"}
     | {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_RANK"}
+    | {"MV2_COMM_WORLD_LOCAL_RANK", "PMI_LOCAL_RANK", "VC_TASK_INDEX"}
 )
 
 
@@ -221,3 +225,82 @@ def test_this_process_is_read_by_default(monkeypatch: pytest.MonkeyPatch) -> Non
     for name, value in environment_of(launch).items():
         monkeypatch.setenv(name, value)
     assert detect_launch() == launch
+
+
+@pytest.fixture
+def parses(monkeypatch: pytest.MonkeyPatch) -> list[frozenset[tuple[str, str]]]:
+    """The sets of variables that were parsed, not read only."""
+    _parse.cache_clear()
+    parsed: list[frozenset[tuple[str, str]]] = []
+
+    def note(environ: Mapping[str, str]) -> bool:
+        parsed.append(frozenset(environ.items()))
+        return in_azure_ml(environ)
+
+    monkeypatch.setattr("azureml_strategy.cluster.launchers.in_azure_ml", note)
+    return parsed
+
+
+def test_the_same_variables_are_parsed_once(
+    monkeypatch: pytest.MonkeyPatch, parses: list[frozenset[tuple[str, str]]]
+) -> None:
+    for name, value in environment_of(Launch("pytorch", 5, 8, 1, 4, 1, 2, "10.0.0.4", 6105)).items():
+        monkeypatch.setenv(name, value)
+    first = detect_launch()
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("AZUREML_RUN_TOKEN", "secret")
+    assert detect_launch() is first
+    assert len(parses) == 1
+    assert "AZUREML_RUN_TOKEN" not in dict(parses[0]), "no secret is kept"
+
+
+def test_a_stock_trainer_that_removes_the_world_size_changes_no_launch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, parses: list[frozenset[tuple[str, str]]]
+) -> None:
+    environ = environment_of(Launch("pytorch", 5, 8, 1, 4, 1, 2, "10.0.0.4", 6105))
+    (tmp_path / "environ").write_text("\0".join(f"{name}={value}" for name, value in environ.items()))
+    monkeypatch.setattr("azureml_strategy.cluster.environ._INITIAL_ENVIRON", str(tmp_path / "environ"))
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    first = detect_launch()
+    monkeypatch.delenv("WORLD_SIZE")
+    assert first is not None
+    assert detect_launch() is first
+    assert len(parses) == 1
+
+
+@pytest.mark.parametrize("name", EVERY_NAME)
+def test_any_variable_of_a_launcher_that_changes_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, parses: list[frozenset[tuple[str, str]]], name: str
+) -> None:
+    monkeypatch.setattr("azureml_strategy.cluster.environ._INITIAL_ENVIRON", "/nonexistent")
+    monkeypatch.setenv("AZUREML_RUN_ID", "quirky_plum")
+    for value in ("0", "1"):
+        monkeypatch.setenv(name, value)
+        with suppress(LaunchError):
+            detect_launch()
+    monkeypatch.delenv(name)
+    assert detect_launch() is None
+    assert [dict(variables).get(name) for variables in parses] == ["0", "1", None]
+
+
+def test_a_launch_changes_when_a_strategy_has_started_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Launch("pytorch", 1, 2, 0, 1, 1, 2, "10.0.0.4", 6105)
+    for name, value in environment_of(node).items():
+        monkeypatch.setenv(name, value)
+    assert detect_launch() == node
+    for local_rank in (0, 1):
+        place = node.with_local_processes(2, local_rank)
+        with monkeypatch.context() as patched:
+            for name, value in local.variables(place).items():
+                patched.setenv(name, value)
+            assert detect_launch() == place
+    assert detect_launch() == node
+
+
+def test_a_refusal_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AZUREML_RUN_ID", "quirky_plum")
+    monkeypatch.setenv("AZUREML_NODE_COUNT", "2")
+    for _ in range(2):
+        with pytest.raises(LaunchError, match="no launcher gave this process a rank"):
+            detect_launch()

@@ -109,6 +109,18 @@ def test_one_process_per_node_starts_the_others_with_their_ranks(run_job: RunJob
     assert sorted(row for rows in job.each("read") for row in rows) == list(range(64))
 
 
+def test_each_process_parses_its_variables_once_and_those_that_a_strategy_changes_again(run_job: RunJob) -> None:
+    job = run_job("places.py", nodes=2)
+    assert job.exit_code == 0, job.output
+    node, place = {"of": 2, "local": 0, "parsed": 1}, {"of": 4, "parsed": 1}
+    for rank, told in job.results.items():
+        started = rank % 2 == 1
+        here = {**place, "rank": rank, "local": rank % 2}
+        assert told["constructed"] == (here if started else {**node, "rank": rank // 2})
+        assert told["trained"] == (here if started else {**here, "parsed": 2})
+    assert sorted(job.results) == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("distribution", ["mpi", pytest.param("tensorflow", marks=pytest.mark.exhaustive)])
 def test_two_processes_on_each_of_two_nodes(run_job: RunJob, distribution: str) -> None:
     arguments = {"strategy": "azureml_ddp"}

@@ -44,6 +44,12 @@ _MASTERS = (
 )
 NODE_VARIABLES = (*_COUNTS, "AZ_BATCH_HOST_LIST", "AZ_BATCH_NODE_LIST", *_KUBERNETES_COUNTS)
 ADDRESS_VARIABLES = ("MASTER_ADDR", *_MASTERS)
+# All that this module reads for a launch, and the prefixes of names whose presence shows a job.
+VARIABLES = (
+    *("AZUREML_RUN_ID", "AZUREML_EXPERIMENT_ID", "MASTER_PORT", "NODE_RANK", "VC_WORKER_HOSTS"),
+    *(*NODE_VARIABLES, *ADDRESS_VARIABLES, *_INDICES),
+)
+JOB_PREFIXES = ("AZ_BATCHAI_", "AMLARC_")
 
 
 class LaunchError(RuntimeError):
@@ -167,7 +173,7 @@ def in_azure_ml(environ: Mapping[str, str]) -> bool:
     """Whether this process belongs to an Azure ML job, on a managed cluster or on attached Kubernetes."""
     if environ.get("AZUREML_RUN_ID") or environ.get("AZUREML_EXPERIMENT_ID"):
         return True
-    return any(name.startswith(("AZ_BATCHAI_", "AMLARC_")) for name in environ)
+    return any(name.startswith(JOB_PREFIXES) for name in environ)
 
 
 def node_count(environ: Mapping[str, str]) -> int | None:

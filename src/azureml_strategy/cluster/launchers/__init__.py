@@ -3,15 +3,21 @@
 The order is from the innermost launcher to the outermost: torchrun started below mpirun overrides mpirun. MPI comes
 before PyTorch because mpirun's own variables are unambiguous, while DeepSpeed and Lightning also write the PyTorch
 variables under MPI. A reader returns None if its launcher set no variables, and raises if the variables are incomplete.
+
+Many parts of a process ask for its launch. The same variables are parsed once, so that all get the same `Launch`. It
+is not kept for good, because a strategy that starts further processes changes the variables, and so does Lightning.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 
 from azureml_strategy.cluster.environ import (
     GUARD_SWITCH,
+    JOB_PREFIXES,
     NODE_VARIABLES,
+    VARIABLES,
     LaunchError,
     declared_node_rank,
     in_azure_ml,
@@ -25,12 +31,20 @@ from azureml_strategy.cluster.launchers import deepspeed, local, mpi, pytorch, r
 from azureml_strategy.cluster.launchers.pytorch import PYTORCH_VARIABLES
 
 _READERS = (local.read, torchrun.read, deepspeed.read, mpi.read, pytorch.read, tensorflow.read, ray.read)
+# Readers are given these alone: they cannot depend on one that does not count here.
+_VARIABLES = frozenset(
+    (
+        *(*VARIABLES, *PYTORCH_VARIABLES, *torchrun.VARIABLES, *deepspeed.MARKERS, *mpi.VARIABLES),
+        *(local.MARKER, *local.NUMBERS, "TF_CONFIG", "RAY_ADDRESS"),
+    )
+)
 
 
 def detect_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
     """Detect how Azure ML started this process.
 
-    Azure's own variables take precedence over those that Lightning or DeepSpeed wrote later.
+    Azure's own variables take precedence over those that Lightning or DeepSpeed wrote later. As long as no variable of
+    a launcher changes, each call returns the same object.
 
     Args:
         environ: the environment to read; this process's environment by default.
@@ -43,6 +57,14 @@ def detect_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
         LaunchError: the variables are incomplete or contradict one another, so that no rank can be trusted.
     """
     environ = own_environ() if environ is None else environ
+    read = {(name, environ[name]) for name in environ if name in _VARIABLES or name.startswith(JOB_PREFIXES)}
+    return _parse(frozenset(read))
+
+
+# More than one, because a process may also read the variables of others, as `doctor` does.
+@lru_cache(maxsize=8)
+def _parse(variables: frozenset[tuple[str, str]]) -> Launch | None:
+    environ = dict(variables)
     if not in_azure_ml(environ):
         return None
     for read in _READERS:

@@ -8,7 +8,7 @@ from azureml_strategy.cluster.environ import main_address, main_port, required_n
 from azureml_strategy.cluster.launch import Launch
 
 # deepspeed/launcher/launch.py sets all three, and nothing else does.
-_MARKERS = ("CROSS_RANK", "CROSS_SIZE", "LOCAL_SIZE")
+MARKERS = ("CROSS_RANK", "CROSS_SIZE", "LOCAL_SIZE")
 
 
 def read(environ: Mapping[str, str]) -> Launch | None:
@@ -17,7 +17,7 @@ def read(environ: Mapping[str, str]) -> Launch | None:
     Raises:
         LaunchError: its variables are incomplete.
     """
-    if not all(name in environ for name in _MARKERS):
+    if not all(name in environ for name in MARKERS):
         return None
     why = "CROSS_RANK, CROSS_SIZE and LOCAL_SIZE say that DeepSpeed's launcher started this process"
     num_nodes = required_number(environ, "CROSS_SIZE", why)

@@ -48,6 +48,7 @@ _KINDS = (
     # The Hydra launcher of MPICH and Intel MPI: the local numbers are MPI_LOCAL*, or PMI_LOCAL_* in some versions.
     _Names("PMI_RANK", "PMI_SIZE", ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"), ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")),
 )
+VARIABLES = tuple(name for kind in _KINDS for name in kind.all())
 
 
 def read(environ: Mapping[str, str]) -> Launch | None:

@@ -12,6 +12,7 @@ from azureml_strategy.cluster.launch import Launch
 
 # torch/distributed/elastic/agent/server/local_elastic_agent.py sets it for every worker.
 _MARKER = "TORCHELASTIC_RUN_ID"
+VARIABLES = (_MARKER, "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 
 
 def read(environ: Mapping[str, str]) -> Launch | None:
