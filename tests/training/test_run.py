@@ -184,7 +184,7 @@ def test_objects_anywhere_in_the_trainer(composed: Compose) -> None:
         f"callbacks=[{{_target_: {ModelCheckpoint.__module__}.ModelCheckpoint}}]",
     )
     check_config(config)
-    trainer = _trainer(config, None)
+    trainer = _trainer(config, None, None)
     assert isinstance(trainer.profiler, SimpleProfiler)
     assert trainer.profiler.dirpath == "here"
     assert type(trainer.strategy.cluster_environment) is LightningEnvironment  # type: ignore[attr-defined]

@@ -110,7 +110,7 @@ def run_recipe(recipe: str, arguments: Sequence[str]) -> None:
             keep_secrets(config)
             train(config)
         except SIGTERMException:
-            if launch is None and speaks_for_all():
+            if launch is None and speaks_for_all(launch):
                 log.info("To go on from there: %s", _command_to_go_on(recipe, arguments, config))
             raise
         except (RecipeError, LaunchError, ResumeError) as error:

@@ -23,7 +23,7 @@ from omegaconf.resolvers import oc
 
 from azureml_strategy.checkpoint.elastic import ElasticRestart
 from azureml_strategy.checkpoint.resume import ANY, AUTO, checkpoint_to_resume, told_to_children
-from azureml_strategy.cluster import detect_launch, read_job
+from azureml_strategy.cluster import Launch, detect_launch, read_job
 from azureml_strategy.cluster.environ import TERMINATION_SWITCH, switched_off
 from azureml_strategy.cluster.redaction import redact, remember_secrets
 from azureml_strategy.preemption.termination import TerminateTogether
@@ -133,13 +133,14 @@ def train(config: DictConfig) -> dict[str, float]:
     """
     drop_keys_of_old_targets(config)
     check_config(config)
-    _announce(config.output_dir)
+    launch = detect_launch()
+    _announce(config.output_dir, launch)
     seed_everything(config.seed, workers=True, verbose=False)
     torch.set_float32_matmul_precision(config.matmul_precision)
     model: LightningModule = make("model", config.model)
     data = make("data", config.data)
     chosen = checkpoint_to_resume(config.resume, Path(config.output_dir))
-    trainer = _trainer(config, chosen)
+    trainer = _trainer(config, chosen, launch)
     for logger in trainer.loggers:
         logger.log_hyperparams(hyperparameters(config))
         if isinstance(logger, JobMLFlowLogger) and _repeats(chosen, config.resume):
@@ -158,7 +159,7 @@ def _repeats(chosen: Path | None, resume: str) -> bool:
     return chosen is not None or (resume in (AUTO, ANY) and job is not None and job.attempt > 0)
 
 
-def _trainer(config: DictConfig, chosen: Path | None) -> Trainer:
+def _trainer(config: DictConfig, chosen: Path | None, launch: Launch | None) -> Trainer:
     loggers, callbacks = loggers_and_callbacks(config)
     arguments, strategy = make("trainer", config.trainer, _convert_="all"), make("strategy", config.strategy)
     try:
@@ -166,7 +167,7 @@ def _trainer(config: DictConfig, chosen: Path | None) -> Trainer:
             **arguments,
             strategy=strategy,
             logger=loggers or False,
-            callbacks=[*callbacks, *_termination(), ElasticRestart(chosen, config.global_batch)],
+            callbacks=[*callbacks, *_termination(launch), ElasticRestart(chosen, config.global_batch)],
             enable_checkpointing=any(isinstance(each, Checkpoint) for each in callbacks),
             enable_progress_bar=any(isinstance(each, ProgressBar) for each in callbacks),
             default_root_dir=config.output_dir,
@@ -177,18 +178,17 @@ def _trainer(config: DictConfig, chosen: Path | None) -> Trainer:
         raise RecipeError(f"Lightning's Trainer refuses what `trainer` says: {error}") from error
 
 
-def _termination() -> list[Callback]:
+def _termination(launch: Launch | None) -> list[Callback]:
     """The callback that stops a run on Ctrl-C as well, unless this is a distributed job.
 
     Every Trainer of a distributed job has such a callback by itself.
     """
-    if detect_launch() is not None or switched_off(os.environ, TERMINATION_SWITCH):
+    if launch is not None or switched_off(os.environ, TERMINATION_SWITCH):
         return []
     return [TerminateTogether(None if read_job() else "off", ctrl_c=True)]
 
 
-def _announce(folder: str) -> None:
-    launch = detect_launch()
+def _announce(folder: str, launch: Launch | None) -> None:
     if launch is not None and launch.rank == 0:
         log.info(
             "Azure ML job: launcher %s, %d node(s) x %d process(es), rendezvous at %s:%d",
@@ -198,13 +198,16 @@ def _announce(folder: str) -> None:
             launch.main_address,
             launch.main_port,
         )
-    if speaks_for_all():
+    if speaks_for_all(launch):
         log.info("Output folder: %s", Path(folder).absolute())
 
 
-def speaks_for_all() -> bool:
-    """Whether this process is rank 0, for use before there is a Trainer that knows."""
-    launch = detect_launch()
+def speaks_for_all(launch: Launch | None) -> bool:
+    """Whether this process is rank 0, for use before there is a Trainer that knows.
+
+    Args:
+        launch: this process's place in the job; None outside a distributed job.
+    """
     return launch.rank == 0 if launch is not None else os.environ.get("LOCAL_RANK", "0") == "0"
 
 
