@@ -122,7 +122,7 @@ def findings(*texts: str, hosts: int = 1) -> list[LogError]:
             "warning",
             "NCCL_IB_HCA==mlx5_ib0:1,",
         ),
-        ([NO_MODULE, "Using network IB"], "no GPUDirect module", "warning", "DMA-BUF"),
+        ([NO_MODULE, "Using network IB"], "no GPUDirect module", "warning", "NCCL 2.13 or newer"),
         (["Channel 00/0 : 0[0] -> 8[0] [send] via NET/IB/1"], "GPUDirect unused", "warning", "NCCL_TOPO_FILE"),
     ],
 )

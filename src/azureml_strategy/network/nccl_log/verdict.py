@@ -183,7 +183,7 @@ def _without_gpudirect(evidence: Evidence, verdict: Verdict) -> Iterator[LogErro
             evidence.without_module,
             "GPUDirect RDMA is off because the node has not loaded nvidia_peermem and NCCL did not find DMA-BUF: data "
             "takes a detour through the memory of the host.",
-            "Use an image with NCCL 2.12 or newer and CUDA 11.7 or newer (DMA-BUF), or a node image of Azure ML that "
+            "Use an image with NCCL 2.13 or newer and CUDA 11.7 or newer (DMA-BUF), or a node image of Azure ML that "
             "loads nvidia_peermem.",
             "warning",
         )
