@@ -92,6 +92,15 @@ def test_the_shipped_one_is_the_same_folder_for_the_same_content(cache: Path) ->
     assert {path.name for path in folder.parent.iterdir()} == {folder.name, other.name}, "nothing half made stays"
 
 
+def test_a_folder_that_cannot_be_written_is_not_taken_for_one_that_is_there(cache: Path) -> None:
+    folder = build_folder()
+    shutil.rmtree(folder)
+    folder.write_text("a file is in the way")
+    build_folder.__globals__["_written"].cache_clear()
+    with pytest.raises(NotADirectoryError):
+        build_folder()
+
+
 def wheel_name() -> str:
     return f"azureml_strategy-{version('azureml-strategy')}-py3-none-any.whl"
 

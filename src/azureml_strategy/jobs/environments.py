@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import os
@@ -106,8 +105,11 @@ def _written(cache: Path, base_image: str | None) -> Path:
         write_wheel(written)
         folder = cache / _content(written)
         # The rename is atomic: a folder of this name is always complete. It fails if another process was first.
-        with contextlib.suppress(OSError):
+        try:
             written.rename(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
     return folder
 
 
