@@ -24,6 +24,13 @@ class Pair(NamedTuple):
     second: Any
 
 
+def images(last_row: int = 0) -> torch.Tensor:
+    """As loaders give them for channels_last; black up to the last row of each."""
+    made = torch.zeros(16, 3, 64, 64)
+    made[:, :, -1] = last_row
+    return made.to(memory_format=torch.channels_last)
+
+
 class Plain:
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -40,6 +47,10 @@ class Endless:
     [
         (torch.zeros(3), torch.tensor([0.0, 0.0, 1e-30])),
         (torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last), torch.ones(2, 3, 4, 4)),
+        (images(), images(last_row=1)),
+        (images().mT, images(last_row=1).mT),
+        (images()[..., ::2], images(last_row=1)[..., ::2]),
+        (images().to(torch.complex64), images(last_row=1).to(torch.complex64)),
         (torch.tensor(True), torch.tensor(False)),
         (torch.zeros(2, dtype=torch.bfloat16), torch.ones(2, dtype=torch.bfloat16)),
         (torch.zeros(2), torch.zeros(2, dtype=torch.float64)),

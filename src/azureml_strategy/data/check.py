@@ -176,10 +176,12 @@ def _sample(tensor: Tensor) -> Tensor:
     if tensor.is_meta:
         raise TypeError("there is nothing in it")
     plain = tensor.detach()
-    while not plain.is_contiguous() and plain.dim() > 1:  # flattening the whole tensor would copy the batch
-        plain = plain[0]
-    flat = plain.reshape(-1)
-    return flat[:: max(1, flat.numel() // _MOST_ELEMENTS)].clone().view(torch.uint8)
+    step = plain.numel() // _MOST_ELEMENTS | 1  # odd: an even one would see but some columns of most images
+    if plain.is_contiguous():
+        return plain.view(-1)[::step].clone().view(torch.uint8)
+    # Flattening it would copy the batch.
+    places = torch.arange(0, plain.numel(), step, device=plain.device)
+    return plain[torch.unravel_index(places, plain.shape)].view(torch.uint8)
 
 
 def _leaves(node: Any, depth: int) -> Iterator[Any]:
