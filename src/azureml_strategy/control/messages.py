@@ -24,8 +24,17 @@ def register(*classes: type) -> None:
 
     Args:
         classes: enumerations, and data classes whose fields are plain values or objects of registered classes.
+
+    Raises:
+        ValueError: another class of the same name is registered; messages tell classes apart by name alone.
     """
-    _CLASSES.update({each.__name__: each for each in classes})
+    for each in classes:
+        known = _CLASSES.setdefault(each.__name__, each)
+        if known is not each:
+            raise ValueError(
+                f"{each.__module__}.{each.__name__} cannot be registered for messages: {known.__module__} has a class "
+                "of the same name. Rename one of them."
+            )
 
 
 def to_json(value: Any) -> str:
