@@ -66,6 +66,25 @@ def test_a_workspace_is_not_looked_for_in_another_one_s_group(nowhere: dict[str,
     assert find_workspace(WorkspaceSettings(), environ, tmp_path) == WorkspaceSettings("s-user", "g-user", "w-user")
 
 
+@pytest.mark.parametrize("contradiction", ["resource_group", "workspace_name", "subscription_id"])
+def test_what_a_workspace_lacks_does_not_come_from_another_one(
+    nowhere: dict[str, str], tmp_path: Path, contradiction: str
+) -> None:
+    user = dict(zip(("subscription_id", "resource_group", "workspace_name"), _USER.values(), strict=True))
+    lacking = "resource_group" if contradiction == "subscription_id" else "subscription_id"
+    _config(tmp_path, **{**user, contradiction: "of-file", lacking: None})
+    with pytest.raises(JobError, match=f"its {lacking.replace('_id', '').replace('_', ' ')} could not be found"):
+        find_workspace(WorkspaceSettings(), {**nowhere, **_USER}, tmp_path)
+    _config(tmp_path, **{**user, lacking: None})
+    assert find_workspace(WorkspaceSettings(), {**nowhere, **_USER}, tmp_path).name == "w-user"
+
+
+def test_az_s_subscription_goes_with_a_workspace_that_is_not_az_s_default(tmp_path: Path) -> None:
+    environ = _az(tmp_path / "az", "group = g-az\nworkspace = w-az\n", [{"id": "s-az", "isDefault": True}])
+    _config(tmp_path, resource_group="g-file", workspace_name="w-file")
+    assert find_workspace(WorkspaceSettings(), environ, tmp_path) == WorkspaceSettings("s-az", "g-file", "w-file")
+
+
 def test_the_defaults_of_az(tmp_path: Path) -> None:
     subscriptions = [{"id": "s-no", "isDefault": False}, {"id": "s-az", "isDefault": True}]
     environ = _az(tmp_path / "az", "group = g-az\nworkspace = w-az\n", subscriptions)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import configparser
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,10 @@ class WorkspaceSettings:
         """These settings, with missing values taken from the other."""
         return WorkspaceSettings(*(mine or theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
 
+    def contradicts(self, other: WorkspaceSettings) -> bool:
+        """Whether both have the same value, and it differs."""
+        return self.over(other) != other.over(self)
+
 
 def find_workspace(
     asked: WorkspaceSettings, environ: Mapping[str, str] | None = None, folder: Path | None = None
@@ -48,7 +52,8 @@ def find_workspace(
     The sources are, in this order: the variables of an Azure ML job, a `config.json` in the folder or above it, the
     variables AZURE_SUBSCRIPTION_ID, AZURE_RESOURCE_GROUP and AZURE_ML_WORKSPACE, the defaults of the az command. If
     the user has typed no workspace name, sources before the first one that names a workspace are ignored: its workspace
-    must not be looked for in the resource group of another. Later sources fill what is missing.
+    must not be looked for in the resource group of another. Later sources fill what is missing, unless they contradict
+    an earlier one, which makes theirs another workspace. The subscription of the az command fills any.
 
     Args:
         asked: what the user has typed.
@@ -60,17 +65,19 @@ def find_workspace(
     """
     environ = os.environ if environ is None else environ
     job, user = (WorkspaceSettings(*(environ.get(name) or None for name in names)) for names in _VARIABLES)
-    sources = [job, _config_file((folder or Path.cwd()).absolute()), user, _az_defaults(environ)]
+    az = _az_defaults(environ)
+    sources = [job, _config_file((folder or Path.cwd()).absolute()), user, az]
     if asked.name is None:
         first = next((number for number, source in enumerate(sources) if source.name), 0)
         sources = sources[first:]
-    return _complete([asked, *sources])
+    configured = WorkspaceSettings()
+    for source in (*sources, WorkspaceSettings(az.subscription)):
+        if not configured.contradicts(source):
+            configured = configured.over(source)
+    return _complete(asked.over(configured))
 
 
-def _complete(sources: Sequence[WorkspaceSettings]) -> WorkspaceSettings:
-    found = WorkspaceSettings(
-        *(next((value for value in values if value), None) for values in zip(*map(astuple, sources), strict=True))
-    )
+def _complete(found: WorkspaceSettings) -> WorkspaceSettings:
     missing = [field.name.replace("_", " ") for field in fields(found) if getattr(found, field.name) is None]
     if not missing:
         return found
