@@ -69,3 +69,10 @@ def signed(content: dict[str, Any]) -> dict[str, Any]:
     unsigned = {key: value for key, value in content.items() if key != "crc32"}
     text = json.dumps(unsigned, sort_keys=True, separators=(",", ":"))
     return {**content, "crc32": zlib.crc32(text.encode())}
+
+
+@pytest.fixture
+def seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What seed_everything writes goes away again."""
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        monkeypatch.setenv(name, "0")
