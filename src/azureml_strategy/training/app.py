@@ -8,7 +8,8 @@ import re
 import shlex
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import hydra
@@ -18,11 +19,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from azureml_strategy.checkpoint import ResumeError
-from azureml_strategy.cluster import LaunchError, detect_launch
+from azureml_strategy.cluster import Launch, LaunchError, detect_launch
 from azureml_strategy.command_line import is_override
 from azureml_strategy.training.checks import check_overrides
 from azureml_strategy.training.console import discreet_console, tidy_console
-from azureml_strategy.training.recipes import RecipeError, find_recipe
+from azureml_strategy.training.recipes import Recipe, RecipeError, find_recipe
 from azureml_strategy.training.resolvers import register_resolvers
 from azureml_strategy.training.run import keep_secrets
 from azureml_strategy.training.targets import own_modules
@@ -76,6 +77,59 @@ def _check_folder(config: DictConfig, arguments: Sequence[str]) -> None:
         )
 
 
+def _check(recipe: Recipe, arguments: Sequence[str]) -> None:
+    """Refuse what can be refused before Hydra starts."""
+    if any(each.startswith(_SEARCH_PATH_FLAGS) for each in arguments):
+        return
+    config = check_overrides(recipe, [each for each in arguments if is_override(each)])
+    _check_folder(config, arguments)
+
+
+def _own_launch() -> Launch | None:
+    try:
+        return detect_launch()
+    except LaunchError as error:
+        raise RecipeError(str(error)) from error
+
+
+def _train(config: DictConfig, launch: Launch | None, recipe: str, arguments: Sequence[str]) -> None:
+    """Train one job of a sweep, or the only one. An error that needs no traceback becomes a `_Refusal`."""
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+    from azureml_strategy.training.run import speaks_for_all, train
+
+    try:
+        keep_secrets(config)
+        train(config)
+    except SIGTERMException:
+        if launch is None and speaks_for_all(launch):
+            log.info("To go on from there: %s", _command_to_go_on(recipe, arguments, config))
+        raise
+    except (RecipeError, LaunchError, ResumeError) as error:
+        raise _Refusal(error) from error
+    except _content_errors() as error:
+        if "HYDRA_FULL_ERROR" in os.environ or HydraConfig.get().mode is RunMode.MULTIRUN:
+            raise  # the next job of a sweep may succeed
+        raise _Refusal(f"{error} (HYDRA_FULL_ERROR=1 shows where.)") from error
+    except Exception:
+        if launch is not None and launch.world_size > 1 and HydraConfig.get().mode is RunMode.MULTIRUN:
+            # Hydra would start the next job, while other ranks may still wait for this one in a collective.
+            traceback.print_exc()
+            sys.exit(1)
+        raise
+
+
+@contextmanager
+def _command_line(arguments: Sequence[str]) -> Iterator[None]:
+    """Have Hydra read these arguments."""
+    given = sys.argv
+    sys.argv = [given[0], *arguments]
+    try:
+        yield
+    finally:
+        sys.argv = given
+
+
 def run_recipe(recipe: str, arguments: Sequence[str]) -> None:
     """Run a recipe as Hydra runs any application: output folder, `--cfg job`, `--multirun` and the rest.
 
@@ -88,49 +142,18 @@ def run_recipe(recipe: str, arguments: Sequence[str]) -> None:
     """
     register_resolvers()
     found = find_recipe(recipe)
-    if not any(each.startswith(_SEARCH_PATH_FLAGS) for each in arguments):
-        config = check_overrides(found, [each for each in arguments if is_override(each)])
-        _check_folder(config, arguments)
-    try:
-        launch = detect_launch()
-    except LaunchError as error:
-        raise RecipeError(str(error)) from error
-    command_line = sys.argv
-    folder = ["--config-dir", found.folder] if found.folder else []
+    _check(found, arguments)
+    launch, typed = _own_launch(), sys.argv
 
     @hydra.main(version_base="1.3", config_path=None, config_name=found.name)
     def application(config: DictConfig) -> None:
-        sys.argv = command_line  # a strategy repeats it to start further processes
-        from lightning.pytorch.utilities.exceptions import SIGTERMException
-
-        from azureml_strategy.training.run import speaks_for_all, train
-
+        sys.argv = typed  # a strategy repeats it to start further processes
         tidy_console()
-        try:
-            keep_secrets(config)
-            train(config)
-        except SIGTERMException:
-            if launch is None and speaks_for_all(launch):
-                log.info("To go on from there: %s", _command_to_go_on(recipe, arguments, config))
-            raise
-        except (RecipeError, LaunchError, ResumeError) as error:
-            raise _Refusal(error) from error
-        except _content_errors() as error:
-            if "HYDRA_FULL_ERROR" in os.environ or HydraConfig.get().mode is RunMode.MULTIRUN:
-                raise  # the next job of a sweep may succeed
-            raise _Refusal(f"{error} (HYDRA_FULL_ERROR=1 shows where.)") from error
-        except Exception:
-            if launch is None or launch.world_size == 1 or HydraConfig.get().mode is not RunMode.MULTIRUN:
-                raise
-            # Hydra would start the next job, while other ranks may still wait for this one in a collective.
-            traceback.print_exc()
-            sys.exit(1)
+        _train(config, launch, recipe, arguments)
 
-    sys.argv = [command_line[0], *folder, *arguments]
+    folder = ["--config-dir", found.folder] if found.folder else []
     try:
-        with own_modules(found.folder), discreet_console():
+        with _command_line([*folder, *arguments]), own_modules(found.folder), discreet_console():
             application()
     except _Refusal as refusal:
         raise RecipeError(str(refusal)) from refusal
-    finally:
-        sys.argv = command_line
