@@ -123,7 +123,11 @@ def own_log(variables: Mapping[str, str]) -> Path:
 
 
 def log_folder(azure: bool) -> Path:
-    """A folder for NCCL's logs: on Azure `logs/nccl`, which Azure ML uploads during a job; else a temporary one."""
+    """A folder for the NCCL logs of a job: `logs/nccl`, which Azure ML uploads meanwhile, or a temporary one.
+
+    Args:
+        azure: whether the machine is an Azure VM. Elsewhere, as under the emulator, nothing uploads logs.
+    """
     temporary = Path(tempfile.gettempdir()) / "azureml_strategy_nccl"
     for folder in [Path("logs/nccl").resolve()] * azure + [temporary]:
         with contextlib.suppress(OSError):
