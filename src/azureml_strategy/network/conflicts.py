@@ -7,8 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from azureml_strategy.network.findings import Finding, Verdict
-from azureml_strategy.network.hardware import total_gbytes
+from azureml_strategy.network.findings import Finding, Verdict, total_gbytes
 from azureml_strategy.network.infiniband import HCA
 from azureml_strategy.network.node import Node
 from azureml_strategy.network.sysfs import Interface

@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from azureml_strategy.network.conflicts import find_conflicts
-from azureml_strategy.network.findings import Finding
-from azureml_strategy.network.hardware import find_faults
+from azureml_strategy.network.findings import Finding, find_faults
 from azureml_strategy.network.node import Node, read_node
 from azureml_strategy.network.settings import Setting, wanted_settings
 from azureml_strategy.network.sysfs import read_text

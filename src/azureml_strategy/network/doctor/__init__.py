@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from azureml_strategy.network.doctor.examination import examine
 from azureml_strategy.network.doctor.log import UnreadableLog, explain_log
-from azureml_strategy.network.doctor.report import Report, Section, render
+from azureml_strategy.network.doctor.report import Report, Section, examine, render
 
 __all__ = ["Report", "Section", "UnreadableLog", "examine", "explain_log", "render"]

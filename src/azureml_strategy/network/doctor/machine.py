@@ -9,8 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from azureml_strategy.network.doctor.facts import Facts
-from azureml_strategy.network.findings import Finding
-from azureml_strategy.network.hardware import find_faults
+from azureml_strategy.network.findings import Finding, find_faults
 from azureml_strategy.network.infiniband import HCA
 from azureml_strategy.network.sysfs import read_text
 from azureml_strategy.network.vm_sizes import UnknownVMSize, VMSize, known_vm_sizes, lookup_vm_size, nearest_vm_size

@@ -8,8 +8,7 @@ from collections.abc import Collection
 from azureml_strategy.network.nccl_log.devices import Kind
 from azureml_strategy.network.nccl_log.evidence import Evidence
 from azureml_strategy.network.nccl_log.lines import Log, Messages, read_lines
-from azureml_strategy.network.nccl_log.transport import Sharp, Transport
-from azureml_strategy.network.nccl_log.verdict import Verdict, find, find_fallback, judge
+from azureml_strategy.network.nccl_log.transport import Sharp, Transport, Verdict, find, find_fallback, judge
 
 
 def uses_gpudirect(evidence: Evidence, kind: Kind) -> bool | None:

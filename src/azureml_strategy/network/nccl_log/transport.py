@@ -1,11 +1,13 @@
-"""Describes the transport that NCCL uses between nodes, according to its log."""
+"""The transport between nodes: its description, and how it and its suspicious sides follow from a log's evidence."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from azureml_strategy.network.nccl_log.devices import Kind
+from azureml_strategy.network.nccl_log.devices import Kind, family, fastest, slowest
+from azureml_strategy.network.nccl_log.evidence import Evidence
 from azureml_strategy.network.nccl_log.failures import LogError
 
 Basis = Literal["channels", "collnet", "init", "error", "none"]
@@ -19,7 +21,7 @@ _NAMES: dict[Kind, str] = {
     "p2p-only": "inside nodes only",
     "unknown": "unknown transport",
 }
-_MOST_NAMES = 2  # adapters that a text names
+_MOST_ADAPTERS = 2  # adapters that a text names
 
 
 @dataclass(frozen=True)
@@ -102,5 +104,215 @@ def _details(transport: Transport) -> list[str]:
 
 
 def _adapters(names: tuple[str, ...]) -> str:
-    shown = ", ".join(names) if len(names) <= _MOST_NAMES else f"{names[0]} ... {names[-1]}"
+    shown = ", ".join(names) if len(names) <= _MOST_ADAPTERS else f"{names[0]} ... {names[-1]}"
     return f"{len(names)} HCA{'s' if len(names) > 1 else ''} ({shown})"
+
+
+# After these errors there is no communicator.
+_NOTHING_ESTABLISHED = {"no interface", "bootstrap time-out"}
+
+_MOST_NAMES = 8  # names that a text lists
+_BRIDGES = ("docker", "virbr", "veth", "br-")  # interfaces that do not leave the host
+
+
+class Use(NamedTuple):
+    """A host's use of a network."""
+
+    host: str | None
+    network: str
+    kind: Kind
+
+
+class Verdict(NamedTuple):
+    """What carries the traffic between nodes, the basis of that, and which host uses which network."""
+
+    kind: Kind
+    basis: Basis
+    uses: tuple[Use, ...] = ()
+
+
+def judge(evidence: Evidence) -> Verdict:
+    """Decide which transport NCCL uses between nodes.
+
+    Channel lines decide first, then the networks selected at start, then the fastest network found at start: NCCL 2.4
+    mentions sockets, for its bootstrap, even if it uses InfiniBand.
+    """
+    if uses := _channel_uses(evidence):
+        is_net = any(route.network and not route.collnet for _, route in evidence.routes)
+        return Verdict(slowest(use.kind for use in uses), "channels" if is_net else "collnet", uses)
+    if evidence.routes and _is_one_node(evidence):
+        return Verdict("p2p-only", "channels")
+    if evidence.selected:
+        uses = _distinct(_use(evidence, host, network) for host, network in evidence.selected)
+        return Verdict(slowest(use.kind for use in uses), "init", uses)
+    if evidence.loaded:
+        uses = _distinct(_use(evidence, None, network) for network in evidence.loaded)
+        best = fastest(use.kind for use in uses)
+        return Verdict(best, "init", tuple(use for use in uses if use.kind == best))
+    return _judge_by_errors(evidence)
+
+
+def _judge_by_errors(evidence: Evidence) -> Verdict:
+    if evidence.routes:
+        return Verdict("p2p-only", "channels")
+    if evidence.failed:
+        use = _use(evidence, None, evidence.failed)
+        return Verdict(use.kind, "error", (use,))
+    if any(error.name in _NOTHING_ESTABLISHED for error in evidence.errors):
+        return Verdict("p2p-only", "error")
+    return Verdict("unknown", "none")
+
+
+def _channel_uses(evidence: Evidence) -> tuple[Use, ...]:
+    return _distinct(
+        _use(evidence, host, route.network, route.device) for host, route in evidence.routes if route.network
+    )
+
+
+def _is_one_node(evidence: Evidence) -> bool:
+    """Whether all traffic stays inside one node, or on NVLink that spans nodes."""
+    over_nvlink = evidence.nvlink_between_nodes or any("MNNVL" in route.name for _, route in evidence.routes)
+    return over_nvlink or (evidence.nodes == 1 and len(evidence.hosts) <= 1)
+
+
+def _use(evidence: Evidence, host: str | None, network: str, device: int | None = None) -> Use:
+    found = family(network)
+    kind: Kind = "unknown"
+    # An unknown plugin uses the verbs devices if the log lists any.
+    if found == "verbs" or (found is None and evidence.devices.links):
+        kind = "roce" if evidence.devices.is_ethernet(host, device) else "ib"
+    elif found is not None:
+        kind = found
+    return Use(host, network, kind)
+
+
+def _distinct(uses: Iterable[Use]) -> tuple[Use, ...]:
+    return tuple(dict.fromkeys(uses))
+
+
+def find(evidence: Evidence, verdict: Verdict) -> Iterator[LogError]:
+    """All findings, the most costly first."""
+    yield from _mixed(verdict)
+    if verdict.kind == "socket":
+        yield from _infiniband_unused(evidence)
+        yield from _ip_over_infiniband(evidence)
+    if verdict.kind == "roce":
+        yield from _roce(evidence)
+    yield from _without_gpudirect(evidence, verdict)
+    yield from _wrong_interface(evidence)
+
+
+def find_fallback(evidence: Evidence, verdict: Verdict) -> Iterator[LogError]:
+    """The error that NCCL fell back to sockets because it saw no adapter.
+
+    Its message alone does not prove a fallback: NCCL may then use another network.
+    """
+    if verdict.kind == "socket" and evidence.without_device and not any(evidence.devices.with_link("IB")):
+        yield LogError(
+            "no device",
+            evidence.without_device,
+            "NCCL saw no InfiniBand adapter and uses TCP. That is right for a VM size without InfiniBand; on others "
+            "the container cannot reach the adapters, or a setting hides them.",
+            f"On an InfiniBand size unset {_hidden_by(evidence) or 'NCCL_IB_DISABLE and NCCL_IB_HCA'}, and see that "
+            "/dev/infiniband and libibverbs are in the container.",
+            "warning",
+        )
+
+
+def _mixed(verdict: Verdict) -> Iterator[LogError]:
+    by_network: dict[str, set[str]] = {}
+    for use in verdict.uses:
+        by_network.setdefault(f"{use.network} ({use.kind})", set()).add(use.host or "a host that is not named")
+    if len({use.kind for use in verdict.uses}) > 1:
+        yield LogError(
+            "mixed transports",
+            "; ".join(f"{network} on {_names(sorted(hosts))}" for network, hosts in by_network.items()),
+            "Ranks use different transports. Every collective waits for the slowest.",
+            "Compare the first lines of NCCL on these hosts: adapters, plugin, and variables that begin with NCCL_ "
+            "must be the same.",
+            "problem",
+        )
+
+
+def _infiniband_unused(evidence: Evidence) -> Iterator[LogError]:
+    if hcas := list(evidence.devices.with_link("IB")):
+        yield LogError(
+            "InfiniBand unused",
+            f"InfiniBand adapters {_names(hcas)} are there, but traffic goes over sockets.",
+            "TCP carries the traffic between nodes, at a fraction of the bandwidth.",
+            f"Unset {_hidden_by(evidence) or 'NCCL_NET and NCCL_IB_DISABLE'}, and see that the plugin loads.",
+            "problem",
+        )
+
+
+def _ip_over_infiniband(evidence: Evidence) -> Iterator[LogError]:
+    if names := [name for name in evidence.interfaces if name.startswith("ib")]:
+        yield LogError(
+            "IPoIB",
+            f"Sockets over {_names(names)}",
+            "Interfaces whose names begin with ib are usually IP over InfiniBand: TCP, slower than verbs on the same "
+            "adapter.",
+            "Set NCCL_SOCKET_IFNAME=eth0, and let NCCL use the adapters themselves (unset NCCL_IB_DISABLE).",
+            "warning",
+        )
+
+
+def _roce(evidence: Evidence) -> Iterator[LogError]:
+    roce = list(evidence.devices.with_link("RoCE"))
+    hcas = list(evidence.devices.with_link("IB"))
+    fix = "Set NCCL_IB_DISABLE=1: TCP over the same adapter is what Azure supports on sizes without InfiniBand."
+    if hcas:
+        fix = "Set NCCL_IB_HCA=" + "=" + ",".join(f"{name}:1" for name in hcas) + ", which leaves Ethernet out."
+    yield LogError(
+        "RoCE",
+        f"Verbs over Ethernet: {_names(roce)}",
+        "NCCL says IB of any verbs device. These are Ethernet devices, on Azure the virtual function of accelerated "
+        "networking (mlx5_an0): no InfiniBand.",
+        fix,
+        "warning",
+    )
+
+
+def _without_gpudirect(evidence: Evidence, verdict: Verdict) -> Iterator[LogError]:
+    routes = [route for _, route in evidence.routes if route.network and family(route.network) == "verbs"]
+    if evidence.without_module:
+        yield LogError(
+            "no GPUDirect module",
+            evidence.without_module,
+            "GPUDirect RDMA is off because the node has not loaded nvidia_peermem and NCCL did not find DMA-BUF: data "
+            "takes a detour through the memory of the host.",
+            "Use an image with NCCL 2.13 or newer and CUDA 11.7 or newer (DMA-BUF), or a node image of Azure ML that "
+            "loads nvidia_peermem.",
+            "warning",
+        )
+    elif verdict.kind == "ib" and routes and not any(route.gpudirect for route in routes):
+        yield LogError(
+            "GPUDirect unused",
+            f"No channel over {routes[0].name} carries GDRDMA.",
+            "Data takes a detour through the memory of the host. In a VM NCCL often believes GPU and adapter to be far "
+            "apart, because the VM hides the PCIe topology.",
+            "Set NCCL_TOPO_FILE to the file of this VM size, or NCCL_NET_GDR_LEVEL=SYS.",
+            "warning",
+        )
+
+
+def _wrong_interface(evidence: Evidence) -> Iterator[LogError]:
+    wrong = [name for name in evidence.bootstrap if name == "lo" or name.startswith(_BRIDGES)]
+    if wrong and (len(evidence.hosts) > 1 or evidence.nodes > 1):
+        yield LogError(
+            "wrong interface",
+            f"Bootstrap over {_names(wrong)}",
+            "Ranks tell one another an address that other nodes cannot reach. Excluding the only adapter "
+            "(NCCL_SOCKET_IFNAME=^eth) leads here too.",
+            "Set NCCL_SOCKET_IFNAME=eth0.",
+            "problem",
+        )
+
+
+def _hidden_by(evidence: Evidence) -> str:
+    return " and ".join(f"{name}={value}" for name, value in evidence.settings.items())
+
+
+def _names(names: list[str]) -> str:
+    more = len(names) - _MOST_NAMES
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from azureml_strategy.network.doctor.variables import check_launch, check_settings
+from azureml_strategy.network.doctor.software import check_launch, check_settings
 
 
 def test_in_a_job(tree: Any, read: Callable[..., Any], job: Callable[..., Any]) -> None:

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 from tests.network.conftest import Tree, job
 
-from azureml_strategy.network.findings import Finding
-from azureml_strategy.network.hardware import find_faults, total_gbytes
+from azureml_strategy.network.findings import Finding, find_faults, total_gbytes
 from azureml_strategy.network.node import Node
 
 H100 = "Standard_ND96isr_H100_v5"
