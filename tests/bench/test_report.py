@@ -6,15 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
-from tests.bench.conftest import CONDITIONS, MakePairs
+from tests.bench.conftest import MakePairs
 
-from azureml_strategy.bench.measure import Procedure
-from azureml_strategy.bench.plan import Plan
-from azureml_strategy.bench.report import plot, print_results, print_start
+from azureml_strategy.bench.report import plot, print_results
 from azureml_strategy.bench.results import Results, Sweep
-from azureml_strategy.bench.verdict import Expectation
 
 
 def pixels(results: Results) -> np.ndarray:
@@ -83,15 +79,3 @@ def test_of_many_pairs_only_the_slow_ones(pairs: MakePairs, capsys: pytest.Captu
     bandwidths = {(first, second): 20.0 for first in range(20) for second in range(first + 1, 20)}
     output = printed(pairs(bandwidths | {(3, 7): 5.0}), capsys)
     assert [line.split("|")[1].strip() for line in output.splitlines() if " - " in line and "|" in line] == ["3 - 7"]
-
-
-def test_the_start(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = Plan(CONDITIONS, ["all-reduce"], [1 << 20], Procedure(torch.float32, 10, 2), Expectation(None, ""))
-    print_start(plan, idle_gpus=0)
-    assert capsys.readouterr().out == (
-        "Measuring all-reduce of 1 MiB: 3 node(s) x 1 process(es), gloo on CPU, 10 iterations after 2 of warm-up.\n"
-    )
-    print_start(plan, idle_gpus=7)
-    assert "Only 1 GPU(s) of each node take part, 7 do not: set the job's process_count_per_instance to 8" in (
-        capsys.readouterr().out
-    )

@@ -11,7 +11,6 @@ from rich.table import Table
 
 from azureml_strategy.bench.measure import Measurement
 from azureml_strategy.bench.options import format_size
-from azureml_strategy.bench.plan import Plan
 from azureml_strategy.bench.results import Pairs, Results, Sweep
 from azureml_strategy.tracking.tables import print_table
 
@@ -73,29 +72,6 @@ def _draw_pairs(axes: Axes, pairs: Pairs, nodes: int) -> None:
     axes.set_xlabel("node")
     axes.set_ylabel("node")
     axes.locator_params(integer=True)
-
-
-def print_start(plan: Plan, idle_gpus: int) -> None:
-    """Print what will be measured, and how many GPUs take no part.
-
-    Args:
-        plan: what will be measured.
-        idle_gpus: number of GPUs of each node that take no part.
-    """
-    conditions = plan.conditions
-    sizes = " to ".join(format_size(size) for size in dict.fromkeys((plan.sizes[0], plan.sizes[-1])))
-    print(
-        f"Measuring {', '.join(plan.collectives)} of {sizes}: {conditions.nodes} node(s) x "
-        f"{conditions.processes_per_node} process(es), {conditions.backend} on {conditions.device}, "
-        f"{conditions.iterations} iterations after {conditions.warmup} of warm-up.",
-        flush=True,
-    )
-    if idle_gpus:
-        print(
-            f"Only {conditions.processes_per_node} GPU(s) of each node take part, {idle_gpus} do not: set the job's "
-            f"process_count_per_instance to {conditions.processes_per_node + idle_gpus} to measure what a node has.",
-            flush=True,
-        )
 
 
 def print_results(results: Results, files: Sequence[Path]) -> None:

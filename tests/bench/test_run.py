@@ -1,11 +1,15 @@
-"""Sizes that fit the backend and the memory."""
+"""The plan: sizes that fit the backend and the memory, and what is said of it at the start."""
 
 from __future__ import annotations
 
 import pytest
+import torch
+from tests.bench.conftest import CONDITIONS
 
 from azureml_strategy.bench import BenchError, BenchOptions
-from azureml_strategy.bench.plan import _sizes
+from azureml_strategy.bench.measure import Procedure
+from azureml_strategy.bench.run import Plan, _sizes, print_start
+from azureml_strategy.bench.verdict import Expectation
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -39,3 +43,15 @@ def test_what_the_user_wants_must_fit() -> None:
     assert _sizes(BenchOptions(sizes=(10, MIB)), "gloo", MIB) == (10, MIB)
     with pytest.raises(BenchError, match=r"a message of 2 MiB does not fit: some process has memory for 1\.5 MB"):
         _sizes(BenchOptions(sizes=(10, 2 * MIB)), "gloo", 1_500_000)
+
+
+def test_the_start(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = Plan(CONDITIONS, ["all-reduce"], [1 << 20], Procedure(torch.float32, 10, 2), Expectation(None, ""))
+    print_start(plan, idle_gpus=0)
+    assert capsys.readouterr().out == (
+        "Measuring all-reduce of 1 MiB: 3 node(s) x 1 process(es), gloo on CPU, 10 iterations after 2 of warm-up.\n"
+    )
+    print_start(plan, idle_gpus=7)
+    assert "Only 1 GPU(s) of each node take part, 7 do not: set the job's process_count_per_instance to 8" in (
+        capsys.readouterr().out
+    )
