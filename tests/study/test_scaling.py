@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from azureml_strategy.cluster.job import Price
 from azureml_strategy.study import StudyError
-from azureml_strategy.study.figures import Figures
-from azureml_strategy.study.scaling import compare
+from azureml_strategy.study.scaling import Figures, compare
 
 
 def run(nodes: int, rate: float | None, **fields: object) -> Figures:

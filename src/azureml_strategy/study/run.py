@@ -7,17 +7,21 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from azureml_strategy.emulator import EmulatedJob, EmulationError, emulate_run
+from azureml_strategy.jobs import JobError
 from azureml_strategy.lazy import require_library
-from azureml_strategy.study.figures import Figures, read_figures
 from azureml_strategy.study.options import StudyError, StudyOptions, headings, run_overrides
 from azureml_strategy.study.report import plot, print_study
-from azureml_strategy.study.scaling import Scaling, compare
+from azureml_strategy.study.scaling import Figures, Scaling, compare, read_figures
 from azureml_strategy.tracking.run import resolve_tracking_uri
 from azureml_strategy.training.checks import check_overrides
 from azureml_strategy.training.recipes import RecipeError, find_recipe
 from azureml_strategy.training.resolvers import register_resolvers
+
+if TYPE_CHECKING:
+    from azureml_strategy.jobs import SubmittedJob
 
 WORKSPACE = "azureml"
 
@@ -89,6 +93,50 @@ def _emulate(job: EmulatedJob) -> Figures:
     return read_figures(MlflowClient(emulated.run.tracking_uri), emulated.run.run_id, job.nodes)
 
 
+def submit_sizes(options: StudyOptions) -> Iterator[Figures]:
+    """Submit a job of each size, and only then wait for each and read its run.
+
+    Raises:
+        JobError: a job cannot be made as requested, or Azure refused it or no longer answers.
+        StudyError: the store has no such run, or does not answer.
+        TrackingError: azureml-mlflow is missing.
+    """
+    from mlflow.tracking import MlflowClient
+
+    from azureml_strategy.jobs import connect, render_job, submit_recipe  # needs the extra `azure`
+    from azureml_strategy.jobs.metrics import tracking_uri
+    from azureml_strategy.jobs.recipe import read_recipe
+
+    recipe, jobs = str(options.recipe), {}
+    plans = {nodes: _overrides(options, nodes) for nodes in options.nodes}
+    for overrides in plans.values():
+        render_job(recipe, overrides)  # check that all are valid before one is paid for
+    client = connect(read_recipe(recipe, options.overrides).job.workspace.settings())
+    store = resolve_tracking_uri(tracking_uri(client))
+    for nodes, heading in headings(options):
+        jobs[nodes] = submit_recipe(recipe, plans[nodes], client=client)
+        print(f"{heading}: job {jobs[nodes].name}, {jobs[nodes].studio_url}", flush=True)
+    print(_how_to_go_on(list(jobs.values())), flush=True)
+    for nodes, job in jobs.items():
+        print(f"{job.name}: {job.wait()}", flush=True)
+        yield read_figures(MlflowClient(store), job.run_id, nodes)
+
+
+def _overrides(options: StudyOptions, nodes: int) -> list[str]:
+    own = [each for each in options.overrides if each.lstrip("+~").startswith("cluster.num_nodes=")]
+    if own:
+        raise JobError(f"{own[0]} is one size, and --nodes names them all. Leave the override out.")
+    size = [f"cluster.num_nodes={nodes}"]
+    if options.processes_per_node is not None:
+        size.append(f"cluster.processes_per_node={options.processes_per_node}")
+    return [*run_overrides(options), *size]
+
+
+def _how_to_go_on(jobs: list[SubmittedJob]) -> str:
+    names = ",".join(job.name for job in jobs)
+    return f"They go on without this command. Their table later: azureml-strategy study --runs {names} --store azureml"
+
+
 def run_study(options: StudyOptions) -> int:
     """Start the runs or read them, then print, plot and write what they achieved.
 
@@ -141,8 +189,6 @@ def _runs(options: StudyOptions) -> Iterator[Figures]:
         return read_runs(options)
     if options.local:
         return emulate_sizes(options)
-    from azureml_strategy.study.submitted import submit_sizes  # needs the extra `azure`
-
     return submit_sizes(options)
 
 
