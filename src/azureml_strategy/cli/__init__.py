@@ -1,4 +1,4 @@
-"""The command line `azureml-strategy VERB ...`, with one file per verb.
+"""The command line `azureml-strategy VERB ...`, with one file for each verb or group of verbs.
 
 No third-party package is imported before a verb is chosen, so that `--help` answers at once.
 """
@@ -20,7 +20,6 @@ from azureml_strategy.cli import (
     environment,
     jobs,
     model,
-    recipes,
     study,
     submit,
     train,
@@ -32,7 +31,7 @@ from azureml_strategy.lazy import missing_extra
 __all__ = ["main"]
 
 _VERBS = (
-    *(train, recipes, consolidate),
+    *(train, consolidate),
     *(emulate, bench, doctor),
     *(submit, study, jobs, model),
     *(cluster, data, environment, workspace),

@@ -1,4 +1,4 @@
-"""train RECIPE: trains a recipe as one run, or as a sweep."""
+"""train RECIPE: trains a recipe as one run, or as a sweep; recipes: lists the shipped ones."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ examples:
 
 
 def add_to(verbs: Verbs) -> None:
-    """Add the verb and its options."""
+    """Add both verbs, and the options of `train`."""
     verb = add_verb(
         verbs,
         "train",
-        _run,
+        _train,
         usage="azureml-strategy train RECIPE [KEY=VALUE ...]",
         help="train a recipe",
         description="Train a recipe: a shipped one by name, or your own YAML file by path.",
@@ -35,9 +35,10 @@ def add_to(verbs: Verbs) -> None:
         nargs=argparse.REMAINDER,
         help="what to change, in Hydra's notation; Hydra's own flags work too",
     )
+    add_verb(verbs, "recipes", _list, help="list the shipped recipes", description="List the shipped recipes.")
 
 
-def _run(options: argparse.Namespace) -> int:
+def _train(options: argparse.Namespace) -> int:
     from azureml_strategy.training.app import run_recipe
     from azureml_strategy.training.recipes import RecipeError
 
@@ -45,4 +46,12 @@ def _run(options: argparse.Namespace) -> int:
         run_recipe(options.recipe, options.overrides)
     except RecipeError as error:
         return fail(error)
+    return 0
+
+
+def _list(options: argparse.Namespace) -> int:
+    from azureml_strategy.training.recipes import shipped_recipes
+
+    for recipe in shipped_recipes():
+        print(f"{recipe.name:22} {recipe.summary}")
     return 0
