@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
 from azureml_strategy.data import EvaluationSampler, ResumableLoader, ResumableSampler, TrainingSampler
-from azureml_strategy.data.sampler import global_seed, replica
+from azureml_strategy.data.sampler import default_num_workers, global_seed, replica, require
 from azureml_strategy.data.synthetic import RepeatedBatch
 
 
@@ -139,3 +140,20 @@ def test_the_seed_is_lightnings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert global_seed() == 0
     monkeypatch.setenv("PL_GLOBAL_SEED", "7")
     assert global_seed() == 7
+
+
+def test_an_argument_out_of_range_is_named() -> None:
+    require("batch_size", 1, True, "1 or more")
+    with pytest.raises(ValueError, match="batch_size=0, but it must be 1 or more"):
+        require("batch_size", 0, False, "1 or more")
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs CPU affinity")
+def test_workers_share_the_cores_that_this_process_may_use() -> None:
+    allowed = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(allowed)})
+        assert [default_num_workers(processes) for processes in (1, 8)] == [1, 1]
+    finally:
+        os.sched_setaffinity(0, allowed)
+    assert default_num_workers(1) == min(len(allowed), 16)

@@ -10,9 +10,9 @@ from pathlib import Path
 from PIL import Image
 from typing_extensions import override
 
-from azureml_strategy.data.arguments import require
 from azureml_strategy.data.folders import DataFolderError
 from azureml_strategy.data.modules import ImageFolderDataModule
+from azureml_strategy.data.sampler import require
 
 _PIXELS = 32
 _BRIGHTEST = 16  # the digits have 17 grey levels

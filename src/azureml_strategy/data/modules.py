@@ -11,10 +11,17 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from azureml_strategy.data.arguments import default_num_workers, require
 from azureml_strategy.data.folders import DataFolderError, resolve_root
 from azureml_strategy.data.images import EvaluationImages, TrainingImages
-from azureml_strategy.data.sampler import EvaluationSampler, ResumableLoader, TrainingSampler, global_seed, replica
+from azureml_strategy.data.sampler import (
+    EvaluationSampler,
+    ResumableLoader,
+    TrainingSampler,
+    default_num_workers,
+    global_seed,
+    replica,
+    require,
+)
 
 # Seconds that a worker may take for one batch. A mount that stopped answering must end the run, not stall it forever.
 _BATCH_TIMEOUT = 600

@@ -1,4 +1,4 @@
-"""Samplers and loaders that restore their position, so that a resumed run continues at the exact sample."""
+"""Samplers and loaders that resume at the exact sample, and the arguments that all data modules check or complete."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from typing_extensions import override
+
+# More decoding processes than this only wait for one another. On a 96-core Azure VM each GPU gets 12.
+_MOST_WORKERS = 16
 
 
 class ResumableSampler(DistributedSampler[int]):
@@ -138,3 +141,25 @@ def replica(trainer: Trainer | None) -> tuple[int, int]:
 def global_seed() -> int:
     """Return the seed of `seed_everything`, or 0, as Lightning does for the samplers that it makes."""
     return int(os.environ.get("PL_GLOBAL_SEED", "0"))
+
+
+def require(name: str, value: float, valid: bool, rule: str) -> None:
+    """Refuse an argument that is out of range.
+
+    Raises:
+        ValueError: names the argument, the given value and the rule.
+    """
+    if not valid:
+        raise ValueError(f"{name}={value!r}, but it must be {rule}.")
+
+
+def default_num_workers(local_processes: int) -> int:
+    """This process's share of the cores it may use, from 1 to 16.
+
+    Args:
+        local_processes: training processes on this machine.
+    """
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        cores = len(os.sched_getaffinity(0))
+    return min(max(cores // local_processes, 1), _MOST_WORKERS)

@@ -9,8 +9,7 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from typing_extensions import override
 
-from azureml_strategy.data.arguments import require
-from azureml_strategy.data.sampler import replica
+from azureml_strategy.data.sampler import replica, require
 
 
 class RepeatedBatch:

@@ -13,9 +13,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
-from azureml_strategy.data.arguments import require
 from azureml_strategy.data.images import IGNORED_LABEL
-from azureml_strategy.data.sampler import EvaluationSampler, ResumableLoader, ResumableSampler, global_seed, replica
+from azureml_strategy.data.sampler import (
+    EvaluationSampler,
+    ResumableLoader,
+    ResumableSampler,
+    global_seed,
+    replica,
+    require,
+)
 from azureml_strategy.data.tokens import (
     ByteTokenizer,
     CorpusError,
