@@ -30,9 +30,8 @@ from azureml_strategy.emulator.nodes import EmulationError, IsolatedNodes, reser
 from azureml_strategy.emulator.processes import Outcome, PowerCut, Process, run_together
 from azureml_strategy.tracking.batch import Batch, End
 from azureml_strategy.tracking.run import RunRequest
-from azureml_strategy.tracking.spool import Spool
+from azureml_strategy.tracking.spool import Spool, command
 from azureml_strategy.tracking.store import StoreAwayError, StoreRefusedError, one_attempt_client, store_errors
-from azureml_strategy.tracking.upload import command
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from azureml_strategy.tracking.report import RunReport
     from azureml_strategy.tracking.run import RunLocation
     from azureml_strategy.tracking.store import TrackingError
-    from azureml_strategy.tracking.summary import ThroughputSummary
-    from azureml_strategy.tracking.throughput import ThroughputCallback
+    from azureml_strategy.tracking.throughput import ThroughputCallback, ThroughputSummary
 
 __all__ = [
     "CostTracker",
@@ -37,7 +36,7 @@ __getattr__ = lazy_attributes(
         "ThroughputProgressBar": "azureml_strategy.tracking.progress",
         "RunReport": "azureml_strategy.tracking.report",
         "TrackingError": "azureml_strategy.tracking.store",
-        "ThroughputSummary": "azureml_strategy.tracking.summary",
+        "ThroughputSummary": "azureml_strategy.tracking.throughput",
         "ThroughputCallback": "azureml_strategy.tracking.throughput",
     },
 )

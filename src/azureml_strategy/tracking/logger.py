@@ -21,8 +21,7 @@ from typing_extensions import override
 
 from azureml_strategy.cluster.job import read_job
 from azureml_strategy.cluster.redaction import redact_text
-from azureml_strategy.tracking.batch import End, Metrics, Params, Tags, TextFile
-from azureml_strategy.tracking.metric_names import clean_name
+from azureml_strategy.tracking.batch import End, Metrics, Params, Tags, TextFile, clean_name
 from azureml_strategy.tracking.run import (
     OpenRun,
     RunLocation,

@@ -16,9 +16,8 @@ from azureml_strategy.cluster.job import format_money
 from azureml_strategy.tracking.cost import CostTracker, find_cost
 from azureml_strategy.tracking.logger import JobMLFlowLogger
 from azureml_strategy.tracking.network import run_network
-from azureml_strategy.tracking.summary import ThroughputSummary
 from azureml_strategy.tracking.tables import print_table
-from azureml_strategy.tracking.throughput import find_throughput
+from azureml_strategy.tracking.throughput import ThroughputSummary, find_throughput
 
 # val/top1, train_acc, accuracy, test/acc_top5, ...
 _ACCURACY = re.compile(r"(^|[/_.])(acc|accuracy|top_?\d+)($|[/_.])", re.IGNORECASE)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from azureml_strategy.cluster.redaction import redact, redact_text
-from azureml_strategy.tracking.metric_names import TAG_VALUE_LENGTH, clean_name
+from azureml_strategy.tracking.batch import TAG_VALUE_LENGTH, clean_name
 from azureml_strategy.tracking.store import TrackingError as TrackingError
 from azureml_strategy.tracking.store import one_attempt_client
 

@@ -13,7 +13,7 @@ import torch
 from lightning.fabric.utilities.logger import _convert_params, _flatten_dict
 
 from azureml_strategy.cluster.redaction import redact, redact_text
-from azureml_strategy.tracking.metric_names import AZURE_PARAMS_PER_RUN, PARAM_VALUE_LENGTH, clean_name
+from azureml_strategy.tracking.batch import AZURE_PARAMS_PER_RUN, PARAM_VALUE_LENGTH, clean_name
 
 # MLflow stores steps as signed integers of 64 bits.
 _STEPS = range(-(2**63), 2**63)

@@ -22,9 +22,8 @@ from azureml_strategy.cluster.redaction import redact_text
 from azureml_strategy.tracking.batch import Batch, Record, make_batches
 from azureml_strategy.tracking.run import LoggedMetrics, OpenRun, RunRequest, describe_store, is_remote
 from azureml_strategy.tracking.sender import SECOND_LOOK_S, Sender
-from azureml_strategy.tracking.spool import Spool
+from azureml_strategy.tracking.spool import Leftovers, Spool, command
 from azureml_strategy.tracking.store import StoreAwayError, StoreRefusedError, TrackingError, store_errors
-from azureml_strategy.tracking.upload import Leftovers, command
 
 if TYPE_CHECKING:
     from mlflow.entities import Metric
