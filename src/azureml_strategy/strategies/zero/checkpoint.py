@@ -16,6 +16,7 @@ from typing_extensions import override
 from azureml_strategy.checkpoint.plain_data import WRITTEN_APART, PlainDataStrategy, to_plain
 from azureml_strategy.control.gather import Exchange
 from azureml_strategy.interfaces import WriteStaged
+from azureml_strategy.strategies.deepspeed_internals import load_universal_checkpoint
 from azureml_strategy.strategies.zero import universal
 from azureml_strategy.strategies.zero.device import AnyDeviceDeepSpeedStrategy
 from azureml_strategy.strategies.zero.universal import require_same_slices, require_zero_checkpoint
@@ -99,8 +100,7 @@ class AnyWorldDeepSpeedStrategy(StagedDeepSpeedStrategy):
         if self.is_global_zero:
             universal.convert(checkpoint)
         self.barrier()
-        # DeepSpeed reads this flag when it loads. Nothing else in an existing engine depends on it.
-        self.deepspeed_engine._config.load_universal_checkpoint = True
+        load_universal_checkpoint(self.deepspeed_engine)
 
     def _load_weights_in_parts(self, checkpoint: Path) -> dict[str, Any]:
         """Load the weights of a stage 3 checkpoint for evaluation. DeepSpeed itself needs an optimizer for that.

@@ -10,6 +10,8 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies.deepspeed import DeepSpeedStrategy
 from typing_extensions import override
 
+from azureml_strategy.strategies.deepspeed_internals import compile_no_operations, forget_groups
+
 
 class AnyDeviceDeepSpeedStrategy(DeepSpeedStrategy):
     """Lightning's DeepSpeed strategy, but it accepts CPUs, which DeepSpeed itself has supported since 0.9."""
@@ -70,16 +72,6 @@ def require_numbered_devices(devices: Sequence[torch.device]) -> None:
         )
 
 
-def forget_groups() -> None:
-    """Make DeepSpeed create its process groups anew.
-
-    It keeps the groups of this process's last Trainer, but they may be destroyed, or cut for tensor parallelism.
-    """
-    from deepspeed.utils import groups
-
-    groups._release_process_group_references()
-
-
 def use_device(kind: str) -> None:
     """Make DeepSpeed work on the Trainer's kind of device.
 
@@ -91,7 +83,6 @@ def use_device(kind: str) -> None:
     Raises:
         RuntimeError: DeepSpeed was told to use the CPU, but the Trainer uses GPUs.
     """
-    import deepspeed
     from deepspeed.accelerator import get_accelerator, set_accelerator
 
     if kind == "cpu":
@@ -99,9 +90,7 @@ def use_device(kind: str) -> None:
 
         if get_accelerator().device_name() != "cpu":
             set_accelerator(CPU_Accelerator())
-        # DeepSpeed would take two minutes to compile this shared-memory all-reduce. Only inference and tensor
-        # parallelism call it, and gloo's replaces it. Asking DeepSpeed what else it can compile starts compilers too.
-        deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
+        compile_no_operations()
     elif get_accelerator().device_name() == "cpu":
         raise RuntimeError(
             f"The Trainer uses {kind}, but DeepSpeed the CPU, as the variable DS_ACCELERATOR=cpu makes it. Unset it, "

@@ -1,0 +1,65 @@
+"""Every private name of DeepSpeed that this package uses, where DeepSpeed has no public way.
+
+`INTERNALS` says what for. Lightning's own strategy for DeepSpeed is in `lightning_internals.py`. This file imports
+DeepSpeed only in its functions: our strategies say by themselves that it is missing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+INTERNALS: dict[str, dict[str, str]] = {
+    # What `StageEngine` and `StageModule` use on themselves, some for each micro-batch.
+    "deepspeed.runtime.pipe.engine.PipelineEngine": {
+        "_INSTRUCTION_MAP": "extended: measures passes, and leaves the optimizer step to Lightning's loop",
+        "_compute_loss": "set before an evaluation, as eval_batch does",
+        "_exec_backward_pass": "a backward pass, which is measured",
+        "_exec_forward_pass": "a forward pass, which is measured",
+        "_exec_optimizer_step": "the optimizer step, when Lightning's loop takes it",
+        "_exec_schedule": "evaluates without eval_batch, which waits for all replicas",
+    },
+    "deepspeed.runtime.pipe.module.PipelineModule": {
+        "_local_start": "the index of the stage's first layer in the chain",
+        "_partition_layers": "overridden: the chain is cut already",
+        "_set_bounds": "tells DeepSpeed where",
+    },
+    # What the functions below use.
+    "deepspeed.ops": {
+        "__compatible_ops__": "which operations DeepSpeed would compile",
+    },
+    "deepspeed.runtime.engine.DeepSpeedEngine": {
+        "_config": "the configuration of an engine that exists, to change what it loads",
+    },
+    "deepspeed.utils.groups": {
+        "_release_process_group_references": "forgets the groups of a former Trainer, which may be destroyed",
+    },
+}
+
+
+def compile_no_operations() -> None:
+    """Keep DeepSpeed from compiling operations for the CPU.
+
+    It would take two minutes to compile its shared-memory all-reduce. Only inference and tensor parallelism call it,
+    and gloo's replaces it. Asking DeepSpeed what else it can compile starts compilers too.
+    """
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
+
+
+def forget_groups() -> None:
+    """Make DeepSpeed create its process groups anew.
+
+    It keeps the groups of this process's last Trainer, but they may be destroyed, or cut for tensor parallelism.
+    """
+    from deepspeed.utils import groups
+
+    groups._release_process_group_references()
+
+
+def load_universal_checkpoint(engine: DeepSpeedEngine) -> None:
+    """Make an engine load universal checkpoints. It reads this flag when it loads, and nothing else depends on it."""
+    engine._config.load_universal_checkpoint = True
