@@ -134,7 +134,8 @@ def _waits_told() -> SansIOHTTPPolicy[Any, Any]:
     """A policy of azure-core's pipeline that logs when the service asks for a long pause, which azure-core obeys."""
     from azure.core.pipeline import PipelineRequest, PipelineResponse
     from azure.core.pipeline.policies import SansIOHTTPPolicy
-    from azure.core.pipeline.policies._utils import get_retry_after
+
+    from azureml_strategy.jobs.azure_internals import get_retry_after
 
     class WaitsTold(SansIOHTTPPolicy[Any, Any]):
         def on_response(self, request: PipelineRequest[Any], response: PipelineResponse[Any, Any]) -> None:

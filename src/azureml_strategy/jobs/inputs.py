@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from azureml_strategy.jobs.azure_internals import output_uri
 from azureml_strategy.jobs.service_errors import JobError, ServiceError, service_errors
 from azureml_strategy.jobs.settings import InputSettings, JobSettings, OutputSettings
 from azureml_strategy.network.vm_sizes import VMSize
@@ -132,12 +133,14 @@ class OutputFiles:
     """
 
     def __init__(self, client: MLClient, job: str, output: str) -> None:
-        from azure.ai.ml._artifacts._artifact_utilities import get_datastore_info
-        from azure.ai.ml._utils._storage_utils import AzureMLDatastorePathUri, get_storage_client
+        from azureml_strategy.jobs.azure_internals import (
+            AzureMLDatastorePathUri,
+            get_datastore_info,
+            get_storage_client,
+        )
 
         with service_errors():
-            # Only the data plane knows the place of an output without an explicit path.
-            uri = client.jobs._get_named_output_uri(job, output).get(output)
+            uri = output_uri(client, job, output)
             if uri is None:
                 raise JobError(f"{job} has no output {output!r}: `azureml-strategy jobs show {job}` lists its outputs.")
             place = AzureMLDatastorePathUri(uri)

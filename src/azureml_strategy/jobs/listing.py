@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from azureml_strategy.cluster.redaction import redact_text
+from azureml_strategy.jobs.azure_internals import run_details_of
 from azureml_strategy.jobs.client import plain
 from azureml_strategy.jobs.service_errors import JobError, service_errors
 
@@ -32,7 +33,7 @@ def run_details(client: MLClient, name: str) -> Any:
         ServiceError: there is no job of this name.
     """
     with service_errors():
-        return client.jobs._runs_operations.get_run_details(name)
+        return run_details_of(client, name)
 
 
 def log_files(client: MLClient, name: str) -> dict[str, str]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from azureml_strategy.cluster.job import Price
+from azureml_strategy.jobs.azure_internals import standalone_job
 from azureml_strategy.jobs.client import quiet_sdk
 from azureml_strategy.jobs.environments import check_image, job_environment
 from azureml_strategy.jobs.inputs import access_patterns, data_runtime_variables, job_inputs, job_outputs
@@ -135,7 +136,7 @@ def build_job(recipe: JobRecipe, name: str | None, price: Price | None) -> Comma
 def job_yaml(job: Command) -> str:
     """Write the job as the YAML that `azure.ai.ml.load_job` and `az ml job create --file` take."""
     text = io.StringIO()
-    job._to_job().dump(text)  # as the az command does: Command.dump alone writes a step of a pipeline
+    standalone_job(job).dump(text)
     written = yaml.safe_load(text.getvalue())
     for key in _OF_THE_SERVICE:
         if isinstance(written["environment"], dict):

@@ -8,8 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from azure.ai.ml._utils._asset_utils import IgnoreFile, get_ignore_file
-
+from azureml_strategy.jobs.azure_internals import IgnoreFile, get_ignore_file, ignore_rules
 from azureml_strategy.jobs.service_errors import JobError
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ class LeftOut(IgnoreFile):
         self._own = (*NO_CODE, *(SECRETS if secrets else ()))
 
     def _get_ignore_list(self) -> list[str]:
-        return [*self._own, *get_ignore_file(self._folder)._get_ignore_list()]
+        return [*self._own, *ignore_rules(get_ignore_file(self._folder))]
 
     def is_file_excluded(self, file_path: str | os.PathLike[str]) -> bool:
         """Whether the upload leaves a file out."""
@@ -150,17 +149,16 @@ def upload_snapshot(client: MLClient, folder: str) -> str:
     Returns:
         The id of the code in the workspace, which a job takes in place of a folder.
     """
-    from azure.ai.ml.constants._common import AzureMLResourceType
-    from azure.ai.ml.entities._assets._artifacts.code import Code
+    from azureml_strategy.jobs.azure_internals import Code, code_id
 
     # azure-ai-ml makes the same entity for a job with a folder, but without these rules.
     code = Code(path=os.path.abspath(folder), ignore_file=LeftOut(folder))
-    return str(client.jobs._orchestrators.get_asset_arm_id(code, azureml_type=AzureMLResourceType.CODE))
+    return code_id(client, code)
 
 
 def _walk(folder: str, rules: Any) -> dict[str, str]:
     """The path of each file by its name in the snapshot."""
-    from azure.ai.ml._utils._asset_utils import get_upload_files_from_folder
+    from azureml_strategy.jobs.azure_internals import get_upload_files_from_folder
 
     try:
         # It is annotated as a list of str, but returns pairs of local path and name in the snapshot.
