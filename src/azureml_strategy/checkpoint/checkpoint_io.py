@@ -10,7 +10,6 @@ from typing import Any, BinaryIO
 import torch
 from isal.isal_zlib import crc32
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
@@ -46,7 +45,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         self.plain = plain
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__} writes to mounted folders and takes no storage_options.")
         if self.plain:
@@ -87,7 +86,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     @override
     def load_checkpoint(
         self,
-        path: _PATH,
+        path: str | Path,
         map_location: Callable[..., Any] | None = lambda storage, loc: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
-from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
@@ -19,7 +18,6 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     Timer,
 )
-from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -30,6 +28,16 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from azureml_strategy.control.gather import gather
+from azureml_strategy.lightning_internals import (
+    DataLoaderIterDataFetcher,
+    Stateful,
+    data_fetcher,
+    epoch_of_last_average,
+    finds_unused_parameters,
+    first_weights,
+    set_accumulation,
+    training_loaders,
+)
 
 # Packages whose hooks are known and whose state is kept.
 _KNOWN = ("lightning.", "azureml_strategy.")
@@ -103,12 +111,13 @@ def _restart_averaging(trainer: Trainer, callback: StochasticWeightAveraging) ->
     Creating the scheduler sets learning rates, so the checkpoint's rates are put back.
     """
     # on_train_end reads this. In a training that is already complete, only a previous process has set it.
-    callback._accumulate_grad_batches = trainer.accumulate_grad_batches
-    if callback._scheduler_state is None:
+    set_accumulation(callback, trainer.accumulate_grad_batches)
+    epoch = epoch_of_last_average(callback)
+    if epoch is None:
         return
     groups = [(group, dict(group)) for optimizer in trainer.optimizers for group in optimizer.param_groups]
     as_then = SimpleNamespace(
-        current_epoch=callback._latest_update_epoch,
+        current_epoch=epoch,
         max_epochs=trainer.max_epochs,
         optimizers=trainer.optimizers,
         lr_scheduler_configs=trainer.lr_scheduler_configs,
@@ -123,14 +132,10 @@ def _share_first_weights(callback: ModelPruning) -> None:
 
     Lightning resets a layer by giving it the memory of the initial weights. Further training then changes them too.
     """
-    if callback._resample_parameters:
-        return
-    for layer in (callback._original_layers or {}).values():
-        for index, name in layer["names"]:
-            trained = getattr(callback._parameters_to_prune[index][0], f"{name}_orig", None)
-            first = getattr(layer["data"], name)
-            if trained is not None and trained.device == first.device:
-                first.data = trained.data
+    for layer, name, copy in first_weights(callback):
+        trained, first = getattr(layer, f"{name}_orig", None), getattr(copy, name)
+        if trained is not None and trained.device == first.device:
+            first.data = trained.data
 
 
 def _prune_again(module: LightningModule, pruned: dict[str, dict[str, torch.Tensor]]) -> None:
@@ -216,15 +221,15 @@ def warn_of_ranks_apart(trainer: Trainer) -> None:
 
 
 def _of_loaders(trainer: Trainer) -> Iterator[str]:
-    if isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher):
+    if isinstance(data_fetcher(trainer), DataLoaderIterDataFetcher):
         yield (
             "training_step(self, dataloader_iter) reads as many batches as it likes: within an epoch their number is "
             "not known. Take `batch` instead, or checkpoint at the ends of epochs only."
         )
-    loaders = trainer.fit_loop._combined_loader
+    loaders = training_loaders(trainer)
     for loader in loaders.flattened if loaders is not None else []:
         lives_on = isinstance(loader, DataLoader) and loader.persistent_workers
-        if lives_on and not isinstance(loader, _Stateful):
+        if lives_on and not isinstance(loader, Stateful):
             yield (
                 f"the workers of {type(loader).__name__}(persistent_workers=True) go on with random numbers of the "
                 "epoch before, which a new process does not have. Where transforms draw any, leave it False."
@@ -239,7 +244,7 @@ def _of_loaders(trainer: Trainer) -> Iterator[str]:
 
 def _begins_within_epoch(loader: Any) -> bool:
     """Tell whether a loader skips the samples already read: a ResumableLoader, which this package must not import."""
-    return isinstance(loader, DataLoader) and isinstance(loader, _Stateful) and _is_ours(loader)
+    return isinstance(loader, DataLoader) and isinstance(loader, Stateful) and _is_ours(loader)
 
 
 def _is_ours(part: Any) -> bool:
@@ -261,7 +266,7 @@ def _of_hooks(trainer: Trainer) -> Iterator[str]:
 
 def _of_ddp(trainer: Trainer) -> Iterator[str]:
     strategy = trainer.strategy
-    sorts = isinstance(strategy, DDPStrategy) and not strategy._ddp_kwargs.get("find_unused_parameters")
+    sorts = isinstance(strategy, DDPStrategy) and not finds_unused_parameters(strategy)
     if sorts and trainer.world_size > 2:
         yield (
             "torch's DDP sorts its buckets anew after the first step of a process, so that more than two ranks add up "

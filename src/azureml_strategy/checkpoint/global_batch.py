@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from azureml_strategy.cluster.data_parallel import batch_size_of, data_parallel_size
+from azureml_strategy.lightning_internals import training_source
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def running_global_batch(trainer: Trainer) -> GlobalBatch:
 
 def configured_global_batch(trainer: Trainer) -> GlobalBatch:
     """The global batch that a Trainer is configured for. Callbacks call this in `setup`, before a loader exists."""
-    source = trainer.fit_loop._data_source
+    source = training_source(trainer)
     # A module that makes the loader may need its own `setup` first, which runs after that of callbacks.
     too_early = isinstance(source.instance, LightningModule) and is_overridden(
         "setup", source.instance, LightningModule

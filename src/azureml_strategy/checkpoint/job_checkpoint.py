@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
@@ -32,6 +31,7 @@ from azureml_strategy.checkpoint.random_state import find_generators, random_sta
 from azureml_strategy.checkpoint.writer import CheckpointWriter, Saving, Written
 from azureml_strategy.control.gather import gather
 from azureml_strategy.interfaces import ExpectsCheckpoints, KeepsPendingMetrics, PendingMetrics
+from azureml_strategy.lightning_internals import checkpoint_io, set_checkpoint_io, training_loaders
 
 Broadcast = Callable[[tuple[int, bool]], tuple[int, bool]]
 
@@ -131,7 +131,7 @@ class JobCheckpoint(ModelCheckpoint):
 
     def __init__(
         self,
-        dirpath: _PATH | None = None,
+        dirpath: str | Path | None = None,
         filename: str | None = None,
         monitor: str | None = None,
         mode: str = "min",
@@ -172,8 +172,8 @@ class JobCheckpoint(ModelCheckpoint):
             super().setup(trainer, pl_module, stage)
         FitLoopState.of(trainer).forget()
         strategy = trainer.strategy
-        if type(strategy._checkpoint_io) in (type(None), TorchCheckpointIO):
-            strategy._checkpoint_io = AtomicCheckpointIO(plain=reads_through_io(strategy))
+        if type(checkpoint_io(strategy)) in (type(None), TorchCheckpointIO):
+            set_checkpoint_io(strategy, AtomicCheckpointIO(plain=reads_through_io(strategy)))
         if trainer.is_global_zero and stage == "fit":
             self._clean_up()
 
@@ -384,7 +384,7 @@ class JobCheckpoint(ModelCheckpoint):
 
 def _generators(trainer: Trainer) -> dict[str, Any]:
     """Find the random generators that parts of the training own."""
-    loaders = trainer.fit_loop._combined_loader
+    loaders = training_loaders(trainer)
     return find_generators(
         {
             "loaders": loaders.flattened if loaders is not None else [],

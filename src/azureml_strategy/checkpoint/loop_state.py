@@ -11,17 +11,33 @@ import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch import Trainer
-from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
-from lightning.pytorch.loops.fit_loop import _FitLoop
-from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.utilities import rank_zero_info
-from lightning.pytorch.utilities.combined_loader import CombinedLoader, _shutdown_workers_and_reset_iterator
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from azureml_strategy.checkpoint.random_state import RandomState, find_generators, random_state, set_random_state
 from azureml_strategy.checkpoint.resume import ResumeError
 from azureml_strategy.interfaces import ActsBetweenSteps
+from azureml_strategy.lightning_internals import (
+    BEFORE_FETCH,
+    LOAD_LOADER_STATES,
+    DataFetcher,
+    PrefetchDataFetcher,
+    Stateful,
+    accumulates,
+    begins_shorter_anew,
+    data_fetcher,
+    load_loader_states,
+    loader_iterators,
+    loader_states,
+    reload_epoch,
+    set_reload_epoch,
+    set_restarting,
+    set_resuming,
+    stop_workers,
+    take_loader_states,
+    training_loaders,
+)
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +76,7 @@ class DataPosition:
 
     def before_fetch(self) -> None:
         """Note that a batch is about to be read."""
-        fetcher = self._trainer.fit_loop._data_fetcher
+        fetcher = data_fetcher(self._trainer)
         assert fetcher is not None
         number = fetcher.fetched
         if self._replayed is not None:
@@ -73,23 +89,23 @@ class DataPosition:
         if self._reads_ahead(fetcher) or self._may_begin_again():
             self._last = (number, self._random_state(), self._iterators())
         if self._reads_ahead(fetcher) and self._all_stateful():
-            self._states = copy.deepcopy(self._loaders._state_dicts())
+            self._states = copy.deepcopy(loader_states(self._loaders))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank needs to return to the next batch. Call it between two steps."""
-        fit = self._trainer.fit_loop
-        if fit._combined_loader is None:
+        if training_loaders(self._trainer) is None:
             return {"marks": [], "loaders": None, "reloaded": None}
-        loaders = self._loaders._state_dicts() if self._all_stateful() else None
-        epoch: Any = fit.epoch_progress.current
+        loaders = loader_states(self._loaders) if self._all_stateful() else None
+        epoch: Any = self._trainer.fit_loop.epoch_progress.current
         marks = {}
         if epoch.processed < epoch.started:
             self._keep_mark_of_new_iterators()
             marks = dict(self._marks)
-            if self._last is not None and fit._data_fetcher is not None and self._reads_ahead(fit._data_fetcher):
+            fetcher = data_fetcher(self._trainer)
+            if self._last is not None and fetcher is not None and self._reads_ahead(fetcher):
                 marks[self._last[0]] = self._last[1]
                 loaders = self._states if loaders is not None else None
-        return {"marks": list(marks.items()), "loaders": loaders, "reloaded": fit._last_train_dl_reload_epoch}
+        return {"marks": list(marks.items()), "loaders": loaders, "reloaded": reload_epoch(self._trainer)}
 
     def load_state_dict(self, state: dict[str, Any] | None, read_again: bool) -> None:
         """Set the position that `go_to` goes to.
@@ -100,7 +116,7 @@ class DataPosition:
         """
         self._saved, self._may_read_again = state, read_again
 
-    def go_to(self, fetcher: _DataFetcher, batches: int) -> None:
+    def go_to(self, fetcher: DataFetcher, batches: int) -> None:
         """Make the next batch the one that was next when the checkpoint was written.
 
         Args:
@@ -118,7 +134,7 @@ class DataPosition:
             set_random_state(self._marks[_BEGIN], self._generators())
         if states is not None and self._all_stateful():
             self._replayed = {0: self._marks[batches]} if batches in self._marks else {}
-            self._loaders._load_state_dicts(states)
+            load_loader_states(self._loaders, states)
             iter(fetcher)
             fetcher.fetched += batches
         else:
@@ -135,34 +151,34 @@ class DataPosition:
         saved = self._saved
         if saved is None or saved["reloaded"] is None:
             return
-        self._trainer.fit_loop._last_train_dl_reload_epoch = saved["reloaded"]
+        set_reload_epoch(self._trainer, saved["reloaded"])
         if saved["loaders"] and self._all_stateful():
             for loader in self._loaders.flattened:
-                _shutdown_workers_and_reset_iterator(loader)
-            self._loaders._load_state_dicts(saved["loaders"])
+                stop_workers(loader)
+            load_loader_states(self._loaders, saved["loaders"])
 
-    def leave_end(self, fetcher: _DataFetcher) -> None:
+    def leave_end(self, fetcher: DataFetcher) -> None:
         """Restart iterators that stand at their end, as they would yield nothing. Called once they are made."""
         saved, self._saved = self._saved, None
         if saved is None or not saved["loaders"] or not self._all_stateful():
             return
-        if isinstance(fetcher, _PrefetchDataFetcher) and fetcher.length is None:
+        if isinstance(fetcher, PrefetchDataFetcher) and fetcher.length is None:
             if not fetcher.batches:
                 iter(fetcher)
             return
-        assert self._loaders._iterator is not None
-        iterators = self._loaders._iterator.iterators
+        iterators = loader_iterators(self._loaders)
+        assert iterators is not None
         for index, iterator in enumerate(iterators):
             first = list(itertools.islice(iterator, 1))
             iterators[index] = itertools.chain(first, iterator) if first else iter(self._loaders.flattened[index])
 
     @property
     def _loaders(self) -> CombinedLoader:
-        loaders = self._trainer.fit_loop._combined_loader
+        loaders = training_loaders(self._trainer)
         assert loaders is not None
         return loaders
 
-    def _read_again(self, fetcher: _DataFetcher, batches: int) -> None:
+    def _read_again(self, fetcher: DataFetcher, batches: int) -> None:
         if not self._may_read_again:
             raise ResumeError(
                 f"The checkpoint was taken after {batches} batches of an epoch, and the data loader does not know its "
@@ -184,9 +200,7 @@ class DataPosition:
 
     def _states_of_lightning(self) -> list[dict[str, Any]] | None:
         """Take rank 0's states from Lightning's own entry of the checkpoint, written by another number of ranks."""
-        states = self._trainer.fit_loop._combined_loader_states_to_load
-        self._trainer.fit_loop._combined_loader_states_to_load = []
-        return states or None
+        return take_loader_states(self._trainer) or None
 
     def _keep_mark_of_new_iterators(self) -> None:
         """Keep the random state from before a loader restarted.
@@ -197,23 +211,22 @@ class DataPosition:
             self._marks[self._last[0]] = self._last[1]
 
     def _iterators(self) -> list[int]:
-        iterator = self._loaders._iterator
-        return [id(each) for each in iterator.iterators] if iterator is not None else []
+        return [id(each) for each in loader_iterators(self._loaders) or ()]
 
     def _may_begin_again(self) -> bool:
-        return self._loaders._mode == "max_size_cycle" and len(self._loaders.flattened) > 1
+        return begins_shorter_anew(self._loaders) and len(self._loaders.flattened) > 1
 
-    def _reads_ahead(self, fetcher: _DataFetcher) -> bool:
-        return isinstance(fetcher, _PrefetchDataFetcher) and fetcher.length is None
+    def _reads_ahead(self, fetcher: DataFetcher) -> bool:
+        return isinstance(fetcher, PrefetchDataFetcher) and fetcher.length is None
 
     def _all_stateful(self) -> bool:
-        return all(isinstance(each, _Stateful) for each in self._loaders.flattened)
+        return all(isinstance(each, Stateful) for each in self._loaders.flattened)
 
     def _random_state(self) -> RandomState:
         return random_state(self._generators())
 
     def _generators(self) -> dict[str, Any]:
-        loaders = self._trainer.fit_loop._combined_loader
+        loaders = training_loaders(self._trainer)
         return find_generators({"loaders": loaders.flattened if loaders is not None else []})
 
 
@@ -242,12 +255,12 @@ class FitLoopState:
         self.between_steps = False
         fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
         _wrap(fit, "run", self._run)
-        _wrap(fit, "_load_combined_loader_states", self._load_loader_states)
+        _wrap(fit, LOAD_LOADER_STATES, self._load_loader_states)
         _wrap(fit, "on_run_start", self._on_run_start)
         _wrap(fit, "on_advance_end", self._on_epoch_done)
         _wrap(epoch, "reset", self._reset)
         _wrap(epoch, "on_run_start", self._on_epoch_run_start)
-        _wrap(epoch, "_on_before_fetch", self._on_before_fetch)
+        _wrap(epoch, BEFORE_FETCH, self._on_before_fetch)
         _wrap(epoch, "on_advance_end", self._on_batch_done)
 
     @property
@@ -309,9 +322,9 @@ class FitLoopState:
         for progress in (epoch.total, epoch.current):
             progress.completed = progress.processed
         self._within_epoch = epoch.current.processed < epoch.current.started
-        _set_restarting(fit, self._within_epoch)
+        set_restarting(self._trainer, self._within_epoch)
         # Otherwise Lightning would use the iterators that were made before the random numbers were restored.
-        fit._resuming_from_checkpoint = self._within_epoch
+        set_resuming(self._trainer, self._within_epoch)
 
     def _load_loader_states(self, load: Callable[[], None]) -> None:
         """Wrap `_FitLoop._load_combined_loader_states`, which runs right before the first iterators are made."""
@@ -332,7 +345,7 @@ class FitLoopState:
                 warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before")
             reset()
 
-    def _on_epoch_run_start(self, on_run_start: Callable[[_DataFetcher], None], fetcher: _DataFetcher) -> None:
+    def _on_epoch_run_start(self, on_run_start: Callable[[DataFetcher], None], fetcher: DataFetcher) -> None:
         """Wrap `_TrainingEpochLoop.on_run_start`, which makes new iterators in all epochs but the first."""
         resumes, self._restore = self._restore, None
         fit = self._trainer.fit_loop
@@ -347,7 +360,7 @@ class FitLoopState:
         self.data.go_to(fetcher, fit.epoch_loop.batch_progress.current.ready)
         # Lightning has done all it does for loops that restart. If they stayed marked, it would look for a validation
         # to finish, and at the end of this epoch skip schedulers that follow a metric.
-        _set_restarting(fit, False)
+        set_restarting(self._trainer, False)
         self._within_epoch = False
         resumes(True)
 
@@ -355,7 +368,7 @@ class FitLoopState:
         on_before_fetch()
         self.data.before_fetch()
 
-    def _on_batch_done(self, on_advance_end: Callable[[_DataFetcher], None], fetcher: _DataFetcher) -> None:
+    def _on_batch_done(self, on_advance_end: Callable[[DataFetcher], None], fetcher: DataFetcher) -> None:
         on_advance_end(fetcher)
         stepped = self._trainer.global_step != self._steps
         self._steps = self._trainer.global_step
@@ -398,12 +411,7 @@ def accumulating(trainer: Trainer, stepped: bool) -> bool:
     engine = getattr(trainer.strategy, "deepspeed_engine", None)
     if engine is not None:  # DeepSpeed keeps counting across epochs, Lightning restarts
         return bool(engine.micro_steps % engine.gradient_accumulation_steps())
-    return trainer.fit_loop._should_accumulate() or not (trainer.lightning_module.automatic_optimization or stepped)
-
-
-def _set_restarting(fit_loop: _FitLoop, restarting: bool) -> None:
-    """Bypass _FitLoop's own setter, which overrides the value if there is `max_steps`."""
-    _Loop.restarting.fset(fit_loop, restarting)  # type: ignore[attr-defined]
+    return accumulates(trainer) or not (trainer.lightning_module.automatic_optimization or stepped)
 
 
 def _wrap(owner: Any, name: str, wrapper: Callable[..., None]) -> None:

@@ -3,30 +3,36 @@
 Lightning's checkpoint has the states of a torchmetrics metric only if they are persistent, and then only those of rank
 0. It lacks the epoch means of `self.log(..., on_epoch=True)` and the values that callbacks monitor.
 
-This file holds every private name of Lightning and torchmetrics that this needs:
+This file holds every private name of torchmetrics that this needs; those of Lightning are in `lightning_internals.py`.
 
 - `Metric._defaults` names the states. `_update_count`, `_computed` and `_forward_cache` change with them. `_is_synced`
   says whether the states were joined over the ranks, and `_cache` holds the states from before.
 - `MetricCollection._groups_checked`, `_state_is_copy` and `_compute_groups_create_state_ref` control how the metrics of
   a collection share states.
-- `epoch_loop._results`, with its `_ResultMetric`, `_Metadata` and `_Sync`, is where `self.log` accumulates values.
-- `_logger_connector._first_loop_iter` and `_current_fx` decide whether `self.log` starts anew. The connector's three
-  dictionaries are what `trainer.callback_metrics` and similar properties return.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import MetricTracker
+
+from azureml_strategy.lightning_internals import (
+    LOGGED,
+    ResultMetric,
+    epoch_results,
+    last_hook,
+    logger_connector_of,
+    new_result,
+    result_arguments,
+    set_last_hook,
+)
 
 # Plain data and CPU tensors only: Lightning loads a single-file checkpoint with torch's `weights_only=True`.
 MetricState = dict[str, Any]
@@ -39,7 +45,6 @@ _SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
 _ALWAYS = frozenset({"_update_count", "_computed", "_forward_cache"})
 _NOT_OURS = frozenset(vars(nn.Module())) | {"_is_synced", "_cache", "_device"}
 _OF_RESULT = ("value", "cumulated_batch_size", "has_reset", *_ALWAYS)
-_LOGGED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 # Every function that Lightning accepts as `reduce_fx`; it refuses a user's own.
 _REDUCTIONS: dict[str, Any] = {
     **{f"torch.{name}": getattr(torch, name) for name in ("mean", "sum", "min", "max")},
@@ -194,57 +199,53 @@ def _fill(holder: Any, saved: dict[str, Any], device: torch.device) -> None:
 
 
 def _save_logged(trainer: Trainer, paths: dict[int, str]) -> dict[str, Any]:
-    connector, device = trainer._logger_connector, trainer.lightning_module.device
-    results = trainer.fit_loop.epoch_loop._results
+    connector, device = logger_connector_of(trainer), trainer.lightning_module.device
+    results = epoch_results(trainer)
     lost = [key for key, result in results.items() if not _can_be_kept(result, paths)]
     if lost:
         rank_zero_warn(
             f"The checkpoint lacks the values over the epoch of {', '.join(lost)}: after a restart they are over what "
             "is read from then on. Give `self.log` no `sync_dist_group`, and metrics that the module has as attributes."
         )
+    hook, within_epoch = last_hook(connector)
     return {
         "results": {key: _save_result(each, paths, device) for key, each in results.items() if key not in lost},
-        "shown": _save({name: dict(getattr(connector, name)) for name in _LOGGED}, device),
-        # During validation within the epoch, Lightning keeps `_first_loop_iter` in a local variable.
-        "within_epoch": connector._first_loop_iter is not None or trainer.validating,
-        "hook": connector._current_fx,
+        "shown": _save({name: dict(getattr(connector, name)) for name in LOGGED}, device),
+        # During validation within the epoch, Lightning keeps whether it is the first batch in a local variable.
+        "within_epoch": within_epoch or trainer.validating,
+        "hook": hook,
     }
 
 
-def _can_be_kept(result: _ResultMetric, paths: dict[int, str]) -> bool:
+def _can_be_kept(result: ResultMetric, paths: dict[int, str]) -> bool:
     return result.meta.sync.group is None and (result.is_tensor or id(result.value) in paths)
 
 
-def _save_result(result: _ResultMetric, paths: dict[int, str], device: torch.device) -> dict[str, Any]:
-    meta = result.meta
-    named = {each.name: getattr(meta, each.name) for each in fields(meta) if each.name not in ("reduce_fx", "_sync")}
+def _save_result(result: ResultMetric, paths: dict[int, str], device: torch.device) -> dict[str, Any]:
+    named, sync = result_arguments(result)
     return {
         "meta": named,
-        "reduce_fx": next(name for name, function in _REDUCTIONS.items() if function is meta.reduce_fx),
-        "sync": {"_should": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only},
+        "reduce_fx": next(name for name, function in _REDUCTIONS.items() if function is result.meta.reduce_fx),
+        "sync": sync,
         "metric": None if result.is_tensor else paths[id(result.value)],
         **_save({name: vars(result)[name] for name in _OF_RESULT if name in vars(result)}, device),
     }
 
 
 def _restore_logged(trainer: Trainer, logged: dict[str, Any], holders: dict[str, Any]) -> None:
-    connector, device = trainer._logger_connector, trainer.lightning_module.device
-    results = trainer.fit_loop.epoch_loop._results
+    connector, device = logger_connector_of(trainer), trainer.lightning_module.device
+    results = epoch_results(trainer)
     results.clear()
     for key, saved in logged["results"].items():
         if saved["metric"] is None or saved["metric"] in holders:
             results[key] = _result(trainer, saved, holders, device)
     _fill(connector, logged["shown"], device)
-    connector._current_fx = logged["hook"]
-    if logged["within_epoch"]:
-        connector._first_loop_iter = False  # or the next `self.log` takes its batch for the first of the epoch
+    set_last_hook(connector, logged["hook"], logged["within_epoch"])
 
 
-def _result(trainer: Trainer, saved: dict[str, Any], holders: dict[str, Any], device: torch.device) -> _ResultMetric:
-    meta = _Metadata(**saved["meta"], reduce_fx=_REDUCTIONS[saved["reduce_fx"]])
-    # The same as `self.log` would make: it refuses metadata that differs.
-    meta.sync = _Sync(fn=trainer.strategy.reduce, **saved["sync"])
-    result = _ResultMetric(meta, is_tensor=saved["metric"] is None)
+def _result(trainer: Trainer, saved: dict[str, Any], holders: dict[str, Any], device: torch.device) -> ResultMetric:
+    over_batches, over_ranks = _REDUCTIONS[saved["reduce_fx"]], trainer.strategy.reduce
+    result = new_result(saved["meta"], saved["sync"], over_batches, over_ranks, is_tensor=saved["metric"] is None)
     _fill(result, saved, device)
     if saved["metric"] is not None:
         result.value = holders[saved["metric"]]

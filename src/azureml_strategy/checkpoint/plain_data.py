@@ -12,10 +12,10 @@ import io
 import pickle
 from collections import OrderedDict
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning_utilities.core.rank_zero import WarningCache
@@ -46,7 +46,7 @@ class PlainDataStrategy(Strategy):
         return ()
 
     @override
-    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         return from_plain(super().load_checkpoint(checkpoint_path, weights_only))
 
 
@@ -188,7 +188,7 @@ def _load_back(content: Any, pickle_module: Any) -> None:
         ) from error
 
 
-def saved_hyperparameters(checkpoint: _PATH) -> dict[str, Any]:
+def saved_hyperparameters(checkpoint: str | Path) -> dict[str, Any]:
     """Read all hyperparameters of a checkpoint, including those that `load_from_checkpoint` does not find by itself.
 
     It does not find values that torch's weights-only unpickler refuses, such as a Path or a DictConfig. Call
@@ -206,12 +206,12 @@ def saved_hyperparameters(checkpoint: _PATH) -> dict[str, Any]:
     return dict(found) if name == "kwargs" else {name: found}
 
 
-def moved_hyperparameters(checkpoint: _PATH) -> list[str]:
+def moved_hyperparameters(checkpoint: str | Path) -> list[str]:
     """The names of the hyperparameters in a single file that `load_from_checkpoint` does not find by itself."""
     places = [decode(each["at"]) for each in _load(checkpoint).get(MOVED, ())]
     return [str(at[-1]) for at in places if at[0] in _HYPERPARAMETERS]
 
 
-def _load(checkpoint: _PATH) -> dict[str, Any]:
+def _load(checkpoint: str | Path) -> dict[str, Any]:
     loaded: dict[str, Any] = torch.load(checkpoint, map_location="cpu", mmap=True, weights_only=True)
     return loaded

@@ -15,6 +15,7 @@ from typing_extensions import override
 from azureml_strategy.cluster.environ import GUARD_SWITCH, LaunchError, seen
 from azureml_strategy.cluster.isolation import IsolatedCallback
 from azureml_strategy.cluster.launch import Launch
+from azureml_strategy.lightning_internals import MultiProcessingLauncher
 
 log = logging.getLogger(__name__)
 
@@ -182,7 +183,7 @@ def _is_lightnings(environment: ClusterEnvironment) -> bool:
 
 def _forks(launcher: object) -> bool:
     """Whether the launcher starts a node's processes by `multiprocessing`, as with `ddp_spawn` and `ddp_notebook`."""
-    return _is_a(launcher, "_MultiProcessingLauncher")
+    return _is_a(launcher, MultiProcessingLauncher.__name__)
 
 
 def _is_a(value: object, name: str) -> bool:

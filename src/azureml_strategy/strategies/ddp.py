@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
-from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from lightning.pytorch.strategies.ddp import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from azureml_strategy.cluster.environ import LaunchError
+from azureml_strategy.lightning_internals import register_communication_hook
 from azureml_strategy.strategies.compression import Compression, communication_hook, on_any_backend
 from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.launched import LaunchedStrategy
@@ -91,4 +91,4 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
         hook, wrapper = self._ddp_comm_hook, self._ddp_comm_wrapper
         if hook is not None:
             hook = wrapper(hook) if wrapper is not None else hook
-            _register_ddp_comm_hook(self.model, self._ddp_comm_state, on_any_backend(hook))
+            register_communication_hook(self.model, self._ddp_comm_state, on_any_backend(hook))

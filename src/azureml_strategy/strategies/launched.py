@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
-from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.distributed.constants import default_pg_timeout
@@ -20,6 +19,7 @@ from azureml_strategy.cluster.environ import LaunchError
 from azureml_strategy.cluster.environment import AzureMLEnvironment
 from azureml_strategy.cluster.launch import Launch
 from azureml_strategy.cluster.launchers import detect_launch
+from azureml_strategy.lightning_internals import default_process_group_backend
 from azureml_strategy.network.record import RunNetwork
 from azureml_strategy.network.session import prepare_network
 from azureml_strategy.strategies.launcher import NodeLauncher
@@ -110,7 +110,7 @@ class LaunchedStrategy(PlainDataStrategy, ParallelStrategy):
 
     def _start_on_network(self, launch: Launch) -> None:
         """Set up the network, start the process group on it, and read back what carries the traffic."""
-        backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
+        backend = self._process_group_backend or default_process_group_backend(self.root_device)
         timeout = self._timeout or default_pg_timeout
         session = prepare_network(launch, backend, timeout, require_infiniband=self._require_infiniband)
         super().setup_environment()

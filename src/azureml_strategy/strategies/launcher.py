@@ -8,15 +8,15 @@ import sys
 from collections.abc import Sequence
 
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from typing_extensions import override
 
 from azureml_strategy.cluster.environment import AzureMLEnvironment
 from azureml_strategy.cluster.launchers import local
 from azureml_strategy.command_line import is_override
+from azureml_strategy.lightning_internals import SubprocessScriptLauncher
 
 
-class NodeLauncher(_SubprocessScriptLauncher):
+class NodeLauncher(SubprocessScriptLauncher):
     """Lightning's script launcher, but each process gets its true rank, and a Hydra sweep stays one sweep.
 
     Stock Lightning passes the RANK that Azure ML gave to the node on to every process it starts, and torch and

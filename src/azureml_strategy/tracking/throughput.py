@@ -16,6 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from azureml_strategy.cluster.data_parallel import data_parallel_size
+from azureml_strategy.lightning_internals import accumulates, logged_step
 from azureml_strategy.tracking.flops import flops_of, peak_flops
 from azureml_strategy.tracking.step_timer import CudaClock, HostClock, Step, StepRecorder
 
@@ -252,12 +253,12 @@ class ThroughputCallback(Callback):
         if batch is None:  # Lightning skipped the batch and did not call on_train_batch_start
             return
         self._recorder.batch_done(self._count(batch), self._flops(batch) if self._flops else 0.0)
-        if trainer.fit_loop._should_accumulate():
+        if accumulates(trainer):
             return
         self._steps += 1
         self._recorder.step_done(keep=self._steps > self.warmup_steps)
         # Lightning logs `self.log` values at this step, which is the same on every rank.
-        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        step = logged_step(trainer)
         if self._window and (step + 1) % self._window == 0:
             self._close_window(trainer, step)
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import Any, SupportsFloat
 
 import torch
-from lightning.fabric.utilities.logger import _convert_params, _flatten_dict
 
 from azureml_strategy.cluster.redaction import redact, redact_text
+from azureml_strategy.lightning_internals import convert_params, flatten_dict
 from azureml_strategy.tracking.batch import AZURE_PARAMS_PER_RUN, PARAM_VALUE_LENGTH, clean_name
 
 # MLflow stores steps as signed integers of 64 bits.
@@ -116,7 +116,7 @@ def _is_infinite(value: Any) -> bool:
 
 def as_texts(params: dict[str, Any] | Namespace) -> dict[str, str]:
     """Flatten nested hyperparameters to `a/b` names with text values, without secrets and cut to the length limit."""
-    flat = _flatten_dict(redact("", _convert_params(params)))
+    flat = flatten_dict(redact("", convert_params(params)))
     return {clean_name(name): redact_text(str(value))[:PARAM_VALUE_LENGTH] for name, value in flat.items()}
 
 

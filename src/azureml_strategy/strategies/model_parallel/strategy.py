@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.model_parallel import ModelParallelStrategy
@@ -22,6 +21,7 @@ from typing_extensions import override
 
 from azureml_strategy.checkpoint.plain_data import WRITTEN_APART, to_plain
 from azureml_strategy.interfaces import WriteStaged
+from azureml_strategy.lightning_internals import accumulates
 from azureml_strategy.strategies.errors import MissingPlanError
 from azureml_strategy.strategies.launched import LaunchedStrategy
 from azureml_strategy.strategies.model_parallel.checkpoint import (
@@ -132,7 +132,7 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, ModelParallelStrategy):
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
         assert self.lightning_module is not None
-        if self._uncut and not self.lightning_module.trainer.fit_loop._should_accumulate():
+        if self._uncut and not accumulates(self.lightning_module.trainer):
             copy_gradients(self._uncut, self.device_mesh["tensor_parallel"].get_group())
 
     @property
@@ -148,7 +148,7 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, ModelParallelStrategy):
         return apply_to_collection(state, np.generic, lambda number: number.item()) if numbers else state
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         super().save_checkpoint(to_plain(checkpoint, self.written_apart), filepath, storage_options)
 
     def stage_checkpoint(self, checkpoint: dict[str, Any]) -> tuple[Any, WriteStaged] | None:

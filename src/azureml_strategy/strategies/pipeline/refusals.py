@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
+from azureml_strategy.lightning_internals import is_compiled
 from azureml_strategy.strategies.pipeline.partition import PipelineError
 
 # Hooks around one backward pass. Here the passes of the micro-batches overlap, so no moment is before all of them.
@@ -89,7 +90,7 @@ def _of_module(module: LightningModule) -> Iterator[str]:
             f"{name} optimizes manually, but in a pipeline the backward passes belong to the schedule of the stages. "
             "Leave automatic_optimization at True."
         )
-    if module._compiler_ctx is not None:
+    if is_compiled(module):
         yield (
             f"{name} was given to torch.compile as a whole, but runs in parts. Compile the layers where they are made: "
             "`layer.compile()` in the `build` of pipeline_layers()."

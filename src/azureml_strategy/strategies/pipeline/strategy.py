@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
@@ -34,6 +33,7 @@ from typing_extensions import override
 
 from azureml_strategy.control.gather import Exchange
 from azureml_strategy.interfaces import WriteStaged
+from azureml_strategy.lightning_internals import skip_backward, updates_logs
 from azureml_strategy.strategies.launched import LaunchedStrategy
 from azureml_strategy.strategies.pipeline.checkpoint import PipelineLayout
 from azureml_strategy.strategies.pipeline.cutting import Cut
@@ -148,7 +148,7 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
     def setup(self, trainer: Trainer) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
             check_loader(trainer, self.micro_batches)
-            trainer.fit_loop._skip_backward = True  # training_step runs the backward pass
+            skip_backward(trainer)  # training_step runs the backward pass
         super().setup(trainer)
 
     @override
@@ -198,7 +198,7 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
     def training_step(self, batch: Any, *arguments: Any) -> Tensor:
         assert self._run is not None
         assert self.lightning_module is not None
-        measure = self.lightning_module.trainer._logger_connector.should_update_logs
+        measure = updates_logs(self.lightning_module.trainer)
         loss = self._run.train(batch, arguments, measure)
         return self.precision_plugin.post_backward(loss, self.lightning_module)  # calls on_after_backward
 
@@ -221,7 +221,7 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
         self._equal_buffers()
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if self.is_global_zero:
             self._layout().write(Path(filepath))
@@ -241,7 +241,7 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
         return files, write
 
     @override
-    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         assert self.lightning_module is not None
         training = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         self._layout().check(Path(checkpoint_path), training)

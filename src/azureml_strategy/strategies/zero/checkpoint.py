@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.strategies.deepspeed import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
@@ -31,7 +30,7 @@ class StagedDeepSpeedStrategy(PlainDataStrategy, AnyDeviceDeepSpeedStrategy):
         return WRITTEN_APART
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         super().save_checkpoint(to_plain(checkpoint, WRITTEN_APART), filepath, storage_options)
 
     def stage_checkpoint(self, checkpoint: dict[str, Any]) -> tuple[Any, WriteStaged] | None:
@@ -67,7 +66,7 @@ class AnyWorldDeepSpeedStrategy(StagedDeepSpeedStrategy):
     _tensor_parallel_size = 1
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         filepath = self.broadcast(filepath)
         if self.local_rank == 0:  # on each node: the folder may be on its local disk
             universal.forget(Path(filepath))
@@ -75,7 +74,7 @@ class AnyWorldDeepSpeedStrategy(StagedDeepSpeedStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
-    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         assert self.lightning_module is not None
         if self.load_full_weights and self.zero_stage_3:
             return super().load_checkpoint(checkpoint_path, weights_only)

@@ -11,8 +11,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.utilities.types import _PATH
-
 from azureml_strategy.strategies.errors import ConfigurationError, NoDeepSpeedError
 
 # File systems of local disks. Network shares and blob mounts use others.
@@ -109,7 +107,10 @@ def nvme_mounts(table: str) -> Iterator[str]:
 
 
 def strategy_arguments(
-    stage: int | None, config: _PATH | dict[str, Any] | None, offload_nvme: _PATH | None, others: dict[str, Any]
+    stage: int | None,
+    config: str | Path | dict[str, Any] | None,
+    offload_nvme: str | Path | None,
+    others: dict[str, Any],
 ) -> dict[str, Any]:
     """Return the arguments for `lightning.pytorch.strategies.DeepSpeedStrategy`.
 
@@ -135,7 +136,7 @@ def strategy_arguments(
     return {"stage": stage, **others, **(_nvme(stage, offload_nvme) if offload_nvme is not None else {})}
 
 
-def _nvme(stage: int, folder: _PATH) -> dict[str, Any]:
+def _nvme(stage: int, folder: str | Path) -> dict[str, Any]:
     if stage != 3:
         raise ConfigurationError(f"offload_nvme needs ZeRO stage 3, and this is stage {stage}. Write stage=3.")
     return {

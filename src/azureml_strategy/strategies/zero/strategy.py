@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
-from lightning.fabric.utilities.types import _PATH
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from typing_extensions import override
 
+from azureml_strategy.lightning_internals import training_source
 from azureml_strategy.strategies.launched import LaunchedStrategy
 from azureml_strategy.strategies.zero import tensor_parallel
 from azureml_strategy.strategies.zero.checkpoint import AnyWorldDeepSpeedStrategy
@@ -58,8 +59,8 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
         self,
         *,
         stage: int | None = None,
-        config: _PATH | dict[str, Any] | None = None,
-        offload_nvme: _PATH | None = None,
+        config: str | Path | dict[str, Any] | None = None,
+        offload_nvme: str | Path | None = None,
         tensor_parallel_size: int = 1,
         logging_batch_size_per_gpu: int | Literal["auto"] = "auto",
         cluster_environment: ClusterEnvironment | None = None,
@@ -111,7 +112,7 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
     def _batch_size(self) -> int | None:
         """Return the training loader's batch size. Lightning's own way fails for a loader without a batch sampler."""
         assert self.lightning_module is not None
-        source = self.lightning_module.trainer.fit_loop._data_source
+        source = training_source(self.lightning_module.trainer)
         sampler = getattr(source.dataloader(), "batch_sampler", None) if source.is_defined() else None
         return getattr(sampler, "batch_size", None)
 
