@@ -21,6 +21,7 @@ from azureml_strategy.cluster.redaction import redact_text
 from azureml_strategy.control.gather import Exchange, GroupExchange, Meeting, StoreExchange, gather, meet
 from azureml_strategy.control.store import StepError
 from azureml_strategy.interfaces import WriteStaged
+from azureml_strategy.lightning_internals import dump_checkpoint
 
 Result = TypeVar("Result")
 log = logging.getLogger(__name__)
@@ -276,7 +277,7 @@ class Saving:
         started = time.monotonic()
         if self._broken:
             self.connect(trainer)
-        checkpoint = make_plain(trainer.strategy, trainer._checkpoint_connector.dump_checkpoint(weights_only=False))
+        checkpoint = make_plain(trainer.strategy, dump_checkpoint(trainer))
         staged = stage(trainer.strategy, checkpoint) if self._threads is not None else None
         if staged is None or self._threads is None:
             self._written = writer.write(draft, _at_once(trainer, checkpoint), GroupExchange(trainer.global_rank))

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -33,6 +32,7 @@ from azureml_strategy.control.store import ControlStore
 from azureml_strategy.hang_detection.alarm import Records, name_ended_processes, say
 from azureml_strategy.hang_detection.main_thread import CHECKPOINT, END, STOP_BARRIER, TRAINING, Progress
 from azureml_strategy.hang_detection.watch import Failure, Watch
+from azureml_strategy.lightning_internals import SubprocessScriptLauncher, collective_timeout
 
 # Values of AZUREML_STRATEGY_HANG_WATCH. With `off`, only a HangWatch of your own runs, and it reports.
 _MODES = ("off", "report", "kill")
@@ -258,7 +258,7 @@ class HangWatch(IsolatedCallback):
             self._progress.batch_done(phase)
 
     def _limits(self, trainer: Trainer) -> tuple[float, float]:
-        timeout = getattr(trainer.strategy, "_timeout", None) or default_pg_timeout
+        timeout = collective_timeout(trainer.strategy) or default_pg_timeout
         collective_s = timeout.total_seconds()
         if self._stall_after_s is None:
             return max(_LEAST_TRAINING_SECONDS, collective_s / 3), max(_LEAST_SECONDS, collective_s)
@@ -324,7 +324,7 @@ def _end_process(trainer: Trainer, idle_s: float) -> None:
     # The first process of the node reports the failure for the processes that it started.
     code = 0 if local.MARKER in os.environ and trainer.local_rank > 0 else EXIT_CODE
     launcher = trainer.strategy.launcher
-    if isinstance(launcher, _SubprocessScriptLauncher):
+    if isinstance(launcher, SubprocessScriptLauncher):
         _end_children(launcher.procs)
     did = f"its main thread has done nothing for {idle_s:.0f} s"
     say(f"Rank {trainer.global_rank}: {did}; the process ends with exit code {code}.")

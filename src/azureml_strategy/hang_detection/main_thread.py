@@ -14,6 +14,8 @@ from types import FrameType
 import lightning
 import torch
 
+from azureml_strategy.lightning_internals import entry_of_fit
+
 _MOST_FRAMES = 8
 _LIGHTNING = os.path.dirname(lightning.__file__)
 _ENTRY = os.path.join(_LIGHTNING, "pytorch", "trainer", "call.py")
@@ -112,7 +114,7 @@ def _walk(thread: int) -> Iterator[FrameType]:
 
 
 def _is_entry(frame: FrameType) -> bool:
-    return frame.f_code.co_filename == _ENTRY and frame.f_code.co_name == "_call_and_handle_interrupt"
+    return frame.f_code.co_filename == _ENTRY and frame.f_code.co_name == entry_of_fit.__name__
 
 
 def _is_standard(file: str) -> bool:

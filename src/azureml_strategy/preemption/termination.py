@@ -14,7 +14,6 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
@@ -29,6 +28,14 @@ from azureml_strategy.control.agreement import State, StopAgreement, StopBarrier
 from azureml_strategy.control.gather import gather, meet
 from azureml_strategy.control.store import ControlStore
 from azureml_strategy.interfaces import Pausable, RunLogger
+from azureml_strategy.lightning_internals import (
+    SubprocessScriptLauncher,
+    original_handler,
+    replace_sigterm_broadcast,
+    replace_sigterm_notifier,
+    restore_sigterm,
+    signal_connector_of,
+)
 from azureml_strategy.preemption.scheduled_events import EventPoller, events_url
 
 log = logging.getLogger(__name__)
@@ -190,7 +197,7 @@ class TerminateTogether(IsolatedCallback):
             begun.settle()
             return
         # In each step Lightning broadcasts from rank 0 whether it got SIGTERM, for which the GPU must finish its work.
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _ask_nobody  # type: ignore[method-assign]
+        replace_sigterm_broadcast(trainer, _ask_nobody)
 
     def on_step_boundary(self, trainer: Trainer) -> None:
         """Stop after this step if the ranks have agreed on it."""
@@ -216,7 +223,7 @@ class TerminateTogether(IsolatedCallback):
         # The signal came too late for the ranks to agree on a step.
         if requested == signal.SIGINT:
             raise SIGTERMException(_exit_code(trainer, requested))
-        trainer._signal_connector.received_sigterm = True
+        signal_connector_of(trainer).received_sigterm = True
         # Lightning has restored the original handler, which ends the process.
         passed_through(lambda: signal.raise_signal(signal.SIGTERM))
 
@@ -229,8 +236,8 @@ class TerminateTogether(IsolatedCallback):
         self._end_threads()
         if trainer is None or signal.getsignal(signal.SIGTERM) != self._note:
             return
-        original = trainer._signal_connector._original_handlers.get(signal.SIGTERM)
-        signal.signal(signal.SIGTERM, original or signal.SIG_DFL)  # type: ignore[arg-type]
+        original = original_handler(trainer, signal.SIGTERM)
+        signal.signal(signal.SIGTERM, original or signal.SIG_DFL)
         requested, self._requested = self._requested, None
         if self._ctrl_c:
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -253,7 +260,7 @@ class TerminateTogether(IsolatedCallback):
         assert agreement is not None
         assert store is not None
         interrupted = agreement.reason.startswith(_NAMES[signal.SIGINT])
-        trainer._signal_connector.received_sigterm = agreement.reason.startswith(_NAMES[signal.SIGTERM])
+        signal_connector_of(trainer).received_sigterm = agreement.reason.startswith(_NAMES[signal.SIGTERM])
         # All ranks have agreed to stop here, so this one must come to the stop barrier even if it cannot save.
         saved = Attempt(lambda: save_and_record(trainer, agreement.reason))
         if saved.fault is not None:
@@ -261,7 +268,7 @@ class TerminateTogether(IsolatedCallback):
         with paused(trainer):
             goes_on = StopBarrier(store.part(f"stop_barrier/{self._stops}"), self._state).goes_on()
         if not goes_on:
-            trainer._signal_connector.received_sigterm = not interrupted
+            signal_connector_of(trainer).received_sigterm = not interrupted
             self._call_replaced_handlers()
             raise SIGTERMException(_exit_code(trainer, signal.SIGINT if interrupted else signal.SIGTERM))
         record_going_on(trainer, agreement.reason)
@@ -288,9 +295,8 @@ class TerminateTogether(IsolatedCallback):
         return "free" if self._reason() is None else "waiting"
 
     def _close(self, trainer: Trainer) -> None:
-        trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
-        for name in ("_sigterm_notifier_fn", "register_signal_handlers"):
-            trainer._signal_connector.__dict__.pop(name, None)
+        restore_sigterm(trainer)
+        signal_connector_of(trainer).__dict__.pop("register_signal_handlers", None)
         self._replaced = []
         self._end_threads()
 
@@ -302,7 +308,7 @@ class TerminateTogether(IsolatedCallback):
 
     def _listen_with_lightning(self, trainer: Trainer) -> None:
         """Install our handler as soon as Lightning installs its own, which is some time before training starts."""
-        connector = trainer._signal_connector
+        connector = signal_connector_of(trainer)
         register = connector.register_signal_handlers
 
         def register_and_listen() -> None:
@@ -314,7 +320,7 @@ class TerminateTogether(IsolatedCallback):
                 log.info("This fit is off the main thread, where no signal is caught: only Scheduled Events stop it.")
 
         # Lightning composes its handler from this one and the script's. Its own notifier would broadcast.
-        connector._sigterm_notifier_fn = self._note  # type: ignore[method-assign, assignment]
+        replace_sigterm_notifier(trainer, self._note)
         connector.register_signal_handlers = register_and_listen  # type: ignore[method-assign]
 
     def _listen(self) -> None:
@@ -332,7 +338,7 @@ class TerminateTogether(IsolatedCallback):
 
         def end(signum: int, frame: FrameType | None) -> None:
             launcher = trainer.strategy.launcher
-            if isinstance(launcher, _SubprocessScriptLauncher):
+            if isinstance(launcher, SubprocessScriptLauncher):
                 launcher.kill(signal.SIGKILL)
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.raise_signal(signal.SIGINT)
