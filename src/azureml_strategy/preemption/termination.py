@@ -185,6 +185,7 @@ class TerminateTogether(IsolatedCallback):
             return
         self._store = met.store
         self._rank = trainer.global_rank
+        self._stops = 0  # alike on all ranks, also if a fit before this has failed on one
         self._listen_with_lightning(trainer)
 
     @override
