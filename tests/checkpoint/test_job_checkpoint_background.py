@@ -16,7 +16,7 @@ from tests.multiprocess.scripts.noisy import Killed, StopAt, fit
 
 from azureml_strategy.checkpoint.checkpoint_io import AtomicCheckpointIO
 from azureml_strategy.checkpoint.folder import CheckpointFolder
-from azureml_strategy.checkpoint.writer import Saving
+from azureml_strategy.checkpoint.writer import BackgroundWriter
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
@@ -73,16 +73,16 @@ def test_training_that_is_to_wait_writes_on_its_own_thread(tmp_path: Path) -> No
 def test_the_next_one_waits_for_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk takes nothing before the second one is due: that has to wait, and only then begins."""
     disk = _Held()
-    finish = Saving.finish
+    finish = BackgroundWriter.finish
 
-    def finish_and_let(saving: Saving) -> Any:
-        if saving.under_way:
+    def finish_and_let(writer: BackgroundWriter) -> Any:
+        if writer.under_way:
             assert disk.came.wait(60)
             assert len(disk.threads) == 1 or disk.free.is_set()
             disk.free.set()
-        return finish(saving)
+        return finish(writer)
 
-    monkeypatch.setattr(Saving, "finish", finish_and_let)
+    monkeypatch.setattr(BackgroundWriter, "finish", finish_and_let)
     fit(tmp_path / "run", plugins=[disk], **QUICK, checkpoint=dict(IN_BACKGROUND))
     assert [each.step for each in CheckpointFolder(tmp_path / "run" / "checkpoints").complete()] == [15, 12]
 

@@ -70,7 +70,7 @@ class Rank:
             dead_after_s,
             0.02,
             SimpleNamespace(  # type: ignore[arg-type]
-                publish=self.verdicts.append, keep_trace=lambda _: None, note=self.notes.append
+                report=self.verdicts.append, keep_trace=lambda _: None, note=self.notes.append
             ),
             self.ends.append,
             kill,

@@ -28,7 +28,7 @@ from azureml_strategy.checkpoint.loop_state import FitLoopState
 from azureml_strategy.checkpoint.manifest import Manifest
 from azureml_strategy.checkpoint.metric_state import Settings, metric_settings, metric_state, restore_metric_state
 from azureml_strategy.checkpoint.random_state import find_generators, random_state, set_random_state
-from azureml_strategy.checkpoint.writer import CheckpointWriter, Saving, Written
+from azureml_strategy.checkpoint.writer import BackgroundWriter, CheckpointWriter, Written
 from azureml_strategy.control.gather import gather
 from azureml_strategy.interfaces import ExpectsCheckpoints, KeepsPendingMetrics, PendingMetrics
 from azureml_strategy.lightning_internals import checkpoint_io, set_checkpoint_io, training_loaders
@@ -160,7 +160,7 @@ class JobCheckpoint(ModelCheckpoint):
         self._metric_settings: Settings = {}
         self._passed_over: frozenset[str] = frozenset()
         self._attempt = 1
-        self._saving = Saving()
+        self._background = BackgroundWriter()
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -184,7 +184,7 @@ class JobCheckpoint(ModelCheckpoint):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.asynchronous:
-            self._saving.connect(trainer)
+            self._background.connect(trainer)
         if self._timer is not None:
             self._timer.restart()
         self._steps = trainer.global_step
@@ -220,11 +220,11 @@ class JobCheckpoint(ModelCheckpoint):
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Write no new checkpoint: it needs all ranks, and other ranks may not have met the exception."""
-        self._adopt(trainer, self._saving.close())
+        self._adopt(trainer, self._background.close())
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._adopt(trainer, self._saving.close())
+        self._adopt(trainer, self._background.close())
 
     def save_now(self, trainer: Trainer, reason: str) -> str | None:
         """Write a checkpoint, if this step has none; a collective.
@@ -308,20 +308,20 @@ class JobCheckpoint(ModelCheckpoint):
         warn_of_ranks_apart(trainer)
         self._last_global_step_saved, self._last_checkpoint_saved = trainer.global_step, ""
         writer = CheckpointWriter(self._folder, self.keep_last, self.save_top_k, self._passed_over)
-        self._saving.save(trainer, self._draft(trainer, reason), writer)
+        self._background.save(trainer, self._draft(trainer, reason), writer)
         self._due, self._measured = "", False
         if self._timer is not None:
             self._timer.restart()
-        if not self._saving.under_way:
+        if not self._background.under_way:
             self._finish(trainer)
 
     def _finish(self, trainer: Trainer) -> None:
         """Wait for the checkpoint that is being written, if any. Call it on all ranks."""
-        if self._saving.under_way:
+        if self._background.under_way:
             for callback in trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(callback, ExpectsCheckpoints):
                     callback.writes_checkpoint()
-        self._adopt(trainer, self._saving.finish())
+        self._adopt(trainer, self._background.finish())
 
     def _draft(self, trainer: Trainer, reason: str) -> Manifest:
         return Manifest(

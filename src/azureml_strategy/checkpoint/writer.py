@@ -231,7 +231,7 @@ def _share(files: list[list[str]], rank: int) -> list[str]:
     return [name for i, (name, owners) in enumerate(sorted(seen.items())) if owners[i % len(owners)] == rank]
 
 
-class Saving:
+class BackgroundWriter:
     """Takes a checkpoint from the memory of the ranks to the disk. The main thread uses it.
 
     Between `connect` and `close`, a background thread of each rank writes checkpoints from a copy, if the strategy can

@@ -45,8 +45,8 @@ _PAUSE_SECONDS = 0.05
 _DYING_SECONDS = 5.0
 
 
-class Records:
-    """Records what happens in a run that hangs: on standard error, in files, and as tags of the MLflow run.
+class HangReporter:
+    """Reports what happens in a run that hangs: on standard error, in files, and as tags of the MLflow run.
 
     Args:
         trainer: the Trainer of the run.
@@ -61,7 +61,7 @@ class Records:
         root = Path(folder) if folder is not None else _default_folder(trainer)
         self._folder = (root / f"hang.attempt_{self._attempt}").resolve()
 
-    def publish(self, verdict: Verdict) -> None:
+    def report(self, verdict: Verdict) -> None:
         """Print the verdict, write it to a file, and tag the run.
 
         Args:
@@ -187,7 +187,7 @@ class AlarmHandler:
         rank: this process's global rank.
         world_size: number of ranks.
         main_thread: the main thread's `threading.get_ident`.
-        records: keeps the verdict and this rank's flight recorder.
+        reporter: reports the verdict, and keeps it and this rank's flight recorder.
         kill: whether any alarm on which this rank reaches the verdict ends the job.
     """
 
@@ -198,7 +198,7 @@ class AlarmHandler:
         rank: int,
         world_size: int,
         main_thread: int,
-        records: Records,
+        reporter: HangReporter,
         kill: bool,
     ) -> None:
         self._store = store
@@ -206,7 +206,7 @@ class AlarmHandler:
         self._rank = rank
         self._world_size = world_size
         self._main_thread = main_thread
-        self._records = records
+        self._reporter = reporter
         self._kill = kill
         self._since = time.time()
         self._number = 0
@@ -270,7 +270,7 @@ class AlarmHandler:
         reports = {self._rank: report}
         members, heartbeats = self._peers.members, self._peers.heartbeats()
         headline = reach_verdict(Evidence(alarm, members, heartbeats, reports, self._world_size)).headline
-        self._records.note(f"Rank {self._rank}: {headline}")
+        self._reporter.note(f"Rank {self._rank}: {headline}")
         self._keep(alarm, trace)
         return headline
 
@@ -280,7 +280,7 @@ class AlarmHandler:
         Args:
             seconds: seconds since the alarm.
         """
-        self._records.note(f"Rank {self._rank}: the ranks go on, {seconds:.0f} s after they were reported to hang.")
+        self._reporter.note(f"Rank {self._rank}: the ranks go on, {seconds:.0f} s after they were reported to hang.")
 
     def _key(self, name: str) -> str:
         return f"{self._number}/{name}"
@@ -299,7 +299,7 @@ class AlarmHandler:
 
     def _keep(self, alarm: Alarm, trace: flight_recorder.Trace | None) -> None:
         if trace is not None and alarm.kind != "ended":
-            self._records.keep_trace(trace)
+            self._reporter.keep_trace(trace)
 
     def _record(self, stacks: bool) -> flight_recorder.Trace | None:
         """Read the flight recorder, with frames unless these take too long: the main thread may hang in an import."""
@@ -316,7 +316,7 @@ class AlarmHandler:
         verdict = replace(verdict, final=verdict.final or self._kill)
         outcome = Outcome(verdict.headline, verdict.final, self._rank)
         self._store.set(self._key("verdict"), json.dumps(asdict(outcome)))
-        self._records.publish(verdict)
+        self._reporter.report(verdict)
         return outcome
 
     def _collect(self, there: list[int]) -> dict[int, Report]:

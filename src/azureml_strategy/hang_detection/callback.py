@@ -29,7 +29,7 @@ from azureml_strategy.control.gather import gather, meet
 from azureml_strategy.control.process import Member, address_towards, this_process
 from azureml_strategy.control.rendezvous import another_connection
 from azureml_strategy.control.store import ControlStore
-from azureml_strategy.hang_detection.alarm import Records, name_ended_processes, say
+from azureml_strategy.hang_detection.alarm import HangReporter, name_ended_processes, say
 from azureml_strategy.hang_detection.main_thread import CHECKPOINT, END, STOP_BARRIER, TRAINING, Progress
 from azureml_strategy.hang_detection.watch import Failure, Watch
 from azureml_strategy.lightning_internals import SubprocessScriptLauncher, collective_timeout
@@ -244,7 +244,7 @@ class HangWatch(IsolatedCallback):
             threading.get_ident(),
             self._dead_after_s,
             self._beat_s,
-            Records(trainer, self._folder),
+            HangReporter(trainer, self._folder),
             lambda idle_s: _end_process(trainer, idle_s),
             _kills() if self._kill is None else self._kill,
         )

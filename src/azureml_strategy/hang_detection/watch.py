@@ -13,7 +13,7 @@ from azureml_strategy.control.channel import StoreLostError
 from azureml_strategy.control.process import Liveness, Member, accept_probes, why_silent
 from azureml_strategy.control.store import ControlStore
 from azureml_strategy.hang_detection import flight_recorder
-from azureml_strategy.hang_detection.alarm import AlarmHandler, Outcome, Records, say, store_server
+from azureml_strategy.hang_detection.alarm import AlarmHandler, HangReporter, Outcome, say, store_server
 from azureml_strategy.hang_detection.main_thread import (
     CHECKPOINT,
     END,
@@ -70,7 +70,7 @@ class Watch:
         dead_after_s: seconds of silence after which another rank's liveness is checked, if this rank has been idle for
             that long too.
         beat_s: seconds between two heartbeats.
-        records: keeps the verdict and this rank's flight recorder.
+        reporter: reports the verdict, and keeps it and this rank's flight recorder.
         end: ends the process when its main thread cannot; its argument is that thread's idle time in seconds.
         kill: whether any alarm ends the job.
     """
@@ -84,7 +84,7 @@ class Watch:
         main_thread: int,
         dead_after_s: float,
         beat_s: float,
-        records: Records,
+        reporter: HangReporter,
         end: Callable[[float], None],
         kill: bool = False,
     ) -> None:
@@ -99,7 +99,7 @@ class Watch:
         self._beat_s = beat_s
         self._end = end
         self._peers = Peers(store, store.rank, members, progress.limit_s)
-        self._alarm_handler = AlarmHandler(store, self._peers, store.rank, len(members), main_thread, records, kill)
+        self._alarm_handler = AlarmHandler(store, self._peers, store.rank, len(members), main_thread, reporter, kill)
         self._member = members[store.rank]
         self._kill = kill
         # The reported hang that has not passed: time, silent ranks, whether it was a stall, whether this rank judged.
