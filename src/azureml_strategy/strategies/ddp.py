@@ -1,4 +1,4 @@
-"""Distributed data-parallel training whose processes come from the job."""
+"""Distributed data-parallel training whose processes come from the job, and hooks that compress its gradients."""
 
 from __future__ import annotations
 
@@ -7,14 +7,71 @@ from typing import Any, Literal
 
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.pytorch.strategies.ddp import DDPStrategy
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from azureml_strategy.cluster.environ import LaunchError
 from azureml_strategy.lightning_internals import register_communication_hook
-from azureml_strategy.strategies.compression import Compression, communication_hook, on_any_backend
 from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.launched import LaunchedStrategy
+
+Compression = Literal["bf16", "fp16", "powersgd"]
+Hook = Callable[..., Any]
+_HALF_HOOKS: dict[str, Hook] = {
+    "bf16": default_hooks.bf16_compress_hook,
+    "fp16": default_hooks.fp16_compress_hook,
+}
+# PowerSGD starts with exact all-reduces, so that momentum and the bucket layout settle. DDP rebuilds its buckets after
+# the first step, and PowerSGD keeps its error feedback per bucket, so torch accepts no less than 2.
+_POWERSGD_EXACT_STEPS = 10
+
+
+def on_any_backend(hook: Hook) -> Hook:
+    """Wrap a hook so that torch accepts it on every backend.
+
+    Torch refuses hooks named bf16_compress_* unless it finds NCCL, and checks only the name. Gloo sums bfloat16 too,
+    and so does every NCCL that torch 2.6 and later ships.
+    """
+
+    def hook_on_any_backend(state: Any, bucket: Any) -> Any:
+        return hook(state, bucket)
+
+    hook_on_any_backend.__annotations__.clear()  # torch would compare them, and here they are strings
+    hook_on_any_backend.__qualname__ = hook.__qualname__  # for Lightning's log
+    return hook_on_any_backend
+
+
+def communication_hook(compression: str, rank: int = 1) -> tuple[object | None, Hook]:
+    """Return the state and the hook to register with DistributedDataParallel.
+
+    Args:
+        compression: `bf16` or `fp16` halves the bytes; `powersgd` sends low-rank factors and adds the error
+            of each step to the gradient of the next (Vogels et al. 2019, https://arxiv.org/abs/1905.13727).
+        rank: rank of PowerSGD's factors.
+
+    Raises:
+        ConfigurationError: the name is not one of the three, or the rank is below 1.
+    """
+    if compression in _HALF_HOOKS:
+        return None, _HALF_HOOKS[compression]
+    if compression != "powersgd":
+        raise ConfigurationError(
+            f"gradient_compression={compression!r} is unknown. Choose 'bf16', 'fp16' or 'powersgd'."
+        )
+    if rank < 1:
+        raise ConfigurationError(
+            f"powersgd_rank={rank} gives matrices without columns. Use 1 or more; 1 to 4 are usual."
+        )
+    state = PowerSGDState(
+        process_group=None,
+        matrix_approximation_rank=rank,
+        start_powerSGD_iter=_POWERSGD_EXACT_STEPS,
+        use_error_feedback=True,
+        warm_start=True,
+    )
+    return state, powerSGD_hook
 
 
 class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
