@@ -69,6 +69,34 @@ def test_values_come_back_and_missing_ones_are_none(store: ControlStore) -> None
     store.close()
 
 
+class Counted:
+    """A connection that counts its calls."""
+
+    def __init__(self) -> None:
+        self._store = HashStore()
+        self.calls = 0
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        self.calls += 1
+        found: Callable[..., Any] = getattr(self._store, name)
+        return found
+
+
+def test_polling_costs_one_question_however_many_values_are_awaited() -> None:
+    connection = Counted()
+    (store,) = shared(1, [connection])
+    until(lambda: connection.calls)  # the first heartbeat
+    connection.calls = 0
+    assert store.get("a") is None
+    assert store.get_if_all(["a", "b", "c"]) is None
+    assert connection.calls == 2
+    for key in ("a", "b", "c"):
+        store.set(key, key)
+    assert store.get_if_all(["a", "b", "c"]) == ["a", "b", "c"]
+    assert store.get_if_all([]) == []
+    store.close()
+
+
 def test_the_first_word_stays(store: ControlStore) -> None:
     assert store.set_first("alarm", "mine") == "mine"
     assert store.set_first("alarm", "yours") == "mine"

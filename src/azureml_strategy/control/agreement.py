@@ -130,12 +130,10 @@ class StopAgreement:
 
     def _decide(self) -> str | None:
         """Return the decision if all ranks have promised. Only rank 0 decides."""
-        promises = self._store.get_all([f"promise/{rank}" for rank in range(self._store.world_size)]).values()
-        if any(promise is None for promise in promises):
+        promises = self._store.get_if_all([f"promise/{rank}" for rank in range(self._store.world_size)])
+        if promises is None:
             return None
-        return self._store.set_first(
-            "stop", f"{max(int(promise or 0) for promise in promises)} {self._store.get('asked')}"
-        )
+        return self._store.set_first("stop", f"{max(map(int, promises))} {self._store.get('asked')}")
 
 
 class StopBarrier:

@@ -104,6 +104,15 @@ class ControlStore:
         found = self._read([self._key(key) for key in keys])
         return dict(zip(keys, found, strict=True))
 
+    def get_if_all(self, keys: Sequence[str]) -> list[str] | None:
+        """Read several values if all are there, at the cost of one question; None if one is missing."""
+        names = [self._key(key) for key in keys]
+
+        def read(store: Store) -> list[str] | None:
+            return [value.decode() for value in store.multi_get(names)] if store.check(names) else None
+
+        return self._call(read) if names else []
+
     def set_first(self, key: str, value: str) -> str:
         """Write a value unless another rank was faster. Return the value that is there now."""
         return self._call(lambda store: store.compare_set(self._key(key), "", value)).decode()
@@ -136,19 +145,16 @@ class ControlStore:
             StoreLostError: the store cannot be reached.
         """
         pause, patience = _SHORTEST_PAUSE_SECONDS, Patience(self)
-        found: dict[int, str] = {}
-        while len(found) < len(keys):
+        while True:
             self.require_open()
-            missing = [rank for rank in keys if rank not in found]
-            reason = patience.end(missing)  # before the values are read: what a rank wrote before it left counts
-            values = self.get_all([keys[rank] for rank in missing])
-            found |= {rank: value for rank in missing if (value := values[keys[rank]]) is not None}
-            if reason and len(found) < len(keys):
+            reason = patience.end(list(keys))  # before the values are read: what a rank wrote before it left counts
+            if (values := self.get_if_all(list(keys.values()))) is not None:
+                return dict(zip(keys, values, strict=True))
+            if reason is not None:
                 self.fail(reason)
-            elif len(found) < len(keys):
+            else:
                 self.pause(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-        return found
 
     def require_open(self) -> None:
         """Raise what has ended the waits, if anything has."""
@@ -203,9 +209,11 @@ class ControlStore:
 
     def _read(self, keys: Sequence[str]) -> list[str | None]:
         def read(store: Store) -> list[str | None]:
-            # `multi_get` would wait for a missing key.
-            there = keys if store.check(list(keys)) else [key for key in keys if store.check([key])]
-            values = dict(zip(there, store.multi_get(list(there)) if there else [], strict=True))
+            # `multi_get` would wait for a missing key. `check` says whether all are there.
+            if store.check(list(keys)):
+                return [value.decode() for value in store.multi_get(list(keys))]
+            there = [key for key in keys if store.check([key])] if len(keys) > 1 else []
+            values = dict(zip(there, store.multi_get(there) if there else [], strict=True))
             return [values[key].decode() if key in values else None for key in keys]
 
         return self._call(read) if keys else []
