@@ -156,4 +156,6 @@ def test_a_store_that_answers_no_more_does_not_hold_a_main_thread(monkeypatch: p
     assert not reach_own_promise(agreement)
     assert agreement.error == "rank 1: the rendezvous store does not answer"
     silent.goes_on.set()
+    until(lambda: store.get("stop"))  # the others learn of it when the store answers again
+    assert store.get("stop") == "never rank 1: the rendezvous store does not answer"
     channel.close()

@@ -83,7 +83,7 @@ class StopAgreement:
             try:
                 self._store.get("stop")  # replaces a connection on which the channel's thread waits in vain
             except StoreLostError as lost:
-                self._follow(f"{_NEVER} rank {self._store.rank}: {lost}")
+                self._follow(self._refusal(lost))
 
     def _look(self) -> None:
         try:
@@ -91,10 +91,15 @@ class StopAgreement:
         except StoreLostError as lost:
             if self._promise is None:
                 return  # nobody waits: look again later
-            decision = f"{_NEVER} rank {self._store.rank}: {lost}"
-            self._store.set_for_sure("stop", decision)
+            decision = self._refusal(lost)
         if decision is not None:
             self._follow(decision)
+
+    def _refusal(self, lost: StoreLostError) -> str:
+        """Decide not to stop. The other ranks learn of it, at the latest when the store answers again."""
+        decision = f"{_NEVER} rank {self._store.rank}: {lost}"
+        self._store.set_for_sure("stop", decision)
+        return decision
 
     def _decision(self) -> str | None:
         if self._promise is None:
