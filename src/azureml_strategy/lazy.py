@@ -12,6 +12,7 @@ _EXTRAS = {
     "azure": "azure",
     "deepspeed": "deepspeed",
     "hydra": "recipes",
+    "jsonargparse": "cli",
     "matplotlib": "report",
     "omegaconf": "recipes",
     "PIL": "data",
