@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from azureml_strategy.cluster.redaction import is_secret
-from azureml_strategy.jobs.recipe import override_texts, refuse_secrets
+from azureml_strategy.jobs.plan import override_texts, refuse_secrets
 from azureml_strategy.jobs.service_errors import JobError
 
 

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from azureml_strategy.jobs.recipe import JobRecipe, read_recipe
-from azureml_strategy.jobs.render import code_folder, command_line, recipe_in_code
+from azureml_strategy.jobs.recipe import JobRecipe, code_folder, command_line, read_recipe, recipe_in_code
 from azureml_strategy.jobs.service_errors import JobError
 from azureml_strategy.jobs.settings import ClusterSettings, JobSettings
 from azureml_strategy.training.recipes import Recipe

@@ -1,90 +1,217 @@
-"""submit RECIPE: submits a recipe as a job in Azure ML."""
+"""submit PROGRAM: submits a script, a command or a recipe as a job in Azure ML, or a sweep of such jobs."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from azureml_strategy.cli.verbs import Verbs, add_verb, add_workspace_options, fail, print_text, workspace_of
 
-_USAGE = "azureml-strategy submit RECIPE [KEY=VALUE ...] [--dry-run] [--follow] [--name NAME]"
+if TYPE_CHECKING:
+    from azureml_strategy.jobs.hyperparameters import Sweep
+    from azureml_strategy.jobs.plan import JobPlan
+
+# Verbs that make sense as a job of their own.
+_VERBS = ("bench", "doctor")
+_USAGE = """\
+azureml-strategy submit SCRIPT.py [KEY=VALUE ...] [options] [-- ARGUMENT ...]
+       azureml-strategy submit --command 'torchrun ... train.py' [KEY=VALUE ...] [options]
+       azureml-strategy submit RECIPE [KEY=VALUE ...] [options]"""
+_DESCRIPTION = """\
+Submit a job in Azure ML: a script with its arguments, a command, or a recipe, on the nodes of `cluster`."""
 _EPILOG = """\
 examples:
+  azureml-strategy submit train.py cluster=nd96isr_h100_v5 cluster.num_nodes=2 -- --lr 0.1
+  azureml-strategy submit train.py cluster=nc24ads_a100_v4 --input images=azureml:imagenet@latest \\
+      -- --data '${{inputs.images}}'                    # in single quotes: the shell here must not read it
+  azureml-strategy submit --module mypackage.train cluster=nc24ads_a100_v4 cluster.tier=low_priority --follow
+  azureml-strategy submit train.py cluster=nc24ads_a100_v4 --metric val/loss --goal minimize --trials 20 \\
+      --sweep 'lr=loguniform(1e-4, 1e-1)' --sweep 'optimizer=choice(adam, sgd)' --stop bandit
   azureml-strategy submit resnet50_imagenet cluster=nd96amsr_a100_v4 cluster.num_nodes=4 --dry-run
-  azureml-strategy submit my_recipe.yaml cluster=nc24ads_a100_v4 cluster.tier=low_priority --follow
-  azureml-strategy submit gpt_ddp cluster=nd96isr_h100_v5 cluster.compute=serverless model=gpt_1b
+  azureml-strategy submit bench cluster=nd96isr_h100_v5 cluster.num_nodes=2 -- --pairs
+`bench` and `doctor` run these verbs on the nodes. Settings of `cluster` and `job`: docs/submit.md.
 """
 
 
 def add_to(verbs: Verbs) -> None:
-    """Add the verb and its options."""
+    """Add the verb. It takes every word unparsed, as `study` does, and `_parser` parses the words before `--`."""
     verb = add_verb(
         verbs,
         "submit",
         _run,
+        help="submit a script, a command or a recipe as a job in Azure ML",
+        description=_DESCRIPTION,
+        prefix_chars="\0",
+        add_help=False,
+    )
+    verb.add_argument("words", nargs=argparse.REMAINDER)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="azureml-strategy submit",
         usage=_USAGE,
-        help="submit a recipe as a job in Azure ML",
-        description="Submit a recipe as a job in Azure ML: what `train` runs here, on the nodes of `cluster`.",
+        description=_DESCRIPTION,
         epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    _add_options(verb)
-    verb.add_argument("recipe", metavar="RECIPE", help="name of a shipped recipe, or path of a YAML file")
-    verb.add_argument(
-        "rest",
-        metavar="KEY=VALUE",
-        nargs=argparse.REMAINDER,
-        help="what to change, in Hydra's notation: of the run, `cluster` or `job`",
-    )
-
-
-def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("program", nargs="?", metavar="PROGRAM", help="a script, a recipe, bench or doctor")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of `cluster`, `job`; of a recipe, any")
+    parser.add_argument("--command", metavar="TEXT", help="in place of a script: a command line for the job's shell")
+    parser.add_argument("--module", metavar="NAME", help="in place of a script: a module, as for python -m")
     parser.add_argument("--dry-run", action="store_true", help="print the job as YAML; needs no account and no network")
     parser.add_argument("--follow", action="store_true", help="print its log until it is over, and how fast it was")
     parser.add_argument("--name", help="name of the job; submitting the same name again starts no second one")
+    data = parser.add_argument_group("data of a script or command", "a recipe's are its own `job.inputs`")
+    data.add_argument(
+        "--input",
+        metavar="NAME=PATH",
+        action="append",
+        default=[],
+        help="a data asset, an address, a folder or file here, or a value",
+    )
+    data.add_argument(
+        "--output",
+        metavar="NAME[=PATH]",
+        action="append",
+        default=[],
+        help="a folder in storage; without PATH one of the job's own",
+    )
+    sweep = parser.add_argument_group("a sweep, which starts many such jobs", "docs/sweeps.md")
+    sweep.add_argument("--sweep", metavar="KEY=RANGE", action="append", default=[], help="lr=loguniform(1e-4, 1e-1)")
+    sweep.add_argument("--sampling", default="random", metavar="HOW", help="random (default), grid or bayesian")
+    sweep.add_argument("--stop", metavar="POLICY", help="end trials that lag: bandit, median or truncation")
+    sweep.add_argument("--metric", metavar="NAME", help="what is to be the best (a recipe: what it monitors)")
+    sweep.add_argument("--goal", metavar="GOAL", help="minimize or maximize")
+    sweep.add_argument("--trials", type=int, metavar="N", help="trials in all (default 20; a grid: all)")
+    sweep.add_argument("--concurrent", type=int, default=4, metavar="N", help="trials at a time (default 4)")
     add_workspace_options(parser)
-
-
-def _overrides(options: argparse.Namespace) -> Sequence[str]:
-    """Parse the overrides and the options among them, which argparse does not allow inside a verb."""
-    parser = argparse.ArgumentParser(prog="azureml-strategy submit RECIPE", usage=_USAGE)
-    _add_options(parser)
-    parser.add_argument("overrides", nargs="*")
-    found: list[str] = parser.parse_intermixed_args(options.rest, options).overrides
-    return found
+    return parser
 
 
 def _run(options: argparse.Namespace) -> int:
     from azureml_strategy.jobs.client import import_azure
     from azureml_strategy.jobs.service_errors import JobError
 
-    overrides = _overrides(options)
+    words, arguments = _split(options.words)
+    parsed = _parser().parse_intermixed_args(words)
     try:
         import_azure("azure.ai.ml")  # before Hydra, which the extra `azure` brings as well
-        return _print_job(options, overrides) if options.dry_run else _submit(options, overrides)
+        plan = _plan(parsed, arguments)
+        return _print_job(plan, parsed.name) if parsed.dry_run else _submit(plan, parsed)
     except JobError as error:
         return fail(error)
 
 
-def _print_job(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    from azureml_strategy.jobs.recipe import read_recipe
-    from azureml_strategy.jobs.render import build_job, job_yaml, node_price
-    from azureml_strategy.jobs.submit import check_snapshot
+def _split(words: Sequence[str]) -> tuple[list[str], list[str] | None]:
+    """The words before the first `--`, and those after it; None if there is no `--`."""
+    if "--" not in words:
+        return list(words), None
+    place = list(words).index("--")
+    return list(words[:place]), list(words[place + 1 :])
 
-    recipe = read_recipe(options.recipe, overrides)
-    text = job_yaml(build_job(recipe, options.name, node_price(recipe, recipe.cluster.region, offline=True)))
-    snapshot = check_snapshot(recipe)
+
+def _plan(options: argparse.Namespace, arguments: list[str] | None) -> JobPlan:
+    """Plan what the words ask for.
+
+    Raises:
+        JobError: the words name nothing to run, or two things, or one of them is invalid.
+    """
+    from azureml_strategy.jobs.program import Program, ProgramData, plan_program
+    from azureml_strategy.jobs.recipe import plan_recipe
+    from azureml_strategy.jobs.service_errors import JobError
+
+    program, overrides = options.program, list(options.overrides)
+    if program is not None and "=" in program and (options.command or options.module):
+        program, overrides = None, [program, *overrides]
+    if sum(each is not None for each in (program, options.command, options.module)) != 1:
+        raise JobError(
+            "Name one thing to run: a script (submit train.py), a module (--module NAME), a command (--command TEXT) "
+            "or a recipe (`azureml-strategy recipes` lists them). The arguments of a script stand after `--`."
+        )
+    sweep = _sweep(options)
+    if program is not None and not program.endswith(".py") and program not in _VERBS:
+        given = {"arguments after --": arguments, "--input": options.input, "--output": options.output}
+        wrong = [name for name, value in given.items() if value]
+        if wrong:
+            raise JobError(
+                f"{program} is a recipe, and {wrong[0]} belong to a script. A recipe takes KEY=VALUE, and its data as "
+                "`job.inputs`."
+            )
+        return plan_recipe(program, overrides, sweep)
+    if options.command is not None and arguments:
+        raise JobError("--command is the whole command line. Write the arguments into it.")
+    if program in _VERBS and sweep is not None:
+        raise JobError(f"`{program}` has nothing to sweep. Leave --sweep out.")
+    data = ProgramData(
+        dict(_named("--input", each) for each in options.input),
+        {name: path or None for name, path in (_pair(each) for each in options.output)},
+    )
+    chosen = Program(
+        script=program if program not in _VERBS else None,
+        verb=program if program in _VERBS else None,
+        module=options.module,
+        command=options.command,
+        arguments=tuple(arguments or ()),
+    )
+    return plan_program(chosen, overrides, data, sweep)
+
+
+def _sweep(options: argparse.Namespace) -> Sweep | None:
+    from azureml_strategy.jobs.hyperparameters import Sweep, parse_parameter
+    from azureml_strategy.jobs.service_errors import JobError
+
+    if not options.sweep:
+        alone = {"--stop": options.stop, "--metric": options.metric, "--goal": options.goal, "--trials": options.trials}
+        for option, value in alone.items():
+            if value is not None:
+                raise JobError(f"{option} is about a sweep. Say what is varied: --sweep 'lr=uniform(0.01, 0.1)'.")
+        return None
+    return Sweep(
+        tuple(map(parse_parameter, options.sweep)),
+        options.sampling,
+        options.stop,
+        options.metric,
+        options.goal,
+        options.trials,
+        options.concurrent,
+    )
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, _, value = text.partition("=")
+    return name, value
+
+
+def _named(option: str, text: str) -> tuple[str, str]:
+    from azureml_strategy.jobs.service_errors import JobError
+
+    name, value = _pair(text)
+    if not (name and value):
+        raise JobError(f"{option} {text} names no data. Write {option} NAME=PATH, as images=azureml:imagenet@latest.")
+    return name, value
+
+
+def _print_job(plan: JobPlan, name: str | None) -> int:
+    from azureml_strategy.jobs.render import build_offline, job_yaml
+
+    text = job_yaml(build_offline(plan, name))
+    snapshot = plan.snapshot()
+    for note in plan.notes:
+        _tell(note)
     if snapshot is not None:
         _tell(". ".join(filter(None, [snapshot.describe(), snapshot.advice()])))
     print_text(text.rstrip())
     return 0
 
 
-def _submit(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+def _submit(plan: JobPlan, options: argparse.Namespace) -> int:
     from azureml_strategy.jobs.follow import follow_job
-    from azureml_strategy.jobs.submit import submit_recipe
+    from azureml_strategy.jobs.submit import submit_plan
 
-    job = submit_recipe(options.recipe, overrides, workspace=workspace_of(options), name=options.name, tell=_tell)
+    job = submit_plan(plan, workspace=workspace_of(options), name=options.name, tell=_tell)
     print_text(f"{job.name}\n{job.studio_url}")
     if not options.follow:
         return 0

@@ -1,4 +1,4 @@
-"""Renders recipes as Azure ML jobs, submits and follows them, and manages what they need in a workspace.
+"""Renders scripts and recipes as Azure ML jobs, submits and follows them, and manages what they need in a workspace.
 
 Importing this package does not import azure-ai-ml: a name that needs it imports it on first use.
 """
@@ -13,21 +13,26 @@ from azureml_strategy.lazy import lazy_attributes
 if TYPE_CHECKING:
     from azureml_strategy.jobs.client import connect
     from azureml_strategy.jobs.follow import SubmittedJob
+    from azureml_strategy.jobs.hyperparameters import Sweep, parse_parameter
     from azureml_strategy.jobs.prices import Price, price_for
     from azureml_strategy.jobs.render import job_yaml, render_job
     from azureml_strategy.jobs.service_errors import ServiceError
-    from azureml_strategy.jobs.submit import submit_recipe
+    from azureml_strategy.jobs.submit import submit_command, submit_recipe, submit_script
 
 __all__ = [
     "JobError",
     "Price",
     "ServiceError",
     "SubmittedJob",
+    "Sweep",
     "connect",
     "job_yaml",
+    "parse_parameter",
     "price_for",
     "render_job",
+    "submit_command",
     "submit_recipe",
+    "submit_script",
 ]
 
 __getattr__ = lazy_attributes(
@@ -40,6 +45,10 @@ __getattr__ = lazy_attributes(
         "render_job": "azureml_strategy.jobs.render",
         "ServiceError": "azureml_strategy.jobs.service_errors",
         "SubmittedJob": "azureml_strategy.jobs.follow",
+        "Sweep": "azureml_strategy.jobs.hyperparameters",
+        "parse_parameter": "azureml_strategy.jobs.hyperparameters",
+        "submit_command": "azureml_strategy.jobs.submit",
         "submit_recipe": "azureml_strategy.jobs.submit",
+        "submit_script": "azureml_strategy.jobs.submit",
     },
 )

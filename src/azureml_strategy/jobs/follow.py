@@ -8,11 +8,21 @@ import statistics
 import sys
 import time
 from contextlib import redirect_stdout
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from typing_extensions import override
 
-from azureml_strategy.jobs.listing import FINAL, job_failure, log_files, printed_log, read_log, show_job
+from azureml_strategy.jobs.listing import (
+    FINAL,
+    download_job,
+    job_failure,
+    log_files,
+    printed_log,
+    read_log,
+    show_job,
+)
+from azureml_strategy.jobs.metrics import run_metrics, tracking_uri
 from azureml_strategy.jobs.service_errors import JobError, ServiceError, translate
 
 if TYPE_CHECKING:
@@ -63,6 +73,44 @@ class SubmittedJob:
             ServiceError: Azure did not answer.
         """
         return show_job(self._client, self.name).status
+
+    def logs(self, file: str | None = None) -> str:
+        """What a process of the job has printed.
+
+        Args:
+            file: a log of the job, such as `user_logs/std_log_process_1.txt`; by default that of the first process.
+
+        Raises:
+            JobError: the job has no such log, or none yet.
+            ServiceError: Azure did not answer.
+        """
+        return read_log(self._client, self.name, file)
+
+    def metrics(self) -> dict[str, float]:
+        """The last value of each metric in the job's MLflow run.
+
+        Raises:
+            ServiceError: Azure did not answer.
+            mlflow.exceptions.MlflowException: the workspace's MLflow did not answer, or azureml-mlflow is missing.
+        """
+        return run_metrics(tracking_uri(self._client), self.run_id)
+
+    def download(self, folder: str | Path = ".", output: str | None = None) -> Path:
+        """Fetch files of the job.
+
+        Args:
+            folder: local folder that receives them.
+            output: name of one output, such as `run`; None fetches the logs and `./outputs`.
+
+        Returns:
+            The local folder: logs and `./outputs` are in its `artifacts`, an output in its `named-outputs/NAME`.
+
+        Raises:
+            JobError: the job has no such output, or is not over.
+            ServiceError: Azure did not answer.
+        """
+        download_job(self._client, self.name, Path(folder), output=output)
+        return Path(folder)
 
     def wait(self, timeout: float | None = None) -> str:
         """Wait until the job is over.

@@ -36,9 +36,10 @@ ACCESS_PATTERNS = tuple(_PATTERNS)
 # Our choice: images with CUDA take 20 GiB and more.
 _FREE_GIB = 32
 _FREE_FRACTION = 0.1
-_INPUT_TYPES = ("uri_folder", "uri_file", "mltable")
-_INPUT_MODES = {"ro_mount": _INPUT_TYPES, "download": _INPUT_TYPES, "eval_mount": ("mltable",)}
-_OUTPUT_TYPES = ("uri_folder", "uri_file")
+_MODEL_TYPES = ("custom_model", "mlflow_model", "triton_model")
+_INPUT_TYPES = ("uri_folder", "uri_file", "mltable", *_MODEL_TYPES)
+_INPUT_MODES = {"ro_mount": _INPUT_TYPES, "download": _INPUT_TYPES, "direct": _INPUT_TYPES, "eval_mount": ("mltable",)}
+_OUTPUT_TYPES = ("uri_folder", "uri_file", *_MODEL_TYPES)
 _OUTPUT_MODES = ("rw_mount", "upload")
 # Azure ML turns the names into environment variables.
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
@@ -166,18 +167,21 @@ class OutputFiles:
         return target
 
 
-def job_inputs(inputs: Mapping[str, InputSettings]) -> dict[str, Input]:
-    """Convert the inputs to azure-ai-ml's class.
+def job_inputs(inputs: Mapping[str, InputSettings]) -> dict[str, Input | float | str]:
+    """Convert the inputs to azure-ai-ml's class; those that are values stay as they are.
 
     Raises:
-        JobError: an input has no path, or its name, type or mode is invalid.
+        JobError: an input has no path, has both path and value, or its name, type or mode is invalid.
     """
     from azure.ai.ml import Input
 
-    found = {}
+    found: dict[str, Input | float | str] = {}
     for name, each in inputs.items():
         place = f"job.inputs.{name}"
         _check_name(place, name)
+        if each.value is not None:
+            found[name] = _value(place, each)
+            continue
         _check_choice(f"{place}.type", each.type, _INPUT_TYPES)
         _check_choice(f"{place}.mode", each.mode, [mode for mode, types in _INPUT_MODES.items() if each.type in types])
         if not each.path:
@@ -207,7 +211,7 @@ def job_outputs(outputs: Mapping[str, OutputSettings]) -> dict[str, Output]:
 
 def access_patterns(inputs: Mapping[str, InputSettings]) -> list[str]:
     """The access pattern of each mounted input."""
-    return [each.access for each in inputs.values() if each.mode != "download"]
+    return [each.access for each in inputs.values() if each.mode != "download" and each.value is None]
 
 
 def path_overrides(job: JobSettings, overrides: Sequence[str]) -> list[str]:
@@ -239,11 +243,20 @@ def path_overrides(job: JobSettings, overrides: Sequence[str]) -> list[str]:
     return found
 
 
+def _value(place: str, given: InputSettings) -> float | str:
+    value: float | str = given.value
+    if given.path is not None:
+        raise JobError(f"{place} has a path and a value. Keep one.")
+    if not isinstance(value, (bool, int, float, str)):
+        raise JobError(f"{place}.value is {value!r}. Azure ML takes a number, a text or a truth value.")
+    return value
+
+
 def _check_name(place: str, name: str) -> None:
     if not _NAME.fullmatch(name):
         raise JobError(f"{place} has a name that Azure ML refuses. Use letters, digits and _, a letter first.")
 
 
-def _check_choice(place: str, value: str, known: Sequence[str]) -> None:
-    if value not in known:
+def _check_choice(place: str, value: str | None, known: Sequence[str]) -> None:
+    if value is not None and value not in known:
         raise JobError(f"{place} is {value!r}. Known: {', '.join(known)}.")

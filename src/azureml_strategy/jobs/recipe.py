@@ -1,56 +1,31 @@
-"""Composes the recipe and overrides of a job, and checks that they are valid and contain no secrets."""
+"""Composes the recipe and overrides of a job, checks them, and says what the job runs."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
-from azureml_strategy.cluster.redaction import is_secret, redact_text
-from azureml_strategy.command_line import is_override
+from azureml_strategy.jobs.hyperparameters import AUTOTUNING, Parameter, Sweep, autotuning_parameters
 from azureml_strategy.jobs.inputs import path_overrides
-from azureml_strategy.jobs.resources import refuse_retired
+from azureml_strategy.jobs.plan import (
+    JobPlan,
+    check_code,
+    check_words,
+    override_texts,
+    refuse_secret_settings,
+    refuse_secrets,
+)
 from azureml_strategy.jobs.service_errors import JobError
 from azureml_strategy.jobs.settings import ClusterSettings, JobSettings, read_section
 from azureml_strategy.training.checks import compose_recipe, target_nodes
 from azureml_strategy.training.recipes import Recipe, RecipeError, find_recipe, near_matches
 from azureml_strategy.training.resolvers import register_resolvers
 from azureml_strategy.training.targets import lies_in, refuse_missing
-
-_INSTEAD = (
-    "A job's command and variables can be read by everybody with access to the workspace. Put it into the workspace's "
-    "key vault and read it in the job, and reach storage through a datastore or the job's own identity "
-    "(job.identity.type=managed)."
-)
-
-
-def refuse_secrets(texts: Mapping[str, str]) -> None:
-    """Refuse texts that contain a secret, before a job carries them.
-
-    Args:
-        texts: each value by its name: a variable, a key of the recipe, or another place that the user can find.
-
-    Raises:
-        JobError: a value is secret by its name, by its form, or because a variable of this process with a secret name
-            holds it. The message does not repeat the value.
-    """
-    for name, value in texts.items():
-        if is_secret(name, value):
-            raise JobError(
-                f"{name} looks like a secret, by its name, its form or a variable that holds it, so that no job was "
-                f"made. {_INSTEAD}"
-            )
-
-
-def override_texts(overrides: Iterable[str]) -> dict[str, str]:
-    """The value of each override of a command line, by its key."""
-    pairs = (override.partition("=") for override in overrides)
-    return {key.lstrip("+~"): value for key, _, value in pairs}
 
 
 @dataclass(frozen=True)
@@ -64,6 +39,7 @@ class JobRecipe:
         cluster: where the job runs.
         job: the job's settings in Azure ML.
         own_modules: whether the recipe names a module of the current folder, so that the job needs that folder.
+        sweep: the search whose trials run this; None for one job.
     """
 
     recipe: Recipe
@@ -72,30 +48,46 @@ class JobRecipe:
     cluster: ClusterSettings
     job: JobSettings
     own_modules: bool = False
+    sweep: Sweep | None = None
+
+    def plan(self) -> JobPlan:
+        """What the job runs.
+
+        Raises:
+            JobError: the folder of code is missing, or the recipe lies outside of it.
+        """
+        return JobPlan(
+            name=self.recipe.name,
+            command=command_line(self),
+            cluster=self.cluster,
+            job=self.job,
+            code=code_folder(self),
+            needs=None if self.recipe.folder is None else recipe_in_code(self),
+            tags={"recipe": self.recipe.name},
+            notes=self.sweep.warnings() if self.sweep else (),
+            sweep=self.sweep,
+        )
 
 
-def read_recipe(recipe: str, overrides: Sequence[str]) -> JobRecipe:
+def plan_recipe(recipe: str, overrides: Sequence[str], sweep: Sweep | None = None) -> JobPlan:
+    """What the job of a recipe runs; see `read_recipe`."""
+    return read_recipe(recipe, overrides, sweep).plan()
+
+
+def read_recipe(recipe: str, overrides: Sequence[str], sweep: Sweep | None = None) -> JobRecipe:
     """Compose a recipe and read its `cluster` and `job` sections.
 
     Args:
         recipe: the name of a shipped recipe, or the path of a YAML file.
         overrides: overrides of one run, in Hydra's notation.
+        sweep: a search over keys of the recipe.
 
     Raises:
         JobError: the recipe, an override or a key is misspelt, or the overrides contain a sweep, a flag of Hydra or a
             secret.
     """
     register_resolvers()
-    for argument in overrides:
-        if not is_override(argument):
-            raise JobError(
-                f"{argument!r} is no override. A job takes KEY=VALUE alone; Hydra's own flags belong to "
-                "`azureml-strategy train`, and a folder of groups into hydra.searchpath=[...]."
-            )
-        _refuse_sweep(argument)
-        if argument.startswith("cluster="):
-            refuse_retired(argument.removeprefix("cluster="))
-    refuse_secrets(override_texts(overrides))
+    check_words(overrides)
     try:
         found = find_recipe(recipe)
         config = compose_recipe(found, overrides)
@@ -106,34 +98,118 @@ def read_recipe(recipe: str, overrides: Sequence[str]) -> JobRecipe:
         raise JobError(str(error)) from error
     refuse_secrets(dict(_leaves(config)))
     cluster, job = read_section(config, "cluster", ClusterSettings), read_section(config, "job", JobSettings)
-    refuse_secrets(_texts(job))
+    refuse_secret_settings(job)
     paths = path_overrides(job, overrides)
     for path in paths:
-        _check_key(config, path.partition("=")[0])
+        check_key(config, path.partition("=")[0], "is to get a path of the job")
     own_modules = any(lies_in(os.curdir, target) for _, target in named)
-    return JobRecipe(found, tuple(overrides), tuple(paths), cluster, job, own_modules)
+    if sweep is not None:
+        _refuse_both(sweep, overrides)
+        sweep = _completed(sweep, config)
+        paths = [*paths, *_trial_overrides(sweep, config)]
+    return JobRecipe(found, tuple(overrides), tuple(paths), cluster, job, own_modules, sweep)
 
 
-def _refuse_sweep(text: str) -> None:
-    try:
-        override = OverridesParser.create().parse_override(text)
-    except HydraException as error:
-        raise JobError(redact_text(f"The override {text!r} is not in Hydra's notation: {error}")) from error
-    if override.is_sweep_override():
+def _completed(sweep: Sweep, config: DictConfig) -> Sweep:
+    """Take the metric and the goal from the recipe's checkpoints, and DeepSpeed's tuning space from its strategy."""
+    if any(each.kind == AUTOTUNING for each in sweep.parameters):
+        own = [each for each in sweep.parameters if each.kind != AUTOTUNING]
+        parameters = {each.key: each for each in [*_autotuning(config), *own]}
+        sweep = replace(sweep, parameters=tuple(parameters.values()))
+        best: tuple[str | None, str] = ("throughput/samples_per_second", "max")
+    else:
+        saving = config.get("checkpoint") or {}
+        best = saving.get("monitor"), saving.get("mode") or "min"
+    if sweep.metric is not None:
+        return sweep
+    return replace(sweep, metric=best[0], goal=sweep.goal or ("maximize" if best[1] == "max" else "minimize"))
+
+
+def _autotuning(config: DictConfig) -> list[Parameter]:
+    strategy = config.strategy
+    stage = strategy.get("stage") if "DeepSpeed" in str(strategy.get("_target_")) else None
+    if stage is None or OmegaConf.select(config, "data.batch_size") is None:
         raise JobError(
-            f"{text!r} stands for several runs, and a job is one. Sweep by `azureml-strategy train RECIPE -m {text} "
-            f"hydra/launcher=azureml`, or put a value with commas in quotation marks: \"'...'\"."
+            "--sweep autotuning tries DeepSpeed's settings of a ZeRO stage, and this recipe's strategy has none. Take "
+            "strategy=deepspeed_stage_2, say, and data with a batch_size."
         )
+    return autotuning_parameters(stage, int(config.data.batch_size))
 
 
-def _texts(job: JobSettings) -> dict[str, str]:
-    """The settings of the job that Azure ML shows to everybody with access to the workspace."""
-    texts = {f"job.environment_variables.{name}": value for name, value in job.environment_variables.items()}
-    texts |= {f"job.tags.{name}": value for name, value in job.tags.items()}
-    texts |= {f"job.inputs.{name}.path": each.path or "" for name, each in job.inputs.items()}
-    texts |= {f"job.outputs.{name}.path": each.path or "" for name, each in job.outputs.items()}
-    alone = ("experiment", "display_name", "description", "docker_args")
-    return texts | {f"job.{name}": getattr(job, name) or "" for name in alone}
+def _refuse_both(sweep: Sweep, overrides: Sequence[str]) -> None:
+    both = [each.key for each in sweep.parameters if each.key in override_texts(overrides)]
+    if both:
+        raise JobError(f"--sweep varies {both[0]}, and an override sets it too. Leave one of the two out.")
+
+
+def _trial_overrides(sweep: Sweep, config: DictConfig) -> list[str]:
+    """The overrides that give a trial its hyperparameters; Azure ML writes the values into the command."""
+    words = []
+    for parameter in sweep.parameters:
+        key = parameter.key
+        section = OmegaConf.select(config, key.rpartition(".")[0]) if "." in key else config
+        known_to_class = isinstance(section, DictConfig) and "_target_" in section
+        if not known_to_class:  # whose constructor may take more than the recipe names
+            check_key(config, key, "is to be varied")
+        words.append(f"++{key}=${{{{search_space.{parameter.name}}}}}")
+    return words
+
+
+def code_folder(recipe: JobRecipe) -> str | None:
+    """The folder of code that the job gets; None if it needs none.
+
+    Raises:
+        JobError: `job.code` is not a folder.
+    """
+    if recipe.job.code is None:
+        return "." if recipe.recipe.folder is not None or recipe.own_modules else None
+    return check_code(recipe.job.code)
+
+
+def recipe_in_code(recipe: JobRecipe) -> str:
+    """How the job finds the recipe: a shipped one by its name, the user's own by its path in the folder of code.
+
+    Raises:
+        JobError: the recipe lies outside the folder of code, so that the job would not find it.
+    """
+    found = recipe.recipe
+    if found.folder is None:
+        return found.name
+    folder = code_folder(recipe) or "."
+    path = os.path.relpath(os.path.join(found.folder, f"{found.name}.yaml"), folder)
+    if path.split(os.sep)[0] == os.pardir:
+        raise JobError(
+            f"The recipe {found.name}.yaml lies in {found.folder}, outside of {os.path.abspath(folder)}, which is all "
+            "that the job gets. Call this from a folder above it, or name one: job.code=FOLDER."
+        )
+    return path if os.sep in path else os.path.join(os.curdir, path)
+
+
+def command_line(recipe: JobRecipe) -> str:
+    """The command of each process: `train` with the recipe, the user's overrides and the paths of the job.
+
+    The user's words are quoted for the shell. The paths are not, because Azure ML replaces their placeholders.
+    """
+    words = ["azureml-strategy", "train", recipe_in_code(recipe), *recipe.overrides]
+    return " ".join([*map(shlex.quote, words), *recipe.paths])
+
+
+def check_key(config: DictConfig, key: str, why: str) -> None:
+    """Refuse a key that the recipe does not have: the job would fail at it.
+
+    Args:
+        config: the composed recipe.
+        key: the key, with dots.
+        why: what the key is for, for the message.
+
+    Raises:
+        JobError: the recipe has no such key; the message names the near matches.
+    """
+    section, _, name = key.rpartition(".")
+    node = OmegaConf.select(config, section) if section else config
+    if not isinstance(node, DictConfig) or name not in node:
+        known = [f"{section}.{each}".lstrip(".") for each in map(str, node)] if isinstance(node, DictConfig) else []
+        raise JobError(f"{key} {why}, but the recipe has no such key. {near_matches(key, known)}")
 
 
 def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
@@ -149,12 +225,3 @@ def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
         for name, child in node.items():
             if path or name != "hydra":  # the hydra section repeats every override
                 yield from _leaves(child, f"{path}.{name}" if path else str(name))
-
-
-def _check_key(config: DictConfig, key: str) -> None:
-    """Refuse to set a path on a key that the recipe does not have: the job would fail at it."""
-    section, _, name = key.rpartition(".")
-    node = OmegaConf.select(config, section) if section else config
-    if not isinstance(node, DictConfig) or name not in node:
-        known = [f"{section}.{each}".lstrip(".") for each in map(str, node)] if isinstance(node, DictConfig) else []
-        raise JobError(f"{key} is to get a path of the job, but the recipe has no such key. {near_matches(key, known)}")

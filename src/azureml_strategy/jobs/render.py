@@ -1,11 +1,9 @@
-"""Renders a recipe as an Azure ML command job."""
+"""Renders what is planned as an Azure ML command job."""
 
 from __future__ import annotations
 
 import io
-import os
 import re
-import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +13,11 @@ from azureml_strategy.cluster.job import Price
 from azureml_strategy.jobs.azure_internals import standalone_job
 from azureml_strategy.jobs.client import quiet_sdk
 from azureml_strategy.jobs.environments import check_image, job_environment
+from azureml_strategy.jobs.hyperparameters import build_sweep
 from azureml_strategy.jobs.inputs import access_patterns, data_runtime_variables, job_inputs, job_outputs
+from azureml_strategy.jobs.plan import JobPlan
 from azureml_strategy.jobs.prices import price_for
-from azureml_strategy.jobs.recipe import JobRecipe, read_recipe
+from azureml_strategy.jobs.recipe import plan_recipe
 from azureml_strategy.jobs.resources import (
     distribution_of,
     identity_of,
@@ -26,60 +26,20 @@ from azureml_strategy.jobs.resources import (
     resources_of,
 )
 from azureml_strategy.jobs.service_errors import JobError
+from azureml_strategy.jobs.services import services_of
 from azureml_strategy.network.vm_sizes import VMSize
 
 if TYPE_CHECKING:
     from azure.ai.ml.entities import Command
+    from azure.ai.ml.sweep import SweepJob
 
-_SCHEMA = "https://azuremlschemas.azureedge.net/latest/commandJob.schema.json"
+_SCHEMAS = {kind: f"https://azuremlschemas.azureedge.net/latest/{kind}Job.schema.json" for kind in ("command", "sweep")}
 # A reader looks for these first. The other keys follow in alphabetical order.
 _FIRST = ("type", "name", "display_name", "experiment_name", "description", "tags", "command", "code", "environment")
 # azure-ai-ml writes these for an anonymous definition, and derives them again from its content.
 _OF_THE_SERVICE = ("name", "version", "tags")
 _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,254}")
 _ONE_LINE = 10**6  # YAML line width: a wrapped command cannot be copied
-
-
-def code_folder(recipe: JobRecipe) -> str | None:
-    """The folder of code that the job gets; None if it needs none.
-
-    Raises:
-        JobError: `job.code` is not a folder.
-    """
-    folder = recipe.job.code
-    if folder is None:
-        return "." if recipe.recipe.folder is not None or recipe.own_modules else None
-    if not os.path.isdir(folder):
-        raise JobError(f"job.code is {folder}, but there is no such folder.")
-    return folder
-
-
-def recipe_in_code(recipe: JobRecipe) -> str:
-    """How the job finds the recipe: a shipped one by its name, the user's own by its path in the folder of code.
-
-    Raises:
-        JobError: the recipe lies outside the folder of code, so that the job would not find it.
-    """
-    found = recipe.recipe
-    if found.folder is None:
-        return found.name
-    folder = code_folder(recipe) or "."
-    path = os.path.relpath(os.path.join(found.folder, f"{found.name}.yaml"), folder)
-    if path.split(os.sep)[0] == os.pardir:
-        raise JobError(
-            f"The recipe {found.name}.yaml lies in {found.folder}, outside of {os.path.abspath(folder)}, which is all "
-            "that the job gets. Call this from a folder above it, or name one: job.code=FOLDER."
-        )
-    return path if os.sep in path else os.path.join(os.curdir, path)
-
-
-def command_line(recipe: JobRecipe) -> str:
-    """The command of each process: `train` with the recipe, the user's overrides and the paths of the job.
-
-    The user's words are quoted for the shell. The paths are not, because Azure ML replaces their placeholders.
-    """
-    words = ["azureml-strategy", "train", recipe_in_code(recipe), *recipe.overrides]
-    return " ".join([*map(shlex.quote, words), *recipe.paths])
 
 
 def render_job(recipe: str, overrides: Sequence[str], name: str | None = None) -> Command:
@@ -96,12 +56,27 @@ def render_job(recipe: str, overrides: Sequence[str], name: str | None = None) -
     Raises:
         JobError: the recipe, an override, the cluster or the job is invalid.
     """
-    found = read_recipe(recipe, overrides)
-    return build_job(found, name, node_price(found, found.cluster.region, offline=True))
+    plan = plan_recipe(recipe, overrides)
+    return build_job(plan, name, node_price(plan, plan.cluster.region, offline=True))
 
 
-def build_job(recipe: JobRecipe, name: str | None, price: Price | None) -> Command:
-    """Render a recipe that has been read; see `render_job`.
+def build_offline(plan: JobPlan, name: str | None = None) -> Command | SweepJob:
+    """Render a plan, as a sweep if it is one, with the price of a node if that is known without a request.
+
+    Raises:
+        JobError: the cluster, the name, the job or the sweep is invalid.
+    """
+    job = build_job(plan, name, node_price(plan, plan.cluster.region, offline=True))
+    return build_sweep(job, plan.sweep) if plan.sweep else job
+
+
+def build_job(plan: JobPlan, name: str | None, price: Price | None) -> Command:
+    """Render a plan; see `render_job`.
+
+    Args:
+        plan: what the job runs.
+        name: name of the job. With None, the service chooses one.
+        price: the price of a node, if it is known.
 
     Raises:
         JobError: the cluster, the name or the job is invalid.
@@ -109,55 +84,63 @@ def build_job(recipe: JobRecipe, name: str | None, price: Price | None) -> Comma
     quiet_sdk()
     from azure.ai.ml import command
 
-    cluster, job, size = recipe.cluster, recipe.job, node_size(recipe.cluster)
+    cluster, job, size = plan.cluster, plan.job, node_size(plan.cluster)
     check_image(job.environment, size)
     if name is not None and not _JOB_NAME.fullmatch(name):
         raise JobError(
             f"{name!r} is no name of a job. Use letters, digits, - and _, the first a letter or digit, at most 255."
         )
-    return command(
+    made = command(
         name=name,
-        display_name=job.display_name or _display_name(recipe, size),
-        experiment_name=job.experiment or recipe.recipe.name,
+        display_name=job.display_name or _display_name(plan, size),
+        experiment_name=job.experiment or (None if job.plain else plan.name),
         description=job.description,
-        tags={**_tags(recipe, size), **job.tags},
-        command=command_line(recipe),
-        code=code_folder(recipe),
+        tags={**_tags(plan, size), **job.tags},
+        command=plan.command,
+        code=plan.code,
         environment=job_environment(job.environment),
-        environment_variables=_variables(recipe, size, price),
+        environment_variables=_variables(plan, size, price),
         distribution=distribution_of(cluster, job, size),
         inputs=job_inputs(job.inputs),
         outputs=job_outputs(job.outputs),
         identity=identity_of(job.identity),
+        services=services_of(job.services) or None,
         **resources_of(cluster, job, size),
     )
+    if job.max_instance_count is not None:
+        made.resources.max_instance_count = job.max_instance_count  # no argument of `command` sets it
+    return made
 
 
-def job_yaml(job: Command) -> str:
+def job_yaml(job: Command | SweepJob) -> str:
     """Write the job as the YAML that `azure.ai.ml.load_job` and `az ml job create --file` take."""
+    from azure.ai.ml.entities import Command
+
     text = io.StringIO()
-    standalone_job(job).dump(text)
+    (standalone_job(job) if isinstance(job, Command) else job).dump(text)
     written = yaml.safe_load(text.getvalue())
-    for key in _OF_THE_SERVICE:
-        if isinstance(written["environment"], dict):
-            written["environment"].pop(key, None)
+    for part in (written, written.get("trial", {})):
+        if isinstance(part.get("environment"), dict):
+            for key in _OF_THE_SERVICE:
+                part["environment"].pop(key, None)
     written = _without_empty(written)
     ordered = {key: written[key] for key in sorted(written, key=_place)}
-    return yaml.safe_dump({"$schema": _SCHEMA, **ordered}, sort_keys=False, width=_ONE_LINE, allow_unicode=True)
+    schema = _SCHEMAS[written["type"]]
+    return yaml.safe_dump({"$schema": schema, **ordered}, sort_keys=False, width=_ONE_LINE, allow_unicode=True)
 
 
-def node_price(recipe: JobRecipe, region: str | None, *, offline: bool) -> Price | None:
-    """The price of one node of a recipe's cluster, or None if it is unknown.
+def node_price(plan: JobPlan, region: str | None, *, offline: bool) -> Price | None:
+    """The price of one node of a plan's cluster, or None if it is unknown.
 
     Args:
-        recipe: the recipe that names the cluster.
+        plan: the plan that names the cluster.
         region: region of the cluster.
         offline: make no request, and use the cached prices only.
 
     Raises:
         JobError: the price that the user gives is invalid.
     """
-    cluster, size = recipe.cluster, node_size(recipe.cluster)
+    cluster, size = plan.cluster, node_size(plan.cluster)
     if size is None and cluster.price_per_hour is None:
         return None
     name = size.name if size else ""
@@ -169,21 +152,27 @@ def node_price(recipe: JobRecipe, region: str | None, *, offline: bool) -> Price
         raise JobError(str(error)) from error
 
 
-def _variables(recipe: JobRecipe, size: VMSize | None, price: Price | None) -> dict[str, str]:
+def _variables(plan: JobPlan, size: VMSize | None, price: Price | None) -> dict[str, str]:
     """The environment variables of the job's processes. The user's own take precedence."""
-    data = data_runtime_variables(access_patterns(recipe.job.inputs), size)
-    return {**data, **(price.as_variables() if price else {}), **recipe.job.environment_variables}
+    own = plan.job.environment_variables
+    if plan.job.plain:
+        return {**plan.variables, **own}
+    data = data_runtime_variables(access_patterns(plan.job.inputs), size)
+    return {**data, **(price.as_variables() if price else {}), **plan.variables, **own}
 
 
-def _display_name(recipe: JobRecipe, size: VMSize | None) -> str:
-    where = size.short_name if size else recipe.cluster.compute
-    return f"{recipe.recipe.name}, {recipe.cluster.num_nodes} x {where}"
+def _display_name(plan: JobPlan, size: VMSize | None) -> str | None:
+    if plan.job.plain:
+        return None
+    where = size.short_name if size else plan.cluster.compute
+    return f"{plan.name}, {plan.cluster.num_nodes} x {where}"
 
 
-def _tags(recipe: JobRecipe, size: VMSize | None) -> dict[str, str]:
-    cluster = recipe.cluster
+def _tags(plan: JobPlan, size: VMSize | None) -> dict[str, str]:
+    if plan.job.plain:
+        return {}
     known = {"vm_size": size.name} if size else {}
-    return {"recipe": recipe.recipe.name, "nodes": str(cluster.num_nodes), "tier": cluster.tier, **known}
+    return {**plan.tags, "nodes": str(plan.cluster.num_nodes), "tier": plan.cluster.tier, **known}
 
 
 def _without_empty(node: Any) -> Any:

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
         UserIdentityConfiguration,
     )
 
-
 TIERS = ("dedicated", "low_priority")
 
 SERVERLESS = "serverless"
-DISTRIBUTIONS = ("pytorch", "mpi", "tensorflow", "ray")
+DISTRIBUTIONS = ("pytorch", "mpi", "tensorflow", "ray", "none")
+PRIORITIES = ("low", "medium", "high")
 # Docker's default of 64 MB and Azure ML's of 2 GB are too small: data-loader processes and NCCL's shared-memory
 # transport die with a bus error.
 _SHARED_MEMORY_OF_UNKNOWN_SIZE = "16g"
@@ -144,7 +144,7 @@ def node_size(cluster: ClusterSettings) -> VMSize | None:
     if cluster.tier not in TIERS:
         raise JobError(f"cluster.tier is {cluster.tier!r}. Known: {', '.join(TIERS)}.")
     if cluster.vm_size is None:
-        if cluster.compute in (None, SERVERLESS):
+        if cluster.compute is None:
             raise JobError(
                 "No cluster is chosen. Name a VM size, cluster=nd96isr_h100_v5 say, or cluster.vm_size=Standard_... "
                 "for a size that has no file."
@@ -187,7 +187,7 @@ def node_processes(cluster: ClusterSettings, distribution: str, size: VMSize | N
 
 
 def distribution_of(cluster: ClusterSettings, job: JobSettings, size: VMSize | None) -> Any:
-    """Azure ML's distribution, which starts the processes and tells them of one another.
+    """Azure ML's distribution, which starts the processes and tells them of one another; None for `none`.
 
     Raises:
         JobError: there is no such distribution, or its number of processes is invalid.
@@ -196,33 +196,73 @@ def distribution_of(cluster: ClusterSettings, job: JobSettings, size: VMSize | N
 
     if job.distribution not in DISTRIBUTIONS:
         raise JobError(f"job.distribution is {job.distribution!r}. Known: {', '.join(DISTRIBUTIONS)}.")
+    if job.parameter_server_count and job.distribution != "tensorflow":
+        raise JobError(
+            f"job.parameter_server_count is {job.parameter_server_count}, but job.distribution is {job.distribution}: "
+            "parameter servers are TensorFlow's. Add job.distribution=tensorflow, or leave the number out."
+        )
+    if job.distribution == "none":
+        return _no_distribution(cluster, job)
     processes = node_processes(cluster, job.distribution, size)
     if job.distribution == "tensorflow":
-        return TensorFlowDistribution(worker_count=cluster.num_nodes)
+        servers = job.parameter_server_count
+        if servers < 0:
+            raise JobError(f"job.parameter_server_count is {servers}. Give 0 or more.")
+        return TensorFlowDistribution(worker_count=cluster.num_nodes, parameter_server_count=servers)
     if job.distribution == "ray":
         return RayDistribution()
     kind = MpiDistribution if job.distribution == "mpi" else PyTorchDistribution
     return kind(process_count_per_instance=processes)
 
 
+def _no_distribution(cluster: ClusterSettings, job: JobSettings) -> None:
+    if cluster.processes_per_node not in (None, 1):
+        raise JobError(
+            f"cluster.processes_per_node is {cluster.processes_per_node}, but job.distribution=none starts one process "
+            "a node. Leave one of the two out."
+        )
+    if cluster.num_nodes > 1 and not job.plain:
+        raise JobError(
+            f"job.distribution=none on {cluster.num_nodes} nodes starts a process on each that is told of no other: "
+            "each would train alone. Leave it out, take cluster.num_nodes=1, or, where the program finds the other "
+            "nodes by itself, add job=plain."
+        )
+
+
 def resources_of(cluster: ClusterSettings, job: JobSettings, size: VMSize | None) -> dict[str, Any]:
-    """Compute, nodes, limits and shared memory as arguments of `azure.ai.ml.command`.
+    """Compute, nodes, queue, limits and shared memory as arguments of `azure.ai.ml.command`.
 
     Raises:
-        JobError: the shared memory or the timeout is invalid. A node would refuse it only after it has started.
+        JobError: a value is invalid. The service or a node would refuse it only later.
     """
     if job.shm_size is not None and not _SHARED_MEMORY.fullmatch(job.shm_size):
         raise JobError(f"job.shm_size is {job.shm_size!r}. Write a number and one of b, k, m and g, such as 64g.")
     if job.timeout is not None and job.timeout < 1:
         raise JobError(f"job.timeout is {job.timeout}. Give the seconds, 1 or more, or null for no limit.")
+    if job.queue.priority not in (None, *PRIORITIES):
+        raise JobError(f"job.queue.priority is {job.queue.priority!r}. Known: {', '.join(PRIORITIES)}.")
+    if job.max_instance_count is not None and job.max_instance_count < cluster.num_nodes:
+        raise JobError(
+            f"job.max_instance_count is {job.max_instance_count}, below cluster.num_nodes={cluster.num_nodes}, from "
+            "which the job may only grow."
+        )
     serverless = cluster.compute == SERVERLESS
+    if job.instance_type and (serverless or cluster.compute is None):
+        raise JobError(
+            f"job.instance_type={job.instance_type} is an instance type of a Kubernetes compute. Name that compute: "
+            "cluster.compute=NAME. Serverless nodes are chosen by cluster=SIZE."
+        )
+    if job.locations and not serverless:
+        raise JobError(f"job.locations={job.locations} is for serverless nodes: add cluster.compute=serverless.")
     compute = cluster.compute or (compute_name(size, cluster.tier) if size else None)
     return {
         "compute": None if serverless else compute,
-        "instance_count": cluster.num_nodes,
-        "instance_type": size.name if serverless and size else None,
+        "instance_count": None if job.plain and cluster.num_nodes == 1 else cluster.num_nodes,
+        "instance_type": size.name if serverless and size else job.instance_type,
         "job_tier": "spot" if serverless and cluster.tier == "low_priority" else None,
-        "shm_size": job.shm_size or _shared_memory(size),
+        "priority": job.queue.priority,
+        "locations": job.locations,
+        "shm_size": job.shm_size or (None if job.plain else _shared_memory(size)),
         "docker_args": job.docker_args,
         "timeout": job.timeout,
     }

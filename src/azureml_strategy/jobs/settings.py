@@ -32,7 +32,7 @@ class ClusterSettings:
 
 @dataclass
 class EnvironmentSettings:
-    """The software environment of a job. conf/job/default.yaml explains each key."""
+    """The software environment of a job. conf/job/plain.yaml explains each key."""
 
     name: str | None = None
     image: str | None = None
@@ -44,24 +44,27 @@ class EnvironmentSettings:
 
 @dataclass
 class InputSettings:
-    """Data that a job reads.
+    """Data that a job reads, or a value.
 
     Attributes:
         path: a data asset (`azureml:imagenet@latest`), a path in a datastore (`azureml://datastores/...`), or a local
             folder, which is uploaded first.
-        type: `uri_folder`, `uri_file` or `mltable`.
-        mode: `ro_mount` reads files from storage as they are needed, `download` copies all before the job starts.
+        type: `uri_folder`, `uri_file`, `mltable`, or a model: `custom_model`, `mlflow_model`, `triton_model`.
+        mode: `ro_mount` reads files from storage as they are needed, `download` copies all before the job starts,
+            `direct` passes the address on; None is Azure ML's own choice.
         access: access pattern of mounted files: `epochs` (each file again and again), `once`, `once_large` (once, files
             of many megabytes from start to end) or `random` (places inside large files).
         sets: the key of the recipe that gets the path. With None, the job reads AZURE_ML_INPUT_<name>, for example
             through `data.input_name`.
+        value: a number, a text or a truth value in place of data; then `path` is None, and nothing else counts.
     """
 
     path: str | None = None
     type: str = "uri_folder"
-    mode: str = "ro_mount"
+    mode: str | None = "ro_mount"
     access: str = "epochs"
     sets: str | None = None
+    value: Any = None
 
 
 @dataclass
@@ -70,20 +73,44 @@ class OutputSettings:
 
     Attributes:
         path: place in storage. None is a folder of the job's own in the workspace's default datastore.
-        type: `uri_folder` or `uri_file`.
-        mode: `rw_mount` writes to storage while the job runs, `upload` only when it ends.
+        type: `uri_folder`, `uri_file` or a model, as for inputs.
+        mode: `rw_mount` writes to storage while the job runs, `upload` only when it ends; None is Azure ML's choice.
         sets: the key of the recipe that gets the path.
     """
 
     path: str | None = None
     type: str = "uri_folder"
-    mode: str = "rw_mount"
+    mode: str | None = "rw_mount"
     sets: str | None = None
 
 
 @dataclass
+class ServiceSettings:
+    """A way into the running job, shown on its page in Studio.
+
+    Attributes:
+        type: `ssh`, `vs_code`, `jupyter_lab` or `tensor_board`; None is the service's own name.
+        nodes: `all` for every node; None for the first.
+        ssh_public_keys: for `ssh`, the public key, or the path of its file.
+        log_dir: for `tensor_board`, the folder of its events.
+    """
+
+    type: str | None = None
+    nodes: str | None = None
+    ssh_public_keys: str | None = None
+    log_dir: str | None = None
+
+
+@dataclass
+class QueueSettings:
+    """The place of a job in its queue. conf/job/plain.yaml explains each key."""
+
+    priority: str | None = None
+
+
+@dataclass
 class IdentitySettings:
-    """The identity whose rights a job has. conf/job/default.yaml explains each key."""
+    """The identity whose rights a job has. conf/job/plain.yaml explains each key."""
 
     type: str | None = None
     client_id: str | None = None
@@ -104,23 +131,31 @@ class WorkspaceChoice:
 
 @dataclass
 class JobSettings:
-    """The settings of a job in Azure ML. conf/job/default.yaml explains each key."""
+    """The settings of a job in Azure ML. conf/job/plain.yaml explains each key."""
 
     experiment: str | None = None
     display_name: str | None = None
     description: str | None = None
     tags: dict[str, str] = field(default_factory=dict)
     distribution: str = "pytorch"
+    parameter_server_count: int = 0
     environment: EnvironmentSettings = field(default_factory=EnvironmentSettings)
     inputs: dict[str, InputSettings] = field(default_factory=dict)
     outputs: dict[str, OutputSettings] = field(default_factory=dict)
+    checkpoint: str | None = None
     code: str | None = None
+    instance_type: str | None = None
+    max_instance_count: int | None = None
+    locations: list[str] | None = None
+    queue: QueueSettings = field(default_factory=QueueSettings)
+    services: dict[str, ServiceSettings] = field(default_factory=dict)
     shm_size: str | None = None
     docker_args: str | None = None
     environment_variables: dict[str, str] = field(default_factory=dict)
     timeout: int | None = None
     identity: IdentitySettings = field(default_factory=IdentitySettings)
     workspace: WorkspaceChoice = field(default_factory=WorkspaceChoice)
+    plain: bool = False
 
 
 def read_section(config: DictConfig, name: str, kind: type[Section]) -> Section:

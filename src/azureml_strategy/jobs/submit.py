@@ -1,74 +1,179 @@
-"""Submits a recipe as an Azure ML job, exactly once even if the connection fails."""
+"""Submits a recipe, a script or a command as an Azure ML job, exactly once even if the connection fails."""
 
 from __future__ import annotations
 
 import logging
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
+
+from typing_extensions import Unpack
 
 from azureml_strategy.jobs.client import WorkspaceSettings, connect
 from azureml_strategy.jobs.follow import SubmittedJob
+from azureml_strategy.jobs.hyperparameters import Sweep, build_sweep
 from azureml_strategy.jobs.inputs import check_data
-from azureml_strategy.jobs.recipe import JobRecipe, read_recipe
-from azureml_strategy.jobs.render import build_job, code_folder, node_price, recipe_in_code
-from azureml_strategy.jobs.service_errors import UNREADABLE, JobError, ServiceError, service_errors
-from azureml_strategy.jobs.snapshot import Snapshot, list_snapshot, upload_snapshot
+from azureml_strategy.jobs.plan import JobPlan
+from azureml_strategy.jobs.program import Program, ProgramData, plan_program
+from azureml_strategy.jobs.recipe import plan_recipe
+from azureml_strategy.jobs.render import build_job, node_price
+from azureml_strategy.jobs.service_errors import UNREADABLE, ServiceError, service_errors
+from azureml_strategy.jobs.settings import ClusterSettings
+from azureml_strategy.jobs.snapshot import Snapshot, upload_snapshot
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
     from azure.ai.ml.entities import Command, Job
+    from azure.ai.ml.sweep import SweepJob
 
-__all__ = ["SubmittedJob", "check_snapshot", "new_job_name", "submit_recipe"]
+__all__ = [
+    "Submission",
+    "SubmittedJob",
+    "new_job_name",
+    "submit_command",
+    "submit_plan",
+    "submit_recipe",
+    "submit_script",
+]
 
 log = logging.getLogger(__name__)
 
 
+class Submission(TypedDict, total=False):
+    """How a job is submitted; every key may be left out.
+
+    Attributes:
+        client: client of the workspace; by default made from `workspace`, `job.workspace` and this machine's
+            configuration.
+        workspace: settings that take precedence over `job.workspace`; used only without a client.
+        name: name of the job; by default made from the recipe's or program's name.
+        tell: receives each line about what was chosen and uploaded. By default only a line that deserves a warning is
+            logged.
+    """
+
+    client: MLClient | None
+    workspace: WorkspaceSettings | None
+    name: str | None
+    tell: Callable[[str], object] | None
+
+
 def submit_recipe(
-    recipe: str,
-    overrides: Sequence[str],
-    *,
-    client: MLClient | None = None,
-    workspace: WorkspaceSettings | None = None,
-    name: str | None = None,
-    tell: Callable[[str], object] | None = None,
+    recipe: str, overrides: Sequence[str], *, sweep: Sweep | None = None, **how: Unpack[Submission]
 ) -> SubmittedJob:
     """Submit a recipe as a job.
-
-    The job has its name before the first request. A repeated request finds the existing job, whether azure-core repeats
-    it after a lost answer or the caller submits the same name again.
 
     Args:
         recipe: the name of a shipped recipe, or the path of a YAML file.
         overrides: overrides of one run, in Hydra's notation.
-        client: client of the workspace; by default made from `workspace`, `job.workspace` and this machine's
-            configuration.
-        workspace: settings that take precedence over `job.workspace`; used only without a client.
-        name: name of the job; by default made from the recipe's name.
-        tell: receives one line about the uploaded code. By default the line is logged if it deserves a warning.
+        sweep: a search over keys of the recipe, whose trials are such jobs.
+        how: client, workspace, name and tell; see `Submission`.
 
     Raises:
         JobError: the recipe, an override, the cluster or the job is invalid. Nothing was sent.
         ServiceError: Azure refused, or could not be reached.
         KeyboardInterrupt: the user interrupted. The message names the job if it may have been created.
     """
-    found = read_recipe(recipe, overrides)
-    job = build_job(found, name or new_job_name(found.recipe.name), None)
-    snapshot = check_snapshot(found)
+    return submit_plan(plan_recipe(recipe, overrides, sweep), **how)
+
+
+def submit_script(
+    script: str,
+    arguments: Sequence[str] = (),
+    *,
+    cluster: str | None = None,
+    num_nodes: int | None = None,
+    overrides: Sequence[str] = (),
+    inputs: Mapping[str, str | float] | None = None,
+    outputs: Mapping[str, str | None] | None = None,
+    sweep: Sweep | None = None,
+    **how: Unpack[Submission],
+) -> SubmittedJob:
+    """Submit a Python script of the user's as a job.
+
+    Args:
+        script: path of the script.
+        arguments: its arguments, each passed on exactly. `${{inputs.NAME}}` stands for the path of an input.
+        cluster: a size, as for `cluster=` on the command line: `nd96isr_h100_v5`.
+        num_nodes: nodes of the job.
+        overrides: further settings of `cluster` and `job`, in Hydra's notation.
+        inputs: path or value of each input, as for `--input`.
+        outputs: address of each output; None for a folder of the job's own.
+        sweep: a search over options of the script, whose trials are such jobs.
+        how: client, workspace, name and tell; see `Submission`.
+
+    Raises:
+        JobError, ServiceError, KeyboardInterrupt: as for `submit_recipe`.
+    """
+    words = [*_size_words(cluster, num_nodes), *overrides]
+    program = Program(script=script, arguments=tuple(arguments))
+    return submit_plan(plan_program(program, words, ProgramData(inputs or {}, outputs or {}), sweep), **how)
+
+
+def submit_command(
+    command: str,
+    *,
+    cluster: str | None = None,
+    num_nodes: int | None = None,
+    overrides: Sequence[str] = (),
+    inputs: Mapping[str, str | float] | None = None,
+    outputs: Mapping[str, str | None] | None = None,
+    sweep: Sweep | None = None,
+    **how: Unpack[Submission],
+) -> SubmittedJob:
+    """Submit a command for the shell of a job, such as `torchrun ... train.py`, which is passed on as it is.
+
+    Args:
+        command: the command line.
+        cluster, num_nodes, overrides, inputs, outputs, sweep, how: as for `submit_script`.
+
+    Raises:
+        JobError, ServiceError, KeyboardInterrupt: as for `submit_recipe`.
+    """
+    words = [*_size_words(cluster, num_nodes), *overrides]
+    program = Program(command=command)
+    return submit_plan(plan_program(program, words, ProgramData(inputs or {}, outputs or {}), sweep), **how)
+
+
+def _size_words(cluster: str | None, num_nodes: int | None) -> list[str]:
+    size = [] if cluster is None else [f"cluster={cluster}"]
+    return size if num_nodes is None else [*size, f"cluster.num_nodes={num_nodes}"]
+
+
+def submit_plan(plan: JobPlan, **how: Unpack[Submission]) -> SubmittedJob:
+    """Submit what is planned.
+
+    The job has its name before the first request. A repeated request finds the existing job, whether azure-core repeats
+    it after a lost answer or the caller submits the same name again.
+
+    Args:
+        plan: what the job runs.
+        how: client, workspace, name and tell; see `Submission`.
+
+    Raises:
+        JobError, ServiceError, KeyboardInterrupt: as for `submit_recipe`.
+    """
+    client, tell = how.get("client"), how.get("tell")
+    job = build_job(plan, how.get("name") or new_job_name(plan.name), None)
+    if plan.sweep is not None:
+        build_sweep(job, plan.sweep)  # what is wrong with it is known before anything is sent
+    snapshot = plan.snapshot()
+    if tell is not None:
+        for note in plan.notes:
+            tell(note)
     if snapshot is not None:
         _tell(snapshot, tell)
     if client is None:
-        client = connect((workspace or WorkspaceSettings()).over(found.job.workspace.settings()))
-    check_data(found.job.inputs, client)
-    price = node_price(found, _region(found, client), offline=False)
+        client = connect((how.get("workspace") or WorkspaceSettings()).over(plan.job.workspace.settings()))
+    check_data(plan.job.inputs, client)
+    price = None if plan.job.plain else node_price(plan, _region(plan.cluster, client), offline=False)
     if price is not None:
         job.environment_variables = {**price.as_variables(), **job.environment_variables}
     if snapshot is not None:
         with service_errors():
             job.code = upload_snapshot(client, snapshot.folder)
-    created = _create(client, job)
+    created = _create(client, build_sweep(job, plan.sweep) if plan.sweep else job)
     return SubmittedJob(client, str(created.name), str(created.studio_url))
 
 
@@ -80,7 +185,7 @@ def _tell(snapshot: Snapshot, tell: Callable[[str], object] | None) -> None:
         log.warning("%s", line)
 
 
-def _create(client: MLClient, job: Command) -> Job:
+def _create(client: MLClient, job: Command | SweepJob) -> Job:
     try:
         with service_errors():
             created: Job = client.jobs.create_or_update(job)
@@ -95,7 +200,7 @@ def _create(client: MLClient, job: Command) -> Job:
         raise KeyboardInterrupt(f"Interrupted. {_unknown(job)}") from interrupt
 
 
-def _unknown(job: Command) -> str:
+def _unknown(job: Command | SweepJob) -> str:
     return (
         f"Whether job {job.name} was made is not known. The same command with --name {job.name} takes it up, or makes "
         "it."
@@ -111,39 +216,17 @@ def _may_have_been_done(error: ServiceError) -> bool:
     return error.status is not None and error.status >= 500
 
 
-def new_job_name(recipe: str) -> str:
-    """Make a unique job name from the recipe, the time (UTC) and random digits."""
-    stem = re.sub(r"[^A-Za-z0-9_-]+", "_", recipe)
+def new_job_name(name: str) -> str:
+    """Make a unique job name from that of the recipe or program, the time (UTC) and random digits."""
+    stem = re.sub(r"[^A-Za-z0-9_-]+", "_", name).lstrip("_-") or "job"
     now = datetime.now(UTC).strftime("%Y%m%d_%H%M%S")
     return f"{stem}_{now}_{secrets.token_hex(3)}"
 
 
-def check_snapshot(recipe: JobRecipe) -> Snapshot | None:
-    """List the folder of code, and check it, before the upload.
-
-    Returns:
-        The files that the job gets; None if it needs no code.
-
-    Raises:
-        JobError: the folder is missing, empty or unreadable, or its snapshot lacks the recipe.
-    """
-    folder = code_folder(recipe)
-    if folder is None:
-        return None
-    snapshot = list_snapshot(folder)
-    own = None if recipe.recipe.folder is None else recipe_in_code(recipe).removeprefix("./")
-    if own is not None and own not in snapshot.files:
-        raise JobError(
-            f"The recipe {own} is left out by {folder}/.amlignore or .gitignore, or lies where no code is, and the "
-            "job needs it."
-        )
-    return snapshot
-
-
-def _region(recipe: JobRecipe, client: MLClient) -> str | None:
+def _region(cluster: ClusterSettings, client: MLClient) -> str | None:
     """The region of the nodes, for their price. Ask Azure only if the settings give neither region nor price."""
-    if recipe.cluster.region or recipe.cluster.price_per_hour is not None or recipe.cluster.vm_size is None:
-        return recipe.cluster.region
+    if cluster.region or cluster.price_per_hour is not None or cluster.vm_size is None:
+        return cluster.region
     with service_errors():
         workspace = client.workspaces.get(client.workspace_name)
     return workspace.location if workspace else None

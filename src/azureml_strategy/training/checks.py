@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from functools import partial
+from contextlib import AbstractContextManager
 from typing import Any
 
 from hydra import compose, initialize_config_dir, initialize_config_module
@@ -60,16 +60,34 @@ def compose_recipe(recipe: Recipe, overrides: Sequence[str]) -> DictConfig:
         RecipeError: Hydra refuses; the message names the override and its near matches.
     """
     folder, overrides = recipe.folder, list(overrides)
-    # Not `initialize`, which reads the source of each module on the stack to find its caller.
-    shipped = "azureml_strategy.recipes"
-    initialize = partial(initialize_config_dir, folder) if folder else partial(initialize_config_module, shipped)
-    with initialize(version_base="1.3"):
+    with _initialized(folder):
         try:
             config = compose(recipe.name, overrides, return_hydra_config=True)
         except _UNCOMPOSABLE as error:
             raise RecipeError(_explain(recipe, overrides, error)) from error
         _check_sections(recipe, config)
         return config
+
+
+def compose_settings(overrides: Sequence[str]) -> DictConfig:
+    """Compose the sections `cluster` and `job` alone, for the job of a program that is no recipe.
+
+    Raises:
+        RecipeError: Hydra refuses; the message names the override and its near matches.
+    """
+    settings = Recipe("program", None, "")
+    with _initialized(None):
+        try:
+            return compose(settings.name, list(overrides))
+        except _UNCOMPOSABLE as error:
+            raise RecipeError(_explain(settings, overrides, error)) from error
+
+
+def _initialized(folder: str | None) -> AbstractContextManager[None]:
+    # Not `initialize`, which reads the source of each module on the stack to find its caller.
+    if folder:
+        return initialize_config_dir(folder, version_base="1.3")
+    return initialize_config_module("azureml_strategy.recipes", version_base="1.3")
 
 
 def _check_sections(recipe: Recipe, config: DictConfig) -> None:
