@@ -17,7 +17,8 @@ from tests.jobs.rendering import SIZE, cache, rendered
 
 from azureml_strategy.cli import main
 from azureml_strategy.jobs.client import as_yaml
-from azureml_strategy.jobs.environments import build_folder, job_environment
+from azureml_strategy.jobs.environments import job_environment
+from azureml_strategy.jobs.image import build_folder
 from azureml_strategy.jobs.service_errors import JobError
 from azureml_strategy.jobs.settings import EnvironmentSettings
 
@@ -87,7 +88,7 @@ def test_the_shipped_one_is_the_same_folder_for_the_same_content(cache: Path) ->
         "\nFROM mcr.microsoft.com/azureml/curated/acpt-pytorch-2.8-cuda12.6:latest\n"
         in (other / "Dockerfile").read_text()
     )
-    build_folder.__globals__["_written"].cache_clear()
+    build_folder.__globals__["_build_folder"].cache_clear()
     assert build_folder() == folder
     assert {path.name for path in folder.parent.iterdir()} == {folder.name, other.name}, "nothing half made stays"
 
@@ -96,7 +97,7 @@ def test_a_folder_that_cannot_be_written_is_not_taken_for_one_that_is_there(cach
     folder = build_folder()
     shutil.rmtree(folder)
     folder.write_text("a file is in the way")
-    build_folder.__globals__["_written"].cache_clear()
+    build_folder.__globals__["_build_folder"].cache_clear()
     with pytest.raises(NotADirectoryError):
         build_folder()
 

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import base64
-import functools
-import hashlib
-import os
 import re
-import tempfile
 import uuid
-import zipfile
-from collections.abc import Iterator
-from importlib.metadata import distribution
-from importlib.resources import files
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import azureml_strategy
 from azureml_strategy.jobs.client import quiet_sdk
+from azureml_strategy.jobs.environment_file import environment_context, environment_kind
+from azureml_strategy.jobs.image import PACKAGE, base_of, build_folder, shipped_dockerfile
 from azureml_strategy.jobs.inputs import short_reference
 from azureml_strategy.jobs.service_errors import JobError, service_errors
 from azureml_strategy.jobs.settings import EnvironmentSettings
@@ -27,83 +20,27 @@ if TYPE_CHECKING:
     from azure.ai.ml import MLClient
     from azure.ai.ml.entities import Environment
 
-_NAME = "azureml-strategy"
-# The earliest date of the zip format. With a constant date, the same files give the same archive and the same image.
-_EPOCH = (1980, 1, 1, 0, 0, 0)
-
-
-def write_wheel(folder: Path) -> Path:
-    """Write the wheel.
-
-    Args:
-        folder: folder that receives it.
-
-    Returns:
-        Path of the wheel.
-    """
-    installed = distribution(_NAME)
-    stem = f"{_NAME.replace('-', '_')}-{installed.version}"
-    contents = dict(_sources())
-    for name, text in _description(
-        installed.read_text("METADATA") or "", installed.read_text("entry_points.txt") or ""
-    ):
-        contents[f"{stem}.dist-info/{name}"] = text.encode()
-    contents[f"{stem}.dist-info/RECORD"] = _record(contents, f"{stem}.dist-info/RECORD").encode()
-    path = folder / f"{stem}-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name in sorted(contents):
-            entry = zipfile.ZipInfo(name, _EPOCH)
-            entry.external_attr = 0o644 << 16
-            archive.writestr(entry, contents[name], zipfile.ZIP_DEFLATED)
-    return path
-
-
-def _sources() -> Iterator[tuple[str, bytes]]:
-    """Yield the path and content of each file of the package and its Hydra plugins, installed side by side."""
-    root = Path(azureml_strategy.__file__).parents[1]
-    for folder in (root / "azureml_strategy", *root.glob("hydra_plugins/azureml_*")):
-        for parent, folders, names in os.walk(folder, followlinks=True):  # an editable install has symbolic links
-            folders[:] = [name for name in folders if name != "__pycache__"]
-            for path in (Path(parent, name) for name in names):
-                yield path.relative_to(root).as_posix(), path.read_bytes()
-
-
-def _description(metadata: str, entry_points: str) -> Iterator[tuple[str, str]]:
-    # Leave out the long description, the README: a changed word in it must not cause a new image.
-    headers = metadata.partition("\n\n")[0] + "\n"
-    yield "METADATA", "".join(line for line in headers.splitlines(True) if not line.startswith("Description-Content"))
-    yield "entry_points.txt", entry_points
-    yield "WHEEL", f"Wheel-Version: 1.0\nGenerator: {_NAME}\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-
-
-def _record(contents: dict[str, bytes], own_path: str) -> str:
-    lines = [f"{name},sha256={_digest(contents[name])},{len(contents[name])}" for name in sorted(contents)]
-    return "\n".join([*lines, f"{own_path},,", ""])
-
-
-def _digest(content: bytes) -> str:
-    return base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
-
-
-_SHIPPED = ("Dockerfile", "conda.yaml", "constraints.txt")
 _REFERENCE = re.compile(r"azureml:(//)?\S+[:@/]\S+")
 
 _CHECK = "azureml-strategy --version"
 _EXPERIMENT = "environment-check"
+OWN_IMAGE = "none"  # of job.environment.file: no file of the user's
 
 
-def job_environment(settings: EnvironmentSettings) -> Environment | str:
+def job_environment(settings: EnvironmentSettings, root: str | None = None) -> Environment | str:
     """The environment of a job.
 
     Args:
         settings: `job.environment`.
+        root: the folder of code, in which files must lie that `job.environment.file` refers to; see
+            `environment_context`.
 
     Returns:
         A reference to a registered or curated environment as text, else the definition of an anonymous one. Azure ML
         builds that once, and uses the same image for the same definition again.
 
     Raises:
-        JobError: the settings contradict one another, or name a file that does not exist.
+        JobError: the settings contradict one another, or name a file that does not exist or cannot be used.
     """
     from azure.ai.ml.entities import BuildContext, Environment
 
@@ -114,7 +51,27 @@ def job_environment(settings: EnvironmentSettings) -> Environment | str:
         return Environment(image=settings.image, conda_file=settings.conda_file)
     if settings.build:
         return Environment(build=BuildContext(path=settings.build, dockerfile_path=settings.dockerfile))
-    return shipped_environment(settings.base_image)
+    if settings.file in (None, OWN_IMAGE):
+        return shipped_environment(settings.base_image)
+    context = environment_context(settings.file, settings.base_image, root)
+    return Environment(build=BuildContext(path=str(context), dockerfile_path="Dockerfile"))
+
+
+def describe_environment(settings: EnvironmentSettings) -> str:
+    """Describe the environment of a job in one line.
+
+    Raises:
+        JobError: `job.environment.file` names no file that can be used.
+    """
+    given = settings.name or settings.image or settings.build
+    if given:
+        return f"environment: {given}" + (f" and {settings.conda_file}" if settings.conda_file else "")
+    own = f"{PACKAGE} {version(PACKAGE)}"
+    base = base_of(shipped_dockerfile(settings.base_image)).rpartition("/")[2].removesuffix(":latest")
+    if settings.file in (None, OWN_IMAGE):
+        return f"environment: {own} and its tested versions, on {base}"
+    where = "" if environment_kind(settings.file) == "dockerfile" else f", on {base}"
+    return f"environment: {settings.file} and {own}{where}"
 
 
 def check_image(settings: EnvironmentSettings, size: VMSize | None) -> None:
@@ -123,7 +80,7 @@ def check_image(settings: EnvironmentSettings, size: VMSize | None) -> None:
     Raises:
         JobError: the nodes have AMD GPUs or NVIDIA Grace CPUs, and the settings name no other image.
     """
-    if size is None or settings.name or settings.image or settings.build:
+    if size is None or settings.name or settings.image or settings.build or _is_dockerfile(settings.file):
         return
     arm = (size.gpu_model or "").startswith("GB")  # Grace Blackwell: nd-gb200-v6-series.md, nd-gb300-v6-series.md
     if arm or size.accelerator == "amd":
@@ -132,6 +89,10 @@ def check_image(settings: EnvironmentSettings, size: VMSize | None) -> None:
             f"{size.name} has {needed}; our own image is for x86-64 and CUDA. Name one that holds azureml-strategy: "
             "job.environment.image=..., job.environment.build=... or job.environment.name=..."
         )
+
+
+def _is_dockerfile(file: str | None) -> bool:
+    return file not in (None, OWN_IMAGE) and environment_kind(file) == "dockerfile"
 
 
 def shipped_environment(base_image: str | None = None) -> Environment:
@@ -145,44 +106,8 @@ def shipped_environment(base_image: str | None = None) -> Environment:
     return Environment(build=BuildContext(path=str(build_folder(base_image)), dockerfile_path="Dockerfile"))
 
 
-def build_folder(base_image: str | None = None) -> Path:
-    """Write the build context of the image to a folder in the user's cache. The same content gives the same folder."""
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return _written(caches / "azureml_strategy" / "environments", base_image)
-
-
-@functools.cache  # a sweep renders many jobs, and the package does not change meanwhile
-def _written(cache: Path, base_image: str | None) -> Path:
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache, prefix=".new-") as new:
-        written = Path(new) / "context"
-        written.mkdir()
-        for name in _SHIPPED:
-            (written / name).write_bytes(files("azureml_strategy.environments").joinpath(name).read_bytes())
-        if base_image:
-            dockerfile = written / "Dockerfile"
-            text = re.sub(r"(?m)^FROM .*$", f"FROM {base_image}", dockerfile.read_text(encoding="utf-8"))
-            dockerfile.write_text(text, encoding="utf-8")
-        write_wheel(written)
-        folder = cache / _content(written)
-        # The rename is atomic: a folder of this name is always complete. It fails if another process was first.
-        try:
-            written.rename(folder)
-        except OSError:
-            if not folder.is_dir():
-                raise
-    return folder
-
-
-def _content(folder: Path) -> str:
-    digest = hashlib.sha256()
-    for file in sorted(folder.iterdir()):
-        digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
-    return digest.hexdigest()[:16]
-
-
 def _check(settings: EnvironmentSettings) -> None:
-    given = [name for name in ("name", "image", "build") if getattr(settings, name)]
+    given = [name for name in ("name", "image", "build", "file") if getattr(settings, name)]
     if len(given) > 1:
         raise JobError(f"job.environment has {' and '.join(given)}, but a job runs in one environment. Keep one.")
     if settings.name and not _REFERENCE.fullmatch(settings.name):
@@ -193,7 +118,8 @@ def _check(settings: EnvironmentSettings) -> None:
         )
     if settings.conda_file and not settings.image:
         raise JobError("job.environment.conda_file is put on top of an image. Name one: job.environment.image=...")
-    if settings.base_image and given:
+    replaced = given if settings.file is None or _is_dockerfile(settings.file) else []
+    if settings.base_image and replaced:
         raise JobError(
             f"job.environment.base_image is the base of our own Dockerfile, which job.environment.{given[0]} replaces. "
             "Keep one."

@@ -40,6 +40,7 @@ class EnvironmentSettings:
     build: str | None = None
     dockerfile: str = "Dockerfile"
     base_image: str | None = None
+    file: str | None = None
 
 
 @dataclass
