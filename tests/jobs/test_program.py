@@ -211,7 +211,7 @@ def test_kubernetes_and_parameter_servers(capsys: pytest.CaptureFixture[str]) ->
         (["resnet50_ddp", SIZE, "--", "--lr", "1"], "resnet50_ddp is a recipe"),
         (["bench", SIZE, "--sweep", "a=choice(1)"], "nothing to sweep"),
         (["train.py", SIZE, "--metric", "loss"], "--metric is about a sweep"),
-        (["train.py", SIZE, "job.checkpoint=on"], "Known: auto, any, off"),
+        (["train.py", SIZE, "job.checkpoint=on"], "Known: auto, any, never, off"),
         (["train.py", SIZE, "job.checkpoint=auto", "~job.outputs.run"], "needs a folder that outlives the node"),
         (["train.py", SIZE, "job.outputs.run.sets=model.path"], "a key of a recipe"),
         (["train.py", SIZE, "job.code=nowhere"], "there is no such folder"),

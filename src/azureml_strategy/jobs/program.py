@@ -9,6 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from azureml_strategy.cluster.environ import CHECKPOINT_SWITCH
+from azureml_strategy.jobs.environment_file import find_environment_file
+from azureml_strategy.jobs.environments import describe_environment
 from azureml_strategy.jobs.hyperparameters import AUTOTUNING, Sweep
 from azureml_strategy.jobs.plan import JobPlan, check_code, check_words, refuse_secret_settings, refuse_secrets
 from azureml_strategy.jobs.quoting import REFERENCE, check_references, hydra_text, quote_argument
@@ -25,8 +28,7 @@ from azureml_strategy.training.recipes import RecipeError, near_matches
 
 # These start the processes of a node themselves, so that Azure ML starts one on each.
 _STARTERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate launch", "deepspeed")
-_CHECKPOINT_VARIABLE = "AZUREML_STRATEGY_CHECKPOINT"
-_CHECKPOINTS = ("auto", "any", "off")
+_CHECKPOINTS = ("auto", "any", "never", "off")
 NO_CODE = "none"  # `job.code`: the job gets no folder
 
 # A shell would read these inside double quotes.
@@ -96,11 +98,13 @@ def plan_program(
     if program.verb is not None:
         job = replace(job, outputs={})
     code = _code(program, job)
+    job, found = _with_environment(program, code, job)
     names = [parameter.name for parameter in sweep.parameters] if sweep else []
     command = _command(_with_trial_options(program, sweep), code, job, names)
     refuse_secrets(_argument_texts(program))
     refuse_secret_settings(job)
     variables, notes = _checkpoint(program, cluster, job)
+    variables |= _python_path(code, job)
     cluster, starter = _processes(program, cluster, job)
     return JobPlan(
         name=program.name,
@@ -111,7 +115,7 @@ def plan_program(
         needs=_in_code(program.script, code) if program.script and code else None,
         tags={"program": program.name},
         variables=variables,
-        notes=[*notes, *starter, *(sweep.warnings() if sweep else ())],
+        notes=[*found, *notes, *starter, *(sweep.warnings() if sweep else ())],
         sweep=sweep,
     )
 
@@ -243,6 +247,37 @@ def _command(program: Program, code: str | None, job: JobSettings, search_space:
     )
 
 
+def _with_environment(program: Program, code: str | None, job: JobSettings) -> tuple[JobSettings, list[str]]:
+    """Take the environment from the file beside the program, if nothing else is chosen, and say so."""
+    chosen = job.environment
+    if program.verb is not None:
+        return job, []
+    if not (chosen.name or chosen.image or chosen.build or chosen.file):
+        beside = [os.path.dirname(program.script) or os.curdir] if program.script else []
+        folders = dict.fromkeys(map(os.path.relpath, [*beside, *([code] if code else [])]))
+        chosen = replace(chosen, file=find_environment_file(list(folders)))
+    try:
+        said = describe_environment(chosen)
+    except JobError as error:
+        if job.environment.file:
+            raise
+        raise JobError(
+            f"{error} It lies beside the program; job.environment.file=none takes our image alone."
+        ) from error
+    return replace(job, environment=chosen), [said]
+
+
+def _python_path(code: str | None, job: JobSettings) -> dict[str, str]:
+    """Let the program import the project of a pyproject.toml, which is not installed in the image."""
+    file = job.environment.file
+    if code is None or file is None or os.path.basename(file) != "pyproject.toml":
+        return {}
+    project = os.path.dirname(os.path.realpath(file))
+    sources = os.path.join(project, "src")
+    start = os.path.join(os.path.realpath(code), _folder_in_code(code) or os.curdir)
+    return {"PYTHONPATH": os.path.relpath(sources if os.path.isdir(sources) else project, start)}
+
+
 def _folder_in_code(code: str | None) -> str | None:
     """The current folder in the folder of code, in which the program runs as it does here; None if it is outside."""
     if code is None:
@@ -306,7 +341,7 @@ def _checkpoint(program: Program, cluster: ClusterSettings, job: JobSettings) ->
             "--output run, or set job.checkpoint=off."
         )
     why = ", as its nodes may be taken away (job.checkpoint=off: it does not)" if job.checkpoint is None else ""
-    return {_CHECKPOINT_VARIABLE: chosen}, [
+    return {CHECKPOINT_SWITCH: chosen}, [
         f"checkpoints: a Lightning Trainer saves to the output run and resumes{why}"
     ]
 

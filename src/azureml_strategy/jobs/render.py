@@ -98,7 +98,7 @@ def build_job(plan: JobPlan, name: str | None, price: Price | None) -> Command:
         tags={**_tags(plan, size), **job.tags},
         command=plan.command,
         code=plan.code,
-        environment=job_environment(job.environment),
+        environment=job_environment(job.environment, plan.code),
         environment_variables=_variables(plan, size, price),
         distribution=distribution_of(cluster, job, size),
         inputs=job_inputs(job.inputs),
