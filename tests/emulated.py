@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+from azureml_strategy.cluster.emulated import without_job_variables
 from azureml_strategy.cluster.launch import Launch
 
 # What processes that share one machine need, whatever they run.
@@ -14,6 +15,14 @@ SHARED_MACHINE = {
     "PYTHONUNBUFFERED": "1",
     "PYTHONWARNINGS": "ignore",
 }
+
+# What Azure ML's own page lists for `distribution: {type: pytorch}`, and what shows that it is Azure ML.
+DOCUMENTED = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "NODE_RANK", "RANK", "LOCAL_RANK", "AZUREML_RUN_ID")
+
+
+def only_documented(environ: Mapping[str, str]) -> dict[str, str]:
+    """A process's environment as a platform gives it that sets the documented variables and no others."""
+    return without_job_variables(environ) | {name: environ[name] for name in DOCUMENTED}
 
 
 def loopback_addresses(nodes: int) -> list[str]:

@@ -12,7 +12,15 @@ from azureml_strategy.lazy import lazy_attributes
 from azureml_strategy.plugin import register_when_lightning_is_imported
 
 if TYPE_CHECKING:
-    from azureml_strategy.cluster import AzureMLEnvironment, Job, Launch, LaunchError, detect_launch, read_job
+    from azureml_strategy.cluster import (
+        AzureMLEnvironment,
+        Job,
+        Launch,
+        LaunchError,
+        detect_launch,
+        learn_launch,
+        read_job,
+    )
     from azureml_strategy.strategies import (
         AzureMLDDPStrategy,
         AzureMLDeepSpeedStrategy,
@@ -31,6 +39,7 @@ __all__ = [
     "LaunchError",
     "PipelineStrategy",
     "detect_launch",
+    "learn_launch",
     "read_job",
 ]
 
@@ -46,6 +55,7 @@ __getattr__ = lazy_attributes(
         "LaunchError": "azureml_strategy.cluster",
         "PipelineStrategy": "azureml_strategy.strategies",
         "detect_launch": "azureml_strategy.cluster",
+        "learn_launch": "azureml_strategy.cluster",
         "read_job": "azureml_strategy.cluster",
     },
 )

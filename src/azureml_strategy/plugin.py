@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback
     from lightning.pytorch.strategies import Strategy
 
-    from azureml_strategy.cluster.launch import Launch
+    from azureml_strategy.cluster.launch import Launch, PartialLaunch
 
 log = logging.getLogger(__name__)
 
@@ -64,14 +64,14 @@ def pytorch_lightning_callbacks() -> list[Callback]:
     return [guard] if guard is not None else []
 
 
-def _launch() -> Launch | None:
+def _launch() -> Launch | PartialLaunch | None:
     """Return this process's launch; None if no callback needs it."""
-    from azureml_strategy.cluster.launchers import detect_launch
+    from azureml_strategy.cluster.launchers import detect_ranks
 
     if switched_off(os.environ, CALLBACKS_SWITCH):
         return None
     try:
-        return detect_launch()
+        return detect_ranks()
     except LaunchError:
         if switched_off(os.environ, GUARD_SWITCH):  # as in a parallel job, whose workers have no ranks
             return None
@@ -90,44 +90,44 @@ def _made(switch: str, make: Callable[[], Callback]) -> Callback | None:
         return None
 
 
-def _guard(launch: Launch) -> Callback:
+def _guard(launch: Launch | PartialLaunch) -> Callback:
     from azureml_strategy.cluster.guard import LaunchGuard
 
     return LaunchGuard(launch)
 
 
-def _pytorch_lightning_guard(launch: Launch) -> Callback:
+def _pytorch_lightning_guard(launch: Launch | PartialLaunch) -> Callback:
     from azureml_strategy.cluster.pytorch_lightning_guard import PytorchLightningGuard
 
     return PytorchLightningGuard(launch)
 
 
-def _hang_watch(launch: Launch) -> Callback:
+def _hang_watch(launch: Launch | PartialLaunch) -> Callback:
     from azureml_strategy.hang_detection import HangWatch
 
     return HangWatch()
 
 
-def _termination(launch: Launch) -> Callback:
+def _termination(launch: Launch | PartialLaunch) -> Callback:
     from azureml_strategy.preemption.termination import TerminateTogether
 
     return TerminateTogether()
 
 
-def _network_record(launch: Launch) -> Callback:
+def _network_record(launch: Launch | PartialLaunch) -> Callback:
     from azureml_strategy.tracking.network import NetworkRecorder
 
     return NetworkRecorder()
 
 
-def _data_check(launch: Launch) -> Callback:
+def _data_check(launch: Launch | PartialLaunch) -> Callback:
     from azureml_strategy.data.check import DataCheck
 
     return DataCheck()
 
 
 # switch: function that makes the callback
-_PARTS: dict[str, Callable[[Launch], Callback]] = {
+_PARTS: dict[str, Callable[[Launch | PartialLaunch], Callback]] = {
     GUARD_SWITCH: _guard,
     HANG_WATCH_SWITCH: _hang_watch,
     TERMINATION_SWITCH: _termination,

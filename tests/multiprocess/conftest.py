@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.emulated import SHARED_MACHINE, launches, loopback_addresses
+from tests.emulated import SHARED_MACHINE, launches, loopback_addresses, only_documented
 from tests.preloaded import start_forked
 
 from azureml_strategy.cluster.emulated import EmulatedRun, azure_variables, without_job_variables
@@ -44,7 +44,8 @@ RunJob = Callable[..., Job]
 def run_job(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> RunJob:
     """Run a script of tests/multiprocess/scripts as each process of a job, and wait for the end.
 
-    `fresh` starts interpreters, for a test of what they import.
+    `fresh` starts interpreters, for a test of what they import; `documented` leaves the variables that Azure ML's own
+    page lists, and no others of the job.
     """
 
     def run(
@@ -57,6 +58,7 @@ def run_job(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyt
         extra: Mapping[str, str] | None = None,
         in_job: bool = True,
         fresh: bool = False,
+        documented: bool = False,
     ) -> Job:
         addresses = loopback_addresses(nodes)
         with reserved_port(0) as port, monkeypatch.context() as patched:
@@ -66,6 +68,7 @@ def run_job(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyt
                 if in_job:
                     own_port = None if distribution in ("pytorch", "none") else port
                     environ |= azure_variables(launch, distribution, addresses, fake_run(tmp_path), own_port)
+                environ = only_documented(environ) if documented else environ
                 environ = {name: value for name, value in environ.items() if name not in without} | dict(extra or {})
                 command = [sys.executable, str(SCRIPTS / script), *map(str, arguments)]
                 processes.append(Process(f"rank {launch.rank}", f"node {launch.node_rank}", command, environ))

@@ -10,6 +10,12 @@ from mlflow import MlflowClient
 from tests.training.conftest import COMMAND, TINY, files, run, the_run
 
 EMULATE = [COMMAND, "emulate", "--nodes", "2", "--"]
+# What tells the number of nodes, or the node, beside the variables that Azure ML's own page lists.
+BEYOND_DOCUMENTED = (
+    *("AZUREML_NODE_COUNT", "AZUREML_CR_NODE_RANK", "AZ_BATCH_HOST_LIST", "AZ_BATCH_NODE_LIST", "AZ_BATCH_MASTER_NODE"),
+    *("AZ_BATCHAI_JOB_MASTER_NODE_IP", "AZ_BATCHAI_MPI_MASTER_NODE", "AZ_BATCHAI_CLUSTER_NAME"),
+    *("AZ_BATCHAI_IS_CURRENT_NODE_MASTER", "AZ_BATCH_IS_CURRENT_NODE_MASTER"),
+)
 
 
 def test_a_recipe_of_the_users_by_path(store: MlflowClient) -> None:
@@ -58,6 +64,17 @@ def test_groups_from_a_folder_of_the_users(tmp_path: Path) -> None:
         done = run(COMMAND, "train", "resnet50_synthetic", *flags, "data=faces", "--cfg", "job")
         assert "_target_: my.Faces" in done.stdout
     assert not files("outputs/**/*")
+
+
+def test_a_job_whose_variables_do_not_tell_the_number_of_nodes(store: MlflowClient) -> None:
+    unset = [word for name in BEYOND_DOCUMENTED for word in ("-u", name)]
+    train = [COMMAND, "train", "resnet50_synthetic", "trainer.max_steps=2", *TINY]
+    done = run(*EMULATE, "env", *unset, *train)
+    assert "Azure ML job: launcher pytorch, 2 node(s) x 1 process(es), rendezvous at " in done.stdout
+    job = the_run(store)
+    assert job.info.status == "FINISHED"
+    assert len(store.get_metric_history(job.info.run_id, "train/loss")) == 2
+    assert len(files("**/.hydra")) == 1
 
 
 def test_a_sweep_under_the_emulator_is_one_sweep(store: MlflowClient) -> None:

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from omegaconf import OmegaConf
+from tests.emulated import only_documented
 
 from azureml_strategy.cluster.emulated import EmulatedRun, azure_variables
 from azureml_strategy.cluster.launch import Launch
@@ -38,6 +39,18 @@ def test_only_global_rank_0_records_the_configuration(
     launch = Launch(distribution, rank, 4, rank % 2, 2, rank // 2, 2, "10.0.0.4", 6105)
     run = EmulatedRun("quirky_plum", "tests", "1", "sqlite:///mlflow.db")
     for name, value in azure_variables(launch, distribution, ["10.0.0.4", "10.0.0.5"], run).items():
+        monkeypatch.setenv(name, value)
+    assert resolved("hydra_subdir:") == folder
+
+
+@pytest.mark.parametrize(("rank", "folder"), [(0, ".hydra"), (1, None)])
+def test_the_rank_is_known_where_the_number_of_nodes_is_not(
+    monkeypatch: pytest.MonkeyPatch, rank: int, folder: str | None
+) -> None:
+    launch = Launch("pytorch", rank, 2, 0, 1, rank, 2, "10.0.0.4", 6105)
+    run = EmulatedRun("quirky_plum", "tests", "1", "sqlite:///mlflow.db")
+    variables = azure_variables(launch, "pytorch", ["10.0.0.4", "10.0.0.5"], run)
+    for name, value in only_documented(variables).items():
         monkeypatch.setenv(name, value)
     assert resolved("hydra_subdir:") == folder
 

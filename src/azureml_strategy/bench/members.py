@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from azureml_strategy.bench.collectives import Place
 from azureml_strategy.bench.options import BenchError
-from azureml_strategy.cluster import Launch, detect_launch
+from azureml_strategy.cluster import Launch, learn_launch
 from azureml_strategy.network.session import NetworkSession, prepare_network
 
 # Largest share of a device's memory for one message: most collectives need a second buffer as large.
@@ -58,7 +58,7 @@ def require_launch() -> Launch:
         BenchError: this is not a process of a job, or the job has only one process.
         LaunchError: the job's variables cannot be trusted.
     """
-    launch = detect_launch()
+    launch = learn_launch()
     if launch is None or launch.world_size == 1:
         found = "this is no process of a job" if launch is None else "this job has one process"
         raise BenchError(

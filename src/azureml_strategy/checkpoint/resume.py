@@ -30,7 +30,7 @@ from azureml_strategy.checkpoint.manifest import (
     manifest_path,
     manifests,
 )
-from azureml_strategy.cluster import Launch, detect_launch
+from azureml_strategy.cluster import Launch, learn_launch
 from azureml_strategy.control.rendezvous import open_store
 
 # Time limit for a rank to read its share: a minimum, which slow mounts need to open files, plus the time of a slow
@@ -244,7 +244,7 @@ def checkpoint_to_resume(resume: str, folder: Path) -> Path | None:
         return Path(os.environ[_CHOICE]) if os.environ[_CHOICE] else None
     if resume == NEVER:
         return None
-    launch = detect_launch()
+    launch = learn_launch()
     if launch is None or launch.world_size == 1:
         return _chosen(resume, folder, _alone)
     return _agreed(launch, resume, folder)

@@ -16,8 +16,18 @@ if TYPE_CHECKING:
     from azureml_strategy.cluster.job import Job, read_job
     from azureml_strategy.cluster.launch import Launch
     from azureml_strategy.cluster.launchers import detect_launch
+    from azureml_strategy.cluster.node_count import learn_launch
 
-__all__ = ["AzureMLEnvironment", "Job", "Launch", "LaunchError", "LaunchGuard", "detect_launch", "read_job"]
+__all__ = [
+    "AzureMLEnvironment",
+    "Job",
+    "Launch",
+    "LaunchError",
+    "LaunchGuard",
+    "detect_launch",
+    "learn_launch",
+    "read_job",
+]
 
 __getattr__ = lazy_attributes(
     __name__,
@@ -27,6 +37,7 @@ __getattr__ = lazy_attributes(
         "Launch": "azureml_strategy.cluster.launch",
         "LaunchGuard": "azureml_strategy.cluster.guard",
         "detect_launch": "azureml_strategy.cluster.launchers",
+        "learn_launch": "azureml_strategy.cluster.node_count",
         "read_job": "azureml_strategy.cluster.job",
     },
 )

@@ -32,7 +32,9 @@ EVENTS_VARIABLE = "AZUREML_STRATEGY_SCHEDULED_EVENTS"
 _WHOLE_NUMBER = re.compile(r"[0-9]{1,9}")
 _INITIAL_ENVIRON = "/proc/self/environ"
 _PLACEHOLDERS = ("localhost", "localhost.localdomain", "ip6-localhost", "127.0.0.1", "127.0.1.1", "::1", "0.0.0.0")
-_COUNTS = ("AZUREML_NODE_COUNT", "NODE_COUNT")  # AmlCompute; the Singularity back end
+# AmlCompute sets it, and `learn_launch` where no variable gives the node count.
+NODE_COUNT = "AZUREML_NODE_COUNT"
+_COUNTS = (NODE_COUNT, "NODE_COUNT")  # the second on the Singularity back end
 _KUBERNETES_COUNTS = ("AMLARC_NUM_WORKER", "VC_WORKER_NUM")  # Azure Arc and AKS: one pod is one node
 _INDICES = ("AZUREML_CR_NODE_RANK", "VK_TASK_INDEX", "VC_TASK_INDEX")
 # In order of precedence. Some hold the address alone, others add Batch's port, which `host_of` removes.

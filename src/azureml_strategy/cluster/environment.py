@@ -9,7 +9,8 @@ from typing_extensions import override
 
 from azureml_strategy.cluster.environ import LaunchError
 from azureml_strategy.cluster.launch import Launch
-from azureml_strategy.cluster.launchers import detect_launch
+from azureml_strategy.cluster.launchers import detect_ranks
+from azureml_strategy.cluster.node_count import learn_launch
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ class AzureMLEnvironment(ClusterEnvironment):
     a strategy starts the others (`start_processes`).
 
     Args:
-        launch: this process's place in the job; read from the environment by default.
+        launch: this process's place in the job; by default from `learn_launch`.
 
     Raises:
         LaunchError: the environment holds no launch, or its variables contradict one another.
@@ -32,7 +33,7 @@ class AzureMLEnvironment(ClusterEnvironment):
 
     def __init__(self, launch: Launch | None = None) -> None:
         super().__init__()
-        launch = launch or detect_launch()
+        launch = launch or learn_launch()
         if launch is None:
             raise LaunchError(
                 "AzureMLEnvironment was made outside a distributed Azure ML job: no launcher's variables are set. "
@@ -64,7 +65,7 @@ class AzureMLEnvironment(ClusterEnvironment):
     @staticmethod
     @override
     def detect() -> bool:
-        return detect_launch() is not None
+        return detect_ranks() is not None
 
     @override
     def world_size(self) -> int:

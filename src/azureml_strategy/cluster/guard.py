@@ -14,7 +14,8 @@ from typing_extensions import override
 
 from azureml_strategy.cluster.environ import GUARD_SWITCH, LaunchError, seen
 from azureml_strategy.cluster.isolation import IsolatedCallback
-from azureml_strategy.cluster.launch import Launch
+from azureml_strategy.cluster.launch import Launch, PartialLaunch
+from azureml_strategy.cluster.node_count import learn_launch
 from azureml_strategy.lightning_internals import MultiProcessingLauncher
 
 log = logging.getLogger(__name__)
@@ -36,14 +37,28 @@ class LaunchGuard(IsolatedCallback):
     `lightning.pytorch.callbacks_factory`, and `pytorch_lightning.callbacks_factory` for the separate copy.
 
     Args:
-        launch: this process's place in the job.
+        launch: this process's place in the job. If the number of nodes is unknown, the guard learns it from the other
+            ranks when they are about to join the process group.
     """
 
     switch = GUARD_SWITCH
 
-    def __init__(self, launch: Launch) -> None:
-        self.launch = launch
+    def __init__(self, launch: Launch | PartialLaunch) -> None:
+        self._known = launch
         self._said = False
+
+    @property
+    def launch(self) -> Launch:
+        """This process's place in the job.
+
+        Raises:
+            LaunchError: no variable gives the number of nodes, and the other ranks did not help.
+        """
+        if isinstance(self._known, PartialLaunch):
+            learned = learn_launch()
+            assert learned is not None
+            self._known = learned
+        return self._known
 
     @property
     def log(self) -> Callable[..., None]:
@@ -75,7 +90,7 @@ class LaunchGuard(IsolatedCallback):
                 ranks other than the job's.
         """
         environment = getattr(trainer.strategy, "cluster_environment", None)
-        if not _is_known(environment) or self._evaluates_alone(trainer):
+        if not _is_known(environment) or self._evaluates_alone(trainer) or self._is_covered(trainer):
             return
         if self._starts_processes_twice(trainer):
             raise LaunchError(self._twice(trainer))
@@ -90,16 +105,23 @@ class LaunchGuard(IsolatedCallback):
         alone = trainer.num_nodes * trainer.num_devices == 1 and trainer.strategy.launcher is None
         if not alone or trainer.state.fn is None or trainer.state.fn.value not in _EVALUATIONS:
             return False
-        if self.launch.rank == 1 and not self._said:  # rank 0 may be the only one on purpose
+        if self._known.rank == 1 and not self._said:  # rank 0 may be the only one on purpose
             self._said = True
             log.warning(
                 "Rank 1 runs `%s` with a Trainer of its own process. If each of the job's %d ranks runs this line, "
                 "they all do the same work. For one rank to do it, write `if trainer.is_global_zero:` above it, with "
                 "the Trainer that has trained; to share it, write Trainer(strategy='azureml_ddp').",
                 trainer.state.fn.value,
-                self.launch.world_size,
+                self._known.world_size,
             )
         return True
+
+    def _is_covered(self, trainer: Trainer) -> bool:
+        """Whether another process of this node asks for the number of nodes and checks the same Trainer.
+
+        `multiprocessing` gives the variables of a node's only process to all that it starts, so only the first may ask.
+        """
+        return isinstance(self._known, PartialLaunch) and _forks(trainer.strategy.launcher) and trainer.local_rank > 0
 
     def _starts_processes_twice(self, trainer: Trainer) -> bool:
         return self.launch.local_world_size > 1 and _forks(trainer.strategy.launcher)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from azureml_strategy.cluster.environ import LaunchError
@@ -81,3 +82,56 @@ class Launch:
             local_rank=local_rank,
             local_world_size=processes,
         )
+
+
+@dataclass(frozen=True)
+class PartialLaunch:
+    """A launch whose variables do not give the number of nodes, as those that Azure ML documents do not.
+
+    Attributes:
+        rank: global rank.
+        world_size: processes in the job.
+        local_rank: rank within the node; None if no variable gives it.
+        node_rank: index of the node; None if no variable gives it.
+        main_address: host of global rank 0.
+        main_port: rendezvous port on that host.
+
+    Raises:
+        LaunchError: the rank is not below the world size.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int | None
+    node_rank: int | None
+    main_address: str
+    main_port: int
+
+    def __post_init__(self) -> None:
+        if self.rank >= self.world_size:
+            raise LaunchError(
+                f"RANK={self.rank}, but WORLD_SIZE={self.world_size}: a rank must be below the number of processes. "
+                "Something changed them after Azure ML set them; remove what sets them in the job or the script."
+            )
+
+
+class UnknownNodesError(LaunchError):
+    """No variable gives the number of nodes. `learn_launch` asks the other ranks for it.
+
+    Args:
+        message: which variables are set, and what to type.
+        known: the rest of the launch.
+    """
+
+    def __init__(self, message: str, known: PartialLaunch) -> None:
+        super().__init__(message)
+        self.known = known
+
+
+def rank_names(ranks: Sequence[int]) -> str:
+    """Return ranks in words: `rank 3`, `ranks 1, 3` or, for more than two in a row, `ranks 1 to 5`."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    return "ranks " + ", ".join(map(str, ranks))

@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from azureml_strategy.cluster.environ import LaunchError, node_addresses
-from azureml_strategy.cluster.launch import Launch
+from azureml_strategy.cluster.launch import Launch, rank_names
 from azureml_strategy.control.process import Member, address_towards, this_process
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def _problems(arrivals: list[_Arrival]) -> str | None:
     for text in texts:
         found = [arrival for arrival in arrivals if arrival.problem == text]
         hosts = ", ".join(dict.fromkeys(arrival.member.host for arrival in found))
-        described.append(f"{_ranks([arrival.member.rank for arrival in found])} on {hosts}: {text}")
+        described.append(f"{rank_names([arrival.member.rank for arrival in found])} on {hosts}: {text}")
     return "\n".join(described) or None
 
 
@@ -159,19 +159,11 @@ def _missing(launch: Launch, arrivals: list[_Arrival]) -> str:
     parts = []
     for node_rank, ranks in itertools.groupby(absent, key=lambda rank: rank // launch.local_world_size):
         host = f", host {hosts[node_rank]}" if node_rank in hosts else ""
-        parts.append(f"{_ranks(list(ranks))} (node {node_rank}{host})")
+        parts.append(f"{rank_names(list(ranks))} (node {node_rank}{host})")
     silent = sorted(set(node_addresses(os.environ)) - {arrival.address for arrival in arrivals})
     if silent and len(silent) == launch.num_nodes - len(hosts):
         parts.append(f"nothing came from {', '.join(silent)}")
     return "; ".join(parts)
-
-
-def _ranks(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
-        return f"ranks {ranks[0]} to {ranks[-1]}"
-    return "ranks " + ", ".join(map(str, ranks))
 
 
 def _lost(launch: Launch, error: Exception) -> str:

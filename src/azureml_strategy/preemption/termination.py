@@ -23,7 +23,7 @@ from azureml_strategy.checkpoint.loop_state import FitLoopState
 from azureml_strategy.cluster.environ import TERMINATION_SWITCH
 from azureml_strategy.cluster.isolation import Attempt, IsolatedCallback, passed_through
 from azureml_strategy.cluster.job import read_job
-from azureml_strategy.cluster.launchers import detect_launch, local
+from azureml_strategy.cluster.launchers import detect_ranks, local
 from azureml_strategy.control.agreement import State, StopAgreement, StopBarrier
 from azureml_strategy.control.gather import gather, meet
 from azureml_strategy.control.store import ControlStore
@@ -389,7 +389,7 @@ def _ask_nobody() -> None:
 
 def _exit_code(trainer: Trainer, ended_by: signal.Signals) -> int:
     """0 in processes that a strategy started, because for any other code Lightning kills their parent at once."""
-    started = trainer.local_rank > 0 and (local.MARKER in os.environ or detect_launch() is None)
+    started = trainer.local_rank > 0 and (local.MARKER in os.environ or detect_ranks() is None)
     return 0 if started else _OF_SIGNAL + ended_by
 
 

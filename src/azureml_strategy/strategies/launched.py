@@ -18,7 +18,7 @@ from azureml_strategy.checkpoint.plain_data import PlainDataStrategy
 from azureml_strategy.cluster.environ import LaunchError
 from azureml_strategy.cluster.environment import AzureMLEnvironment
 from azureml_strategy.cluster.launch import Launch
-from azureml_strategy.cluster.launchers import detect_launch
+from azureml_strategy.cluster.node_count import learn_launch
 from azureml_strategy.lightning_internals import default_process_group_backend
 from azureml_strategy.network.record import RunNetwork
 from azureml_strategy.network.session import prepare_network
@@ -49,7 +49,7 @@ class LaunchedStrategy(PlainDataStrategy, ParallelStrategy):
         self, *, cluster_environment: ClusterEnvironment | None = None, require_infiniband: bool = False, **kwargs: Any
     ) -> None:
         if cluster_environment is None:
-            launch = detect_launch()
+            launch = learn_launch(kwargs.get("timeout"))
             cluster_environment = AzureMLEnvironment(launch) if launch else None
         self._job_environment = cluster_environment if isinstance(cluster_environment, AzureMLEnvironment) else None
         self._require_infiniband = require_infiniband

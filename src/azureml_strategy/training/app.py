@@ -19,7 +19,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from azureml_strategy.checkpoint import ResumeError
-from azureml_strategy.cluster import Launch, LaunchError, detect_launch
+from azureml_strategy.cluster import Launch, LaunchError
+from azureml_strategy.cluster.launch import PartialLaunch
+from azureml_strategy.cluster.launchers import detect_ranks
 from azureml_strategy.command_line import is_override
 from azureml_strategy.training.checks import check_overrides
 from azureml_strategy.training.console import discreet_console, tidy_console
@@ -85,14 +87,14 @@ def _check(recipe: Recipe, arguments: Sequence[str]) -> None:
     _check_folder(config, arguments)
 
 
-def _own_launch() -> Launch | None:
+def _own_launch() -> Launch | PartialLaunch | None:
     try:
-        return detect_launch()
+        return detect_ranks()
     except LaunchError as error:
         raise RecipeError(str(error)) from error
 
 
-def _train(config: DictConfig, launch: Launch | None, recipe: str, arguments: Sequence[str]) -> None:
+def _train(config: DictConfig, launch: Launch | PartialLaunch | None, recipe: str, arguments: Sequence[str]) -> None:
     """Train one job of a sweep, or the only one. An error that needs no traceback becomes a `_Refusal`."""
     from lightning.pytorch.utilities.exceptions import SIGTERMException
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from azureml_strategy.cluster import detect_launch
+from azureml_strategy.cluster.launchers import detect_ranks
 
 
 def register_resolvers() -> None:
@@ -29,7 +29,7 @@ def run_name() -> str:
 
 def hydra_subdir() -> str | None:
     """The folder in which Hydra records the configuration; None on all global ranks but 0."""
-    launch = detect_launch()
+    launch = detect_ranks()
     return ".hydra" if launch is None or launch.rank == 0 else None
 
 

@@ -23,8 +23,9 @@ from omegaconf.resolvers import oc
 
 from azureml_strategy.checkpoint.elastic import ElasticRestart
 from azureml_strategy.checkpoint.resume import ANY, AUTO, checkpoint_to_resume, told_to_children
-from azureml_strategy.cluster import Launch, detect_launch, read_job
+from azureml_strategy.cluster import Launch, learn_launch, read_job
 from azureml_strategy.cluster.environ import TERMINATION_SWITCH, switched_off
+from azureml_strategy.cluster.launch import PartialLaunch
 from azureml_strategy.cluster.redaction import redact, remember_secrets
 from azureml_strategy.preemption.termination import TerminateTogether
 from azureml_strategy.tracking import JobMLFlowLogger
@@ -133,7 +134,7 @@ def train(config: DictConfig) -> dict[str, float]:
     """
     drop_keys_of_old_targets(config)
     check_config(config)
-    launch = detect_launch()
+    launch = learn_launch()
     _announce(config.output_dir, launch)
     seed_everything(config.seed, workers=True, verbose=False)
     torch.set_float32_matmul_precision(config.matmul_precision)
@@ -202,7 +203,7 @@ def _announce(folder: str, launch: Launch | None) -> None:
         log.info("Output folder: %s", Path(folder).absolute())
 
 
-def speaks_for_all(launch: Launch | None) -> bool:
+def speaks_for_all(launch: Launch | PartialLaunch | None) -> bool:
     """Whether this process is rank 0, for use before there is a Trainer that knows.
 
     Args:

@@ -80,7 +80,7 @@ class AzureMLLauncher(Launcher):
         return [self._returned(job, each, options) for job, each in zip(jobs, job_overrides, strict=True)]
 
     def _refuse_misuse(self) -> None:
-        from azureml_strategy.cluster import detect_launch
+        from azureml_strategy.cluster.launchers import detect_ranks
         from azureml_strategy.jobs import JobError
 
         if self._task.__module__ != _APPLICATION:
@@ -88,7 +88,7 @@ class AzureMLLauncher(Launcher):
                 "hydra/launcher=azureml submits recipes, and this is an application of your own, which the jobs would "
                 "not run. Type: azureml-strategy train RECIPE.yaml -m hydra/launcher=azureml ..."
             )
-        if detect_launch() is not None:
+        if detect_ranks() is not None:
             raise JobError(
                 "hydra/launcher=azureml was asked for inside a job, where each process would submit the whole sweep. "
                 "Start the sweep from your own machine, or leave hydra/launcher out to run it in this job."

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from azureml_strategy.cluster.environ import LaunchError
-from azureml_strategy.cluster.launch import Launch
+from azureml_strategy.cluster.launch import Launch, PartialLaunch, UnknownNodesError
 from azureml_strategy.cluster.launchers import detect_launch
 
 JOB = {"AZUREML_RUN_ID": "quirky_plum"}
@@ -85,17 +85,41 @@ def test_each_back_end(environ: dict[str, str], expected: Launch) -> None:
         (("LOCAL_RANK",), "rank % processes of a node"),
         (("NODE_RANK",), "rank // processes of a node"),
         (("MASTER_PORT",), "Azure ML's own port"),
-        (("AZUREML_NODE_COUNT",), "on a node beyond the first, rank = node rank x processes + local rank"),
     ],
 )
 def test_what_can_be_mended_is(lost: tuple[str, ...], why: str) -> None:
     assert detect_launch(without(RANK_5, *lost)) == LAUNCH, why
 
 
-def test_the_node_count_on_node_0_cannot_be_guessed() -> None:
-    node_0 = without({**RANK_5, "RANK": "1", "NODE_RANK": "0"}, "AZUREML_NODE_COUNT")
-    with pytest.raises(LaunchError, match="Set AZUREML_NODE_COUNT"):
-        detect_launch(node_0)
+@pytest.mark.parametrize(("rank", "node_rank"), [("1", "0"), ("5", "1")])
+def test_without_a_node_count_the_rest_is_known(rank: str, node_rank: str) -> None:
+    """A node beyond the first could guess it from its ranks. As node 0 cannot, all of them have to ask."""
+    environ = without({**RANK_5, "RANK": rank, "NODE_RANK": node_rank}, "AZUREML_NODE_COUNT")
+    with pytest.raises(UnknownNodesError, match=r"set AZUREML_NODE_COUNT to the job's") as error:
+        detect_launch(environ)
+    assert error.value.known == PartialLaunch(int(rank), 8, 1, int(node_rank), "10.0.0.4", 6105)
+
+
+def test_without_a_node_count_batchs_port_is_avoided_too() -> None:
+    environ = without({**RANK_5, "MASTER_PORT": "6000"}, "AZUREML_NODE_COUNT")
+    with pytest.raises(UnknownNodesError) as error:
+        detect_launch(environ)
+    assert error.value.known.main_port == 6105
+
+
+def test_without_a_node_count_an_address_that_only_this_node_knows_is_refused_elsewhere() -> None:
+    environ = without({**RANK_5, "MASTER_ADDR": "localhost"}, "AZUREML_NODE_COUNT")
+    with pytest.raises(LaunchError, match="nothing names an address of the first one"):
+        detect_launch(environ)
+    with pytest.raises(UnknownNodesError) as error:
+        detect_launch(environ | {"RANK": "1", "NODE_RANK": "0"})
+    assert error.value.known.main_address == "localhost"
+
+
+def test_a_rank_beyond_the_world_is_refused_without_asking() -> None:
+    environ = without({**RANK_5, "WORLD_SIZE": "4"}, "AZUREML_NODE_COUNT")
+    with pytest.raises(LaunchError, match="RANK=5, but WORLD_SIZE=4"):
+        detect_launch(environ)
 
 
 def test_one_process_in_all_is_one_node() -> None:

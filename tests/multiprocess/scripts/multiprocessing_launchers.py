@@ -1,4 +1,4 @@
-"""Fits whose processes Lightning starts by `multiprocessing`, one strategy after the other."""
+"""Fits whose processes Lightning starts by `multiprocessing`, one strategy after the other; `num_nodes=` comes last."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ class Record(Callback):
 
 
 if __name__ == "__main__":
-    for place, strategy in enumerate(sys.argv[1:]):
-        trainer = quiet_trainer(strategy=strategy, devices=2, callbacks=[Record(place)])
+    *strategies, last = sys.argv[1:]
+    nodes = int(last.removeprefix("num_nodes=")) if "num_nodes=" in last else None
+    for place, strategy in enumerate(strategies if nodes else [*strategies, last]):
+        record = Record(place)
+        trainer = quiet_trainer(strategy=strategy, devices=2, num_nodes=nodes or 1, callbacks=[record])
         model = Regression()
         trainer.fit(model, loader())
         before = parameters(Regression())

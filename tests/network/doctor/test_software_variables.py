@@ -23,6 +23,14 @@ def test_a_launch_that_contradicts_itself_is_a_problem(read: Callable[..., Any],
     assert "WORLD_SIZE" in finding.text or "world_size" in finding.text
 
 
+def test_an_unknown_number_of_nodes_is_no_problem_but_limits_the_diagnosis(read: Callable[..., Any]) -> None:
+    six = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "NODE_RANK": "0", "MASTER_ADDR": "10.0.0.4"}
+    finding = next(check_launch(read({"AZUREML_RUN_ID": "run", **six})))
+    assert finding.verdict == "warning"
+    assert "no variable says over how many nodes" in finding.text
+    assert "set AZUREML_NODE_COUNT" in finding.text
+
+
 def test_several_nodes_without_a_distribution(read: Callable[..., Any]) -> None:
     finding = next(check_launch(read({"AZUREML_RUN_ID": "run", "AZUREML_NODE_COUNT": "2"})))
     assert finding.verdict == "problem"

@@ -26,7 +26,7 @@ from azureml_strategy.cluster.environ import (
     own_environ,
     seen,
 )
-from azureml_strategy.cluster.launch import Launch
+from azureml_strategy.cluster.launch import Launch, PartialLaunch, UnknownNodesError
 from azureml_strategy.cluster.launchers import deepspeed, local, mpi, pytorch, ray, tensorflow, torchrun
 from azureml_strategy.cluster.launchers.pytorch import PYTORCH_VARIABLES
 
@@ -54,11 +54,26 @@ def detect_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
         own defaults are right.
 
     Raises:
+        UnknownNodesError: no variable gives the number of nodes. `learn_launch` asks the other ranks for it.
         LaunchError: the variables are incomplete or contradict one another, so that no rank can be trusted.
     """
     environ = own_environ() if environ is None else environ
     read = {(name, environ[name]) for name in environ if name in _VARIABLES or name.startswith(JOB_PREFIXES)}
     return _parse(frozenset(read))
+
+
+def detect_ranks() -> Launch | PartialLaunch | None:
+    """Detect this process's launch as far as its own variables give it: always its rank and the world size.
+
+    For what needs no more than these. It never waits for other ranks, as `learn_launch` may.
+
+    Raises:
+        LaunchError: as `detect_launch`, but not because the number of nodes is unknown.
+    """
+    try:
+        return detect_launch()
+    except UnknownNodesError as error:
+        return error.known
 
 
 # More than one, because a process may also read the variables of others, as `doctor` does.

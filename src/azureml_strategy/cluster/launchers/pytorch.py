@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from azureml_strategy.cluster.environ import (
+    NODE_COUNT,
     NODE_VARIABLES,
-    LaunchError,
     declared_node_rank,
     is_placeholder,
     main_address,
@@ -19,7 +19,7 @@ from azureml_strategy.cluster.environ import (
     seen,
     whole_number,
 )
-from azureml_strategy.cluster.launch import Launch
+from azureml_strategy.cluster.launch import Launch, PartialLaunch, UnknownNodesError
 
 PYTORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -30,6 +30,7 @@ def read(environ: Mapping[str, str]) -> Launch | None:
     Only RANK shows that Azure ML started the process: Lightning's own launcher writes all the other variables.
 
     Raises:
+        UnknownNodesError: no variable gives the node count.
         LaunchError: variables are missing that cannot be derived from the node count.
     """
     rank = whole_number(environ, "RANK")
@@ -37,7 +38,9 @@ def read(environ: Mapping[str, str]) -> Launch | None:
         return None
     world_size = required_number(environ, "WORLD_SIZE", f"RANK={rank} is")
     local_rank, node_rank = whole_number(environ, "LOCAL_RANK"), declared_node_rank(environ)
-    num_nodes = node_count(environ) or _derived_node_count(environ, rank, world_size, local_rank, node_rank)
+    num_nodes = node_count(environ) or (1 if world_size == 1 else None)
+    if num_nodes is None:
+        raise _unknown_nodes(environ, rank, world_size, local_rank, node_rank)
     local_world_size = max(world_size // num_nodes, 1)
     polluted = num_nodes > 1 and is_placeholder(environ.get("MASTER_ADDR", ""))
     return Launch(
@@ -53,18 +56,19 @@ def read(environ: Mapping[str, str]) -> Launch | None:
     )
 
 
-def _derived_node_count(
+def _unknown_nodes(
     environ: Mapping[str, str], rank: int, world_size: int, local_rank: int | None, node_rank: int | None
-) -> int:
-    """Derive the node count from the ranks alone: a node after node 0 knows how many ranks precede its own."""
-    if world_size == 1:
-        return 1
-    if node_rank and local_rank is not None:
-        processes, rest = divmod(rank - local_rank, node_rank)
-        if processes > 0 and not rest:
-            return max(world_size // processes, 1)
-    raise LaunchError(
-        f"This is rank {rank} of {world_size}, but nothing says over how many nodes they are spread "
-        f"({seen(environ, (*PYTORCH_VARIABLES, *NODE_VARIABLES))}). "
-        "Set AZUREML_NODE_COUNT to the job's `resources.instance_count`."
+) -> UnknownNodesError:
+    """Return the error of a process that is not told the node count; the same on all ranks of a job.
+
+    A node beyond the first could derive the count from its ranks, but node 0 could not. So all ranks have to ask.
+    """
+    address = main_address(environ, (node_rank or 0) + 1, given_by_platform=True)
+    polluted = is_placeholder(environ.get("MASTER_ADDR", "")) and not is_placeholder(address)
+    port = main_port(environ, trusted=not polluted)
+    return UnknownNodesError(
+        f"This is rank {rank} of {world_size}, but no variable says over how many nodes they are spread "
+        f"({seen(environ, (*PYTORCH_VARIABLES, *NODE_VARIABLES))}). The ranks tell one another when a Trainer starts. "
+        f"To know it before, set {NODE_COUNT} to the job's `resources.instance_count`.",
+        PartialLaunch(rank, world_size, local_rank, node_rank, address, port),
     )

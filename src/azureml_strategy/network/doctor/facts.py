@@ -23,7 +23,7 @@ class Facts:
         root: the folder that holds `sys`, `proc`, `dev` and the rest.
         environ: environment variables.
         launch: this process's place in the job; None if no launcher determines it or its variables cannot be trusted.
-        launch_error: why the launcher's variables cannot be trusted; None if they can.
+        launch_error: why the launcher's variables give no launch; None if they give one, or there is none.
         job: the Azure ML job; None outside one.
         node: the machine.
         plan: the settings that our strategies would make.
@@ -33,7 +33,7 @@ class Facts:
     root: Path
     environ: Mapping[str, str]
     launch: Launch | None
-    launch_error: str | None
+    launch_error: LaunchError | None
     job: Job | None
     node: Node
     plan: NetworkPlan
@@ -89,8 +89,8 @@ def has_accelerators(node: Node) -> bool:
     return bool(node.gpus.models or node.hcas or promised)
 
 
-def _read_launch(environ: Mapping[str, str]) -> tuple[Launch | None, str | None]:
+def _read_launch(environ: Mapping[str, str]) -> tuple[Launch | None, LaunchError | None]:
     try:
         return detect_launch(environ), None
     except LaunchError as error:
-        return None, str(error)
+        return None, error

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from azureml_strategy.cluster.environ import in_azure_ml
 from azureml_strategy.cluster.job import Job
-from azureml_strategy.cluster.launch import Launch
+from azureml_strategy.cluster.launch import Launch, UnknownNodesError
 from azureml_strategy.network.doctor.facts import Facts
 from azureml_strategy.network.findings import Finding, find_faults
 
@@ -17,7 +17,8 @@ from azureml_strategy.network.findings import Finding, find_faults
 def check_launch(facts: Facts) -> Iterator[Finding]:
     """Report how the process was launched, and in which job."""
     if facts.launch_error:
-        yield Finding("problem", "launch", facts.launch_error)
+        trains = isinstance(facts.launch_error, UnknownNodesError)
+        yield Finding("warning" if trains else "problem", "launch", str(facts.launch_error))
     elif facts.launch:
         yield Finding("ok", "launch", _describe_launch(facts.launch))
     elif in_azure_ml(facts.environ):
