@@ -80,6 +80,14 @@ class KeepsPendingMetrics(Protocol):
         ...
 
 
+@runtime_checkable
+class ContinuesRun(Protocol):
+    """A logger that can skip what a previous attempt has logged, such as `JobMLFlowLogger`."""
+
+    def continue_run(self) -> None:
+        """Training resumes from a checkpoint, and may repeat steps that were logged already."""
+
+
 class WriteStaged(Protocol):
     """Writes staged content or a copy of it. All ranks call it, on any thread."""
 

@@ -6,8 +6,11 @@ subclass uses on itself. `tests/test_internals.py` checks all of them on the old
 
 from __future__ import annotations
 
+import inspect
 import signal
+import traceback
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import fields
 from datetime import timedelta
 from types import FrameType
@@ -17,7 +20,12 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities import distributed, types
 from lightning.fabric.utilities import logger as fabric_logger
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    LearningRateFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.loops import fetchers, loop
 from lightning.pytorch.overrides import distributed as ddp_overrides
 from lightning.pytorch.strategies import DDPStrategy, Strategy
@@ -73,9 +81,16 @@ INTERNALS: dict[str, dict[str, str]] = {
     },
     # What a Trainer's parts do; it has no public member for any of them.
     "lightning.pytorch.trainer.trainer.Trainer": {
-        "_checkpoint_connector": "makes a checkpoint in memory, which is copied before it is written",
+        "_checkpoint_connector": "makes a checkpoint in memory, which is copied before it is written; and loads one",
         "_logger_connector": "holds the values of self.log, and says whether a step is logged",
+        "_run": "its frame has the path that fit was given, which no callback is told; above it is who called fit",
         "_signal_connector": "installs Lightning's handler of SIGTERM, which ours replaces",
+    },
+    "lightning.pytorch.callbacks.lr_finder.LearningRateFinder": {
+        "_early_exit": "a fit of the Tuner, which searches and does not train",
+    },
+    "lightning.pytorch.trainer.connectors.checkpoint_connector._CheckpointConnector": {
+        "resume_start": "wrapped: reads the checkpoint to restore, before or after the strategy's set-up",
     },
     "lightning.pytorch.trainer.call": {
         "_call_and_handle_interrupt": "the entry of a fit: tells in a stack what Lightning called from what called it",
@@ -367,9 +382,58 @@ def checkpoint_io(strategy: Strategy) -> CheckpointIO | None:
     return strategy._checkpoint_io
 
 
-def set_checkpoint_io(strategy: Strategy, io: CheckpointIO) -> None:
-    """Set what writes the strategy's checkpoints."""
+def set_checkpoint_io(strategy: Strategy, io: CheckpointIO | None) -> None:
+    """Set what writes the strategy's checkpoints; None for what Lightning makes when it is asked."""
     strategy._checkpoint_io = io
+
+
+def frame_of_run(trainer: Trainer) -> FrameType | None:
+    """Return the frame of the call of `fit` or another method in which Lightning calls a hook; None outside of one."""
+    frames = (frame for frame, _ in traceback.walk_stack(inspect.currentframe()))
+    return next((each for each in frames if each.f_code is Trainer._run.__code__ and _of(each, trainer)), None)
+
+
+def _of(frame: FrameType, trainer: Trainer) -> bool:
+    return frame.f_locals.get("self") is trainer
+
+
+def given_checkpoint(trainer: Trainer) -> str | None:
+    """Return the path that `fit` was given, or that Lightning has chosen itself; None if there is none. For hooks."""
+    frame = frame_of_run(trainer)
+    path = frame.f_locals.get("ckpt_path") if frame is not None else None
+    return str(path) if path else None
+
+
+def restore_from(trainer: Trainer, checkpoint: str, reading: Callable[[], AbstractContextManager[None]]) -> None:
+    """Have this fit restore a checkpoint where it was given none. Call it in a callback's `setup`.
+
+    Some strategies restore before their own set-up and some after it. All do it by one call of the connector, with the
+    path that `fit` was given or None, and nothing else reads that path. So only this call's argument changes.
+
+    Args:
+        trainer: in `setup`.
+        checkpoint: the path.
+        reading: entered while the checkpoint is read.
+    """
+    connector = trainer._checkpoint_connector
+    load = connector.resume_start
+
+    def resume_start(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+        restore_as_given(trainer)
+        with reading():
+            load(checkpoint_path or checkpoint, weights_only=weights_only)
+
+    connector.resume_start = resume_start  # type: ignore[method-assign]
+
+
+def restore_as_given(trainer: Trainer) -> None:
+    """Undo `restore_from`."""
+    trainer._checkpoint_connector.__dict__.pop("resume_start", None)
+
+
+def only_searches(callback: LearningRateFinder | BatchSizeFinder) -> bool:
+    """Tell whether the callback ends its fit when it has searched, as in one of the Tuner's."""
+    return callback._early_exit
 
 
 def epoch_of_last_average(callback: StochasticWeightAveraging) -> int | None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from azureml_strategy.cluster.environ import (
     CALLBACKS_SWITCH,
+    CHECKPOINT_SWITCH,
     DATA_CHECK_SWITCH,
     GUARD_SWITCH,
     HANG_WATCH_SWITCH,
@@ -45,7 +46,7 @@ def job_callbacks() -> list[Callback]:
     """
     launch = _launch()
     if launch is None:
-        return []
+        return _without_launcher()
     parts = {switch: make for switch, make in _PARTS.items() if not switched_off(os.environ, switch)}
     made = [_made(switch, lambda make=make: make(launch)) for switch, make in parts.items()]  # type: ignore[misc]
     return [callback for callback in made if callback is not None]
@@ -78,7 +79,15 @@ def _launch() -> Launch | PartialLaunch | None:
         raise
 
 
-def _made(switch: str, make: Callable[[], Callback]) -> Callback | None:
+def _without_launcher() -> list[Callback]:
+    """Return the callbacks of a process that trains alone: checkpoints if asked for, and what stops for one."""
+    parts: dict[str, Callable[[], Callback | None]] = {CHECKPOINT_SWITCH: _checkpoint, TERMINATION_SWITCH: _termination}
+    on = {switch: make for switch, make in parts.items() if not switched_off(os.environ, switch)}
+    made = [_made(switch, make) for switch, make in on.items()] if os.environ.get(CHECKPOINT_SWITCH) else []
+    return [callback for callback in made if callback is not None]
+
+
+def _made(switch: str, make: Callable[[], Callback | None]) -> Callback | None:
     try:
         return make()
     except LaunchError:
@@ -108,7 +117,7 @@ def _hang_watch(launch: Launch | PartialLaunch) -> Callback:
     return HangWatch()
 
 
-def _termination(launch: Launch | PartialLaunch) -> Callback:
+def _termination(launch: Launch | PartialLaunch | None = None) -> Callback:
     from azureml_strategy.preemption.termination import TerminateTogether
 
     return TerminateTogether()
@@ -126,13 +135,32 @@ def _data_check(launch: Launch | PartialLaunch) -> Callback:
     return DataCheck()
 
 
-# switch: function that makes the callback
-_PARTS: dict[str, Callable[[Launch | PartialLaunch], Callback]] = {
+def _checkpoint(launch: Launch | PartialLaunch | None = None) -> Callback | None:
+    word = os.environ.get(CHECKPOINT_SWITCH, "").strip().lower()
+    if not word:
+        return None
+    from azureml_strategy.checkpoint.automatic import WORDS, AutomaticCheckpoint
+
+    if word not in WORDS:
+        if launch is None or launch.rank == 0:
+            log.warning(
+                "%s=%s is not a word for it: no checkpoint is written. Set it to `auto`, to go on from this job's newest "
+                "checkpoint; `any`, from the newest whichever job wrote it; `never`; or `off` for no checkpoint.",
+                CHECKPOINT_SWITCH,
+                word,
+            )
+        return None
+    return AutomaticCheckpoint(word)
+
+
+# switch: function that makes the callback, if it is asked for
+_PARTS: dict[str, Callable[[Launch | PartialLaunch], Callback | None]] = {
     GUARD_SWITCH: _guard,
     HANG_WATCH_SWITCH: _hang_watch,
     TERMINATION_SWITCH: _termination,
     NETWORK_RECORD_SWITCH: _network_record,
     DATA_CHECK_SWITCH: _data_check,
+    CHECKPOINT_SWITCH: _checkpoint,
 }
 
 

@@ -22,7 +22,7 @@ from azureml_strategy.checkpoint.plain_data import (
     require_loadable,
     to_plain,
 )
-from azureml_strategy.control.gather import Exchange, gather
+from azureml_strategy.control.gather import Exchange, gather_sound
 from azureml_strategy.interfaces import StagesCheckpoint, WriteStaged
 
 
@@ -136,7 +136,7 @@ def make_plain(strategy: Strategy, checkpoint: dict[str, Any]) -> dict[str, Any]
         checkpoint = to_plain(checkpoint, apart)
     except UnsavableStateError as unsavable:
         error = str(unsavable)
-    errors = [each for each in gather(error) if each is not None]
+    errors = [each for each in gather_sound(error) if each is not None]
     if errors:
         raise UnsavableStateError(errors[0])
     return checkpoint

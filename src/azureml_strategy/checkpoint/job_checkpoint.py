@@ -6,14 +6,16 @@ import difflib
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
@@ -22,6 +24,8 @@ from azureml_strategy.checkpoint import exactness
 from azureml_strategy.checkpoint.checkpoint_io import AtomicCheckpointIO, reads_through_io
 from azureml_strategy.checkpoint.elastic import warn_unless_elastic
 from azureml_strategy.checkpoint.exactness import warn_of_ranks_apart, warn_of_what_is_lost
+from azureml_strategy.checkpoint.fit_folder import default_folder, warn_of_own_disk
+from azureml_strategy.checkpoint.fit_resume import FitResume, searches_only
 from azureml_strategy.checkpoint.folder import CheckpointFolder, this_run
 from azureml_strategy.checkpoint.global_batch import running_global_batch
 from azureml_strategy.checkpoint.loop_state import FitLoopState
@@ -29,9 +33,9 @@ from azureml_strategy.checkpoint.manifest import Manifest
 from azureml_strategy.checkpoint.metric_state import Settings, metric_settings, metric_state, restore_metric_state
 from azureml_strategy.checkpoint.random_state import find_generators, random_state, set_random_state
 from azureml_strategy.checkpoint.writer import BackgroundWriter, CheckpointWriter, Written
-from azureml_strategy.control.gather import gather
+from azureml_strategy.control.gather import gather_sound
 from azureml_strategy.interfaces import ExpectsCheckpoints, KeepsPendingMetrics, PendingMetrics
-from azureml_strategy.lightning_internals import checkpoint_io, set_checkpoint_io, training_loaders
+from azureml_strategy.lightning_internals import checkpoint_io, restore_as_given, set_checkpoint_io, training_loaders
 
 Broadcast = Callable[[tuple[int, bool]], tuple[int, bool]]
 
@@ -111,7 +115,8 @@ class JobCheckpoint(ModelCheckpoint):
     place of a sound one. The same holds for checkpoints of another Azure ML run in the same folder.
 
     Args:
-        dirpath: the folder; by default `checkpoints` below the Trainer's `default_root_dir`.
+        dirpath: the folder; by default `checkpoints` below the job's output `run` (AZURE_ML_OUTPUT_run), or below the
+            Trainer's `default_root_dir` if there is none.
         filename: as in ModelCheckpoint, without its extension.
         monitor: the metric that decides which checkpoints are the best; None to keep no best ones.
         mode: `min` or `max`, whichever is better for the metric.
@@ -124,9 +129,16 @@ class JobCheckpoint(ModelCheckpoint):
             training waits. It also waits under third-party strategies that write several files.
         read_again: in the middle of an epoch, read a loader that cannot restore its position again up to there, which
             takes time. With False, such a resume is refused.
+        resume: makes `fit` resume by itself: `auto` from the newest whole checkpoint in the folder, `any` from the same
+            whichever Azure ML run wrote it, `never`, or the path of a checkpoint. A path that `fit` is given wins.
+            Loggers that can do so skip what was logged before. A further fit that would share the folder gets one
+            beside it, with a number, and resumes from that. None leaves it all to `fit(ckpt_path=...)`.
+        global_batch: with `resume`, what another number of ranks does: see `ElasticRestart`.
 
     Raises:
         ValueError: `keep_last` or an interval is out of range.
+        ResumeError: `global_batch` is neither `keep` nor `change`; or (in `fit`) what `resume` names cannot be resumed
+            from.
     """
 
     def __init__(
@@ -142,6 +154,8 @@ class JobCheckpoint(ModelCheckpoint):
         every_n_epochs: int = 1,
         asynchronous: bool = True,
         read_again: bool = True,
+        resume: str | Path | None = None,
+        global_batch: Literal["keep", "change"] = "keep",
     ) -> None:
         super().__init__(dirpath, filename, monitor=monitor, mode=mode, save_top_k=save_top_k)
         _require("keep_last", keep_last, keep_last >= 1)
@@ -161,24 +175,34 @@ class JobCheckpoint(ModelCheckpoint):
         self._passed_over: frozenset[str] = frozenset()
         self._attempt = 1
         self._background = BackgroundWriter()
+        self._base = self.dirpath
+        self._fit_resume = None if resume is None else FitResume(str(resume), global_batch)
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self.dirpath is None:
-            self.dirpath = str(Path(trainer.default_root_dir, "checkpoints"))
+        self._base = self._base or str(default_folder(trainer.default_root_dir))
+        self.dirpath = self.dirpath or self._base
+        trains = stage == "fit" and not trainer.fast_dev_run and not searches_only(trainer)  # type: ignore[attr-defined]
+        resumes = self._fit_resume if trains else None
+        if resumes is not None:
+            self.dirpath = str(resumes.folder(trainer, pl_module, Path(self._base)))
         with warnings.catch_warnings():
             # A restarted job finds its own checkpoints there.
             warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
             super().setup(trainer, pl_module, stage)
         FitLoopState.of(trainer).forget()
-        strategy = trainer.strategy
-        if type(checkpoint_io(strategy)) in (type(None), TorchCheckpointIO):
-            set_checkpoint_io(strategy, AtomicCheckpointIO(plain=reads_through_io(strategy)))
+        restore_as_given(trainer)  # a fit that failed early may have left it otherwise
+        self._replace_checkpoint_io(trainer.strategy)
+        if resumes is not None:
+            resumes.setup(trainer, pl_module, Path(self.dirpath), lambda: self._reading(trainer.strategy))
         if trainer.is_global_zero and stage == "fit":
+            warn_of_own_disk(Path(self.dirpath))
             self._clean_up()
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._fit_resume is not None:
+            self._fit_resume.elastic.on_fit_start(trainer, pl_module)
         self._metric_settings = metric_settings(trainer)
 
     @override
@@ -220,6 +244,7 @@ class JobCheckpoint(ModelCheckpoint):
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Write no new checkpoint: it needs all ranks, and other ranks may not have met the exception."""
+        restore_as_given(trainer)
         self._adopt(trainer, self._background.close())
 
     @override
@@ -252,7 +277,7 @@ class JobCheckpoint(ModelCheckpoint):
         }
         checkpoint[_OURS] = {
             "between_steps": loop.between_steps,
-            "ranks": gather(own),
+            "ranks": gather_sound(own),
             "callbacks": exactness.save(trainer, checkpoint),
             "unwritten": pending_metrics(trainer),
         }
@@ -261,6 +286,8 @@ class JobCheckpoint(ModelCheckpoint):
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
             return
+        if self._fit_resume is not None:
+            self._fit_resume.elastic.on_load_checkpoint(trainer, pl_module, checkpoint)
         self._last_global_step_saved = checkpoint["global_step"]
         self._passed_over = self._folder.newer_than(Path(str(trainer.ckpt_path)))
         ours = checkpoint.get(_OURS)
@@ -277,7 +304,8 @@ class JobCheckpoint(ModelCheckpoint):
                 f"The checkpoint has the random numbers of {len(ours['ranks'])} ranks, and there are "
                 f"{trainer.world_size} now: each draws new ones."
             )
-            warn_unless_elastic(trainer)
+            if self._fit_resume is None or self._fit_resume.checkpoint is None:
+                warn_unless_elastic(trainer)
         exactness.stop_again(trainer, ours["callbacks"])
 
         def restore(within_epoch: bool) -> None:
@@ -295,6 +323,15 @@ class JobCheckpoint(ModelCheckpoint):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         pass
+
+    def _replace_checkpoint_io(self, strategy: Strategy) -> None:
+        """Have the strategy write and read by ours, unless the user gave one."""
+        if type(checkpoint_io(strategy)) in (type(None), TorchCheckpointIO):
+            set_checkpoint_io(strategy, AtomicCheckpointIO(plain=reads_through_io(strategy)))
+
+    def _reading(self, strategy: Strategy) -> AbstractContextManager[None]:
+        """Return what to enter while a checkpoint is read that this callback has chosen."""
+        return nullcontext()
 
     def _note_measurement(self, trainer: Trainer) -> None:
         """Note that a validation has ended, or an epoch without validation."""

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import time
+import uuid
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -18,7 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from azureml_strategy.checkpoint.folder import newest_first, this_run
 from azureml_strategy.checkpoint.manifest import (
@@ -31,7 +32,9 @@ from azureml_strategy.checkpoint.manifest import (
     manifests,
 )
 from azureml_strategy.cluster import Launch, learn_launch
-from azureml_strategy.control.rendezvous import open_store
+from azureml_strategy.control.gather import GroupExchange, gather
+from azureml_strategy.control.rendezvous import another_connection, open_store
+from azureml_strategy.control.store import StepError
 
 # Time limit for a rank to read its share: a minimum, which slow mounts need to open files, plus the time of a slow
 # reader. A storage account gives 120 Gbit/s to all its readers together, 15 MB/s to each of 1,000 ranks.
@@ -250,6 +253,34 @@ def checkpoint_to_resume(resume: str, folder: Path) -> Path | None:
     return _agreed(launch, resume, folder)
 
 
+def choose_together(resume: str, folder: Path, rank: int, world_size: int) -> Path | None:
+    """Choose like `checkpoint_to_resume`, for the ranks of the running process group; a collective.
+
+    Args:
+        resume: as there.
+        folder: as there.
+        rank: this process's global rank.
+        world_size: number of ranks of this Trainer, which may run alone while a process group exists.
+
+    Raises:
+        ResumeError: on all ranks, as there.
+    """
+    if resume == NEVER:
+        return None
+    if world_size == 1:
+        return _chosen(resume, folder, _alone)
+    store = another_connection(world_size, timedelta(seconds=MEETING_SECONDS))
+    met = gather((store is not None, uuid.uuid4().hex))
+    if store is not None and all(connected for connected, _ in met):
+        own_keys = PrefixStore(f"azureml_strategy/resume/{met[0][1]}", store)
+        return _agreed_through(own_keys, rank, world_size, resume, folder)
+    try:  # ranks without a common store wait in a collective while rank 0 reads all files
+        chosen: Path | None = GroupExchange(rank).on_rank_zero(lambda: _chosen(resume, folder, _alone))
+    except StepError as error:
+        raise ResumeError(str(error)) from error
+    return chosen if chosen is None or rank == 0 else _visible(chosen, rank, with_manifest=False)
+
+
 @contextmanager
 def told_to_children(chosen: Path | None) -> Iterator[None]:
     """Make processes that start inside the context resume from this checkpoint, instead of choosing one themselves."""
@@ -358,11 +389,16 @@ def _may_be_torchs(path: Path) -> bool:
 def _agreed(launch: Launch, resume: str, folder: Path) -> Path | None:
     """Agree on rank 0's choice, through the store: Lightning needs it before there is a process group."""
     store = open_store(launch, timedelta(seconds=MEETING_SECONDS), f"resume/{next(_choices)}")
-    try:
-        if launch.rank > 0:
-            return _told(follow(store, launch.rank), launch.rank)
+    if launch.rank == 0:
         _kept_open.append(store)
-        return _lead(Leader(store, launch.world_size), resume, folder)
+    return _agreed_through(store, launch.rank, launch.world_size, resume, folder)
+
+
+def _agreed_through(store: Store, rank: int, world_size: int, resume: str, folder: Path) -> Path | None:
+    try:
+        if rank > 0:
+            return _told(follow(store, rank), rank)
+        return _lead(Leader(store, world_size), resume, folder)
     except NotVerifiedError as error:
         raise ResumeError(str(error)) from error
 

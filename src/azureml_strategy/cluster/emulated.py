@@ -22,6 +22,10 @@ _NAMES = (
 )
 
 
+# Name of the cluster that an emulated job says it runs on.
+_CLUSTER = "emulated"
+
+
 @dataclass(frozen=True)
 class EmulatedRun:
     """The MLflow run of an emulated job.
@@ -88,6 +92,15 @@ def without_job_variables(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def is_emulated(environ: Mapping[str, str]) -> bool:
+    """Tell whether a process belongs to an emulated job, whose nodes share the disks of one machine.
+
+    Args:
+        environ: its environment.
+    """
+    return environ.get("AZ_BATCHAI_CLUSTER_NAME") == _CLUSTER
+
+
 def _job_variables(launch: Launch, run: EmulatedRun, attempt: EmulatedAttempt) -> dict[str, str]:
     context = {"vm_priority": attempt.priority, "run_attempt_count": attempt.number}
     return {
@@ -112,7 +125,7 @@ def _node_variables(launch: Launch, addresses: Sequence[str]) -> dict[str, str]:
     variables = {
         "AZUREML_NODE_COUNT": str(launch.num_nodes),
         "AZUREML_CR_NODE_RANK": str(launch.node_rank),
-        "AZ_BATCHAI_CLUSTER_NAME": "emulated",
+        "AZ_BATCHAI_CLUSTER_NAME": _CLUSTER,
         "AZ_BATCHAI_IS_CURRENT_NODE_MASTER": is_master,
         "AZ_BATCH_IS_CURRENT_NODE_MASTER": is_master,
         "AZ_BATCHAI_JOB_MASTER_NODE_IP": addresses[0],

@@ -36,6 +36,34 @@ def gather(value: Any) -> list[Any]:
 
 
 @dataclass(frozen=True)
+class Fault:
+    """What a rank gives to a gather in place of its value, because it has failed before.
+
+    Attributes:
+        text: why.
+    """
+
+    text: str
+
+
+class RankFaultError(RuntimeError):
+    """A rank has failed before a gather. Raised on all ranks."""
+
+
+def gather_sound(value: Any) -> list[Any]:
+    """Gather as `gather` does, but raise on all ranks if one of them gives a `Fault`.
+
+    Raises:
+        RankFaultError: a rank did.
+    """
+    gathered = gather(value)
+    faults = [f"rank {rank}: {each.text}" for rank, each in enumerate(gathered) if isinstance(each, Fault)]
+    if faults:
+        raise RankFaultError(faults[0])
+    return gathered
+
+
+@dataclass(frozen=True)
 class Meeting(Generic[Value]):
     """What the ranks have told one another when they met.
 

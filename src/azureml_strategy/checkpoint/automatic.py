@@ -1,0 +1,229 @@
+"""Checkpoints for a script that never heard of them: each fit gets a JobCheckpoint, whose faults do not end it."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.strategies import Strategy
+from typing_extensions import override
+
+from azureml_strategy.checkpoint.fit_resume import FitResume, searches_only
+from azureml_strategy.checkpoint.job_checkpoint import JobCheckpoint
+from azureml_strategy.checkpoint.plain_data import UnsavableStateError
+from azureml_strategy.checkpoint.resume import ANY, AUTO, NEVER, ResumeError
+from azureml_strategy.checkpoint.writer import Written
+from azureml_strategy.cluster.environ import CHECKPOINT_SWITCH
+from azureml_strategy.cluster.isolation import IsolatedCallback
+from azureml_strategy.cluster.redaction import redact_text
+from azureml_strategy.control.gather import Fault, RankFaultError, gather_sound
+from azureml_strategy.lightning_internals import checkpoint_io, restore_as_given, set_checkpoint_io
+
+log = logging.getLogger(__name__)
+
+WORDS = (AUTO, ANY, NEVER)
+# As in the recipes.
+_MINUTES = 15.0
+_WITHOUT = f"Training goes on, and no checkpoint of ours is written. {CHECKPOINT_SWITCH}=off leaves them out."
+
+
+class AutomaticCheckpoint(IsolatedCallback):
+    """Gives each fit of a Trainer a `ForgivingCheckpoint`, and takes it away at the end.
+
+    So the Trainer's list of callbacks is the script's own before and after. A fit gets none if it has a `JobCheckpoint`
+    already, if its Trainer has `enable_checkpointing=False` or `fast_dev_run`, if it is one of Lightning's Tuner or
+    searches by itself, or if one process of several trains alone.
+
+    Args:
+        resume: `auto`, `any` or `never`, as in `JobCheckpoint`.
+    """
+
+    switch = CHECKPOINT_SWITCH
+
+    def __init__(self, resume: str) -> None:
+        self._resume = resume
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._take_away(trainer)  # a fit that failed early may have left one
+        if stage == "fit" and self._is_wanted(trainer):
+            # Lightning is going through this very list, and calls its `setup` last.
+            _callbacks(trainer).append(ForgivingCheckpoint(self._resume))
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._take_away(trainer)
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._take_away(trainer)
+
+    def _is_wanted(self, trainer: Trainer) -> bool:
+        savers = trainer.checkpoint_callbacks
+        if not savers or any(isinstance(each, JobCheckpoint) for each in savers) or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return False
+        alone = dist.is_available() and dist.is_initialized() and dist.get_world_size() != trainer.world_size
+        if alone or searches_only(trainer):
+            return False
+        for each in _callbacks(trainer):
+            if isinstance(each, (LearningRateFinder, BatchSizeFinder)):
+                _say(trainer, f"A fit with a {type(each).__name__} cannot be resumed. {_WITHOUT}")
+                return False
+        return True
+
+    def _take_away(self, trainer: Trainer) -> None:
+        """Make a new list: Lightning may be going through the old one, whose callbacks have yet to be called."""
+        left = [each for each in _callbacks(trainer) if not isinstance(each, ForgivingCheckpoint)]
+        if len(left) < len(_callbacks(trainer)):
+            trainer.callbacks = left  # type: ignore[attr-defined]
+
+
+class ForgivingCheckpoint(JobCheckpoint):
+    """A JobCheckpoint whose faults do not end the training: all ranks warn once, and go on without it.
+
+    It is written at intervals of time, when the ranks are stopped, and at the end of a fit; not after epochs, as the
+    script's own ModelCheckpoint is. Nothing of the script's changes: checkpoints that it writes itself are as Lightning
+    makes them, and loggers do not hear of ours.
+
+    Only a resume that fails ends the training: this job has trained up to the checkpoint with this model, so that to
+    begin anew would lose that, and a half restored state is none. Other jobs' checkpoints are passed over, and damaged
+    ones are left out.
+
+    Args:
+        resume: `auto`, `any` or `never`, as in `JobCheckpoint`.
+    """
+
+    def __init__(self, resume: str) -> None:
+        super().__init__(every_minutes=_MINUTES, every_n_epochs=0, resume=resume)
+        self._fit_resume = FitResume(resume, beside_others=True)
+        self._given_up = False
+        self._saving = False
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._together(trainer, lambda: super(ForgivingCheckpoint, self).setup(trainer, pl_module, stage))
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert self._fit_resume is not None
+        if self._fit_resume.checkpoint is not None and not self._given_up:
+            super().on_fit_start(trainer, pl_module)  # a part of the resume
+        else:
+            self._together(trainer, lambda: super(ForgivingCheckpoint, self).on_fit_start(trainer, pl_module))
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._together(trainer, lambda: super(ForgivingCheckpoint, self).on_train_start(trainer, pl_module))
+
+    @override
+    def on_step_boundary(self, trainer: Trainer) -> None:
+        if self._given_up:
+            return
+        if _ends(trainer):
+            self._due = "end"
+        super().on_step_boundary(trainer)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._together(trainer, lambda: super(ForgivingCheckpoint, self).on_train_end(trainer, pl_module))
+
+    @override
+    def save_now(self, trainer: Trainer, reason: str) -> str | None:
+        return None if self._given_up else super().save_now(trainer, reason)
+
+    @override
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if self._saving:
+            super().on_save_checkpoint(trainer, pl_module, checkpoint)
+
+    @override
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        assert self._fit_resume is not None
+        if self._fit_resume.checkpoint is not None and str(self._fit_resume.checkpoint) == str(trainer.ckpt_path):
+            super().on_load_checkpoint(trainer, pl_module, checkpoint)
+
+    @override
+    def _save(self, trainer: Trainer, reason: str) -> None:
+        self._saving = True
+        try:
+            with _own_io(self, trainer.strategy):
+                self._together(trainer, lambda: super(ForgivingCheckpoint, self)._save(trainer, reason))
+        finally:
+            self._saving = False
+
+    @override
+    def _replace_checkpoint_io(self, strategy: Strategy) -> None:
+        """Leave the strategy's: the script's own checkpoints are written by it."""
+
+    @override
+    def _reading(self, strategy: Strategy) -> AbstractContextManager[None]:
+        return _own_io(self, strategy)
+
+    @override
+    def _adopt(self, trainer: Trainer, written: Written | None) -> None:
+        if written is not None:
+            self._last_checkpoint_saved = self.last_model_path = str(self._folder.path / written.manifest.name)
+
+    def _together(self, trainer: Trainer, action: Callable[[], None]) -> None:
+        """Act on all ranks. If any fails, all give up, with one warning.
+
+        A rank that fails takes part in exactly one gather more: the one that the others are at, within the action or
+        after it.
+        """
+        if self._given_up:
+            return
+        told: Fault | None = None
+        try:
+            action()
+        except ResumeError:
+            raise  # on all ranks, as is the next
+        except (RankFaultError, UnsavableStateError) as known:
+            self._give_up(trainer, str(known))
+            return
+        except Exception as fault:
+            place = traceback.extract_tb(fault.__traceback__)[-1]
+            told = Fault(redact_text(f"{type(fault).__name__}: {fault} ({place.filename}:{place.lineno})"))
+        try:
+            gather_sound(told)
+        except RankFaultError as fault:
+            self._give_up(trainer, str(fault))
+
+    def _give_up(self, trainer: Trainer, why: str) -> None:
+        self._given_up = True
+        self._background.close()
+        restore_as_given(trainer)
+        _say(trainer, f"This training cannot be kept in checkpoints. {why.rstrip('.')}. {_WITHOUT}")
+
+
+@contextmanager
+def _own_io(checkpoint: JobCheckpoint, strategy: Strategy) -> Iterator[None]:
+    """Have the strategy write and read by our CheckpointIO inside the context, unless the user gave one."""
+    before = checkpoint_io(strategy)
+    JobCheckpoint._replace_checkpoint_io(checkpoint, strategy)
+    try:
+        yield
+    finally:
+        set_checkpoint_io(strategy, before)
+
+
+def _ends(trainer: Trainer) -> bool:
+    """Whether the step that is over was the last one, so that `on_train_end` is next."""
+    if not trainer.fit_loop.epoch_loop.done:
+        return False
+    over = trainer.max_epochs not in (None, -1) and trainer.current_epoch + 1 >= (trainer.max_epochs or 0)
+    return over or trainer.should_stop or (trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps)
+
+
+def _callbacks(trainer: Trainer) -> list[Callback]:
+    return trainer.callbacks  # type: ignore[attr-defined, no-any-return]
+
+
+def _say(trainer: Trainer, words: str) -> None:
+    if trainer.is_global_zero:
+        log.warning("%s", words)
