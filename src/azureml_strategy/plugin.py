@@ -81,10 +81,12 @@ def _launch() -> Launch | PartialLaunch | None:
 
 def _without_launcher() -> list[Callback]:
     """Return the callbacks of a process that trains alone: checkpoints if asked for, and what stops for one."""
-    parts: dict[str, Callable[[], Callback | None]] = {CHECKPOINT_SWITCH: _checkpoint, TERMINATION_SWITCH: _termination}
-    on = {switch: make for switch, make in parts.items() if not switched_off(os.environ, switch)}
-    made = [_made(switch, make) for switch, make in on.items()] if os.environ.get(CHECKPOINT_SWITCH) else []
-    return [callback for callback in made if callback is not None]
+    off = switched_off(os.environ, CHECKPOINT_SWITCH)
+    checkpoint = None if off else _made(CHECKPOINT_SWITCH, _checkpoint)
+    if checkpoint is None:
+        return []
+    stops = None if switched_off(os.environ, TERMINATION_SWITCH) else _made(TERMINATION_SWITCH, _termination)
+    return [checkpoint] if stops is None else [stops, checkpoint]
 
 
 def _made(switch: str, make: Callable[[], Callback | None]) -> Callback | None:
@@ -144,7 +146,7 @@ def _checkpoint(launch: Launch | PartialLaunch | None = None) -> Callback | None
     if word not in WORDS:
         if launch is None or launch.rank == 0:
             log.warning(
-                "%s=%s is not a word for it: no checkpoint is written. Set it to `auto`, to go on from this job's newest "
+                "%s=%s is no word for it: no checkpoint is written. Set it to `auto`, to go on from this job's newest "
                 "checkpoint; `any`, from the newest whichever job wrote it; `never`; or `off` for no checkpoint.",
                 CHECKPOINT_SWITCH,
                 word,

@@ -23,6 +23,7 @@ from tests.multiprocess.scripts.strategies import STRATEGIES, tiny_gpt
 from torch.utils.data import DataLoader
 
 from azureml_strategy.checkpoint import JobCheckpoint
+from azureml_strategy.checkpoint.fit_folder import OUTPUT_VARIABLE
 from azureml_strategy.checkpoint.folder import CheckpointFolder
 
 FOLDER = Path(os.environ["RESULTS"]).parent
@@ -61,7 +62,7 @@ class Weights(Callback):
 def main(name: str, kind: str, step: str, how: str, options: dict[str, Any]) -> None:
     """Train, in the way of the Lightning documentation's first example."""
     text = name in ("pipeline", "zero", "zero_2", "model_parallel")
-    output = Path(os.environ.get("AZURE_ML_OUTPUT_run", FOLDER / "root"))
+    output = Path(os.environ.get(OUTPUT_VARIABLE, FOLDER / "root"))
     seed_everything(5 + RANK, verbose=False)
     data = Tokens(4 if name == "pipeline" else 2) if text else Numbers()
     module = tiny_gpt() if text else Noisy()
