@@ -13,7 +13,8 @@ from tests.multiprocess.scripts.noisy import curve
 from azureml_strategy.checkpoint.fit_folder import OUTPUT_VARIABLE
 from azureml_strategy.cluster.environ import CHECKPOINT_SWITCH
 
-STRATEGIES = ["ddp", "stock_ddp", "zero", "zero_2", "model_parallel", "pipeline"]
+MORE = [pytest.param(each, marks=pytest.mark.exhaustive) for each in ("stock_ddp", "zero_2")]
+SHARDED = [pytest.param(each, marks=pytest.mark.exhaustive) for each in ("zero", "model_parallel", "pipeline")]
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +36,7 @@ def attempt(run_job: RunJob, folder: Path, *arguments: str, automatic: str = "",
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["ddp", "zero", "model_parallel", "pipeline", *MORE])
 def test_one_line(run_job: RunJob, tmp_path: Path, strategy: str) -> None:
     whole = attempt(run_job, tmp_path / "whole", strategy, "line", "-", "kill")
     assert whole.exit_code == 0, whole.output
@@ -50,8 +51,8 @@ def test_one_line(run_job: RunJob, tmp_path: Path, strategy: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("kind", ["default", "stock"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kind", ["default", pytest.param("stock", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("strategy", ["ddp", *SHARDED, *MORE])
 def test_no_line(run_job: RunJob, tmp_path: Path, strategy: str, kind: str) -> None:
     whole = attempt(run_job, tmp_path / "whole", strategy, kind, "-", "term")
     assert whole.exit_code == 0, whole.output
