@@ -1,4 +1,4 @@
-"""study RECIPE: runs a recipe at several sizes and compares them in one table."""
+"""study: runs a recipe or a command at several sizes and compares them in one table."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from azureml_strategy.cli.verbs import Verbs, add_verb, fail
+from azureml_strategy.cli.verbs import Verbs, add_verb, fail, split_command
+from azureml_strategy.command_line import is_override
 
 if TYPE_CHECKING:
     from azureml_strategy.study import StudyOptions
@@ -15,11 +16,13 @@ _EPILOG = """\
 examples:
   azureml-strategy study resnet50_ddp --nodes 1,2 --local
   azureml-strategy study resnet50_synthetic --nodes 1,2,4,8 cluster=nd96isr_h100_v5
+  azureml-strategy study --nodes 1,2 --local -- python train.py --epochs 1       # your own script, as long as it runs
+  azureml-strategy study --nodes 1,2,4 cluster=nd96isr_h100_v5 -- python train.py
   azureml-strategy study --runs ID,ID                      # of MLFLOW_TRACKING_URI, or of mlflow.db here
   azureml-strategy study --runs JOB,JOB --store azureml    # of the configured workspace
 exit code: 0, or 1 if a run failed or measured nothing
 """
-_DESCRIPTION = "Run a recipe at several sizes and compare throughput, scaling efficiency and cost."
+_DESCRIPTION = "Run a recipe, or a command, at several sizes and compare throughput, scaling efficiency and cost."
 
 
 def add_to(verbs: Verbs) -> None:
@@ -46,7 +49,9 @@ def _parser() -> argparse.ArgumentParser:
 
     parser = argparse.ArgumentParser(
         prog="azureml-strategy study",
-        usage="%(prog)s RECIPE --nodes N,N [options] [KEY=VALUE ...]\n       %(prog)s --runs ID,ID [options]",
+        usage="%(prog)s RECIPE --nodes N,N [options] [KEY=VALUE ...]\n"
+        "       %(prog)s --nodes N,N [options] [KEY=VALUE ...] -- COMMAND ...\n"
+        "       %(prog)s --runs ID,ID [options]",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -61,9 +66,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--steps",
         type=int,
-        default=StudyOptions.steps,
         metavar="N",
-        help="optimizer steps of each run, without validation (default %(default)s); 0: as long as the recipe",
+        help="optimizer steps of each run of a recipe, without validation (default 100); 0: as long as the recipe",
     )
     parser.add_argument("--runs", metavar="ID,ID", help="read these MLflow runs instead of starting any")
     parser.add_argument("--store", metavar="URI", help="where --runs are; azureml is the configured workspace")
@@ -75,23 +79,27 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> int:
-    options = _parser().parse_intermixed_args(options.words)
+    words, command = split_command(options.words)
+    options = _parser().parse_intermixed_args(words)
+    if command and options.recipe is not None and is_override(options.recipe):
+        options.recipe, options.overrides = None, [options.recipe, *options.overrides]
     from azureml_strategy.jobs import JobError
     from azureml_strategy.study import StudyError, run_study
     from azureml_strategy.tracking.store import TrackingError
 
     try:
-        return run_study(_wanted(options))
+        return run_study(_wanted(options, command or []))
     except (StudyError, JobError, TrackingError) as error:
         return fail(error)
 
 
-def _wanted(options: argparse.Namespace) -> StudyOptions:
+def _wanted(options: argparse.Namespace, command: list[str]) -> StudyOptions:
     from azureml_strategy.study import StudyOptions
     from azureml_strategy.study.options import parse_list, parse_nodes
 
     return StudyOptions(
         recipe=options.recipe,
+        command=command,
         overrides=options.overrides,
         nodes=parse_nodes(options.nodes),
         processes_per_node=options.processes_per_node,

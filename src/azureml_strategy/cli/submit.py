@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from azureml_strategy.cli.verbs import Verbs, add_verb, add_workspace_options, fail, print_text, workspace_of
+from azureml_strategy.cli.verbs import (
+    Verbs,
+    add_verb,
+    add_workspace_options,
+    fail,
+    print_text,
+    split_command,
+    workspace_of,
+)
+from azureml_strategy.command_line import is_override
 
 if TYPE_CHECKING:
     from azureml_strategy.jobs.hyperparameters import Sweep
@@ -95,7 +103,7 @@ def _run(options: argparse.Namespace) -> int:
     from azureml_strategy.jobs.client import import_azure
     from azureml_strategy.jobs.service_errors import JobError
 
-    words, arguments = _split(options.words)
+    words, arguments = split_command(options.words)
     parsed = _parser().parse_intermixed_args(words)
     try:
         import_azure("azure.ai.ml")  # before Hydra, which the extra `azure` brings as well
@@ -103,14 +111,6 @@ def _run(options: argparse.Namespace) -> int:
         return _print_job(plan, parsed.name) if parsed.dry_run else _submit(plan, parsed)
     except JobError as error:
         return fail(error)
-
-
-def _split(words: Sequence[str]) -> tuple[list[str], list[str] | None]:
-    """The words before the first `--`, and those after it; None if there is no `--`."""
-    if "--" not in words:
-        return list(words), None
-    place = list(words).index("--")
-    return list(words[:place]), list(words[place + 1 :])
 
 
 def _plan(options: argparse.Namespace, arguments: list[str] | None) -> JobPlan:
@@ -124,7 +124,7 @@ def _plan(options: argparse.Namespace, arguments: list[str] | None) -> JobPlan:
     from azureml_strategy.jobs.service_errors import JobError
 
     program, overrides = options.program, list(options.overrides)
-    if program is not None and "=" in program and (options.command or options.module):
+    if program is not None and is_override(program) and (options.command or options.module):
         program, overrides = None, [program, *overrides]
     if sum(each is not None for each in (program, options.command, options.module)) != 1:
         raise JobError(

@@ -7,7 +7,7 @@ import functools
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -45,6 +45,14 @@ def add_verb(
     parser = verbs.add_parser(name, formatter_class=argparse.RawDescriptionHelpFormatter, **described)
     parser.set_defaults(verb=run)
     return parser
+
+
+def split_command(words: Sequence[str]) -> tuple[list[str], list[str] | None]:
+    """The words before the first `--`, and those after it; None if there is no `--`."""
+    if "--" not in words:
+        return list(words), None
+    place = list(words).index("--")
+    return list(words[:place]), list(words[place + 1 :])
 
 
 def print_text(text: str) -> None:

@@ -64,6 +64,16 @@ class Program:
         return Path(self.script).stem if self.script else str(self.module or self.verb).rpartition(".")[-1]
 
 
+def program_of(words: Sequence[str]) -> Program:
+    """The program that the words of a command run; `python train.py --lr 0.1` is a script with arguments."""
+    if words[0] in ("python", "python3") and len(words) > 1:
+        if words[1] == "-m" and len(words) > 2:
+            return Program(module=words[2], arguments=words[3:])
+        if words[1].endswith(".py"):
+            return Program(script=words[1], arguments=words[2:])
+    return Program(command=shlex.join(words))
+
+
 @dataclass(frozen=True)
 class ProgramData:
     """The data of a program, as the command line and `submit_script` take it.
@@ -341,9 +351,7 @@ def _checkpoint(program: Program, cluster: ClusterSettings, job: JobSettings) ->
             "--output run, or set job.checkpoint=off."
         )
     why = ", as its nodes may be taken away (job.checkpoint=off: it does not)" if job.checkpoint is None else ""
-    return {CHECKPOINT_SWITCH: chosen}, [
-        f"checkpoints: a Lightning Trainer saves to the output run and resumes{why}"
-    ]
+    return {CHECKPOINT_SWITCH: chosen}, [f"checkpoints: a Lightning Trainer saves to the output run and resumes{why}"]
 
 
 def _processes(program: Program, cluster: ClusterSettings, job: JobSettings) -> tuple[ClusterSettings, list[str]]:

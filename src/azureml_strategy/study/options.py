@@ -1,4 +1,4 @@
-"""The options of a scaling study: a recipe and several sizes, each of which runs as a job or an emulated job."""
+"""The options of a scaling study: a recipe or command and several sizes, each of which runs as a job, or emulated."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ class StudyOptions:
     """What to study, and where the results go.
 
     Attributes:
-        recipe: name of a shipped recipe or path of a YAML file; None with `runs`.
-        overrides: changes to the recipe at every size, in Hydra's notation.
+        recipe: name of a shipped recipe or path of a YAML file; None with `command` and `runs`.
+        command: the words of a command, in place of a recipe, such as `python train.py --epochs 1`.
+        overrides: changes to the recipe at every size, in Hydra's notation; with a command, settings of `cluster` and
+            `job`.
         nodes: sizes, in nodes.
         processes_per_node: None means one in an emulated job, and the number of GPUs in a submitted job.
         local: emulate the jobs on this machine instead of submitting them.
         steps: optimizer steps of each run, without validation and checkpoints; 0 trains each as long as the recipe
-            says.
+            says. None is 100 for a recipe. A command runs as long as it does.
         runs: ids of MLflow runs to read instead of starting any; in Azure ML, names of jobs.
         store: the store of `runs`: an MLflow tracking URI, or `azureml` for the configured workspace; None is
             MLFLOW_TRACKING_URI, else `mlflow.db` in the current folder.
@@ -41,11 +43,12 @@ class StudyOptions:
     """
 
     recipe: str | None = None
+    command: Sequence[str] = ()
     overrides: Sequence[str] = ()
     nodes: Sequence[int] = ()
     processes_per_node: int | None = None
     local: bool = False
-    steps: int = DEFAULT_STEPS
+    steps: int | None = None
     runs: Sequence[str] = ()
     store: str | None = None
     price_per_hour: float | None = None
@@ -69,7 +72,13 @@ class StudyOptions:
         return Price(self.price_per_hour, self.currency, "--price-per-hour")
 
     def _check_reading(self) -> None:
-        starting = {"a recipe": self.recipe, "--nodes": self.nodes, "--local": self.local, "overrides": self.overrides}
+        starting = {
+            "a recipe": self.recipe,
+            "a command": self.command,
+            "--nodes": self.nodes,
+            "--local": self.local,
+            "overrides": self.overrides,
+        }
         given = [name for name, value in starting.items() if value]
         if given or self.processes_per_node is not None:
             raise StudyError(
@@ -81,19 +90,30 @@ class StudyOptions:
     def _check_starting(self) -> None:
         if self.store is not None:
             raise StudyError("--store says where --runs are. Add --runs ID,ID, or leave it out.")
-        if self.recipe is None:
+        if self.recipe is None and not self.command:
             raise StudyError(
                 "There is nothing to study. Give a recipe and sizes, `azureml-strategy study resnet50_ddp --nodes 1,2 "
-                "--local`, or runs that exist: `azureml-strategy study --runs ID,ID`."
+                "--local`, a command, `azureml-strategy study --nodes 1,2 --local -- python train.py`, or runs that "
+                "exist: `azureml-strategy study --runs ID,ID`."
             )
+        if self.command:
+            self._check_command()
         if not self.nodes:
-            raise StudyError(f"Which sizes? Give them in nodes: azureml-strategy study {self.recipe} --nodes 1,2,4")
+            raise StudyError("Which sizes? Give them in nodes: azureml-strategy study ... --nodes 1,2,4")
         _refuse_repeated("--nodes", self.nodes)
         for option, value in (("--nodes", min(self.nodes)), ("--processes-per-node", self.processes_per_node)):
             if value is not None and value < 1:
                 raise StudyError(f"{option}: {value} is too few; give 1 or more.")
-        if self.steps < 0:
+        if self.steps is not None and self.steps < 0:
             raise StudyError(f"--steps {self.steps} is negative. 0 trains each run as long as the recipe says.")
+
+    def _check_command(self) -> None:
+        if self.recipe is not None:
+            raise StudyError(f"{self.recipe} is a recipe, and a command stands after `--`. Give one of the two.")
+        if self.steps is not None:
+            raise StudyError("--steps is for recipes. Say with the command's own arguments how long it trains.")
+        if self.local and self.overrides:
+            raise StudyError(f"{self.overrides[0]} is a setting of submitted jobs, and --local submits none.")
 
 
 def parse_list(text: str | None) -> list[str]:
@@ -125,10 +145,11 @@ def run_overrides(options: StudyOptions) -> list[str]:
     A study needs a rate and not a model, so a run has a limited number of steps, no validation and no checkpoint. The
     user's own overrides take precedence.
     """
-    if options.steps == 0:
+    steps = DEFAULT_STEPS if options.steps is None else options.steps
+    if steps == 0 or options.command:
         return list(options.overrides)
     short = {
-        "trainer.max_steps": str(options.steps),
+        "trainer.max_steps": str(steps),
         "trainer.max_epochs": "1000000",  # so that `max_steps` ends the run
         "trainer.limit_val_batches": "0",
         "checkpoint": "none",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -22,6 +23,7 @@ from azureml_strategy.training.resolvers import register_resolvers
 
 if TYPE_CHECKING:
     from azureml_strategy.jobs import SubmittedJob
+    from azureml_strategy.jobs.plan import JobPlan
 
 WORKSPACE = "azureml"
 
@@ -58,17 +60,20 @@ def emulate_sizes(options: StudyOptions) -> Iterator[Figures]:
         StudyError: the recipe or an override is misspelt, or nothing can be emulated here.
         KeyboardInterrupt: the user, or SIGTERM, ended a job.
     """
+    command = ["env", f"OMP_NUM_THREADS={threads_per_process(options)}", *(options.command or _train(options))]
+    for nodes, heading in headings(options):
+        print(f"\n{heading}", flush=True)
+        yield _emulate(EmulatedJob(command, nodes, options.processes_per_node or 1))
+
+
+def _train(options: StudyOptions) -> list[str]:
     overrides = run_overrides(options)
     register_resolvers()
     try:
         check_overrides(find_recipe(str(options.recipe)), overrides)
     except RecipeError as error:
         raise StudyError(str(error)) from error
-    command = ["env", f"OMP_NUM_THREADS={threads_per_process(options)}"]
-    command += ["azureml-strategy", "train", str(options.recipe), *overrides]
-    for nodes, heading in headings(options):
-        print(f"\n{heading}", flush=True)
-        yield _emulate(EmulatedJob(command, nodes, options.processes_per_node or 1))
+    return ["azureml-strategy", "train", str(options.recipe), *overrides]
 
 
 def threads_per_process(options: StudyOptions) -> str:
@@ -103,23 +108,38 @@ def submit_sizes(options: StudyOptions) -> Iterator[Figures]:
     """
     from mlflow.tracking import MlflowClient
 
-    from azureml_strategy.jobs import connect, render_job, submit_recipe  # needs the extra `azure`
+    from azureml_strategy.jobs import connect  # needs the extra `azure`
     from azureml_strategy.jobs.metrics import tracking_uri
-    from azureml_strategy.jobs.recipe import read_recipe
+    from azureml_strategy.jobs.render import build_offline
+    from azureml_strategy.jobs.submit import submit_plan
 
-    recipe, jobs = str(options.recipe), {}
-    plans = {nodes: _overrides(options, nodes) for nodes in options.nodes}
-    for overrides in plans.values():
-        render_job(recipe, overrides)  # check that all are valid before one is paid for
-    client = connect(read_recipe(recipe, options.overrides).job.workspace.settings())
+    plans, jobs = {nodes: _plan(options, nodes) for nodes in options.nodes}, {}
+    for plan in plans.values():
+        build_offline(plan)  # check that all are valid before one is paid for
+    client = connect(plans[min(plans)].job.workspace.settings())
     store = resolve_tracking_uri(tracking_uri(client))
     for nodes, heading in headings(options):
-        jobs[nodes] = submit_recipe(recipe, plans[nodes], client=client)
+        jobs[nodes] = submit_plan(plans[nodes], client=client)
         print(f"{heading}: job {jobs[nodes].name}, {jobs[nodes].studio_url}", flush=True)
     print(_how_to_go_on(list(jobs.values())), flush=True)
     for nodes, job in jobs.items():
         print(f"{job.name}: {job.wait()}", flush=True)
         yield read_figures(MlflowClient(store), job.run_id, nodes)
+
+
+def _plan(options: StudyOptions, nodes: int) -> JobPlan:
+    """What the job of one size runs.
+
+    Raises:
+        JobError: the recipe, the command or a setting is invalid.
+    """
+    from azureml_strategy.jobs.program import plan_program, program_of
+    from azureml_strategy.jobs.recipe import plan_recipe
+
+    overrides = _overrides(options, nodes)
+    if options.command:
+        return plan_program(program_of(options.command), overrides)
+    return plan_recipe(str(options.recipe), overrides)
 
 
 def _overrides(options: StudyOptions, nodes: int) -> list[str]:
@@ -165,7 +185,7 @@ def run_study(options: StudyOptions) -> int:
 
 def _report(scaling: Scaling, options: StudyOptions) -> None:
     _write(options.output, to_json(scaling).encode())
-    _write(options.plot, plot(scaling, options.recipe or "scaling study"))
+    _write(options.plot, plot(scaling, options.recipe or shlex.join(options.command) or "scaling study"))
     print_study(scaling, options, [options.output, options.plot])
 
 
