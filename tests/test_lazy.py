@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 
@@ -11,11 +12,41 @@ import azureml_strategy.cluster
 from azureml_strategy.lazy import lazy_attributes, missing_extra, require_library
 
 
-def test_a_name_comes_from_its_module() -> None:
+@pytest.fixture
+def package(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    module = ModuleType("package")
+    monkeypatch.setitem(sys.modules, "package", module)
+    return module
+
+
+def test_a_name_comes_from_its_module(package: ModuleType) -> None:
     assert lazy_attributes("package", {"sqrt": "math"})("sqrt") is math.sqrt
 
 
-def test_another_name_is_an_attribute_error_as_for_any_module() -> None:
+def test_dir_shows_the_names_beside_what_is_there(package: ModuleType) -> None:
+    before = dir(package)
+    lazy_attributes("package", {"sqrt": "no_such_module"})
+    package.version = "1"  # type: ignore[attr-defined]
+    assert dir(package) == sorted([*before, "__dir__", "sqrt", "version"])
+
+
+def test_dir_shows_every_public_name_and_imports_nothing() -> None:
+    code = (
+        "import sys; from importlib import import_module; from pathlib import Path; import azureml_strategy\n"
+        "folders = Path(azureml_strategy.__file__).parent.glob('*/__init__.py')\n"
+        "lazy = [each.parent.name for each in folders if 'lazy_attributes' in each.read_text()]\n"
+        "packages = [azureml_strategy, *(import_module(f'azureml_strategy.{name}') for name in lazy)]\n"
+        "before = set(sys.modules)\n"
+        "missing = [name for each in packages for name in each.__all__ if name not in dir(each)]\n"
+        "print(len(packages), missing, set(sys.modules) - before)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    packages, found = done.stdout.split(maxsplit=1)
+    assert int(packages) > 9
+    assert found == "[] set()\n"
+
+
+def test_another_name_is_an_attribute_error_as_for_any_module(package: ModuleType) -> None:
     with pytest.raises(AttributeError, match="module 'package' has no attribute 'cube'"):
         lazy_attributes("package", {"sqrt": "math"})("cube")
     assert not hasattr(azureml_strategy, "AzureMLDPStrategy")

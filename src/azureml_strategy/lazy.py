@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
@@ -24,12 +25,15 @@ _EXTRAS = {
 def lazy_attributes(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
     """Return a module-level `__getattr__` that imports the module of a name when the name is used.
 
-    Its imports raise a `ModuleNotFoundError` that says what to type if an extra is missing.
+    Its imports raise a `ModuleNotFoundError` that says what to type if an extra is missing. The package also gets a
+    `__dir__` with these names, for completion in notebooks and shells. It imports nothing.
 
     Args:
         package: the package's `__name__`.
         modules: the module of each public name.
     """
+    namespace = vars(sys.modules[package])
+    namespace["__dir__"] = lambda: sorted({*namespace, *modules})
 
     def __getattr__(name: str) -> Any:  # noqa: N807 - it becomes the package's
         if name not in modules:
