@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.utilities import distributed, types
+from lightning.fabric.utilities import distributed, imports, types
 from lightning.fabric.utilities import logger as fabric_logger
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
@@ -148,6 +148,9 @@ INTERNALS: dict[str, dict[str, str]] = {
     # Processes and process groups of strategies.
     "lightning.fabric.utilities.distributed": {
         "_get_default_process_group_backend_for_device": "what Lightning will choose, for which NCCL is prepared",
+    },
+    "lightning.fabric.utilities.imports": {
+        "_IS_INTERACTIVE": "whether Lightning takes this process for a notebook, where it refuses to run a script",
     },
     "lightning.pytorch.strategies.launchers.multiprocessing": {
         "_MultiProcessingLauncher": "tells ddp_spawn and its kin, also those of pytorch_lightning, by its name",
@@ -485,6 +488,11 @@ def restore_sigterm(trainer: Trainer) -> None:
 
 
 # Strategies and modules.
+
+
+def is_interactive() -> bool:
+    """Tell whether this process is a notebook's kernel or an interactive shell."""
+    return imports._IS_INTERACTIVE
 
 
 def collective_timeout(strategy: Strategy) -> timedelta | None:

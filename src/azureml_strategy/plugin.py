@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from azureml_strategy.cluster.environ import (
     CALLBACKS_SWITCH,
     CHECKPOINT_SWITCH,
+    CLI_CONFIG_SWITCH,
     DATA_CHECK_SWITCH,
     GUARD_SWITCH,
     HANG_WATCH_SWITCH,
@@ -37,7 +40,7 @@ def register_when_lightning_is_imported() -> None:
 
 
 def job_callbacks() -> list[Callback]:
-    """Return the callbacks that Lightning adds to every Trainer: some in a distributed job, none elsewhere.
+    """Return the callbacks that Lightning adds to every Trainer: some in a distributed job, one beside LightningCLI.
 
     Each callback has a switch. A callback that cannot be loaded is left out with a warning.
 
@@ -45,10 +48,14 @@ def job_callbacks() -> list[Callback]:
         LaunchError: this process cannot know its rank.
     """
     launch = _launch()
-    if launch is None:
-        return _without_launcher()
-    parts = {switch: make for switch, make in _PARTS.items() if not switched_off(os.environ, switch)}
-    made = [_made(switch, lambda make=make: make(launch)) for switch, make in parts.items()]  # type: ignore[misc]
+    parts: dict[str, Callable[[], Callback | None]] = {}
+    if launch is not None:
+        parts |= {switch: partial(make, launch) for switch, make in _PARTS.items()}
+    elif os.environ.get(CHECKPOINT_SWITCH):  # a process that trains alone saves, and stops for it
+        parts |= {CHECKPOINT_SWITCH: _checkpoint, TERMINATION_SWITCH: _termination}
+    if "lightning.pytorch.cli" in sys.modules:
+        parts[CLI_CONFIG_SWITCH] = _cli_config
+    made = [_made(switch, make) for switch, make in parts.items() if not switched_off(os.environ, switch)]
     return [callback for callback in made if callback is not None]
 
 
@@ -77,16 +84,6 @@ def _launch() -> Launch | PartialLaunch | None:
         if switched_off(os.environ, GUARD_SWITCH):  # as in a parallel job, whose workers have no ranks
             return None
         raise
-
-
-def _without_launcher() -> list[Callback]:
-    """Return the callbacks of a process that trains alone: checkpoints if asked for, and what stops for one."""
-    off = switched_off(os.environ, CHECKPOINT_SWITCH)
-    checkpoint = None if off else _made(CHECKPOINT_SWITCH, _checkpoint)
-    if checkpoint is None:
-        return []
-    stops = None if switched_off(os.environ, TERMINATION_SWITCH) else _made(TERMINATION_SWITCH, _termination)
-    return [checkpoint] if stops is None else [stops, checkpoint]
 
 
 def _made(switch: str, make: Callable[[], Callback | None]) -> Callback | None:
@@ -129,6 +126,12 @@ def _network_record(launch: Launch | PartialLaunch) -> Callback:
     from azureml_strategy.tracking.network import NetworkRecorder
 
     return NetworkRecorder()
+
+
+def _cli_config() -> Callback:
+    from azureml_strategy.tracking.cli_config import LightningCLIConfig
+
+    return LightningCLIConfig()
 
 
 def _data_check(launch: Launch | PartialLaunch) -> Callback:
@@ -217,6 +220,12 @@ _STRATEGIES: dict[str, tuple[Callable[..., Strategy], str, dict[str, Any]]] = {
         _ddp,
         "azureml_ddp for models whose forward leaves parameters out",
         {"find_unused_parameters": True},
+    ),
+    "azureml_ddp_notebook": (_ddp, "azureml_ddp that forks its processes", {"start_method": "fork"}),
+    "azureml_ddp_notebook_find_unused_parameters_true": (
+        _ddp,
+        "azureml_ddp_notebook for models whose forward leaves parameters out",
+        {"start_method": "fork", "find_unused_parameters": True},
     ),
     "azureml_deepspeed": (_deepspeed, "DeepSpeed ZeRO stage 2 with processes from the job", {}),
     "azureml_deepspeed_stage_1": (_deepspeed, "ZeRO with optimizer states cut over the processes", {"stage": 1}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
+import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.pytorch.strategies.ddp import DDPStrategy
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -13,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from azureml_strategy.cluster.environ import LaunchError
-from azureml_strategy.lightning_internals import register_communication_hook
+from azureml_strategy.lightning_internals import is_interactive, register_communication_hook
 from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.launched import LaunchedStrategy
 
@@ -88,8 +89,8 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
         cluster_environment: replaces the environment that the job's launch gives.
         ddp_comm_state: state of `ddp_comm_hook`.
         ddp_comm_hook: a hook of your own, instead of `gradient_compression`.
-        start_method: `popen` runs the script again for each further device. The other methods are for notebooks; a
-            job refuses them.
+        start_method: `popen` runs the script again for each further device; a notebook, which has no script, is forked
+            instead. The other methods always fork or spawn; a job refuses them.
         require_infiniband: stop a multi-node job unless NCCL carries it over InfiniBand, instead of warning.
         kwargs: further arguments of `lightning.pytorch.strategies.DDPStrategy` and `DistributedDataParallel`, such
             as `find_unused_parameters`, `static_graph`, `bucket_cap_mb`, `timeout`, `process_group_backend`.
@@ -128,18 +129,33 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
             gradient_as_bucket_view=gradient_as_bucket_view,
             **kwargs,
         )
+        self._group_is_ours = False
         if self._job_environment is not None and start_method != "popen":
             raise LaunchError(
                 f"start_method={start_method!r} in an Azure ML job, where only 'popen' gives each process its rank. "
-                "Leave start_method out."
+                "Leave start_method out, or write strategy='azureml_ddp' for 'azureml_ddp_notebook'."
             )
 
     @override
     def _configure_launcher(self) -> None:
+        if is_interactive() and self._job_environment is None and self._must_start_processes():
+            self._start_method = "fork"
         if self._start_method == "popen":
             super()._configure_launcher()
         else:
             DDPStrategy._configure_launcher(self)
+
+    @override
+    def setup_environment(self) -> None:
+        self._group_is_ours = not dist.is_initialized()
+        super().setup_environment()
+
+    @override
+    def teardown(self) -> None:
+        super().teardown()
+        # A notebook's own group of one process would be in the way of the next cell, which may fork.
+        if self._launcher is None and self._job_environment is None and self._group_is_ours and dist.is_initialized():
+            dist.destroy_process_group()
 
     @override
     def _register_ddp_hooks(self) -> None:

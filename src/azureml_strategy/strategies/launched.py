@@ -19,9 +19,10 @@ from azureml_strategy.cluster.environ import LaunchError
 from azureml_strategy.cluster.environment import AzureMLEnvironment
 from azureml_strategy.cluster.launch import Launch
 from azureml_strategy.cluster.node_count import learn_launch
-from azureml_strategy.lightning_internals import default_process_group_backend
+from azureml_strategy.lightning_internals import default_process_group_backend, is_interactive
 from azureml_strategy.network.record import RunNetwork
 from azureml_strategy.network.session import prepare_network
+from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.launcher import NodeLauncher
 
 # The network of this process's group. A later Trainer in the same process uses the same group.
@@ -90,10 +91,38 @@ class LaunchedStrategy(PlainDataStrategy, ParallelStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         assert self.parallel_devices is not None
-        self._launcher = NodeLauncher(self.cluster_environment, len(self.parallel_devices), self.num_nodes)
+        self._launcher = None
+        if not is_interactive():
+            self._launcher = NodeLauncher(self.cluster_environment, len(self.parallel_devices), self.num_nodes)
+        elif self._must_start_processes():
+            raise ConfigurationError(self._no_script(len(self.parallel_devices)))
+
+    def _must_start_processes(self) -> bool:
+        """Whether this process is to start others. If not, Lightning needs no launcher, and a notebook allows none."""
+        assert self.cluster_environment is not None
+        assert self.parallel_devices is not None
+        return len(self.parallel_devices) > 1 and not self.cluster_environment.creates_processes_externally
+
+    def _no_script(self, devices: int) -> str:
+        remedy = (
+            "write strategy='azureml_ddp', which forks this process; or devices=1"
+            if self._job_environment is None
+            else f"set the job's `process_count_per_instance` to {devices}"
+        )
+        return (
+            f"{type(self).__name__} starts the processes of {devices} devices by running the script again, but this is "
+            f"a notebook or an interactive session, which has none. Put the training into a script; or {remedy}."
+        )
 
     @override
     def setup_environment(self) -> None:
+        if dist.is_initialized() and dist.get_world_size() != self.world_size:
+            # Lightning would use it. After a training on one device, each process that a notebook forks has a copy.
+            raise ConfigurationError(
+                f"This Trainer has {self.world_size} processes, but this one is in a process group of "
+                f"{dist.get_world_size()} from an earlier training. In a notebook, restart the kernel; in a script, "
+                "call torch.distributed.destroy_process_group() before."
+            )
         # Lightning validates only if it starts the processes itself, and never for FSDP.
         if self._job_environment is not None:
             assert self.parallel_devices is not None

@@ -42,7 +42,7 @@ from azureml_strategy.strategies.pipeline.micro_batches import check_loader
 from azureml_strategy.strategies.pipeline.partition import PipelineError, check_method
 from azureml_strategy.strategies.pipeline.refusals import refuse_running_statistics, refuse_unsupported
 from azureml_strategy.strategies.zero.checkpoint import StagedDeepSpeedStrategy
-from azureml_strategy.strategies.zero.config import require_deepspeed
+from azureml_strategy.strategies.zero.config import ignored_beside_config, require_deepspeed
 
 if TYPE_CHECKING:
     from azureml_strategy.strategies.pipeline.run import PipelineRun
@@ -93,6 +93,9 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
         _check_range("micro_batches", micro_batches, micro_batches >= 1, "1 or more")
         _check_range("activation_checkpointing", activation_checkpointing, activation_checkpointing >= 0, "0 or more")
         _check_range("zero_stage", zero_stage, zero_stage in (0, 1), "0 or 1: more would cut gradients in mid-schedule")
+        ignored = ignored_beside_config(kwargs)
+        if ignored:
+            raise PipelineError(f"A pipeline has no {', '.join(ignored)}: those are arguments of ZeRO. Leave them out.")
         self.num_stages = num_stages
         self.micro_batches = micro_batches
         self.partition = partition

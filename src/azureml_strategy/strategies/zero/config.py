@@ -8,8 +8,11 @@ from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import Any
+
+from lightning.pytorch.strategies.deepspeed import DeepSpeedStrategy
 
 from azureml_strategy.strategies.errors import ConfigurationError, NoDeepSpeedError
 
@@ -120,8 +123,8 @@ def strategy_arguments(
         FileNotFoundError: `offload_nvme="auto"`, but there is no such disk.
     """
     if config is not None:
-        given = {"stage": stage, "offload_nvme": offload_nvme, **others}
-        void = [name for name, value in given.items() if value is not None and name not in _BESIDE_CONFIG]
+        given = {"stage": stage, "offload_nvme": offload_nvme}
+        void = [name for name, value in given.items() if value is not None] + ignored_beside_config(others)
         if void:
             raise ConfigurationError(
                 f"Both config and {', '.join(void)} were given. Write {', '.join(void)} into the DeepSpeed "
@@ -134,6 +137,16 @@ def strategy_arguments(
             f"stage={stage!r} is no stage of ZeRO. Choose 1 (optimizer states), 2 (gradients too) or 3."
         )
     return {"stage": stage, **others, **(_nvme(stage, offload_nvme) if offload_nvme is not None else {})}
+
+
+def ignored_beside_config(arguments: Mapping[str, Any]) -> list[str]:
+    """Return the names of those arguments that Lightning's DeepSpeedStrategy ignores if it is given a configuration.
+
+    An argument with Lightning's default value does not count: LightningCLI passes all of them.
+    """
+    defaults = {name: each.default for name, each in signature(DeepSpeedStrategy).parameters.items()}
+    given = [name for name, value in arguments.items() if value is not None and value != defaults.get(name)]
+    return [name for name in given if name not in _BESIDE_CONFIG]
 
 
 def _nvme(stage: int, folder: str | Path) -> dict[str, Any]:

@@ -68,11 +68,9 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
         **kwargs: Any,
     ) -> None:
         require_deepspeed()
-        super().__init__(
-            cluster_environment=cluster_environment,
-            require_infiniband=require_infiniband,
-            **strategy_arguments(stage, config, offload_nvme, kwargs),
-        )
+        kwargs = strategy_arguments(stage, config, offload_nvme, kwargs)
+        # LightningCLI reads here that `kwargs` are Lightning's arguments.
+        super().__init__(cluster_environment=cluster_environment, require_infiniband=require_infiniband, **kwargs)
         assert isinstance(self.config, dict)
         if config is None:
             # With offload, DeepSpeed would refuse the module's own optimizer, although torch runs it on the host too.
