@@ -1,0 +1,73 @@
+"""The example of LightningCLI on two emulated nodes: the numbers of a script that makes the same Trainer itself."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.emulated import SHARED_MACHINE
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "lightning_cli"
+EMULATE = [sys.executable, "-m", "azureml_strategy.cli", "emulate", "--nodes", "2", "--", sys.executable]
+SHORT = ["--trainer.max_epochs", "1", "--trainer.enable_progress_bar", "false", "--data.samples", "1024"]
+CSV = ["--trainer.logger", "lightning.pytorch.loggers.CSVLogger", "--trainer.logger.save_dir"]
+CLASS_PATH = "azureml_strategy.strategies.AzureMLDDPStrategy"
+PLAIN = """
+import azureml_strategy
+from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.loggers import CSVLogger
+from train import Circle, Points
+seed_everything(1, workers=True)
+trainer = Trainer(strategy="azureml_ddp", max_epochs=1, log_every_n_steps=4, logger=CSVLogger("plain"))
+trainer.fit(Circle(), datamodule=Points(samples=1024))
+"""
+
+
+@pytest.fixture
+def example(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(EXAMPLE, tmp_path / "example"))
+
+
+def on_two_nodes(folder: Path, *command: str) -> str:
+    """What the job prints; it must succeed."""
+    environ = {**os.environ, **SHARED_MACHINE}
+    words = [*EMULATE, *command]
+    done = subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def curve(folder: Path) -> str:
+    (file,) = folder.glob("**/metrics.csv")
+    return file.read_text()
+
+
+@pytest.mark.slow
+def test_it_trains_and_evaluates(example: Path) -> None:
+    fit = on_two_nodes(example, "train.py", "fit", "--config", "config.yaml", *SHORT)
+    assert "val/accuracy" in fit
+    (checkpoint,) = example.glob("outputs/checkpoints/*.ckpt")
+    assert len(list(example.glob("mlruns/*/*/artifacts/config.yaml"))) == 1, "in the job's run"
+    assert (example / "config.yaml").read_text() == (EXAMPLE / "config.yaml").read_text(), "the user's own file"
+    for verb in ("validate", "test"):
+        words = ("train.py", verb, "--config", "config.yaml", *SHORT, "--ckpt_path", str(checkpoint))
+        assert "val/accuracy" in on_two_nodes(example, *words)
+
+
+@pytest.mark.slow
+def test_a_name_and_a_class_path_give_the_losses_of_the_plain_script(example: Path) -> None:
+    (example / "plain.py").write_text(PLAIN)
+    on_two_nodes(example, "plain.py")
+    fit = ["train.py", "fit", "--config", "config.yaml", *SHORT, *CSV]
+    on_two_nodes(example, *fit, "name")
+    on_two_nodes(example, *fit, "path", "--trainer.strategy", CLASS_PATH)
+    bf16 = ["--trainer.strategy", CLASS_PATH, "--trainer.strategy.gradient_compression", "bf16"]
+    on_two_nodes(example, *fit, "bf16", *bf16)
+    assert curve(example / "plain").count("\n") > 4
+    assert curve(example / "name") == curve(example / "path") == curve(example / "plain")
+    assert curve(example / "bf16") != curve(example / "plain")
+    assert len(list(example.glob("name/**/config.yaml"))) == 1, "saved once, beside the curve"
