@@ -64,7 +64,7 @@ def test_a_name_and_a_class_path_give_the_losses_of_the_plain_script(example: Pa
     on_two_nodes(example, "plain.py")
     fit = ["train.py", "fit", "--config", "config.yaml", *SHORT, *CSV]
     on_two_nodes(example, *fit, "name")
-    on_two_nodes(example, *fit, "path", "--trainer.strategy", CLASS_PATH)
+    on_two_nodes(example, *fit, "path", "--trainer.strategy.class_path", CLASS_PATH)
     bf16 = ["--trainer.strategy", CLASS_PATH, "--trainer.strategy.gradient_compression", "bf16"]
     on_two_nodes(example, *fit, "bf16", *bf16)
     assert curve(example / "plain").count("\n") > 4
