@@ -15,6 +15,8 @@ from azureml_strategy.cluster.environ import (
     HANG_WATCH_SWITCH,
     NETWORK_RECORD_SWITCH,
     TERMINATION_SWITCH,
+    THROUGHPUT_SWITCH,
+    TRACKING_SWITCH,
     LaunchError,
 )
 from azureml_strategy.cluster.guard import LaunchGuard
@@ -22,6 +24,7 @@ from azureml_strategy.data.check import DataCheck
 from azureml_strategy.hang_detection import HangWatch
 from azureml_strategy.plugin import _STRATEGIES, job_callbacks, pytorch_lightning_callbacks
 from azureml_strategy.preemption.termination import TerminateTogether
+from azureml_strategy.tracking.job_tracking import JobThroughput, JobTracking
 from azureml_strategy.tracking.network import NetworkRecorder
 
 NODE_1 = {
@@ -33,9 +36,10 @@ NODE_1 = {
     "NODE_RANK": "1",
     "MASTER_ADDR": "10.0.0.4",
     "MASTER_PORT": "6105",
+    "MLFLOW_TRACKING_URI": "sqlite:///mlflow.db",
 }
 QUIET: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
-OURS = (LaunchGuard, HangWatch, TerminateTogether, NetworkRecorder, DataCheck)
+OURS = (LaunchGuard, HangWatch, TerminateTogether, NetworkRecorder, DataCheck, JobTracking, JobThroughput)
 TRAINER = "Trainer(strategy='azureml_ddp', accelerator='cpu', logger=False, enable_checkpointing=False)"
 
 
@@ -78,7 +82,16 @@ def test_a_job_of_one_node_without_a_launcher_has_none(monkeypatch: pytest.Monke
     assert ours(Trainer(**QUIET)) == []
 
 
-SWITCHES = (GUARD_SWITCH, HANG_WATCH_SWITCH, TERMINATION_SWITCH, NETWORK_RECORD_SWITCH, DATA_CHECK_SWITCH)
+def test_a_job_of_one_process_has_those_that_track(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AZUREML_RUN_ID", "quirky_plum")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///mlflow.db")
+    assert ours(Trainer(**QUIET)) == [JobTracking, JobThroughput]
+
+
+SWITCHES = (
+    *(GUARD_SWITCH, HANG_WATCH_SWITCH, TERMINATION_SWITCH, NETWORK_RECORD_SWITCH, DATA_CHECK_SWITCH),
+    *(TRACKING_SWITCH, THROUGHPUT_SWITCH),
+)
 SWITCHED = dict(zip(SWITCHES, OURS, strict=True))
 
 

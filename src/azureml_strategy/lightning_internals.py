@@ -26,6 +26,7 @@ from lightning.pytorch.callbacks import (
     ModelPruning,
     StochasticWeightAveraging,
 )
+from lightning.pytorch.loggers import MLFlowLogger
 from lightning.pytorch.loops import fetchers, loop
 from lightning.pytorch.overrides import distributed as ddp_overrides
 from lightning.pytorch.strategies import DDPStrategy, Strategy
@@ -207,7 +208,8 @@ INTERNALS: dict[str, dict[str, str]] = {
         "_log_model": "whether checkpoints are uploaded",
         "_logged_model_time": "which of them are",
         "_prefix": "of metrics' names",
-        "_run_id": "what logger.run_id returns",
+        "_run_id": "what logger.run_id returns; of Lightning's own, whether it joins a run",
+        "_tracking_uri": "the store of Lightning's own, by which one that opens a run in the job's store is told",
         "_scan_and_log_checkpoints": "overridden: a store that is away does not end the training",
     },
 }
@@ -456,6 +458,19 @@ def first_weights(callback: ModelPruning) -> Iterator[tuple[nn.Module, str, nn.M
     for layer in (callback._original_layers or {}).values():
         for index, name in layer["names"]:
             yield callback._parameters_to_prune[index][0], name, layer["data"]
+
+
+# Loggers.
+
+
+def mlflow_store(logger: MLFlowLogger) -> tuple[str, str | None]:
+    """Return the tracking URI of Lightning's logger, and the run that it joins; None for a new one."""
+    return logger._tracking_uri, logger._run_id
+
+
+def mlflow_arguments(logger: MLFlowLogger) -> dict[str, Any]:
+    """Return the arguments of Lightning's logger that hold for whichever run it writes to."""
+    return {"tags": logger.tags, "prefix": logger._prefix, "log_model": logger._log_model}
 
 
 # Signals.

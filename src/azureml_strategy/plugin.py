@@ -19,6 +19,8 @@ from azureml_strategy.cluster.environ import (
     HANG_WATCH_SWITCH,
     NETWORK_RECORD_SWITCH,
     TERMINATION_SWITCH,
+    THROUGHPUT_SWITCH,
+    TRACKING_SWITCH,
     LaunchError,
     switched_off,
 )
@@ -40,14 +42,24 @@ def register_when_lightning_is_imported() -> None:
 
 
 def job_callbacks() -> list[Callback]:
-    """Return the callbacks that Lightning adds to every Trainer: some in a distributed job, one beside LightningCLI.
+    """Return the callbacks that Lightning adds to every Trainer.
 
-    Each callback has a switch. A callback that cannot be loaded is left out with a warning.
+    Some are for a distributed job, those that track the training for any job with an MLflow run. Elsewhere there are
+    none. Each callback has a switch. A callback that cannot be loaded is left out with a warning.
 
     Raises:
         LaunchError: this process cannot know its rank.
     """
-    launch = _launch()
+    from azureml_strategy.cluster.job import read_job
+
+    if switched_off(os.environ, CALLBACKS_SWITCH):
+        return []
+    try:
+        launch = _launch()
+    except LaunchError:
+        if switched_off(os.environ, GUARD_SWITCH):  # as in a parallel job, whose workers have no ranks
+            return []
+        raise
     parts: dict[str, Callable[[], Callback | None]] = {}
     if launch is not None:
         parts |= {switch: partial(make, launch) for switch, make in _PARTS.items()}
@@ -55,6 +67,9 @@ def job_callbacks() -> list[Callback]:
         parts |= {CHECKPOINT_SWITCH: _checkpoint, TERMINATION_SWITCH: _termination}
     if "lightning.pytorch.cli" in sys.modules:
         parts[CLI_CONFIG_SWITCH] = _cli_config
+    if read_job() is not None and "MLFLOW_TRACKING_URI" in os.environ:
+        # The second logs by what the first adds.
+        parts |= {TRACKING_SWITCH: partial(_tracking, launch), THROUGHPUT_SWITCH: _throughput}
     made = [_made(switch, make) for switch, make in parts.items() if not switched_off(os.environ, switch)]
     return [callback for callback in made if callback is not None]
 
@@ -73,17 +88,9 @@ def pytorch_lightning_callbacks() -> list[Callback]:
 
 
 def _launch() -> Launch | PartialLaunch | None:
-    """Return this process's launch; None if no callback needs it."""
     from azureml_strategy.cluster.launchers import detect_ranks
 
-    if switched_off(os.environ, CALLBACKS_SWITCH):
-        return None
-    try:
-        return detect_ranks()
-    except LaunchError:
-        if switched_off(os.environ, GUARD_SWITCH):  # as in a parallel job, whose workers have no ranks
-            return None
-        raise
+    return detect_ranks()
 
 
 def _made(switch: str, make: Callable[[], Callback | None]) -> Callback | None:
@@ -156,6 +163,18 @@ def _checkpoint(launch: Launch | PartialLaunch | None = None) -> Callback | None
             )
         return None
     return AutomaticCheckpoint(word)
+
+
+def _tracking(launch: Launch | PartialLaunch | None) -> Callback:
+    from azureml_strategy.tracking.job_tracking import JobTracking
+
+    return JobTracking(launch)
+
+
+def _throughput() -> Callback:
+    from azureml_strategy.tracking.job_tracking import JobThroughput
+
+    return JobThroughput()
 
 
 # switch: function that makes the callback, if it is asked for

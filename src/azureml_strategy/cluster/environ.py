@@ -19,11 +19,13 @@ DATA_CHECK_SWITCH = "AZUREML_STRATEGY_DATA_CHECK"
 # Has a word for `resume` instead, such as `auto`; there are no checkpoints of ours unless it is set.
 CHECKPOINT_SWITCH = "AZUREML_STRATEGY_CHECKPOINT"
 CLI_CONFIG_SWITCH = "AZUREML_STRATEGY_CLI_CONFIG"
+TRACKING_SWITCH = "AZUREML_STRATEGY_TRACKING"
+THROUGHPUT_SWITCH = "AZUREML_STRATEGY_THROUGHPUT"
 # Disables all of them.
 CALLBACKS_SWITCH = "AZUREML_STRATEGY_CALLBACKS"
 SWITCHES = (
     *(GUARD_SWITCH, HANG_WATCH_SWITCH, TERMINATION_SWITCH, NETWORK_RECORD_SWITCH, DATA_CHECK_SWITCH),
-    *(CHECKPOINT_SWITCH, CLI_CONFIG_SWITCH, CALLBACKS_SWITCH),
+    *(CHECKPOINT_SWITCH, CLI_CONFIG_SWITCH, TRACKING_SWITCH, THROUGHPUT_SWITCH, CALLBACKS_SWITCH),
 )
 
 # Azure Batch itself uses this port on the master node (`AZ_BATCH_MASTER_NODE=10.0.0.4:6000`).
@@ -88,14 +90,21 @@ def own_environ() -> Mapping[str, str]:
     """
     if "WORLD_SIZE" in os.environ or "RANK" not in os.environ or not os.path.exists(_INITIAL_ENVIRON):
         return os.environ
-    with open(_INITIAL_ENVIRON, encoding="utf-8", errors="replace", newline="") as file:
-        entries = file.read().split("\0")
-    initial = dict(entry.split("=", 1) for entry in entries if "=" in entry)
+    initial = initial_environ()
     if "RANK" not in initial:
         return {name: value for name, value in os.environ.items() if name != "RANK"}
     if "WORLD_SIZE" not in initial or initial["RANK"] != os.environ["RANK"]:
         return os.environ
     return {**os.environ, "WORLD_SIZE": initial["WORLD_SIZE"]}
+
+
+def initial_environ() -> dict[str, str]:
+    """Return the environment that this process was started with, which Linux keeps; an empty one elsewhere."""
+    if not os.path.exists(_INITIAL_ENVIRON):
+        return {}
+    with open(_INITIAL_ENVIRON, encoding="utf-8", errors="replace", newline="") as file:
+        entries = file.read().split("\0")
+    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 
 
 def whole_number(environ: Mapping[str, str], name: str) -> int | None:

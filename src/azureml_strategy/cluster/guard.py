@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
-from typing import Any
 
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
-from torch import nn
 from typing_extensions import override
 
 from azureml_strategy.cluster.environ import GUARD_SWITCH, LaunchError, seen
@@ -60,21 +57,9 @@ class LaunchGuard(IsolatedCallback):
             self._known = learned
         return self._known
 
-    @property
-    def log(self) -> Callable[..., None]:
-        """The LightningModule's `log`, which the Trainer assigns to every callback."""
-        return self._log
-
-    @log.setter
-    def log(self, log: Callable[..., None]) -> None:
-        # The Trainer assigns `log` just before it joins the process group and calls `setup` only afterwards, when a
-        # wrong world size already hangs. No hook runs before the group is joined, so the check runs here. `setup`
-        # repeats it in case a later Lightning assigns `log` at another time.
-        self._log = log
-        module: Any = getattr(log, "__self__", None)
-        if isinstance(module, nn.Module):
-            trainer: Any = module.trainer
-            self.check(trainer)
+    @override
+    def before_run(self, trainer: Trainer) -> None:
+        self.check(trainer)  # in `setup`, a wrong world size already hangs
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

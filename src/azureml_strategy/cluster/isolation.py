@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Generic, TypeVar
 
 from lightning.pytorch import Callback, Trainer
+from torch import nn
 
 from azureml_strategy.cluster.environ import LaunchError
 from azureml_strategy.cluster.redaction import redact_text
@@ -23,10 +24,11 @@ _INTENDED = "_azureml_strategy_intended"
 class IsolatedCallback(Callback):
     """A callback whose own faults do not end the run.
 
-    Each public method of a subclass is wrapped. An unexpected exception becomes one warning, with its traceback and the
-    switch that disables the callback, and the callback does nothing more until the next `setup`. Exceptions that end a
-    run on purpose pass through: LaunchError, all that are not an `Exception` (SIGTERMException, SystemExit,
-    KeyboardInterrupt), and those raised inside `passed_through`.
+    Each public method of a subclass is wrapped, also one that it inherits from a class that is not isolated. An
+    unexpected exception becomes one warning, with its traceback and the switch that disables the callback, and the
+    callback does nothing more until the next `setup`. Exceptions that end a run on purpose pass through: LaunchError,
+    all that are not an `Exception` (SIGTERMException, SystemExit, KeyboardInterrupt), and those raised inside
+    `passed_through`.
 
     A method with a collective must take part in it even if something fails on its rank: see `Attempt`.
 
@@ -39,9 +41,33 @@ class IsolatedCallback(Callback):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for name, member in list(vars(cls).items()):
-            if inspect.isfunction(member) and not name.startswith("_"):
+        for name in dir(cls):
+            owner = next(each for each in cls.__mro__ if name in vars(each))
+            member = vars(owner)[name]
+            is_theirs = owner is cls or not (issubclass(IsolatedCallback, owner) or issubclass(owner, IsolatedCallback))
+            if is_theirs and inspect.isfunction(member) and not name.startswith("_"):
                 setattr(cls, name, _isolated(member))
+
+    @property
+    def log(self) -> Callable[..., None]:
+        """The LightningModule's `log`, which the Trainer assigns to every callback."""
+        return self._log
+
+    @log.setter
+    def log(self, log: Callable[..., None]) -> None:
+        # The Trainer assigns `log` as the first act of a run. No hook runs before it joins the process group and opens
+        # the runs of its loggers.
+        self._log = log
+        module: Any = getattr(log, "__self__", None)
+        if isinstance(module, nn.Module):
+            trainer: Any = module.trainer
+            self.before_run(trainer)
+
+    def before_run(self, trainer: Trainer) -> None:
+        """Act before the Trainer joins the process group and uses its loggers.
+
+        `setup` must do the same if this was not called, in case a later Lightning assigns `log` at another time.
+        """
 
     def _give_up(self, trainer: Trainer | None) -> None:
         """Undo what would otherwise still act on the run after the callback has stopped working.
@@ -114,15 +140,15 @@ def fault_text(where: str, switch: str, fault: Exception) -> str:
     )
 
 
-def _isolated(method: Callable[..., None]) -> Callable[..., None]:
+def _isolated(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
-    def run(self: IsolatedCallback, *arguments: Any, **named: Any) -> None:
+    def run(self: IsolatedCallback, *arguments: Any, **named: Any) -> Any:
         if method.__name__ == "setup":
             self._inert = False  # all ranks start again together
         if self._inert:
-            return
+            return None
         try:
-            method(self, *arguments, **named)
+            return method(self, *arguments, **named)
         except LaunchError:
             raise
         except Exception as fault:
@@ -136,5 +162,6 @@ def _isolated(method: Callable[..., None]) -> Callable[..., None]:
                 undone.settle()
             if undone.fault is not None:
                 log.debug("It could not be undone either.", exc_info=undone.fault)
+            return None
 
     return run

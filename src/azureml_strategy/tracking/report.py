@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import Logger
 from lightning_utilities.core.rank_zero import rank_zero_only
 from rich.table import Table
 from typing_extensions import override
@@ -51,7 +52,7 @@ class RunReport(Callback):
         rows = [("wall time", str(timedelta(seconds=round(time.monotonic() - self._started))))]
         if throughput and summary:
             rows = [*_throughput_rows(summary, throughput.unit, trainer.world_size), *rows]
-            _log_summary(trainer, summary, throughput.unit)
+            self._log_summary(trainer, summary, throughput.unit)
         elif throughput:
             rows.insert(0, ("throughput", f"not measured: all steps were warm-up ({throughput.warmup_steps})"))
         cost = find_cost(trainer)
@@ -62,6 +63,16 @@ class RunReport(Callback):
             rows.append(("network", network.summary))
         rows += self._metric_rows(trainer)
         _print(rows, next((lo for lo in trainer.loggers if isinstance(lo, JobMLFlowLogger)), None))
+
+    def _log_summary(self, trainer: Trainer, summary: ThroughputSummary, unit: str) -> None:
+        shape = {"summary/nodes": float(trainer.num_nodes), "summary/devices": float(trainer.world_size)}
+        for logger in self._loggers(trainer):
+            logger.log_metrics(summary.as_metrics("summary") | shape, step=trainer.global_step)
+            if isinstance(logger, JobMLFlowLogger):
+                logger.log_tags({"throughput.unit": unit})
+
+    def _loggers(self, trainer: Trainer) -> list[Logger]:
+        return trainer.loggers
 
     def _metric_rows(self, trainer: Trainer) -> Iterator[tuple[str, str]]:
         values = trainer.callback_metrics
@@ -89,14 +100,6 @@ def _cost_rows(cost: CostTracker, summary: ThroughputSummary | None, unit: str) 
     if summary:
         per_million = cost.per_million_samples(summary.samples_per_second)
         yield f"cost of 10^6 {unit}", f"{format_money(per_million)} {currency}"
-
-
-def _log_summary(trainer: Trainer, summary: ThroughputSummary, unit: str) -> None:
-    shape = {"summary/nodes": float(trainer.num_nodes), "summary/devices": float(trainer.world_size)}
-    for logger in trainer.loggers:
-        logger.log_metrics(summary.as_metrics("summary") | shape, step=trainer.global_step)
-        if isinstance(logger, JobMLFlowLogger):
-            logger.log_tags({"throughput.unit": unit})
 
 
 def _print(rows: list[tuple[str, str]], logger: JobMLFlowLogger | None) -> None:

@@ -18,6 +18,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from azureml_strategy.cluster.environ import initial_environ
+from azureml_strategy.cluster.job import read_job
 from azureml_strategy.cluster.redaction import redact, redact_text
 from azureml_strategy.tracking.batch import TAG_VALUE_LENGTH, clean_name
 from azureml_strategy.tracking.store import TrackingError as TrackingError
@@ -212,6 +214,32 @@ def request_run(
     )
 
 
+@dataclass(frozen=True)
+class JobRun:
+    """The run that Azure ML opened for a job.
+
+    Attributes:
+        tracking_uri: its store; may hold credentials.
+        run_id: its id.
+    """
+
+    tracking_uri: str = field(repr=False)
+    run_id: str
+
+
+def job_run() -> JobRun | None:
+    """Return the run of this process's job; None outside of one.
+
+    Both parts are those that the process was started with. `mlflow.start_run()`, and so `mlflow.autolog()`, takes
+    MLFLOW_RUN_ID out of the environment, and `mlflow.set_tracking_uri()` changes MLFLOW_TRACKING_URI.
+    """
+    job = read_job()
+    initial: Mapping[str, str] = initial_environ()
+    environ = initial if job is not None and initial.get("AZUREML_RUN_ID") == job.run_id else os.environ
+    tracking_uri = environ.get("MLFLOW_TRACKING_URI")
+    return None if job is None or not tracking_uri else JobRun(tracking_uri, environ.get("MLFLOW_RUN_ID") or job.run_id)
+
+
 def resolve_tracking_uri(given: str | None) -> str:
     """The given store, else the one that MLFLOW_TRACKING_URI names now, else a local SQLite file.
 
@@ -222,7 +250,7 @@ def resolve_tracking_uri(given: str | None) -> str:
     if uri.startswith("azureml:") and find_spec("azureml") is None:
         raise TrackingError(
             "The tracking store is an azureml:// address, which MLflow opens only with azureml-mlflow, and that is "
-            "not installed. Add it to the job's environment: pip install 'azureml-strategy[azure]'."
+            "not installed. Add it to the job's environment: pip install 'azureml-strategy[tracking]'."
         )
     return uri
 

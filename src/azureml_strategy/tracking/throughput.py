@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import Logger
 from torch import Tensor
 from typing_extensions import override
 
@@ -216,6 +217,11 @@ class ThroughputCallback(Callback):
         self._peak: float | None = None
         self._flops: Callable[[Any], float] | None = None
 
+    @property
+    def measures(self) -> bool:
+        """Whether this callback measures the present run."""
+        return True
+
     def summary(self) -> ThroughputSummary | None:
         """The figures of the whole `fit`; None if no step was measured, as in one shorter than the warm-up."""
         if not self._step_times:
@@ -281,8 +287,17 @@ class ThroughputCallback(Callback):
             return
         self.latest = self._summarize(totals, [step.seconds for step in steps])
         metrics = self.latest.as_metrics("throughput")
-        for logger in trainer.loggers:
+        for logger in self._loggers(trainer):
             logger.log_metrics(metrics, step=step)
+
+    def _loggers(self, trainer: Trainer) -> list[Logger]:
+        return trainer.loggers
+
+    def _over_ranks(self, trainer: Trainer, totals: Totals) -> Totals:
+        # 64 bits: a long run's samples and seconds would lose digits in 32.
+        tensor = torch.tensor(totals, dtype=torch.float64, device=trainer.strategy.root_device)
+        reduced: torch.Tensor = trainer.strategy.reduce(tensor, reduce_op="sum")
+        return Totals(*reduced.tolist())
 
     def _account(self, trainer: Trainer, steps: list[Step]) -> Totals:
         """Add the steps of all ranks to the totals of the run, and return the sums of these steps."""
@@ -294,7 +309,7 @@ class ThroughputCallback(Callback):
             sum(step.waited_s for step in steps),
             sum(step.flops for step in steps),
         )
-        totals = mine if self._ranks == 1 else _sum_over_ranks(trainer, mine)
+        totals = mine if self._ranks == 1 else self._over_ranks(trainer, mine)
         self._totals = self._totals.plus(totals)
         return totals
 
@@ -303,13 +318,6 @@ class ThroughputCallback(Callback):
 
 
 def find_throughput(trainer: Trainer) -> ThroughputCallback | None:
-    """Return the trainer's `ThroughputCallback`, if it has one."""
+    """Return the trainer's `ThroughputCallback` that measures, if it has one."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return next((callback for callback in callbacks if isinstance(callback, ThroughputCallback)), None)
-
-
-def _sum_over_ranks(trainer: Trainer, totals: Totals) -> Totals:
-    # 64 bits: a long run's samples and seconds would lose digits in 32.
-    tensor = torch.tensor(totals, dtype=torch.float64, device=trainer.strategy.root_device)
-    reduced: torch.Tensor = trainer.strategy.reduce(tensor, reduce_op="sum")
-    return Totals(*reduced.tolist())
+    return next((each for each in callbacks if isinstance(each, ThroughputCallback) and each.measures), None)

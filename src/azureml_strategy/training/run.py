@@ -29,6 +29,7 @@ from azureml_strategy.cluster.launch import PartialLaunch
 from azureml_strategy.cluster.redaction import redact, remember_secrets
 from azureml_strategy.preemption.termination import TerminateTogether
 from azureml_strategy.tracking import JobMLFlowLogger
+from azureml_strategy.tracking.job_tracking import JobThroughput, JobTracking
 from azureml_strategy.training.checks import check_config
 from azureml_strategy.training.recipes import RecipeError
 from azureml_strategy.training.targets import drop_keys_of_old_targets, loggers_and_callbacks, make
@@ -164,7 +165,7 @@ def _trainer(config: DictConfig, chosen: Path | None, launch: Launch | None) -> 
     loggers, callbacks = loggers_and_callbacks(config)
     arguments, strategy = make("trainer", config.trainer, _convert_="all"), make("strategy", config.strategy)
     try:
-        return Trainer(
+        trainer = Trainer(
             **arguments,
             strategy=strategy,
             logger=loggers or False,
@@ -177,6 +178,10 @@ def _trainer(config: DictConfig, chosen: Path | None, launch: Launch | None) -> 
         if "HYDRA_FULL_ERROR" in os.environ:
             raise
         raise RecipeError(f"Lightning's Trainer refuses what `trainer` says: {error}") from error
+    # A recipe says itself what is recorded, and where.
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    trainer.callbacks = [each for each in callbacks if not isinstance(each, (JobTracking, JobThroughput))]  # type: ignore[attr-defined]
+    return trainer
 
 
 def _termination(launch: Launch | None) -> list[Callback]:

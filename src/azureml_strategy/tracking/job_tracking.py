@@ -1,0 +1,237 @@
+"""Records a training whose script does not mention it in the job's MLflow run: its metrics, and how fast it trains.
+
+Every Trainer of a job with an MLflow run has both callbacks.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import Logger, MLFlowLogger
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+from typing_extensions import override
+
+from azureml_strategy.cluster.environ import THROUGHPUT_SWITCH, TRACKING_SWITCH
+from azureml_strategy.cluster.isolation import IsolatedCallback, fault_text
+from azureml_strategy.cluster.job import read_job
+from azureml_strategy.cluster.launch import Launch, PartialLaunch
+from azureml_strategy.lightning_internals import mlflow_arguments, mlflow_store
+from azureml_strategy.tracking.logger import JobMLFlowLogger
+from azureml_strategy.tracking.report import RunReport
+from azureml_strategy.tracking.run import JobRun, TrackingError, describe_store, job_run
+from azureml_strategy.tracking.throughput import ThroughputCallback, Totals, count_samples
+
+log = logging.getLogger(__name__)
+# The store of Lightning's MLFlowLogger that was given none, not even by the environment.
+_NO_STORE = "file:./mlruns"
+# How long the end of a run waits for what its last hooks have logged.
+_END_S = 10.0
+# Runs into which this process has begun to log. Only the first Trainer may repeat what a previous attempt has logged:
+# of a second one in the script, the same names and steps are points of their own.
+_BEGUN: set[JobRun] = set()
+# Runs that this process cannot open, which is said once.
+_CLOSED: set[JobRun] = set()
+
+
+class JobTracking(IsolatedCallback):
+    """Has a Trainer log into the run of the job, unless it has no logger at all.
+
+    - A `JobMLFlowLogger` of the script stays as it is, and nothing is added.
+    - Lightning's `MLFlowLogger` that would open a second run in the job's store becomes a `JobMLFlowLogger` of the
+      job's run. It stays the same object, with its prefix, tags and `log_model`.
+    - Beside any other loggers, Lightning's default one among them, comes a `JobMLFlowLogger`, last in the list.
+      `trainer.logger` and the folders that are named by it stay. Nothing is added where `mlflow.pytorch.autolog()`
+      records the training.
+
+    `Trainer(logger=False)` and `fast_dev_run` stay without. In a restarted job, and where `fit` is given a checkpoint,
+    steps that the run has are not logged again.
+
+    Args:
+        launch: this process's place in the job; None in a job of one process.
+    """
+
+    switch = TRACKING_SWITCH
+
+    def __init__(self, launch: Launch | PartialLaunch | None) -> None:
+        self._launch = launch
+        self._has_begun = False
+        self._added: JobMLFlowLogger | None = None
+
+    @override
+    def before_run(self, trainer: Trainer) -> None:
+        self._has_begun = True
+        self._track(trainer)
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if not self._has_begun:
+            self._track(trainer)
+        self._has_begun = False
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        # Lightning finalizes loggers before the last hooks, in which callbacks may log.
+        for logger in trainer.loggers:
+            if isinstance(logger, JobMLFlowLogger):
+                logger.flush(_END_S)
+
+    @override
+    def _give_up(self, trainer: Trainer | None) -> None:
+        if trainer is not None and self._added is not None:
+            trainer.loggers = [each for each in trainer.loggers if each is not self._added]
+
+    def _track(self, trainer: Trainer) -> None:
+        run = job_run()
+        if run is None or run in _CLOSED or not self._belongs_to_run(trainer):
+            return
+        would_open_a_run = [each for each in trainer.loggers if isinstance(each, MLFlowLogger) and _joins(each, run)]
+        if would_open_a_run:
+            for logger in would_open_a_run:
+                joined = JobMLFlowLogger(tracking_uri=run.tracking_uri, run_id=run.run_id, **mlflow_arguments(logger))
+                if self._open(joined, trainer, run):
+                    _become(logger, joined)
+        elif not _autologs():
+            self._added = self._added or _AddedLogger(tracking_uri=run.tracking_uri, run_id=run.run_id)
+            if self._open(self._added, trainer, run):
+                trainer.loggers = [*trainer.loggers, self._added]
+        _BEGUN.add(run)
+
+    def _belongs_to_run(self, trainer: Trainer) -> bool:
+        loggers = trainer.loggers
+        if not loggers or any(isinstance(each, (JobMLFlowLogger, DummyLogger)) for each in loggers):
+            return False
+        # With the guard off, each process may have a Trainer of its own. Only one of them can be the job's training.
+        return self._launch is None or self._launch.rank == 0 or not trainer.is_global_zero
+
+    def _open(self, logger: JobMLFlowLogger, trainer: Trainer, run: JobRun) -> bool:
+        """Open the run on rank 0, now, while this training can still do without it."""
+        try:
+            _ = logger.experiment
+        except TrackingError as error:
+            _CLOSED.add(run)
+            log.warning(
+                "This training goes on, but it is not recorded in the job's MLflow run. %s Or set %s=off.",
+                *(error, self.switch),
+            )
+            return False
+        if run not in _BEGUN:
+            rank_zero_info(f"Metrics go into the job's MLflow run {run.run_id}. {self.switch}=off leaves that out.")
+            if _may_repeat(trainer):
+                logger.continue_run()
+        return True
+
+
+class JobThroughput(IsolatedCallback, ThroughputCallback, RunReport):
+    """Measures a training that is logged into the job's run, unless its script measures it.
+
+    It is a `ThroughputCallback` and a `RunReport` for any script: without a collective and only on rank 0, whose
+    samples are taken for those of every rank. It logs into the job's run alone. A batch whose samples it
+    cannot count ends it, with one line. A script with one of these callbacks of its own has that alone.
+    """
+
+    switch = THROUGHPUT_SWITCH
+
+    def __init__(self) -> None:
+        super().__init__(batch_size=self._samples)
+
+    @property
+    @override
+    def measures(self) -> bool:
+        return not self._inert
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit" and trainer.is_global_zero and self._loggers(trainer) and not self._is_measured(trainer):
+            super().setup(trainer, pl_module, stage)
+        else:
+            self._inert = True
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.summary() is not None:
+            super().on_fit_end(trainer, pl_module)
+
+    @override
+    def _loggers(self, trainer: Trainer) -> list[Logger]:
+        return [each for each in trainer.loggers if isinstance(each, JobMLFlowLogger)]
+
+    @override
+    def _over_ranks(self, trainer: Trainer, totals: Totals) -> Totals:
+        # A collective of ours could hang a script whose ranks have unequal numbers of batches.
+        return Totals(*(trainer.world_size * each for each in totals))
+
+    def _is_measured(self, trainer: Trainer) -> bool:
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        return any(isinstance(each, (ThroughputCallback, RunReport)) and each is not self for each in callbacks)
+
+    def _samples(self, batch: Any) -> int:
+        try:
+            return count_samples(batch)
+        except TypeError as reason:
+            self._inert = True
+            rank_zero_info(f"Throughput is not measured. {reason}")
+            return 0
+
+
+class _AddedLogger(JobMLFlowLogger):
+    """The logger of a script that did not ask for it. A fault of its own is a warning, after which it logs no more."""
+
+    _has_failed = False
+
+    @override
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        self._attempt(super().log_metrics, metrics, step)
+
+    @override
+    def log_hyperparams(self, params: dict[str, Any] | Namespace) -> None:
+        self._attempt(super().log_hyperparams, params)
+
+    @override
+    def finalize(self, status: str = "success") -> None:
+        self._attempt(super().finalize, status)
+
+    def _attempt(self, action: Callable[..., None], *arguments: Any) -> None:
+        if self._has_failed:
+            return
+        try:
+            action(*arguments)
+        except Exception as fault:
+            self._has_failed = True
+            log.warning(fault_text("The logger of the job's run", TRACKING_SWITCH, fault))
+
+
+def _joins(logger: MLFlowLogger, run: JobRun) -> bool:
+    """Whether Lightning's logger would open a second run in the job's store, or has been given the job's run."""
+    store, own_run_id = mlflow_store(logger)
+    same_store = store == _NO_STORE or describe_store(store) == describe_store(run.tracking_uri)
+    return same_store and own_run_id in (None, run.run_id)
+
+
+def _become(logger: MLFlowLogger, joined: JobMLFlowLogger) -> None:
+    """Turn a logger into another one in place, because the script may have other references to it.
+
+    A class of the script keeps its methods; what they call of Lightning's is then ours.
+    """
+    kind = type(logger)
+    both = JobMLFlowLogger if kind is MLFlowLogger else type(kind.__name__, (kind, JobMLFlowLogger), {})
+    logger.__class__ = both
+    vars(logger).update(vars(joined))
+
+
+def _may_repeat(trainer: Trainer) -> bool:
+    job = read_job()
+    resumes = trainer.state.fn == TrainerFn.FITTING and trainer.ckpt_path is not None
+    return resumes or (job is not None and job.attempt > 0)
+
+
+def _autologs() -> bool:
+    """Whether `mlflow.autolog()` or `mlflow.pytorch.autolog()` is on."""
+    autologging = sys.modules.get("mlflow.utils.autologging_utils")
+    return autologging is not None and not autologging.autologging_is_disabled("pytorch")
