@@ -21,6 +21,8 @@ from tests.tracking.server import Server
 FAULTS = ROOT / "tests" / "faults"
 # Seeds whose faults are met one after another; what they are, a trial prints.
 SIGNALS, FILES, TRACKING = 13, 6, 10
+# A disk is read-only from before the last step to the end.
+REFUSED = 130043
 
 
 _STRATEGIES = [
@@ -64,6 +66,7 @@ def run(trial: Trial, tmp_path: Path, references: Path) -> dict[str, Any]:
         ("events", 6, 5),
         ("files", FILES, 5),
         pytest.param("disks", 6, 5, marks=needs_disk),
+        pytest.param("disks", REFUSED, 5, marks=needs_disk),
         pytest.param("network", 12, 2, marks=needs_nodes),
     ],
 )
@@ -125,6 +128,15 @@ class TestSomethingIsBroken:
         verdict = run(Trial("signals", SIGNALS, 2, script=script), tmp_path, references)
         assert "weights of rank 0" in verdict["lost"], verdict["output"]
         assert any("other values, such as ('train/loss'" in each for each in verdict["lost"])
+
+    @pytest.mark.root
+    @pytest.mark.skipif(bool(disks.why_not()), reason=disks.why_not())
+    def test_a_disk_that_refuses_the_last_checkpoint_excuses_nothing_else(
+        self, tmp_path: Path, references: Path
+    ) -> None:
+        script = FAULTS / "broken" / "forgets_random_numbers.py"
+        verdict = run(Trial("disks", REFUSED, 5, script=script), tmp_path, references)
+        assert "weights of rank 0" in verdict["lost"], verdict["output"]
 
     def test_damaged_checkpoints(self, tmp_path: Path, references: Path) -> None:
         script = FAULTS / "broken" / "trusts_any_checkpoint.py"

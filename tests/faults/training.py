@@ -6,13 +6,14 @@ Arguments: the strategy's name, the folder of its output, and `tracked` to log t
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
@@ -51,6 +52,23 @@ class Slow(Callback):
         time.sleep(0.01)
 
 
+class Announced(logging.StreamHandler[TextIO]):
+    """Keeps the sentences by which this rank is told that there is no checkpoint of some step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        logging.captureWarnings(True)  # on the main thread it is a warning, on the writer's a line of the log
+        for name in ("py.warnings", "azureml_strategy"):
+            logging.getLogger(name).addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        super().emit(record)
+        text = record.getMessage()
+        if "No checkpoint at step" in text:
+            self.lines.append(text[text.index("No checkpoint at step") :])
+
+
 def tiny_gpt() -> LanguageModel:
     network = GPTConfig(vocab_size=32, context=8, layers=2, width=16, heads=2, mlp_width=32)
     return LanguageModel(network, learning_rate=5e-3, warmup_steps=4, seed=3)
@@ -61,6 +79,7 @@ def main(strategy: str, output: Path, tracked: bool) -> None:
     rank = int(os.environ["RANK"])
     output.mkdir(exist_ok=True)
     agent = Agent(rank, output / "checkpoints", output / "done.jsonl")
+    announced = Announced()
     loggers = [Curve(output / "curve.jsonl")] if rank == 0 else []
     loggers += [JobMLFlowLogger(flush_interval_s=0.1)] if tracked else []
     result = fit(
@@ -75,7 +94,7 @@ def main(strategy: str, output: Path, tracked: bool) -> None:
         **OPTIONS.get(strategy, {}),
         **({"val_check_interval": 4} if int(os.environ["WORLD_SIZE"]) > 2 else {}),  # their epochs are shorter
     )
-    report(rank, **result)
+    report(rank, **result, announced=announced.lines)
 
 
 if __name__ == "__main__":

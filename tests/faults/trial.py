@@ -258,7 +258,18 @@ def _attempt(stage: _Stage, verdict: Verdict, faults: Sequence[Fault]) -> bool:
     ended = stage.next_attempt(number, faults)
     verdict.add(ended, faults)
     print(f"--- {verdict.attempts[-1]}, {time.monotonic() - started:.1f} s, from {ended.went_on_from}", flush=True)
-    return ended.complete and ended.outcome.exit_code == 0
+    return ended.complete and ended.outcome.exit_code == 0 and not _refused_at_the_end(stage.attempt.output, ended)
+
+
+def _refused_at_the_end(output: Path, ended: Ended) -> bool:
+    """Whether a disk took no checkpoint of the last step, and the training said so: then the next attempt makes it.
+
+    What a user keeps is the checkpoint. Without the fault, or without a word, one that is missing counts as lost.
+    """
+    if not any(fault.family == "disks" for fault in ended.met):
+        return False
+    result = _results(output)[0]
+    return any(line.startswith(f"No checkpoint at step {result['step']}:") for line in result.get("announced", []))
 
 
 def _drawn(moments: random.Random, trial: Trial, stage: _Stage) -> list[Fault]:
