@@ -26,6 +26,7 @@ SOURCES = (
     "conf",
     "recipes",
     "environments",
+    "project",
     "constraints.txt",
     "tests",
     "benchmarks",
@@ -65,6 +66,7 @@ def test_the_wheel_holds_the_package_and_its_data_and_nothing_else(wheel: Path) 
     for folder in ("conf", "recipes"):
         for pattern in ("*.yaml", "*.py"):
             package |= {f"azureml_strategy/{folder}/{name}" for name in shipped(ROOT / folder, pattern)}
+    package |= {f"azureml_strategy/project/{file.name}" for file in (ROOT / "project").iterdir() if file.is_file()}
     package |= {f"azureml_strategy/environments/{file.name}" for file in (ROOT / "environments").glob("[!_]*")}
     package |= {f"hydra_plugins/azureml_{name}/__init__.py" for name in ("searchpath", "launcher")}
     assert names == package | {"azureml_strategy/py.typed", "azureml_strategy/environments/__init__.py"}

@@ -1,11 +1,14 @@
+# PYTHON_ARGCOMPLETE_OK
 """The command line `azureml-strategy VERB ...`, with one file for each verb or group of verbs.
 
-No third-party package is imported before a verb is chosen, so that `--help` answers at once.
+No third-party package is imported before a verb is chosen, so that `--help` answers at once. While a shell completes a
+command line, argcomplete is.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -13,11 +16,13 @@ from azureml_strategy import __version__
 from azureml_strategy.cli import (
     bench,
     cluster,
+    completion,
     consolidate,
     data,
     doctor,
     emulate,
     environment,
+    init,
     jobs,
     model,
     study,
@@ -25,17 +30,31 @@ from azureml_strategy.cli import (
     train,
     workspace,
 )
+from azureml_strategy.cli.parser import Parser
 from azureml_strategy.cli.verbs import fail, print_uncaught, stopped
 from azureml_strategy.lazy import missing_extra
 
 __all__ = ["main"]
 
 _VERBS = (
-    *(train, consolidate),
+    *(init, train, consolidate),
     *(emulate, bench, doctor),
     *(submit, study, jobs, model),
     *(cluster, data, environment, workspace),
+    completion,
 )
+# For a stranger: the shortest way to a first run, and on from there.
+_FIRST_STEPS = """\
+azureml-strategy needs a verb. A first run, of two nodes that are played on this machine:
+  azureml-strategy init my_project
+  cd my_project
+  azureml-strategy emulate --nodes 2 -- python train.py
+A script of your own, as it is:
+  azureml-strategy emulate --nodes 2 -- python your_script.py
+A recipe, which needs no script; `azureml-strategy recipes` lists them:
+  azureml-strategy train resnet50_ddp trainer.max_epochs=1
+Every verb: azureml-strategy --help; what one takes: azureml-strategy VERB --help
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,7 +68,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     sys.excepthook = print_uncaught
     arguments = sys.argv[1:] if arguments is None else arguments
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    if "_ARGCOMPLETE" in os.environ:
+        completion.complete(parser, {"study": study._parser})
+    if not arguments:
+        sys.stderr.write(_FIRST_STEPS)
+        return 2
+    wrong = parser.wrong_verb(arguments)
+    if wrong is not None:
+        return fail(f"{wrong}{_meant(arguments[0])}")
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        return fail(getattr(options, "parser", parser).wrong_words(unknown))
     verb: Callable[[argparse.Namespace], int] = options.verb
     try:
         return verb(options)
@@ -62,12 +92,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return fail(advice)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="azureml-strategy", description="PyTorch Lightning on Azure Machine Learning."
-    )
+def _meant(word: str) -> str:
+    """What to type where a script or a recipe stands in place of a verb."""
+    from azureml_strategy.training.recipes import shipped_recipes
+
+    if word.endswith(".py"):
+        return f" A script runs as a job by: azureml-strategy emulate --nodes 2 -- python {word}"
+    if word.endswith(".yaml") or word in [recipe.name for recipe in shipped_recipes()]:
+        return f" A recipe is trained by: azureml-strategy train {word}"
+    return ""
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="azureml-strategy", description="PyTorch Lightning on Azure Machine Learning.")
     parser.add_argument("--version", action="version", version=__version__)
-    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+    verbs = parser.add_verbs()
     for verb in _VERBS:
         verb.add_to(verbs)
     return parser

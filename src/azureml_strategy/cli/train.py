@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 
 from azureml_strategy.cli.verbs import Verbs, add_verb, fail
 
@@ -28,6 +29,8 @@ def add_to(verbs: Verbs) -> None:
         description="Train a recipe: a shipped one by name, or your own YAML file by path.",
         epilog=_EPILOG,
     )
+    verb.details = _choices
+    verb.about_options = "Hydra's flags follow the recipe: azureml-strategy train RECIPE -m seed=1,2."
     verb.add_argument("recipe", metavar="RECIPE", help="name of a shipped recipe, or path of a YAML file")
     verb.add_argument(
         "overrides",
@@ -36,6 +39,19 @@ def add_to(verbs: Verbs) -> None:
         help="what to change, in Hydra's notation; Hydra's own flags work too",
     )
     add_verb(verbs, "recipes", _list, help="list the shipped recipes", description="List the shipped recipes.")
+
+
+def _choices() -> str:
+    """The groups of a configuration with their choices, and the recipes."""
+    from azureml_strategy.training.recipes import config_groups, shipped_recipes
+
+    groups = [_wrapped(name, ", ".join(choices)) for name, choices in config_groups().items()]
+    recipes = [_wrapped(recipe.name, recipe.summary) for recipe in shipped_recipes()]
+    return "\n".join(["groups, each GROUP=CHOICE:", *groups, "", "recipes:", *recipes, ""])
+
+
+def _wrapped(name: str, text: str) -> str:
+    return textwrap.fill(text, 118, initial_indent=f"  {name:22}", subsequent_indent=" " * 24)
 
 
 def _train(options: argparse.Namespace) -> int:

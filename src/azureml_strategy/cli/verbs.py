@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from azureml_strategy.cli.parser import Parser
+from azureml_strategy.cli.parser import Verbs as Verbs
 from azureml_strategy.cluster.redaction import redact_text, without_secrets
 
 if TYPE_CHECKING:
@@ -18,22 +20,16 @@ if TYPE_CHECKING:
 
     from azureml_strategy.jobs.places import WorkspaceSettings
 
-    Verbs = argparse._SubParsersAction[argparse.ArgumentParser]
-else:
-    Verbs = argparse._SubParsersAction
-
 Entity = TypeVar("Entity", bound=Any)
 Made = TypeVar("Made")
 Run = Callable[[argparse.Namespace], int]
 
 
-def add_verb(
-    verbs: Verbs, name: str, run: Callable[[argparse.Namespace], int], **described: Any
-) -> argparse.ArgumentParser:
+def add_verb(verbs: Verbs, name: str, run: Callable[[argparse.Namespace], int], **described: Any) -> Parser:
     """Add a verb.
 
     Args:
-        verbs: result of `add_subparsers`, for the command line or for a verb with sub-verbs.
+        verbs: result of `Parser.add_verbs`, for the command line or for a verb with sub-verbs.
         name: name that the user types.
         run: function that takes the options and returns the exit code.
         described: help, description, usage and epilog, as `argparse.ArgumentParser` takes them. Description and epilog
@@ -43,7 +39,7 @@ def add_verb(
         The verb's parser, to which the caller adds arguments.
     """
     parser = verbs.add_parser(name, formatter_class=argparse.RawDescriptionHelpFormatter, **described)
-    parser.set_defaults(verb=run)
+    parser.set_defaults(verb=run, parser=parser)
     return parser
 
 
@@ -85,8 +81,7 @@ def fail(error: Exception | str) -> int:
 
 def add_group(verbs: Verbs, name: str, help: str) -> Verbs:  # noqa: A002 - argparse's name for it
     """Add a verb that has sub-verbs, such as `cluster` with `create`."""
-    parser = verbs.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.")
-    return parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+    return verbs.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.").add_verbs()
 
 
 def add_workspace_options(verb: argparse.ArgumentParser) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -42,7 +42,10 @@ _NEEDED = ("model", "data", "trainer", "strategy", "tracking")
 
 
 def check_overrides(recipe: Recipe, overrides: Sequence[str]) -> DictConfig:
-    """Compose the recipe with the overrides, as Hydra is about to. Of a sweep, only its first job is composed.
+    """Compose the recipe with the overrides, as Hydra is about to.
+
+    Of a sweep, its first job is composed, and one with each further choice of a group: a choice that is misspelt would
+    be found only when the jobs before it are over.
 
     Returns:
         The configuration, unresolved.
@@ -50,7 +53,11 @@ def check_overrides(recipe: Recipe, overrides: Sequence[str]) -> DictConfig:
     Raises:
         RecipeError: Hydra refuses; the message names the override and its near matches.
     """
-    return compose_recipe(recipe, _of_one_job(overrides))
+    config = compose_recipe(recipe, _of_one_job(overrides))
+    for number, each in enumerate(overrides):
+        for choice in _further_choices(each, config.hydra.runtime.choices):
+            compose_recipe(recipe, _of_one_job([*overrides[:number], choice, *overrides[number + 1 :]]))
+    return config
 
 
 def compose_recipe(recipe: Recipe, overrides: Sequence[str]) -> DictConfig:
@@ -128,6 +135,15 @@ def _first_choice(text: str) -> list[str]:
     return [f"{override.get_key_element()}={next(override.sweep_string_iterator())}"]
 
 
+def _further_choices(text: str, groups: Container[str]) -> list[str]:
+    """The overrides by all choices of a swept group but the first; none where it is no group, or a `glob(*)`."""
+    override = OverridesParser.create().parse_override(text)
+    key = override.get_key_element()
+    if key not in groups or not override.is_discrete_sweep() or isinstance(override.value(), Glob):
+        return []
+    return [f"{key}={choice}" for choice in override.sweep_string_iterator()][1:]
+
+
 def check_config(config: DictConfig) -> None:
     """Refuse sections that nothing reads, and arguments that no constructor takes, in a composed configuration.
 
@@ -195,6 +211,7 @@ def _explain(recipe: Recipe, overrides: Sequence[str], error: Exception) -> str:
     for override in OverridesParser.create().parse_overrides([each for each in overrides if "=" in each]):
         near = _near_override(override, known)
         if near:
+            words = words.split("\nAvailable options in ")[0]  # the near ones are named, the search path helps nobody
             return f"The override {override.input_line!r} does not fit recipe {recipe.name!r}. {near}\n{words}"
     return f"Recipe {recipe.name!r} cannot be composed: {words}{_hiding(recipe)}"
 

@@ -16,13 +16,15 @@ class RecipeError(ValueError):
 
 def near_matches(word: str, known: Iterable[str]) -> str:
     """The end of an error message: the known words nearest to the given one, or all of them if they are few."""
-    words = sorted(set(known))
-    near = get_close_matches(word, words, n=3, cutoff=0.75)
+    words = {each.lower(): each for each in sorted(set(known))}
+    plain = word.lower().removeprefix("standard_")  # Azure's name of a VM size: Standard_ND96isr_H100_v5
+    near = get_close_matches(plain, words, n=3, cutoff=0.75)
     # `max_epoch` is near `trainer.max_epochs`, although most of the letters differ.
-    near += [each for each in words if each.rsplit(".", 1)[-1].startswith(word.rsplit(".", 1)[-1]) and each not in near]
+    last = plain.rsplit(".", 1)[-1]
+    near += [each for each in words if each.rsplit(".", 1)[-1].startswith(last) and each not in near]
     if near:
-        return f"Did you mean {' or '.join(map(repr, near[:4]))}?"
-    return f"Known: {', '.join(words)}." if len(words) <= 40 else ""
+        return f"Did you mean {' or '.join(repr(words[each]) for each in near[:4])}?"
+    return f"Known: {', '.join(words.values())}." if len(words) <= 40 else ""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,9 @@ def find_recipe(recipe: str) -> Recipe:
     if recipe in shipped:
         return shipped[recipe]
     path = os.path.abspath(recipe)
+    other = _no_recipe(recipe)
+    if other:
+        raise RecipeError(other)
     if not os.path.isfile(path):
         own = [name for name in os.listdir() if name.endswith((".yaml", ".yml"))]
         raise RecipeError(
@@ -79,6 +84,34 @@ def find_recipe(recipe: str) -> Recipe:
         return Recipe(name, folder, _summary(Path(path).read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{recipe} is no text that can be read: {error}. Give a YAML file in UTF-8.") from error
+
+
+def _no_recipe(word: str) -> str:
+    """What to type instead of a word that is no recipe's name, but something else that is known; empty for a name."""
+    if word.endswith(".py"):
+        return (
+            f"{word} is a script, and a recipe is a YAML file. A script runs by python {word}, as a job of two nodes "
+            f"on this machine by `azureml-strategy emulate --nodes 2 -- python {word}`, and in Azure ML by "
+            f"`azureml-strategy submit {word} cluster=SIZE`."
+        )
+    if os.path.isdir(word):
+        own = sorted(name for name in os.listdir(word) if name.endswith(".yaml"))
+        paths = " or ".join(os.path.join(word, name) for name in own)
+        named = f"Name a recipe in it: {paths}." if own else "It has no recipe; `azureml-strategy init` makes one."
+        return f"{word} is a folder. {named}"
+    if "=" in word:
+        return f"{word} stands where the name of a recipe belongs. Type the recipe first: RECIPE {word}"
+    return ""
+
+
+def config_groups() -> dict[str, list[str]]:
+    """The choices of each group of a configuration, such as `cluster`, sorted by name."""
+    found = (folder for folder in files("azureml_strategy.conf").iterdir() if folder.is_dir())
+    choices = {
+        folder.name: sorted(file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml"))
+        for folder in found
+    }
+    return {name: choices[name] for name in sorted(choices) if choices[name]}
 
 
 def hidden_by(folder: str) -> list[str]:
