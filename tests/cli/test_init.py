@@ -59,6 +59,7 @@ def test_what_it_requires_is_what_is_tested() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_every_command_of_its_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All but the submission of a script, in their order, in the folder."""
     assert main(["init", str(tmp_path / "project")]) == 0
@@ -67,7 +68,7 @@ def test_every_command_of_its_readme_runs(tmp_path: Path, monkeypatch: pytest.Mo
     text = Path("README.md").read_text()
     commands = "".join(re.findall(r"^```bash\n(.*?)^```", text, re.M | re.S)).splitlines()
     commands.remove("azureml-strategy submit train.py cluster=nc24ads_a100_v4 --dry-run")
-    assert len(commands) == 8
+    assert len(commands) == 6
     outputs = {command: _run(command) for command in commands}
     assert "1 processes, val/accuracy 0.9" in outputs["python train.py"]
     emulated = outputs["azureml-strategy emulate --nodes 2 -- python train.py"]
