@@ -17,7 +17,7 @@ from azureml_strategy.cli import main
 
 PROGRAM = [sys.executable, "-m", "azureml_strategy.cli"]
 PROJECT = Path(__file__).parents[2] / "project"
-MADE = sorted(path.name for path in PROJECT.iterdir() if path.is_file() and path.name != "__init__.py")
+MADE = sorted(path.name for path in PROJECT.iterdir() if path.is_file())
 
 
 def test_every_file_is_made_and_named(

@@ -44,7 +44,7 @@ def test_a_file_of_the_users(tmp_path: Path, text: str, summary: str, absolute: 
         ("zzz", " mine.yaml, other.yml, resnet50_ddp, "),
         ("other.yml", "Rename it to other.yaml"),
         ("folder/resnet50_ddp.yaml", "Rename it, to my_resnet50_ddp.yaml say"),
-        ("folder", "neither the name of a shipped one nor a file"),
+        ("folder", "Name a recipe in it: folder/resnet50_ddp.yaml"),
     ],
 )
 def test_what_is_no_recipe(tmp_path: Path, recipe: str, words: str) -> None:

@@ -41,7 +41,7 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def complete(parser: Parser, own_parsers: Mapping[str, Callable[[], argparse.ArgumentParser]]) -> None:
+def complete(parser: argparse.ArgumentParser, own_parsers: Mapping[str, Callable[[], argparse.ArgumentParser]]) -> None:
     """Answer the shell that asks how the command line may go on, and end the process.
 
     Args:
@@ -49,17 +49,13 @@ def complete(parser: Parser, own_parsers: Mapping[str, Callable[[], argparse.Arg
         own_parsers: makes the parser of a verb that parses its words itself, with options between them, by the verb's
             name.
     """
+    from argcomplete import autocomplete
+
     before = os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])].split(" ")
     verb = before[1] if len(before) > 2 else ""
     if verb in own_parsers:
         os.environ["_ARGCOMPLETE"] = "2"  # the words begin with the second one
-        _complete_with(_intermixed(own_parsers[verb]()))
-    _complete_with(parser)
-
-
-def _complete_with(parser: argparse.ArgumentParser) -> None:
-    from argcomplete import autocomplete
-
+        parser = _intermixed(own_parsers[verb]())
     autocomplete(parser, always_complete_options=False, default_completer=candidates)  # type: ignore[arg-type]
 
 

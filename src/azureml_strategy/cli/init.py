@@ -36,8 +36,8 @@ def _run(options: argparse.Namespace) -> int:
     from importlib.resources import files
 
     folder: Path = options.folder
-    contents = {file.name: file.read_bytes() for file in files("azureml_strategy.project").iterdir() if file.is_file()}
-    contents.pop("__init__.py")
+    project = files("azureml_strategy").joinpath("project")
+    contents = {file.name: file.read_bytes() for file in project.iterdir() if file.is_file()}
     there = sorted(name for name in contents if (folder / name).exists())
     if there:
         return fail(

@@ -44,8 +44,8 @@ _NEEDED = ("model", "data", "trainer", "strategy", "tracking")
 def check_overrides(recipe: Recipe, overrides: Sequence[str]) -> DictConfig:
     """Compose the recipe with the overrides, as Hydra is about to.
 
-    Of a sweep, its first job is composed, and one with each further choice of a group: a choice that is misspelt would
-    be found only when the jobs before it are over.
+    Of a sweep, its first job is composed, and the recipe with each further choice of a group: a misspelt one would be
+    found only when the jobs before it are over.
 
     Returns:
         The configuration, unresolved.
@@ -54,9 +54,9 @@ def check_overrides(recipe: Recipe, overrides: Sequence[str]) -> DictConfig:
         RecipeError: Hydra refuses; the message names the override and its near matches.
     """
     config = compose_recipe(recipe, _of_one_job(overrides))
-    for number, each in enumerate(overrides):
+    for each in overrides:
         for choice in _further_choices(each, config.hydra.runtime.choices):
-            compose_recipe(recipe, _of_one_job([*overrides[:number], choice, *overrides[number + 1 :]]))
+            compose_recipe(recipe, [choice])
     return config
 
 
