@@ -16,6 +16,7 @@ from datetime import timedelta
 from types import FrameType
 from typing import Any
 
+from lightning.fabric import Fabric
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities import distributed, imports, types
 from lightning.fabric.utilities import logger as fabric_logger
@@ -188,14 +189,39 @@ INTERNALS: dict[str, dict[str, str]] = {
     },
     "lightning.pytorch.strategies.deepspeed.DeepSpeedStrategy": {
         "_format_batch_size_and_grad_accum_config": "overridden: the Trainer's numbers and the configuration agree",
-        "_init_deepspeed_distributed": "starts the group, after the checks for CUDA that a CPU skips",
         "_initialize_deepspeed_inference": "overridden: a pipeline evaluates by its own engine",
         "_restore_zero_state": "hands whole weights out to the ranks, layer by layer",
         "_set_node_environment_variables": "overridden: DeepSpeed reads mpirun's local rank besides",
         "_setup_model": "overridden: a pipeline's rank has the layers of its stage",
         "_setup_model_and_optimizer": "overridden: a pipeline's engine is not made by deepspeed.initialize",
     },
+    # Fabric's strategies, which share no base with the Trainer's.
+    "lightning.fabric.strategies.strategy.Strategy": {
+        "_configure_launcher": "overridden, as for the Trainer's; Fabric has set all its numbers by then",
+        "_launcher": "set there",
+    },
+    "lightning.fabric.strategies.parallel.ParallelStrategy": {
+        "_parallel_devices": "as for the Trainer's",
+    },
+    "lightning.fabric.strategies.ddp.DDPStrategy": {
+        "_num_nodes": "what Fabric sets instead of the property that follows the launch",
+        "_process_group_backend": "as for the Trainer's",
+        "_timeout": "as for the Trainer's",
+    },
+    "lightning.fabric.strategies.deepspeed.DeepSpeedStrategy": {
+        "_set_node_environment_variables": "overridden, as for the Trainer's",
+    },
+    "lightning.fabric.strategies.model_parallel.ModelParallelStrategy": {
+        "_data_parallel_size": "as for the Trainer's",
+        "_num_nodes": "as for Fabric's DDP",
+        "_process_group_backend": "as for the Trainer's",
+        "_tensor_parallel_size": "as for the Trainer's",
+        "_timeout": "as for the Trainer's",
+    },
     # Single ones.
+    "lightning.fabric.fabric.Fabric": {
+        "_strategy": "whether its constructor has made it, when callbacks are asked for",
+    },
     "lightning.pytorch.core.module.LightningModule": {
         "_compiler_ctx": "whether torch.compile was given the whole module, which a pipeline refuses",
     },
@@ -518,6 +544,19 @@ def collective_timeout(strategy: Strategy) -> timedelta | None:
 def finds_unused_parameters(strategy: DDPStrategy) -> bool:
     """Tell whether DDP was told to look for parameters without gradients."""
     return bool(strategy._ddp_kwargs.get("find_unused_parameters"))
+
+
+def fabric_in_the_making() -> Fabric | None:
+    """Return the Fabric whose constructor is running, with its strategy ready; None if there is none.
+
+    Lightning asks for callbacks in the constructor, and tells them nothing. Before the processes start it calls no
+    hook. So this looks for the constructor among the callers. If a later Lightning asks elsewhere, it finds none.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not Fabric.__init__.__code__:
+        frame = frame.f_back
+    fabric = frame.f_locals.get("self") if frame is not None else None
+    return fabric if isinstance(fabric, Fabric) and hasattr(fabric, "_strategy") else None
 
 
 def is_compiled(module: LightningModule) -> bool:

@@ -6,9 +6,9 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from azureml_strategy.cluster.environ import (
     CALLBACKS_SWITCH,
@@ -17,6 +17,7 @@ from azureml_strategy.cluster.environ import (
     DATA_CHECK_SWITCH,
     GUARD_SWITCH,
     HANG_WATCH_SWITCH,
+    LAUNCH_SWITCH,
     NETWORK_RECORD_SWITCH,
     TERMINATION_SWITCH,
     THROUGHPUT_SWITCH,
@@ -28,16 +29,25 @@ from azureml_strategy.import_hook import when_imported
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback
-    from lightning.pytorch.strategies import Strategy
 
+    from azureml_strategy.cluster.fabric_guard import FabricGuard
     from azureml_strategy.cluster.launch import Launch, PartialLaunch
 
 log = logging.getLogger(__name__)
+Made = TypeVar("Made")
 
 
+# A script that never mentions this package gets this by the entry point `torch.backends`, which torch loads at the end
+# of its own import. Lightning imports torch before it makes its registries, and a Trainer asks them for its strategy
+# before it asks for callbacks, so that the callbacks' entry point comes too late. A .pth file would run in every Python
+# program of the environment, pip's too, and no build backend installs one from pyproject.toml. An error here would
+# break `import torch`, so this does next to nothing. TORCH_DEVICE_BACKEND_AUTOLOAD=0 leaves it out; then the guard
+# stops what would train alone.
+@cache  # by that entry point, and by `import azureml_strategy`
 def register_when_lightning_is_imported() -> None:
     """Register the strategy names now if Lightning is imported, or else as soon as the script imports it."""
     when_imported("lightning.pytorch.strategies", _register)
+    when_imported("lightning.fabric.strategies", _register_in_fabric)
     when_imported("pytorch_lightning.strategies", _register_refusals)
 
 
@@ -52,14 +62,9 @@ def job_callbacks() -> list[Callback]:
     """
     from azureml_strategy.cluster.job import read_job
 
-    if switched_off(os.environ, CALLBACKS_SWITCH):
+    if switched_off(os.environ, CALLBACKS_SWITCH) or _works_alone():
         return []
-    try:
-        launch = _launch()
-    except LaunchError:
-        if switched_off(os.environ, GUARD_SWITCH):  # as in a parallel job, whose workers have no ranks
-            return []
-        raise
+    launch = _launch()
     parts: dict[str, Callable[[], Callback | None]] = {}
     if launch is not None:
         parts |= {switch: partial(make, launch) for switch, make in _PARTS.items()}
@@ -87,13 +92,36 @@ def pytorch_lightning_callbacks() -> list[Callback]:
     return [guard] if guard is not None else []
 
 
+def fabric_callbacks() -> list[FabricGuard]:
+    """Return what Lightning adds to every Fabric: in a distributed job the guard.
+
+    Raises:
+        LaunchError: this process cannot know its rank, or the Fabric that is being made contradicts the job.
+    """
+    launch = None if switched_off(os.environ, GUARD_SWITCH) else _launch()
+    guard = _made(GUARD_SWITCH, lambda: _fabric_guard(launch)) if launch is not None else None
+    return [guard] if guard is not None else []
+
+
 def _launch() -> Launch | PartialLaunch | None:
+    """Return what is known of this process's launch; None if nothing needs it."""
     from azureml_strategy.cluster.launchers import detect_ranks
 
-    return detect_ranks()
+    return None if switched_off(os.environ, CALLBACKS_SWITCH) or _works_alone() else detect_ranks()
 
 
-def _made(switch: str, make: Callable[[], Callback | None]) -> Callback | None:
+def _works_alone() -> bool:
+    """Whether the rank is unknown, and the user says that this is meant, as for the workers of a parallel job."""
+    from azureml_strategy.cluster.launchers import detect_ranks
+
+    try:
+        detect_ranks()
+    except LaunchError:
+        return switched_off(os.environ, GUARD_SWITCH)
+    return False
+
+
+def _made(switch: str, make: Callable[[], Made]) -> Made | None:
     try:
         return make()
     except LaunchError:
@@ -115,6 +143,12 @@ def _pytorch_lightning_guard(launch: Launch | PartialLaunch) -> Callback:
     from azureml_strategy.cluster.pytorch_lightning_guard import PytorchLightningGuard
 
     return PytorchLightningGuard(launch)
+
+
+def _fabric_guard(launch: Launch | PartialLaunch) -> FabricGuard:
+    from azureml_strategy.cluster.fabric_guard import FabricGuard
+
+    return FabricGuard(launch)
 
 
 def _hang_watch(launch: Launch | PartialLaunch) -> Callback:
@@ -192,6 +226,30 @@ def _register(strategies: ModuleType) -> None:
     """Register functions instead of classes: Lightning may be half imported here, even by this package itself."""
     for name, (maker, description, arguments) in _STRATEGIES.items():
         strategies.StrategyRegistry.register(name, maker, description=description, **arguments)
+    _replace_in_jobs(strategies.StrategyRegistry, _ddp)
+
+
+def _register_in_fabric(strategies: ModuleType) -> None:
+    for name, (maker, description, arguments) in _STRATEGIES.items():
+        in_fabric = _IN_FABRIC.get(maker, _refuse_in_fabric)
+        strategies.STRATEGY_REGISTRY.register(name, in_fabric, description=description, **arguments)
+    _replace_in_jobs(strategies.STRATEGY_REGISTRY, _fabric_ddp)
+
+
+def _replace_in_jobs(registry: Any, maker: Callable[..., Any]) -> None:
+    """Let Lightning's own names for DDP give ours in a distributed job. A job's numbers are better than a script's."""
+    for name in _REPLACED & registry.keys():
+        stock = registry[name]
+        either = partial(_ours_in_job, maker, stock["strategy"])
+        registry.register(name, either, description=stock["description"], override=True, **stock["init_params"])
+
+
+def _ours_in_job(ours: Callable[..., Any], stock: Callable[..., Any], **arguments: Any) -> Any:
+    if switched_off(os.environ, LAUNCH_SWITCH) or _launch() is None:
+        return stock(**arguments)
+    strategy = ours(gradient_as_bucket_view=False, **arguments)  # as in Lightning: a script may replace gradients
+    strategy.prefer_plugins()
+    return strategy
 
 
 def _register_refusals(strategies: ModuleType) -> None:
@@ -200,25 +258,25 @@ def _register_refusals(strategies: ModuleType) -> None:
         strategies.StrategyRegistry.register(name, _refuse, description="needs the `lightning` package")
 
 
-def _ddp(**arguments: Any) -> Strategy:
+def _ddp(**arguments: Any) -> Any:
     from azureml_strategy.strategies import AzureMLDDPStrategy
 
     return AzureMLDDPStrategy(**arguments)
 
 
-def _model_parallel(**arguments: Any) -> Strategy:
+def _model_parallel(**arguments: Any) -> Any:
     from azureml_strategy.strategies import AzureMLModelParallelStrategy
 
     return AzureMLModelParallelStrategy(**arguments)
 
 
-def _deepspeed(**arguments: Any) -> Strategy:
+def _deepspeed(**arguments: Any) -> Any:
     from azureml_strategy.strategies import AzureMLDeepSpeedStrategy
 
     return AzureMLDeepSpeedStrategy(**arguments)
 
 
-def _pipeline(**arguments: Any) -> Strategy:
+def _pipeline(**arguments: Any) -> Any:
     from azureml_strategy.strategies import PipelineStrategy
 
     return PipelineStrategy(**arguments)
@@ -232,8 +290,42 @@ def _refuse(**arguments: Any) -> NoReturn:
     )
 
 
+def _fabric_ddp(**arguments: Any) -> Any:
+    from azureml_strategy.strategies.fabric import FabricDDPStrategy
+
+    return FabricDDPStrategy(**arguments)
+
+
+def _fabric_model_parallel(**arguments: Any) -> Any:
+    from azureml_strategy.strategies.fabric import FabricModelParallelStrategy
+
+    return FabricModelParallelStrategy(**arguments)
+
+
+def _fabric_deepspeed(**arguments: Any) -> Any:
+    from azureml_strategy.strategies.fabric import FabricDeepSpeedStrategy
+
+    return FabricDeepSpeedStrategy(**arguments)
+
+
+def _refuse_in_fabric(**arguments: Any) -> NoReturn:
+    raise NotImplementedError(
+        "This strategy needs the loops of a Trainer, which runs a pipeline's passes by itself; Fabric has none. Write "
+        "Fabric(strategy='azureml_model_parallel') or 'azureml_deepspeed_stage_3', which cut a large model too; or "
+        "train it by lightning.pytorch.Trainer."
+    )
+
+
+# Names of Lightning's whose strategies start the script anew, or are started by a launcher.
+_REPLACED = {"ddp", "ddp_find_unused_parameters_true", "ddp_find_unused_parameters_false"}
+# the Trainer's maker: Fabric's
+_IN_FABRIC: dict[Callable[..., Any], Callable[..., Any]] = {
+    _ddp: _fabric_ddp,
+    _model_parallel: _fabric_model_parallel,
+    _deepspeed: _fabric_deepspeed,
+}
 # name: (maker, description, arguments)
-_STRATEGIES: dict[str, tuple[Callable[..., Strategy], str, dict[str, Any]]] = {
+_STRATEGIES: dict[str, tuple[Callable[..., Any], str, dict[str, Any]]] = {
     "azureml_ddp": (_ddp, "DDP with processes from the Azure ML job", {}),
     "azureml_ddp_find_unused_parameters_true": (
         _ddp,

@@ -6,7 +6,10 @@ import logging
 from typing import Any
 
 import pytest
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from azureml_strategy.cluster.emulated import EmulatedRun, azure_variables
@@ -42,10 +45,39 @@ def test_attributes_come_from_the_job(monkeypatch: pytest.MonkeyPatch, launcher:
     assert (environment.local_rank(), environment.node_rank()) == (1, 1)
 
 
-def test_outside_a_job_there_is_none() -> None:
+def test_outside_a_job_it_is_lightnings_own() -> None:
+    environment, lightnings = AzureMLEnvironment(), LightningEnvironment()
     assert not AzureMLEnvironment.detect()
-    with pytest.raises(LaunchError, match=r"outside a distributed Azure ML job.*strategy='azureml_ddp'"):
-        AzureMLEnvironment()
+    assert not environment.in_job
+    with pytest.raises(LaunchError, match="in no distributed Azure ML job"):
+        _ = environment.launch
+    for each in (environment, lightnings):
+        each.set_world_size(6)
+        each.set_global_rank(5)
+        assert (each.world_size(), each.global_rank(), each.local_rank(), each.node_rank()) == (6, 5, 0, 0)
+        assert not each.creates_processes_externally
+        assert each.main_address == "127.0.0.1"
+    assert environment.main_port == environment.main_port > 0
+
+
+@pytest.mark.parametrize("maker", [Trainer, Fabric])
+def test_a_script_with_the_plugin_runs_on_a_laptop(maker: type) -> None:
+    made = maker(plugins=[AzureMLEnvironment()], accelerator="cpu")
+    assert (made.world_size, made.global_rank, made.is_global_zero) == (1, 0, True)
+
+
+@pytest.mark.parametrize("maker", [Trainer, Fabric])
+def test_two_nodes_on_a_laptop_are_two_nodes(maker: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the data would be read by nobody if only the environment took them for one."""
+    made = maker(plugins=[AzureMLEnvironment()], accelerator="cpu", num_nodes=2, devices=1)
+    assert made.world_size == 2
+    with pytest.raises(LaunchError, match=r"MASTER_ADDR is not set.*wait for ranks that nobody starts.*azureml_ddp"):
+        made.strategy.launcher.launch(lambda: None)
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.4")
+    monkeypatch.setenv("NODE_RANK", "1")
+    environment = AzureMLEnvironment()
+    environment.validate_settings(num_devices=1, num_nodes=2)
+    assert (environment.main_address, environment.node_rank()) == ("10.0.0.4", 1)
 
 
 def test_a_launch_can_be_given() -> None:
@@ -101,7 +133,8 @@ def test_as_a_plugin_of_a_stock_strategy(monkeypatch: pytest.MonkeyPatch, launch
 
 def test_lightning_asks_for_the_check_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     inside(monkeypatch, LAUNCH)
-    trainer = Trainer(plugins=[AzureMLEnvironment()], strategy="ddp", devices=4, **QUIET)
+    strategy = DDPStrategy()  # the name gives one that knows the job's nodes
+    trainer = Trainer(plugins=[AzureMLEnvironment()], strategy=strategy, devices=4, **QUIET)
     assert trainer.strategy.launcher is not None
     with pytest.raises(LaunchError, match="num_nodes=1, devices=4"):
         trainer.strategy.launcher.launch(lambda: None)

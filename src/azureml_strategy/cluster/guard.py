@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import dataclass
+from typing import Any
 
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
@@ -51,10 +53,7 @@ class LaunchGuard(IsolatedCallback):
         Raises:
             LaunchError: no variable gives the number of nodes, and the other ranks did not help.
         """
-        if isinstance(self._known, PartialLaunch):
-            learned = learn_launch()
-            assert learned is not None
-            self._known = learned
+        self._known = learned(self._known)
         return self._known
 
     @override
@@ -74,21 +73,12 @@ class LaunchGuard(IsolatedCallback):
             LaunchError: their numbers differ, each process would start those of its node again, or the strategy reads
                 ranks other than the job's.
         """
-        environment = getattr(trainer.strategy, "cluster_environment", None)
-        if not _is_known(environment) or self._evaluates_alone(trainer) or self._is_covered(trainer):
-            return
-        if self._starts_processes_twice(trainer):
-            raise LaunchError(self._twice(trainer))
-        devices = trainer.num_devices
-        free = self.launch.local_world_size == 1 and self._starts_others(trainer)
-        if trainer.num_nodes != self.launch.num_nodes or not (free or devices == self.launch.local_world_size):
-            raise LaunchError(self._wrong_size(trainer))
-        if environment is not None and _is_lightnings(environment):
-            self._check_lightning_environment(environment)
+        processes = Processes(trainer.strategy, "Trainer", _remedy(trainer))
+        if processes.known and not self._evaluates_alone(trainer, processes) and not self._is_covered(trainer):
+            processes.check(self.launch)
 
-    def _evaluates_alone(self, trainer: Trainer) -> bool:
-        alone = trainer.num_nodes * trainer.num_devices == 1 and trainer.strategy.launcher is None
-        if not alone or trainer.state.fn is None or trainer.state.fn.value not in _EVALUATIONS:
+    def _evaluates_alone(self, trainer: Trainer, processes: Processes) -> bool:
+        if not processes.alone or trainer.state.fn is None or trainer.state.fn.value not in _EVALUATIONS:
             return False
         if self._known.rank == 1 and not self._said:  # rank 0 may be the only one on purpose
             self._said = True
@@ -108,51 +98,118 @@ class LaunchGuard(IsolatedCallback):
         """
         return isinstance(self._known, PartialLaunch) and _forks(trainer.strategy.launcher) and trainer.local_rank > 0
 
-    def _starts_processes_twice(self, trainer: Trainer) -> bool:
-        return self.launch.local_world_size > 1 and _forks(trainer.strategy.launcher)
 
-    def _starts_others(self, trainer: Trainer) -> bool:
+def learned(known: Launch | PartialLaunch) -> Launch:
+    """Return the whole launch; ask the other ranks for the number of nodes if no variable gives it.
+
+    Raises:
+        LaunchError: the other ranks did not help.
+    """
+    launch = learn_launch() if isinstance(known, PartialLaunch) else known
+    assert launch is not None
+    return launch
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The processes that a Trainer's or Fabric's strategy counts on, to compare with the job's.
+
+    Attributes:
+        strategy: the strategy, with the numbers that Lightning has given it.
+        maker: `Trainer` or `Fabric`.
+        remedy: what to type instead.
+    """
+
+    strategy: Any
+    maker: str
+    remedy: str
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes, as Lightning counts them; 1 for a strategy that knows of none."""
+        return int(getattr(self.strategy, "num_nodes", 1))
+
+    @property
+    def devices(self) -> int:
+        """Devices of a node, each with a process of its own. Fabric's `dp` serves several by one."""
+        return len(self.strategy.parallel_devices or [None]) if hasattr(self.strategy, "num_nodes") else 1
+
+    @property
+    def environment(self) -> ClusterEnvironment | None:
+        """Where the strategy reads its ranks; None for one of a single device."""
+        return getattr(self.strategy, "cluster_environment", None)
+
+    @property
+    def known(self) -> bool:
+        """Whether Lightning's cluster environments or ours give the ranks. Ray Train and others bring their own."""
+        return self.environment is None or type(self.environment).__module__.partition(".")[0] in _KNOWN
+
+    @property
+    def alone(self) -> bool:
+        """Whether this process would work alone, without a launcher."""
+        return self.num_nodes * self.devices == 1 and self.strategy.launcher is None
+
+    def check(self, launch: Launch) -> None:
+        """Compare them with the job's.
+
+        Args:
+            launch: this process's place in the job.
+
+        Raises:
+            LaunchError: their numbers differ, each process would start those of its node again, or the strategy reads
+                ranks other than the job's.
+        """
+        if not self.known:
+            return
+        if launch.local_world_size > 1 and _forks(self.strategy.launcher):
+            raise LaunchError(self._twice(launch))
+        free = launch.local_world_size == 1 and self._starts_others()
+        if self.num_nodes != launch.num_nodes or not (free or self.devices == launch.local_world_size):
+            raise LaunchError(self._wrong_size(launch))
+        if self.environment is not None and _is_lightnings(self.environment):
+            self._check_lightning_environment(self.environment, launch)
+
+    def _starts_others(self) -> bool:
         """Whether the strategy starts a node's other processes, or has started this one."""
-        if _forks(trainer.strategy.launcher):
+        if _forks(self.strategy.launcher):
             return True
-        environment = getattr(trainer.strategy, "cluster_environment", None)
+        environment = self.environment
         if environment is None or not environment.creates_processes_externally:
             return environment is not None
         # Lightning writes LOCAL_RANK when it starts processes. Once it is set, `creates_processes_externally` is true,
         # as if a launcher had started them.
-        started = bool(getattr(trainer.strategy.launcher, "procs", None))
+        started = bool(getattr(self.strategy.launcher, "procs", None))
         return _is_lightnings(environment) and (started or environment.local_rank() > 0)
 
-    def _twice(self, trainer: Trainer) -> str:
-        launch, processes = self.launch, trainer.num_devices
+    def _twice(self, launch: Launch) -> str:
+        processes = self.devices
         return (
-            f"This Trainer starts {processes} processes by `multiprocessing`, and the job's `{launch.launcher}` "
+            f"This {self.maker} starts {processes} processes by `multiprocessing`, and the job's `{launch.launcher}` "
             f"launcher has started {launch.local_world_size} process(es) on each node already: each of these would "
-            f"start {processes} more, which collide. {_remedy(trainer)} Or keep the strategy, and set the job's "
+            f"start {processes} more, which collide. {self.remedy} Or keep the strategy, and set the job's "
             "process_count_per_instance to 1."
         )
 
-    def _wrong_size(self, trainer: Trainer) -> str:
-        launch, strategy = self.launch, type(trainer.strategy).__name__
-        world_size = trainer.num_nodes * trainer.num_devices
+    def _wrong_size(self, launch: Launch) -> str:
+        strategy = type(self.strategy).__name__
+        world_size = self.num_nodes * self.devices
         fate = (
             "it would wait for ranks that nobody starts"
             if world_size > launch.world_size
             else "each group of that size would train alone on all the data"
         )
         return (
-            f"This Trainer wants {world_size} process(es): num_nodes={trainer.num_nodes} x "
-            f"devices={trainer.num_devices}, with {strategy}. The job's `{launch.launcher}` launcher started "
+            f"This {self.maker} wants {world_size} process(es): num_nodes={self.num_nodes} x "
+            f"devices={self.devices}, with {strategy}. The job's `{launch.launcher}` launcher started "
             f"{launch.world_size}: {launch.num_nodes} node(s) x {launch.local_world_size}; {fate}. "
-            f"{_remedy(trainer)} For another strategy, "
+            f"{self.remedy} For another strategy, "
             "set the job's process_count_per_instance to the devices of a node (it is "
-            f"{launch.local_world_size}) and write Trainer(num_nodes={launch.num_nodes}, "
-            f"devices={launch.local_world_size}). If this Trainer is meant to run alone in each process, "
+            f"{launch.local_world_size}) and write {self.maker}(num_nodes={launch.num_nodes}, "
+            f"devices={launch.local_world_size}). If this {self.maker} is meant to run alone in each process, "
             f"set {GUARD_SWITCH}=off."
         )
 
-    def _check_lightning_environment(self, environment: ClusterEnvironment) -> None:
-        launch = self.launch
+    def _check_lightning_environment(self, environment: ClusterEnvironment, launch: Launch) -> None:
         missing = launch.num_nodes > 1 and any(name not in os.environ for name in _LIGHTNING_READS)
         read = (environment.node_rank(), environment.local_rank())
         alone = launch.local_world_size == 1  # on its node, so Lightning started the further local ranks
@@ -161,8 +218,8 @@ class LaunchGuard(IsolatedCallback):
                 f"The strategy reads node rank {read[0]} and local rank {read[1]} from Lightning's default "
                 f"environment ({seen(os.environ, (*_LIGHTNING_READS, 'LOCAL_RANK'))}), but the job's "
                 f"`{launch.launcher}` launcher gave this process node rank {launch.node_rank} and local rank "
-                f"{launch.local_rank}: ranks would collide. Write Trainer(strategy='azureml_ddp') after `import "
-                "azureml_strategy`, or Trainer(plugins=[azureml_strategy.cluster.AzureMLEnvironment()])."
+                f"{launch.local_rank}: ranks would collide. Write {self.maker}(strategy='azureml_ddp') after `import "
+                f"azureml_strategy`, or {self.maker}(plugins=[azureml_strategy.cluster.AzureMLEnvironment()])."
             )
 
 
@@ -173,26 +230,22 @@ def _remedy(trainer: Trainer) -> str:
             "work. Write `from lightning.pytorch import Trainer`, likewise for LightningModule and callbacks, and "
             "Trainer(strategy='azureml_ddp') after `import azureml_strategy`."
         )
+    return remedy("Trainer")
+
+
+def remedy(maker: str) -> str:
+    """Return what to type instead, for a `Trainer` or a `Fabric` of the `lightning` package."""
     return (
-        "Write Trainer(strategy='azureml_ddp') after `import azureml_strategy`: it takes both numbers from the job, "
+        f"Write {maker}(strategy='azureml_ddp') after `import azureml_strategy`: it takes both numbers from the job, "
         "and starts a process for each device of a node where the job started only one."
     )
 
 
-def _is_known(environment: ClusterEnvironment | None) -> bool:
-    """Whether the ranks come from Lightning's cluster environments or ours. Ray Train and others bring their own."""
-    return environment is None or type(environment).__module__.partition(".")[0] in _KNOWN
-
-
 def _is_lightnings(environment: ClusterEnvironment) -> bool:
-    return _is_a(environment, "LightningEnvironment")
+    return type(environment).__name__ == "LightningEnvironment"  # ours is a subclass
 
 
 def _forks(launcher: object) -> bool:
     """Whether the launcher starts a node's processes by `multiprocessing`, as with `ddp_spawn` and `ddp_notebook`."""
-    return _is_a(launcher, MultiProcessingLauncher.__name__)
-
-
-def _is_a(value: object, name: str) -> bool:
-    """Compare classes by name, because `pytorch_lightning` has its own copies of them."""
-    return any(each.__name__ == name for each in type(value).__mro__)
+    # By name, because `pytorch_lightning` has its own copies of the classes.
+    return any(each.__name__ == MultiProcessingLauncher.__name__ for each in type(launcher).__mro__)

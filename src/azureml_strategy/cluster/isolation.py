@@ -21,19 +21,19 @@ Value = TypeVar("Value")
 _INTENDED = "_azureml_strategy_intended"
 
 
-class IsolatedCallback(Callback):
-    """A callback whose own faults do not end the run.
+class Isolated:
+    """A part of a run whose own faults do not end it.
 
     Each public method of a subclass is wrapped, also one that it inherits from a class that is not isolated. An
-    unexpected exception becomes one warning, with its traceback and the switch that disables the callback, and the
-    callback does nothing more until the next `setup`. Exceptions that end a run on purpose pass through: LaunchError,
+    unexpected exception becomes one warning, with its traceback and the switch that disables the part, and the part
+    does nothing more until the next `setup`. Exceptions that end a run on purpose pass through: LaunchError,
     all that are not an `Exception` (SIGTERMException, SystemExit, KeyboardInterrupt), and those raised inside
     `passed_through`.
 
     A method with a collective must take part in it even if something fails on its rank: see `Attempt`.
 
     Attributes:
-        switch: the environment variable that disables this callback when it is `off`.
+        switch: the environment variable that disables this part when it is `off`.
     """
 
     switch: ClassVar[str]
@@ -44,9 +44,23 @@ class IsolatedCallback(Callback):
         for name in dir(cls):
             owner = next(each for each in cls.__mro__ if name in vars(each))
             member = vars(owner)[name]
-            is_theirs = owner is cls or not (issubclass(IsolatedCallback, owner) or issubclass(owner, IsolatedCallback))
+            is_theirs = owner is cls or not (owner is Callback or issubclass(owner, Isolated))
             if is_theirs and inspect.isfunction(member) and not name.startswith("_"):
                 setattr(cls, name, _isolated(member))
+
+    def _give_up(self, trainer: Trainer | None) -> None:
+        """Undo what would otherwise still act on the run after the callback has stopped working.
+
+        Args:
+            trainer: the run's Trainer; None if the method that failed did not get it as an argument.
+        """
+
+    def _report(self, method: str, fault: Exception) -> None:
+        log.warning(fault_text(f"{type(self).__name__}.{method}", self.switch, fault))
+
+
+class IsolatedCallback(Isolated, Callback):
+    """A callback of a Trainer whose own faults do not end the run."""
 
     @property
     def log(self) -> Callable[..., None]:
@@ -68,16 +82,6 @@ class IsolatedCallback(Callback):
 
         `setup` must do the same if this was not called, in case a later Lightning assigns `log` at another time.
         """
-
-    def _give_up(self, trainer: Trainer | None) -> None:
-        """Undo what would otherwise still act on the run after the callback has stopped working.
-
-        Args:
-            trainer: the run's Trainer; None if the method that failed did not get it as an argument.
-        """
-
-    def _report(self, method: str, fault: Exception) -> None:
-        log.warning(fault_text(f"{type(self).__name__}.{method}", self.switch, fault))
 
 
 class Attempt(Generic[Value]):
@@ -142,7 +146,7 @@ def fault_text(where: str, switch: str, fault: Exception) -> str:
 
 def _isolated(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
-    def run(self: IsolatedCallback, *arguments: Any, **named: Any) -> Any:
+    def run(self: Isolated, *arguments: Any, **named: Any) -> Any:
         if method.__name__ == "setup":
             self._inert = False  # all ranks start again together
         if self._inert:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,6 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.distributed.constants import default_pg_timeout
-from typing_extensions import override
 
 from azureml_strategy.checkpoint.plain_data import PlainDataStrategy
 from azureml_strategy.cluster.environ import LaunchError
@@ -29,12 +28,12 @@ from azureml_strategy.strategies.launcher import NodeLauncher
 _networks: dict[str, RunNetwork] = {}
 
 
-class LaunchedStrategy(PlainDataStrategy, ParallelStrategy):
-    """Mix-in that stands before one of Lightning's parallel strategies in the list of bases.
+class LaunchedProcesses:
+    """Mix-in that stands before a parallel strategy of Lightning's, the Trainer's or Fabric's, in the bases.
 
-    In a job, `num_nodes` and `devices` follow the launch. Lightning tells a strategy the Trainer's numbers, but not
-    whether the user typed them. If not, it passes 1 node, and 1 CPU process or all visible GPUs. So the launch
-    overrides these values, and any other number must agree with it. Outside a job nothing changes.
+    In a job, `num_nodes` and `devices` follow the launch. Lightning tells a strategy the numbers of its Trainer or
+    Fabric, but not whether the user typed them. If not, it passes 1 node, and 1 CPU process or all visible GPUs. So the
+    launch overrides these values, and any other number must agree with it. Outside a job nothing changes.
 
     Args:
         cluster_environment: replaces the environment that the job's launch gives.
@@ -42,9 +41,18 @@ class LaunchedStrategy(PlainDataStrategy, ParallelStrategy):
         kwargs: the wrapped strategy's own arguments.
     """
 
-    # Lightning's strategies each define these two attributes themselves.
-    _timeout: timedelta | None
+    made_by: ClassVar[str] = "Trainer"
+    launcher_class: ClassVar[type[NodeLauncher]] = NodeLauncher
+    # Lightning's strategies each define these attributes themselves.
+    root_device: torch.device
+    _launcher: Any
+    _num_nodes: int
+    _parallel_devices: list[torch.device] | None
     _process_group_backend: str | None
+    _timeout: timedelta | None
+    # The job's environment, until Lightning tells whether the user gave another.
+    _withheld: AzureMLEnvironment | None = None
+    _cluster_environment: ClusterEnvironment | None
 
     def __init__(
         self, *, cluster_environment: ClusterEnvironment | None = None, require_infiniband: bool = False, **kwargs: Any
@@ -52,16 +60,35 @@ class LaunchedStrategy(PlainDataStrategy, ParallelStrategy):
         if cluster_environment is None:
             launch = learn_launch(kwargs.get("timeout"))
             cluster_environment = AzureMLEnvironment(launch) if launch else None
-        self._job_environment = cluster_environment if isinstance(cluster_environment, AzureMLEnvironment) else None
+        self._job_environment = _of_job(cluster_environment)
         self._require_infiniband = require_infiniband
         super().__init__(**kwargs)
         # Set it here: ModelParallelStrategy has no such argument, and the other strategies would only store it.
         self.cluster_environment = cluster_environment
 
+    def prefer_plugins(self) -> None:
+        """Give way to a cluster environment of the user's: `Trainer(strategy="ddp", plugins=[environment])`.
+
+        Lightning hands a strategy the environment of `plugins`, or one of its own, only if the strategy has none.
+        """
+        self._withheld, self._cluster_environment = self._job_environment, None
+
     @property
-    @override
+    def cluster_environment(self) -> ClusterEnvironment | None:
+        """Where ranks and addresses come from."""
+        return self._cluster_environment
+
+    @cluster_environment.setter
+    def cluster_environment(self, environment: ClusterEnvironment | None) -> None:
+        if self._withheld is not None:
+            environment = self._withheld if _is_lightnings(environment) else environment
+            self._job_environment, self._withheld = _of_job(environment), None
+        self._cluster_environment = environment
+
+    @property
     def parallel_devices(self) -> list[torch.device] | None:
-        return super().parallel_devices
+        """One device for each process of a node."""
+        return self._parallel_devices
 
     @parallel_devices.setter
     def parallel_devices(self, devices: list[torch.device] | None) -> None:
@@ -71,7 +98,7 @@ class LaunchedStrategy(PlainDataStrategy, ParallelStrategy):
 
     @property
     def num_nodes(self) -> int:
-        """Nodes in the job; outside a job, the Trainer's number."""
+        """Nodes in the job; outside a job, the number that was typed."""
         return self._num_nodes
 
     @num_nodes.setter
@@ -80,20 +107,19 @@ class LaunchedStrategy(PlainDataStrategy, ParallelStrategy):
             job_nodes = self._job_environment.launch.num_nodes
             if num_nodes not in (1, job_nodes):
                 raise LaunchError(
-                    f"Trainer(num_nodes={num_nodes}), but the job has {job_nodes} node(s), as its "
+                    f"{self.made_by}(num_nodes={num_nodes}), but the job has {job_nodes} node(s), as its "
                     f"`{self._job_environment.launch.launcher}` launcher says. Leave num_nodes out, or set the "
                     f"job's `resources.instance_count` to {num_nodes}."
                 )
             num_nodes = job_nodes
         self._num_nodes = num_nodes
 
-    @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         assert self.parallel_devices is not None
         self._launcher = None
         if not is_interactive():
-            self._launcher = NodeLauncher(self.cluster_environment, len(self.parallel_devices), self.num_nodes)
+            self._launcher = self.launcher_class(self.cluster_environment, len(self.parallel_devices), self.num_nodes)
         elif self._must_start_processes():
             raise ConfigurationError(self._no_script(len(self.parallel_devices)))
 
@@ -114,12 +140,12 @@ class LaunchedStrategy(PlainDataStrategy, ParallelStrategy):
             f"a notebook or an interactive session, which has none. Put the training into a script; or {remedy}."
         )
 
-    @override
     def setup_environment(self) -> None:
-        if dist.is_initialized() and dist.get_world_size() != self.world_size:
+        """Start the process group; in a job on the network that is there."""
+        if dist.is_initialized() and dist.get_world_size() != self.world_size:  # type: ignore[attr-defined]
             # Lightning would use it. After a training on one device, each process that a notebook forks has a copy.
             raise ConfigurationError(
-                f"This Trainer has {self.world_size} processes, but this one is in a process group of "
+                f"This {self.made_by} has {self.world_size} processes, but this one is in a process group of "  # type: ignore[attr-defined]
                 f"{dist.get_world_size()} from an earlier training. In a notebook, restart the kernel; in a script, "
                 "call torch.distributed.destroy_process_group() before."
             )
@@ -130,7 +156,7 @@ class LaunchedStrategy(PlainDataStrategy, ParallelStrategy):
             if not dist.is_initialized():
                 self._start_on_network(self._job_environment.launch)
                 return
-        super().setup_environment()
+        super().setup_environment()  # type: ignore[misc]
 
     @property
     def network(self) -> RunNetwork | None:
@@ -142,7 +168,7 @@ class LaunchedStrategy(PlainDataStrategy, ParallelStrategy):
         backend = self._process_group_backend or default_process_group_backend(self.root_device)
         timeout = self._timeout or default_pg_timeout
         session = prepare_network(launch, backend, timeout, require_infiniband=self._require_infiniband)
-        super().setup_environment()
+        super().setup_environment()  # type: ignore[misc]
         if backend == "nccl":
             # NCCL connects at the first collective, and only then is there a transport to observe.
             dist.all_reduce(torch.zeros(1, device=self.root_device))
@@ -170,7 +196,20 @@ class LaunchedStrategy(PlainDataStrategy, ParallelStrategy):
             if asked == 1 and "," not in os.environ.get("CUDA_VISIBLE_DEVICES", ","):
                 return devices * processes  # the platform shows each process only its own GPU
         raise LaunchError(
-            f"Trainer(devices={asked}) on `{devices[0].type}`, but the job's `{environment.launch.launcher}` launcher "
-            f"started {processes} processes on each node, and each needs a device. Leave devices out or write "
+            f"{self.made_by}(devices={asked}) on `{devices[0].type}`, but the job's `{environment.launch.launcher}` "
+            f"launcher started {processes} processes on each node, and each needs a device. Leave devices out or write "
             f"devices={processes}; or set the job's `process_count_per_instance` to {asked}."
         )
+
+
+class LaunchedStrategy(LaunchedProcesses, PlainDataStrategy, ParallelStrategy):
+    """`LaunchedProcesses` for the Trainer's strategies, with checkpoints that a restart can load."""
+
+
+def _of_job(environment: ClusterEnvironment | None) -> AzureMLEnvironment | None:
+    return environment if isinstance(environment, AzureMLEnvironment) and environment.in_job else None
+
+
+def _is_lightnings(environment: ClusterEnvironment | None) -> bool:
+    """Whether Lightning may have chosen the environment itself. It looks at variables, and knows none of Azure ML's."""
+    return type(environment).__module__.partition(".")[0] == "lightning"

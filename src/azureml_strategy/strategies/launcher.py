@@ -35,7 +35,7 @@ class NodeLauncher(SubprocessScriptLauncher):
 
     def _variables(self, local_rank: int) -> dict[str, str]:
         environment: ClusterEnvironment = self.cluster_environment
-        if isinstance(environment, AzureMLEnvironment):
+        if isinstance(environment, AzureMLEnvironment) and environment.in_job:
             launch = environment.launch.with_local_processes(self.num_processes, local_rank)
             return local.variables(launch)
         return {

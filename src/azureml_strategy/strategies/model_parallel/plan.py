@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -15,7 +16,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from azureml_strategy.strategies.errors import ConfigurationError
+from azureml_strategy.strategies.errors import ConfigurationError, MissingPlanError
+from azureml_strategy.strategies.model_parallel.checkpoint import copy_from_rank_zero, uncut_parameters
+from azureml_strategy.strategies.model_parallel.layout import HasShardedBlocks, HasTensorParallelPlan
 
 # All places of one parameter, each as the name of the submodule and the parameter's name in it.
 Places = list[tuple[str, str]]
@@ -23,6 +26,57 @@ Places = list[tuple[str, str]]
 # Methods of a module that Lightning calls instead of its forward.
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 STYLES = ("colwise", "colwise_gather_output", "rowwise")
+
+
+def spread(
+    module: nn.Module, mesh: DeviceMesh, device: torch.device, *, precision: str, activation_checkpointing: bool
+) -> list[nn.Parameter]:
+    """Cut and shard a module that still holds all its parameters. Every rank must call this.
+
+    Args:
+        module: may have the methods of `HasTensorParallelPlan` and `HasShardedBlocks`.
+        mesh: its axes are `data_parallel` and `tensor_parallel`.
+        device: of this rank.
+        precision: as in `Trainer(precision=...)`.
+        activation_checkpointing: keep only the inputs of each sharded block.
+
+    Returns:
+        The parameters of which all ranks of a tensor-parallel group hold the same part.
+
+    Raises:
+        ConfigurationError: the plan does not fit the module, or there is none (MissingPlanError).
+    """
+    tensor_mesh = mesh["tensor_parallel"]
+    if tensor_mesh.size() > 1 and not isinstance(module, HasTensorParallelPlan):
+        raise MissingPlanError(no_plan(module, tensor_mesh.size()))
+    copy_from_rank_zero(module, device)
+    if isinstance(module, HasTensorParallelPlan) and tensor_mesh.size() > 1:
+        cut_tensors(module, tensor_mesh, module.tensor_parallel_plan())
+    blocks = _blocks(module)
+    if activation_checkpointing:
+        checkpoint_activations(blocks)
+    shard_parameters(module, mesh["data_parallel"], blocks, precision)
+    return uncut_parameters(module, "tensor_parallel") if tensor_mesh.size() > 1 else []
+
+
+def no_plan(module: object, size: int) -> str:
+    """Return the error for a module that does not say how to cut its layers."""
+    return (
+        f"tensor_parallel_size={size}, but {type(module).__name__} does not say how to cut its layers. Give it a "
+        "method tensor_parallel_plan() that returns names and styles, as in {'layers.*.up': 'colwise', "
+        "'layers.*.down': 'rowwise'}; or write tensor_parallel_size=1, which shards it without cutting."
+    )
+
+
+def _blocks(module: nn.Module) -> Sequence[nn.Module]:
+    blocks = list(module.sharded_blocks()) if isinstance(module, HasShardedBlocks) else []
+    if not blocks:
+        rank_zero_warn(
+            f"{type(module).__name__} names no blocks, so each rank gathers all its parameters for the whole step: "
+            "only gradients and optimizer state take less memory. Give it a method sharded_blocks() that returns its "
+            "layers."
+        )
+    return blocks
 
 
 def shared_parameters(module: nn.Module) -> list[Places]:

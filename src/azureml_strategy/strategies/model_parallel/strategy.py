@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.model_parallel import ModelParallelStrategy
-from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
@@ -27,9 +25,7 @@ from azureml_strategy.strategies.launched import LaunchedStrategy
 from azureml_strategy.strategies.model_parallel.checkpoint import (
     check_checkpoint,
     copy_batch,
-    copy_from_rank_zero,
     copy_gradients,
-    uncut_parameters,
     write_distributed,
 )
 from azureml_strategy.strategies.model_parallel.layout import (
@@ -41,12 +37,7 @@ from azureml_strategy.strategies.model_parallel.layout import (
     for_meshes,
     plan_layout,
 )
-from azureml_strategy.strategies.model_parallel.plan import (
-    checkpoint_activations,
-    cut_tensors,
-    is_parallel,
-    shard_parameters,
-)
+from azureml_strategy.strategies.model_parallel.plan import is_parallel, no_plan, spread
 
 
 class AzureMLModelParallelStrategy(LaunchedStrategy, ModelParallelStrategy):
@@ -115,7 +106,13 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, ModelParallelStrategy):
     def setup(self, trainer: Trainer) -> None:
         assert isinstance(self.lightning_module, LightningModule)
         if not is_parallel(self.lightning_module):
-            self._spread(self.lightning_module)
+            self._uncut = spread(
+                self.lightning_module,
+                self.device_mesh,
+                self.root_device,
+                precision=self.precision_plugin.precision,
+                activation_checkpointing=self._activation_checkpointing,
+            )
         if is_overridden("configure_model", self.lightning_module):
             super().setup(trainer)
         else:
@@ -187,25 +184,10 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, ModelParallelStrategy):
             across_nodes=self._across_nodes,
         )
         if layout.tensor_parallel_size > 1 and not _may_be_cut(module):
-            raise MissingPlanError(_no_plan(module, layout.tensor_parallel_size))
+            raise MissingPlanError(no_plan(module, layout.tensor_parallel_size))
         if isinstance(module, HasTensorParallelCounts):
             check_counts(layout.tensor_parallel_size, module.tensor_parallel_counts())
         return layout.data_parallel_size, layout.tensor_parallel_size
-
-    def _spread(self, module: LightningModule) -> None:
-        """Cut and shard a module that still holds all its parameters."""
-        copy_from_rank_zero(module, self.root_device)
-        tensor_mesh = self.device_mesh["tensor_parallel"]
-        if tensor_mesh.size() > 1:
-            if not isinstance(module, HasTensorParallelPlan):
-                raise MissingPlanError(_no_plan(module, tensor_mesh.size()))
-            cut_tensors(module, tensor_mesh, module.tensor_parallel_plan())
-        blocks = _blocks(module)
-        if self._activation_checkpointing:
-            checkpoint_activations(blocks)
-        shard_parameters(module, self.device_mesh["data_parallel"], blocks, self.precision_plugin.precision)
-        if tensor_mesh.size() > 1:
-            self._uncut = uncut_parameters(module, "tensor_parallel")
 
 
 def _may_be_cut(module: object) -> bool:
@@ -213,22 +195,3 @@ def _may_be_cut(module: object) -> bool:
     if isinstance(module, HasTensorParallelPlan):
         return True
     return is_overridden("configure_model", module) and not isinstance(module, HasShardedBlocks)
-
-
-def _blocks(module: LightningModule) -> Sequence[nn.Module]:
-    blocks = list(module.sharded_blocks()) if isinstance(module, HasShardedBlocks) else []
-    if not blocks:
-        rank_zero_warn(
-            f"{type(module).__name__} names no blocks, so each rank gathers all its parameters for the whole step: "
-            "only gradients and optimizer state take less memory. Give it a method sharded_blocks() that returns its "
-            "layers."
-        )
-    return blocks
-
-
-def _no_plan(module: object, size: int) -> str:
-    return (
-        f"tensor_parallel_size={size}, but {type(module).__name__} does not say how to cut its layers. Give it a "
-        "method tensor_parallel_plan() that returns names and styles, as in {'layers.*.up': 'colwise', "
-        "'layers.*.down': 'rowwise'}; or write tensor_parallel_size=1, which shards it without cutting."
-    )

@@ -4,53 +4,56 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies.deepspeed import DeepSpeedStrategy
-from typing_extensions import override
 
 from azureml_strategy.strategies.deepspeed_internals import compile_no_operations, forget_groups
 
 
-class AnyDeviceDeepSpeedStrategy(DeepSpeedStrategy):
-    """Lightning's DeepSpeed strategy, but it accepts CPUs, which DeepSpeed itself has supported since 0.9."""
+class AnyDevice:
+    """Mix-in before Lightning's DeepSpeedStrategy, the Trainer's or Fabric's.
+
+    It accepts CPUs, which DeepSpeed itself has supported since 0.9.
+    """
+
+    # The class of Lightning whose `setup_environment` refuses every device but CUDA's.
+    requires_cuda: ClassVar[type]
+    local_rank: int
+    _parallel_devices: list[torch.device] | None
 
     @property
-    @override
     def root_device(self) -> torch.device:
-        # DeepSpeed compares the device's index with 0, but a plain `cpu` device has no index.
-        device = super().root_device
+        """The device of this process; one on the CPU has a number, which DeepSpeed compares with 0."""
+        device: torch.device = super().root_device  # type: ignore[misc]
         return torch.device("cpu", self.local_rank) if device.type == "cpu" else device
 
-    @override
     def setup_environment(self) -> None:
-        assert self.parallel_devices is not None
-        require_numbered_devices(self.parallel_devices)
+        """Start the process group, by DeepSpeed."""
+        assert self._parallel_devices is not None
+        require_numbered_devices(self._parallel_devices)
         use_device(self.root_device.type)
+        forget_groups()
         if self.root_device.type == "cpu":
-            super(DeepSpeedStrategy, self).setup_environment()  # skips Lightning's check for CUDA
+            # Lightning compares their numbers with the local ranks, but a plain `cpu` has none.
+            self._parallel_devices = [torch.device("cpu", index) for index in range(len(self._parallel_devices))]
+            super(self.requires_cuda, self).setup_environment()  # type: ignore[arg-type]
         else:
-            super().setup_environment()
+            super().setup_environment()  # type: ignore[misc]
 
-    @override
     def _set_node_environment_variables(self) -> None:
-        super()._set_node_environment_variables()
+        super()._set_node_environment_variables()  # type: ignore[misc]
         # If mpirun started one process on a node and we started the others, these inherited its local rank. DeepSpeed
         # would stop at the contradiction.
         if "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:
             os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] = str(self.local_rank)
 
-    @override
-    def setup_distributed(self) -> None:
-        forget_groups()
-        if self.root_device.type != "cpu":
-            super().setup_distributed()
-            return
-        # Lightning's steps without its check that device i belongs to local rank i: CPU devices have no index.
-        reset_seed()
-        self.set_world_ranks()
-        self._init_deepspeed_distributed()
+
+class AnyDeviceDeepSpeedStrategy(AnyDevice, DeepSpeedStrategy):
+    """Lightning's DeepSpeed strategy for the Trainer, on any device."""
+
+    requires_cuda = DeepSpeedStrategy
 
 
 def require_numbered_devices(devices: Sequence[torch.device]) -> None:

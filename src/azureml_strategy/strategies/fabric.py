@@ -1,0 +1,238 @@
+"""Fabric's strategies with processes from the job: DDP, ZeRO, and FSDP2 with tensor parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.strategies.ddp import DDPStrategy
+from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy
+from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from azureml_strategy.strategies.errors import ConfigurationError
+from azureml_strategy.strategies.launched import LaunchedProcesses
+from azureml_strategy.strategies.launcher import NodeLauncher
+from azureml_strategy.strategies.model_parallel.checkpoint import copy_gradients
+from azureml_strategy.strategies.model_parallel.clipping import clip_gradient_norm
+from azureml_strategy.strategies.model_parallel.layout import Size, plan_layout
+from azureml_strategy.strategies.model_parallel.plan import is_parallel, spread
+from azureml_strategy.strategies.zero.config import require_compiler, require_deepspeed, strategy_arguments
+from azureml_strategy.strategies.zero.device import AnyDevice
+
+
+class FabricNodeLauncher(NodeLauncher):
+    """`NodeLauncher` for a function with any arguments: Lightning's launcher for the Trainer keeps `trainer=`."""
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return super().launch(partial(function, *args, **kwargs))
+
+
+class LaunchedFabricStrategy(LaunchedProcesses):
+    """`LaunchedProcesses` for Fabric's strategies."""
+
+    made_by = "Fabric"
+    launcher_class = FabricNodeLauncher
+
+    @override
+    def _configure_launcher(self) -> None:
+        self.num_nodes = self._num_nodes  # Fabric sets the attribute, past the property that follows the launch
+        super()._configure_launcher()
+
+
+class FabricDDPStrategy(LaunchedFabricStrategy, DDPStrategy):
+    """Fabric's DDP with nodes, processes and ranks from the Azure ML job: `Fabric(strategy="azureml_ddp")`.
+
+    Gradients are views into the communication buckets, which saves a copy in each step.
+
+    Args:
+        gradient_as_bucket_view: see `torch.nn.parallel.DistributedDataParallel`.
+        start_method: `popen`, which runs the script again for each further device. Notebooks need another method, and
+            so one of Lightning's own strategies, such as `ddp_notebook`.
+        cluster_environment: replaces the environment that the job's launch gives.
+        require_infiniband: stop a multi-node job unless NCCL carries it over InfiniBand, instead of warning.
+        kwargs: further arguments of `lightning.fabric.strategies.DDPStrategy` and `DistributedDataParallel`.
+
+    Raises:
+        LaunchError: the job's variables give no rank to trust or contradict the Fabric.
+        ConfigurationError: another `start_method`.
+    """
+
+    def __init__(
+        self,
+        *,
+        gradient_as_bucket_view: bool = True,
+        start_method: str = "popen",
+        cluster_environment: ClusterEnvironment | None = None,
+        require_infiniband: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if start_method != "popen":
+            raise ConfigurationError(
+                f"start_method={start_method!r}, but this strategy of Fabric starts processes by 'popen' alone. In a "
+                "notebook write Fabric(strategy='ddp_notebook'); leave start_method out in a script."
+            )
+        super().__init__(
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            cluster_environment=cluster_environment,
+            require_infiniband=require_infiniband,
+            **kwargs,
+        )
+
+
+class FabricDeepSpeedStrategy(LaunchedFabricStrategy, AnyDevice, DeepSpeedStrategy):
+    """Fabric's DeepSpeed (ZeRO) with processes from the Azure ML job: `Fabric(strategy="azureml_deepspeed")`.
+
+    It runs on CPUs too. As in Fabric itself, DeepSpeed clips gradients if its configuration says so, and a checkpoint
+    is for the number of processes that wrote it.
+
+    Args:
+        stage: what is partitioned over the processes. 1: optimizer states; 2, the default: gradients too; 3:
+            parameters too.
+        config: DeepSpeed's own configuration, a dictionary or the path of a JSON file, instead of the arguments here
+            that have a place in it. Without a Trainer nothing replaces "auto" in it.
+        offload_nvme: folder on a disk of the node that keeps parameters and optimizer states; `auto` finds the NVMe
+            disk with the most free space. Needs stage 3.
+        cluster_environment: replaces the environment that the job's launch gives.
+        require_infiniband: stop a multi-node job unless NCCL carries it over InfiniBand, instead of warning.
+        kwargs: further arguments of `lightning.fabric.strategies.DeepSpeedStrategy`.
+
+    Raises:
+        NoDeepSpeedError: DeepSpeed is not installed.
+        LaunchError: the job's variables give no rank to trust or contradict the Fabric.
+        ConfigurationError: an unknown stage, or an argument beside a configuration that would be ignored.
+        FileNotFoundError: `offload_nvme="auto"`, but there is no such disk.
+    """
+
+    requires_cuda = DeepSpeedStrategy
+
+    def __init__(
+        self,
+        *,
+        stage: int | None = None,
+        config: str | Path | dict[str, Any] | None = None,
+        offload_nvme: str | Path | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        require_infiniband: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        require_deepspeed()
+        super().__init__(
+            cluster_environment=cluster_environment,
+            require_infiniband=require_infiniband,
+            **strategy_arguments(stage, config, offload_nvme, kwargs),
+        )
+        assert isinstance(self.config, dict)
+        if config is None:
+            # With offload, DeepSpeed would refuse an optimizer of the script's, although torch runs it on the host too.
+            self.config["zero_force_ds_cpu_optimizer"] = False
+        require_compiler(self.config)
+
+
+class FabricModelParallelStrategy(LaunchedFabricStrategy, ModelParallelStrategy):
+    """FSDP2 and tensor parallelism with processes from the job: `Fabric(strategy="azureml_model_parallel")`.
+
+    `fabric.setup` spreads a module as AzureMLModelParallelStrategy does: it cuts the layers of its
+    `tensor_parallel_plan`, then shards each of its `sharded_blocks` and the rest over the data-parallel ranks.
+    Optimizers must be made after it: `model = fabric.setup_module(model)`, then `fabric.setup_optimizers`.
+
+    Fabric does not hand a strategy the batches. With tensor parallelism, the ranks of a group get the same samples from
+    `fabric.setup_dataloaders`, but random transformations must draw the same numbers on them.
+
+    Args:
+        parallelize_fn: spreads a module over the mesh instead, as with Lightning's strategy.
+        data_parallel_size: replicas that read different samples; `auto` is what the other size leaves.
+        tensor_parallel_size: ranks that compute a replica together. `auto` is what a given `data_parallel_size` leaves,
+            otherwise 1, or all processes of a node with a `parallelize_fn`. The mesh is made before there is a module
+            to ask.
+        tensor_parallel_across_nodes: allow groups that span nodes; they wait for the network in every layer.
+        activation_checkpointing: keep only the inputs of each sharded block, and recompute the rest in the backward
+            pass.
+        cluster_environment: replaces the environment that the job's launch gives.
+        require_infiniband: stop a multi-node job unless NCCL carries it over InfiniBand, instead of warning.
+        kwargs: further arguments of Lightning's strategy, such as `save_distributed_checkpoint` and `timeout`.
+
+    Raises:
+        LaunchError: the job's variables give no rank to trust or contradict the Fabric.
+        ConfigurationError: at the launch or in `fabric.setup`, if the sizes or the plan do not fit.
+    """
+
+    def __init__(
+        self,
+        *,
+        parallelize_fn: Callable[[Any, DeviceMesh], Any] | None = None,
+        data_parallel_size: Size = "auto",
+        tensor_parallel_size: Size = "auto",
+        tensor_parallel_across_nodes: bool = False,
+        activation_checkpointing: bool = False,
+        cluster_environment: ClusterEnvironment | None = None,
+        require_infiniband: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            parallelize_fn=parallelize_fn or self._spread,
+            cluster_environment=cluster_environment,
+            require_infiniband=require_infiniband,
+            **kwargs,
+        )
+        self._asked_sizes = (data_parallel_size, tensor_parallel_size)
+        self._across_nodes = tensor_parallel_across_nodes
+        self._cuts_by_itself = parallelize_fn is not None
+        self._activation_checkpointing = activation_checkpointing
+        self._uncut: list[nn.Parameter] = []
+
+    @override
+    def setup_environment(self) -> None:
+        data, tensor = self._asked_sizes
+        layout = plan_layout(
+            data,
+            tensor,
+            num_nodes=self.num_nodes,
+            processes_per_node=self.num_processes,
+            cuts_tensors=self._cuts_by_itself,
+            across_nodes=self._across_nodes,
+        )
+        self._data_parallel_size = layout.data_parallel_size
+        self._tensor_parallel_size = layout.tensor_parallel_size
+        super().setup_environment()
+
+    @override
+    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        super().backward(tensor, module, *args, **kwargs)
+        if self._uncut:
+            copy_gradients(self._uncut, self.device_mesh["tensor_parallel"].get_group())
+
+    @override
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float | int,
+        norm_type: float | int = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> torch.Tensor:
+        if norm_type != 2 or self._tensor_parallel_size == 1:
+            return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
+        norm = clip_gradient_norm(self.precision.main_params(optimizer), max_norm)
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(f"The norm of the gradients is {norm}, so they cannot be clipped.")
+        return norm
+
+    def _spread(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        if not is_parallel(module):
+            self._uncut += spread(
+                module,
+                mesh,
+                self.root_device,
+                precision=self.precision.precision,
+                activation_checkpointing=self._activation_checkpointing,
+            )
+        return module
