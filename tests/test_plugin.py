@@ -6,13 +6,17 @@ from importlib.metadata import entry_points
 from typing import Any
 
 import pytest
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
 
 from azureml_strategy.cluster.environ import (
     CALLBACKS_SWITCH,
     DATA_CHECK_SWITCH,
     GUARD_SWITCH,
     HANG_WATCH_SWITCH,
+    LAUNCH_SWITCH,
     NETWORK_RECORD_SWITCH,
     TERMINATION_SWITCH,
     THROUGHPUT_SWITCH,
@@ -22,8 +26,15 @@ from azureml_strategy.cluster.environ import (
 from azureml_strategy.cluster.guard import LaunchGuard
 from azureml_strategy.data.check import DataCheck
 from azureml_strategy.hang_detection import HangWatch
-from azureml_strategy.plugin import _STRATEGIES, job_callbacks, pytorch_lightning_callbacks
+from azureml_strategy.plugin import (
+    _STRATEGIES,
+    fabric_callbacks,
+    job_callbacks,
+    pytorch_lightning_callbacks,
+    register_when_lightning_is_imported,
+)
 from azureml_strategy.preemption.termination import TerminateTogether
+from azureml_strategy.strategies import AzureMLDDPStrategy
 from azureml_strategy.tracking.job_tracking import JobThroughput, JobTracking
 from azureml_strategy.tracking.network import NetworkRecorder
 
@@ -62,6 +73,16 @@ def ours(trainer: Trainer) -> list[type]:
 def test_lightning_finds_the_callbacks_by_their_entry_point() -> None:
     (found,) = entry_points(group="lightning.pytorch.callbacks_factory", name="azureml_strategy")
     assert found.load() is job_callbacks
+
+
+def test_lightning_and_torch_find_the_other_entry_points() -> None:
+    groups = {
+        "lightning.fabric.callbacks_factory": fabric_callbacks,
+        "torch.backends": register_when_lightning_is_imported,
+    }
+    for group, function in groups.items():
+        (found,) = entry_points(group=group, name="azureml_strategy")
+        assert found.load() is function
 
 
 def test_a_trainer_outside_a_job_has_none_of_them() -> None:
@@ -174,6 +195,76 @@ def test_names_are_registered_in_either_order(imports: str) -> None:
 def test_the_arguments_of_a_name_reach_the_strategy() -> None:
     trainer = Trainer(strategy="azureml_ddp_find_unused_parameters_true", **QUIET)
     assert trainer.strategy._ddp_kwargs["find_unused_parameters"] is True
+
+
+REPLACED = ("ddp", "ddp_find_unused_parameters_true", "ddp_find_unused_parameters_false")
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_lightnings_names_for_ddp_give_ours_in_a_job(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    outside = Trainer(strategy=name, **QUIET).strategy
+    inside(monkeypatch)
+    in_job = Trainer(strategy=name, **QUIET).strategy
+    monkeypatch.setenv(LAUNCH_SWITCH, "off")
+    switched = Trainer(strategy=name, **QUIET).strategy
+    assert [type(each) for each in (outside, in_job, switched)] == [DDPStrategy, AzureMLDDPStrategy, DDPStrategy]
+    assert isinstance(in_job, DDPStrategy)
+    assert in_job._ddp_kwargs == {**outside._ddp_kwargs, "gradient_as_bucket_view": False}
+    assert (in_job.num_nodes, in_job.world_size, in_job.global_rank) == (2, 2, 1)
+
+
+def test_others_keep_their_meaning_in_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside(monkeypatch)
+    for name in ("ddp_spawn", "ddp_fork", "ddp_notebook"):
+        assert type(StrategyRegistry.get(name)) is DDPStrategy
+    assert type(Trainer(strategy=DDPStrategy(), **QUIET).strategy) is DDPStrategy
+    assert type(Trainer(**QUIET).strategy) is SingleDeviceStrategy
+
+
+def test_an_environment_of_the_scripts_own_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(LightningEnvironment):
+        def node_rank(self) -> int:
+            return 4
+
+    inside(monkeypatch)
+    own = Trainer(strategy="ddp", plugins=[Own()], num_nodes=5, **QUIET)
+    assert (own.num_nodes, own.node_rank, own.world_size) == (5, 4, 5)
+    lightnings = Trainer(strategy="ddp", plugins=[LightningEnvironment()], **QUIET)
+    assert (lightnings.num_nodes, lightnings.node_rank, lightnings.world_size) == (2, 1, 2)
+
+
+def test_without_rank_and_guard_ddp_is_lightnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside(monkeypatch, **{GUARD_SWITCH: "off"})
+    monkeypatch.delenv("RANK")
+    assert type(Trainer(strategy="ddp", **QUIET).strategy) is DDPStrategy
+
+
+AUTOLOAD = (
+    "import sys, torch\nassert 'lightning' not in sys.modules and 'azureml_strategy.cluster.launchers' not in sys.modules"
+    "\nfrom lightning.pytorch import Trainer\nfrom lightning.fabric import Fabric\n"
+    "print(*(type(make(strategy='ddp', accelerator='cpu').strategy).__name__ for make in (Trainer, Fabric)))"
+)
+
+
+def test_import_torch_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside(monkeypatch)
+    assert python(AUTOLOAD).split()[-2:] == ["AzureMLDDPStrategy", "FabricDDPStrategy"]
+
+
+def test_torchs_own_switch_leaves_it_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside(monkeypatch, TORCH_DEVICE_BACKEND_AUTOLOAD="0", **{CALLBACKS_SWITCH: "off"})
+    assert python(AUTOLOAD).split()[-2:] == ["DDPStrategy", "DDPStrategy"]
+
+
+@pytest.mark.parametrize("name", sorted(_STRATEGIES))
+def test_fabric_has_the_names_too(name: str) -> None:
+    if name == "azureml_deepspeed_pipeline":
+        with pytest.raises(NotImplementedError, match=r"Fabric has none.*azureml_model_parallel"):
+            Fabric(strategy=name, accelerator="cpu")
+    else:
+        assert (
+            type(Fabric(strategy=name, accelerator="cpu").strategy).__module__ == "azureml_strategy.strategies.fabric"
+        )
 
 
 def test_importing_it_and_detecting_a_launch_is_light() -> None:

@@ -15,7 +15,7 @@ from tests.preloaded import run_forked
 import azureml_strategy  # noqa: F401 - registers azureml_ddp
 from azureml_strategy.cluster import AzureMLEnvironment
 from azureml_strategy.cluster.emulated import EmulatedRun, azure_variables
-from azureml_strategy.cluster.environ import GUARD_SWITCH, LaunchError
+from azureml_strategy.cluster.environ import GUARD_SWITCH, LAUNCH_SWITCH, LaunchError
 from azureml_strategy.cluster.guard import LaunchGuard
 from azureml_strategy.cluster.launch import Launch
 
@@ -32,6 +32,7 @@ QUIET: dict[str, Any] = {
 
 def inside(monkeypatch: pytest.MonkeyPatch, launcher: str, nodes: int, processes: int, rank: int) -> None:
     monkeypatch.setattr(rank_zero_only, "rank", 0, raising=False)  # a Trainer tells its rank to the whole process
+    monkeypatch.setenv(LAUNCH_SWITCH, "off")  # these tests are about Lightning's own "ddp"
     node_rank, local_rank = divmod(rank, processes)
     launch = Launch(launcher, rank, nodes * processes, local_rank, processes, node_rank, nodes, "10.0.0.4", 6105)
     for name, value in azure_variables(launch, launcher, ADDRESSES[:nodes], RUN).items():

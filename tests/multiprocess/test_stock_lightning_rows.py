@@ -10,6 +10,7 @@ import pytest
 from tests.multiprocess.conftest import Job, RunJob
 
 ALL_ROWS = list(range(64))
+STOCK = {"AZUREML_STRATEGY_LAUNCH": "off"}
 
 
 def assert_trained_together(job: Job, world_size: int) -> None:
@@ -39,8 +40,36 @@ def test_two_nodes_with_num_nodes(run_job: RunJob) -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp", "auto"])
 def test_num_nodes_forgotten_is_refused(run_job: RunJob, strategy: str) -> None:
-    job = run_job("fit.py", {"strategy": strategy}, nodes=2)
+    job = run_job("fit.py", {"strategy": strategy}, nodes=2, extra=STOCK)
     assert_refused(job, "num_nodes=1", "2 node(s) x 1", "num_nodes=2")
+
+
+def test_auto_with_one_device_is_refused(run_job: RunJob) -> None:
+    """Nobody can tell it from the Trainer with which one rank evaluates alone, until it fits."""
+    assert_refused(run_job("fit.py", {"strategy": "auto"}, nodes=2), "num_nodes=1", "2 node(s) x 1")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_find_unused_parameters_true", "auto"])
+def test_num_nodes_forgotten_trains_on_all_nodes(run_job: RunJob, strategy: str) -> None:
+    """Without a word of this package; `auto` with several devices is Lightning's `ddp`."""
+    arguments = {"plugin": False, "strategy": strategy, **({"devices": 2} if strategy == "auto" else {})}
+    job = run_job("fit.py", arguments, nodes=2, processes_per_node=2)
+    assert_trained_together(job, 4)
+    assert job.each("strategy") == ["AzureMLDDPStrategy"] * 4
+    assert "Network: gloo over" in job.output
+    if strategy == "ddp":
+        in_full = {"strategy": "ddp", "devices": 2, "num_nodes": 2}
+        stock = run_job("fit.py", in_full, nodes=2, processes_per_node=2, extra=STOCK)
+        assert stock.each("strategy") == ["DDPStrategy"] * 4
+        assert job.each("losses") == stock.each("losses")
+        assert job.each("parameters") == stock.each("parameters")
+
+
+def test_another_number_of_nodes_is_refused(run_job: RunJob) -> None:
+    job = run_job("fit.py", {"strategy": "ddp", "num_nodes": 3}, nodes=2)
+    assert job.exit_code == 1
+    assert "Trainer(num_nodes=3), but the job has 2 node(s)" in job.output
+    assert not job.results
 
 
 def test_no_step_begins_with_a_broadcast(run_job: RunJob) -> None:
@@ -59,12 +88,13 @@ def test_num_nodes_forgotten_trains_with_our_strategy(run_job: RunJob) -> None:
 
 def test_more_devices_than_the_job_started_is_refused(run_job: RunJob) -> None:
     """Stock Lightning waits half an hour for the second rank: LOCAL_RANK makes it think someone starts it."""
-    job = run_job("fit.py", {"strategy": "ddp", "devices": 2})
+    job = run_job("fit.py", {"strategy": "ddp", "devices": 2}, extra=STOCK)
     assert_refused(job, "devices=2", "ranks that nobody starts")
 
 
-def test_one_process_per_node_with_two_devices_starts_the_second(run_job: RunJob) -> None:
-    assert_trained_together(run_job("fit.py", {"strategy": "azureml_ddp", "devices": 2}), 2)
+@pytest.mark.parametrize("strategy", ["azureml_ddp", "ddp"])
+def test_one_process_per_node_with_two_devices_starts_the_second(run_job: RunJob, strategy: str) -> None:
+    assert_trained_together(run_job("fit.py", {"strategy": strategy, "devices": 2}), 2)
 
 
 @pytest.mark.parametrize("arguments", [{"strategy": "auto"}, {"strategy": "auto", "devices": 1}])
@@ -75,7 +105,7 @@ def test_two_processes_with_one_device_is_refused(run_job: RunJob, arguments: di
 
 def test_node_rank_missing_is_refused_with_stock_ddp(run_job: RunJob) -> None:
     without = ("NODE_RANK",)
-    job = run_job("fit.py", {"strategy": "ddp", "devices": 1, "num_nodes": 2}, nodes=2, without=without)
+    job = run_job("fit.py", {"strategy": "ddp", "devices": 1, "num_nodes": 2}, nodes=2, without=without, extra=STOCK)
     assert_refused(job, "NODE_RANK is not set", "ranks would collide")
 
 
@@ -85,7 +115,7 @@ def test_node_rank_missing_is_derived_by_our_strategy(run_job: RunJob) -> None:
 
 
 def test_script_that_never_imports_the_plugin_is_guarded(run_job: RunJob) -> None:
-    job = run_job("fit.py", {"plugin": False, "strategy": "ddp"}, nodes=2)
+    job = run_job("fit.py", {"plugin": False, "strategy": "auto"}, nodes=2)
     assert_refused(job)
 
 

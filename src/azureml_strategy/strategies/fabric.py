@@ -134,6 +134,8 @@ class FabricDeepSpeedStrategy(LaunchedFabricStrategy, AnyDevice, DeepSpeedStrate
         if config is None:
             # With offload, DeepSpeed would refuse an optimizer of the script's, although torch runs it on the host too.
             self.config["zero_force_ds_cpu_optimizer"] = False
+            # Fabric leaves it out, and DeepSpeed's default clips the norm to 1, without a word and unlike DDP.
+            self.config["gradient_clipping"] = 0.0
         require_compiler(self.config)
 
 
@@ -142,7 +144,8 @@ class FabricModelParallelStrategy(LaunchedFabricStrategy, ModelParallelStrategy)
 
     `fabric.setup` spreads a module as AzureMLModelParallelStrategy does: it cuts the layers of its
     `tensor_parallel_plan`, then shards each of its `sharded_blocks` and the rest over the data-parallel ranks.
-    Optimizers must be made after it: `model = fabric.setup_module(model)`, then `fabric.setup_optimizers`.
+    `fabric.setup(model, optimizer)` works too, which with Lightning's strategy trains nothing: sharding replaces the
+    parameters, and the optimizer would step the old ones. Here it gets the new ones.
 
     Fabric does not hand a strategy the batches. With tensor parallelism, the ranks of a group get the same samples from
     `fabric.setup_dataloaders`, but random transformations must draw the same numbers on them.
@@ -205,6 +208,16 @@ class FabricModelParallelStrategy(LaunchedFabricStrategy, ModelParallelStrategy)
         super().setup_environment()
 
     @override
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
+    ) -> tuple[nn.Module, list[Optimizer], Any]:
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        module, optimizers, scheduler = super().setup_module_and_optimizers(module, optimizers, scheduler)
+        for group in [group for optimizer in optimizers for group in _stateless(optimizer).param_groups]:
+            group["params"] = [module.get_parameter(names[old]) if old in names else old for old in group["params"]]
+        return module, optimizers, scheduler
+
+    @override
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         super().backward(tensor, module, *args, **kwargs)
         if self._uncut:
@@ -236,3 +249,12 @@ class FabricModelParallelStrategy(LaunchedFabricStrategy, ModelParallelStrategy)
                 activation_checkpointing=self._activation_checkpointing,
             )
         return module
+
+
+def _stateless(optimizer: Optimizer) -> Optimizer:
+    if optimizer.state:
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} has state of parameters that fabric.setup replaces by shards. Make it after "
+            "`model = fabric.setup_module(model)`, and give it to fabric.setup_optimizers."
+        )
+    return optimizer

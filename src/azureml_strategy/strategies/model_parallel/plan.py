@@ -126,7 +126,7 @@ def shard_parameters(module: nn.Module, mesh: DeviceMesh, blocks: Sequence[nn.Mo
     """Shard each block, and the rest of the module as one more block.
 
     Args:
-        module: a LightningModule; its four steps gather the parameters outside the blocks, as its forward does.
+        module: a LightningModule's four steps gather the parameters outside the blocks, as its forward does.
         mesh: the one-dimensional data-parallel mesh. With one rank there is nothing to shard, but all parameters still
             become DTensors: torch's foreach and fused optimizers do not take DTensors beside plain tensors.
         blocks: gathered one at a time, in the forward and the backward pass.
@@ -139,7 +139,7 @@ def shard_parameters(module: nn.Module, mesh: DeviceMesh, blocks: Sequence[nn.Mo
     # do not cast the batch: its floats may be targets
     around = MixedPrecisionPolicy(inside.param_dtype, inside.reduce_dtype, cast_forward_inputs=False)
     fully_shard(module, mesh=mesh, mp_policy=around)
-    for step in _STEPS:
+    for step in filter(lambda name: hasattr(module, name), _STEPS):
         register_fsdp_forward_method(module, step)
 
 
