@@ -240,8 +240,9 @@ def test_without_rank_and_guard_ddp_is_lightnings(monkeypatch: pytest.MonkeyPatc
 
 
 AUTOLOAD = (
-    "import sys, torch\nassert 'lightning' not in sys.modules and 'azureml_strategy.cluster.launchers' not in sys.modules"
-    "\nfrom lightning.pytorch import Trainer\nfrom lightning.fabric import Fabric\n"
+    "import sys, torch\n"
+    "assert not {'lightning', 'azureml_strategy.cluster.launchers'} & set(sys.modules)\n"
+    "from lightning.pytorch import Trainer\nfrom lightning.fabric import Fabric\n"
     "print(*(type(make(strategy='ddp', accelerator='cpu').strategy).__name__ for make in (Trainer, Fabric)))"
 )
 
