@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy
 from tests.multiprocess.scripts.common import Regression, loader, quiet_trainer, report
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
@@ -73,7 +74,7 @@ def main() -> None:
         return trainer.global_rank
 
     case("same", Regression(), DataLoader(Rows(), 8))
-    case("stock strategy", Regression(), DataLoader(Rows(), 8), strategy="ddp", num_nodes=2)
+    case("stock strategy", Regression(), DataLoader(Rows(), 8), strategy=DDPStrategy(), num_nodes=2)
     case("split", Regression(), DataLoader(Rows(split=True), 8))
     case("one batch", Regression(), DataLoader(Rows(batches=(1, 1)), 8))
     case("one on this rank, more on that", AnyBatch(), DataLoader(Rows(batches=(1, 3)), 8), max_steps=1)
