@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from lightning.pytorch import Trainer, seed_everything
 from my_model import Net, Points
 
 import azureml_strategy
-from azureml_strategy.checkpoint import JobCheckpoint, checkpoint_to_resume
+from azureml_strategy.checkpoint import JobCheckpoint
 from azureml_strategy.tracking import JobMLFlowLogger
 
 
@@ -19,24 +20,23 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--learning-rate", type=float, default=0.02)
     parser.add_argument("--batch-size", type=int, default=64, help="points of a step in each process")
-    parser.add_argument("--output", type=Path, default=Path("outputs/script"), help="folder of the checkpoints")
     options = parser.parse_args()
     seed_everything(42)
 
-    logger = JobMLFlowLogger()  # into the job's own run; into mlflow.db on a laptop
-    job, resume = azureml_strategy.read_job(), None
-    if job is not None and job.attempt > 0:  # a node was taken away, and Azure ML has started the job again
-        resume = checkpoint_to_resume("auto", options.output)
-        logger.continue_run()
-
+    output = Path(os.environ.get("AZURE_ML_OUTPUT_run", "outputs/script"))  # a submitted job's folder in storage
+    job = azureml_strategy.read_job()
+    restarted = job is not None and job.attempt > 0  # a node was taken away, and Azure ML has started the job again
+    saving = JobCheckpoint(
+        output / "checkpoints", monitor="val/accuracy", mode="max", resume="auto" if restarted else "never"
+    )
     trainer = Trainer(
         strategy="azureml_ddp",  # nodes and processes come from the job; without one, it is this machine
         max_epochs=options.epochs,
         log_every_n_steps=10,
-        logger=logger,
-        callbacks=[JobCheckpoint(options.output / "checkpoints", monitor="val/accuracy", mode="max")],
+        logger=JobMLFlowLogger(),  # into the job's own run; into mlflow.db on a laptop
+        callbacks=[saving],
     )
-    trainer.fit(Net(learning_rate=options.learning_rate), Points(options.batch_size), ckpt_path=resume)
+    trainer.fit(Net(learning_rate=options.learning_rate), Points(options.batch_size))
     if trainer.is_global_zero:
         print(f"{trainer.world_size} processes, val/accuracy {trainer.callback_metrics['val/accuracy']:.3f}")
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import shlex
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from tests.jobs.rendering import cache
 from tests.training.conftest import COMMAND, run
 
-from azureml_strategy.cli import _parser
+from azureml_strategy.cli import _parser, main
 from azureml_strategy.command_line import is_override
 from azureml_strategy.training.checks import check_overrides
 from azureml_strategy.training.recipes import shipped_recipes
@@ -47,11 +48,22 @@ def test_the_recipes_take_their_overrides() -> None:
         recipes = [shipped[word] for word in words[:1] if word in shipped]
         overrides = [
             word.replace("$IMAGE", "job.environment.name=azureml:training@latest")
-            for word in words
-            if is_override(word)
+            for before, word in pairwise([verb, *words])
+            if is_override(word) and not before.startswith("-")
         ]
         if verb in ("train", "submit", "study") and recipes and "hydra/sweeper=optuna" not in overrides:
             check_overrides(recipes[0], overrides)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "submit " in page.read_text()], ids=lambda page: page.stem)
+def test_scripts_and_commands_can_be_submitted_as_shown(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("train.py").touch()
+    for verb, *words in commands(page):
+        if verb == "submit" and (
+            words[0].endswith(".py") or words[0].startswith("-") or words[0] in ("bench", "doctor")
+        ):
+            end = words.index("--") if "--" in words else len(words)
+            assert main([verb, *words[:end], "--dry-run", *words[end:]]) == 0, capsys.readouterr().err
 
 
 def test_the_architecture_names_files_that_there_are() -> None:

@@ -35,6 +35,7 @@ from azureml_strategy.plugin import (
 )
 from azureml_strategy.preemption.termination import TerminateTogether
 from azureml_strategy.strategies import AzureMLDDPStrategy
+from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.tracking.job_tracking import JobThroughput, JobTracking
 from azureml_strategy.tracking.network import NetworkRecorder
 
@@ -261,6 +262,9 @@ def test_torchs_own_switch_leaves_it_out(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_fabric_has_the_names_too(name: str) -> None:
     if name == "azureml_deepspeed_pipeline":
         with pytest.raises(NotImplementedError, match=r"Fabric has none.*azureml_model_parallel"):
+            Fabric(strategy=name, accelerator="cpu")
+    elif "notebook" in name:
+        with pytest.raises(ConfigurationError, match=r"write Fabric\(strategy='ddp_notebook'\)"):
             Fabric(strategy=name, accelerator="cpu")
     else:
         assert (

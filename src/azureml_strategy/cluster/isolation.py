@@ -21,6 +21,33 @@ Value = TypeVar("Value")
 _INTENDED = "_azureml_strategy_intended"
 
 
+def _isolated(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def run(self: Isolated, *arguments: Any, **named: Any) -> Any:
+        if method.__name__ == "setup":
+            self._inert = False  # all ranks start again together
+        if self._inert:
+            return None
+        try:
+            return method(self, *arguments, **named)
+        except LaunchError:
+            raise
+        except Exception as fault:
+            if hasattr(fault, _INTENDED):
+                raise
+            self._inert = True
+            self._report(method.__name__, fault)
+            trainer = next((each for each in (*arguments, *named.values()) if isinstance(each, Trainer)), None)
+            undone = Attempt(lambda: self._give_up(trainer))
+            if hasattr(undone.fault, _INTENDED):
+                undone.settle()
+            if undone.fault is not None:
+                log.debug("It could not be undone either.", exc_info=undone.fault)
+            return None
+
+    return run
+
+
 class Isolated:
     """A part of a run whose own faults do not end it.
 
@@ -142,30 +169,3 @@ def fault_text(where: str, switch: str, fault: Exception) -> str:
         f"{where} of azureml-strategy has failed. The run goes on without it. "
         f"To leave it out from the start, set {switch}=off.\n{trace}"
     )
-
-
-def _isolated(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def run(self: Isolated, *arguments: Any, **named: Any) -> Any:
-        if method.__name__ == "setup":
-            self._inert = False  # all ranks start again together
-        if self._inert:
-            return None
-        try:
-            return method(self, *arguments, **named)
-        except LaunchError:
-            raise
-        except Exception as fault:
-            if hasattr(fault, _INTENDED):
-                raise
-            self._inert = True
-            self._report(method.__name__, fault)
-            trainer = next((each for each in (*arguments, *named.values()) if isinstance(each, Trainer)), None)
-            undone = Attempt(lambda: self._give_up(trainer))
-            if hasattr(undone.fault, _INTENDED):
-                undone.settle()
-            if undone.fault is not None:
-                log.debug("It could not be undone either.", exc_info=undone.fault)
-            return None
-
-    return run
