@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-from pathlib import Path
 
 from lightning.pytorch import Trainer, seed_everything
 from my_model import Net, Points
@@ -23,18 +21,16 @@ def main() -> None:
     options = parser.parse_args()
     seed_everything(42)
 
-    output = Path(os.environ.get("AZURE_ML_OUTPUT_run", "outputs/script"))  # a submitted job's folder in storage
     job = azureml_strategy.read_job()
     restarted = job is not None and job.attempt > 0  # a node was taken away, and Azure ML has started the job again
-    saving = JobCheckpoint(
-        output / "checkpoints", monitor="val/accuracy", mode="max", resume="auto" if restarted else "never"
-    )
+    saving = JobCheckpoint(monitor="val/accuracy", mode="max", resume="auto" if restarted else "never")
     trainer = Trainer(
         strategy="azureml_ddp",  # nodes and processes come from the job; without one, it is this machine
         max_epochs=options.epochs,
         log_every_n_steps=10,
         logger=JobMLFlowLogger(),  # into the job's own run; into mlflow.db on a laptop
         callbacks=[saving],
+        default_root_dir="outputs/script",  # of checkpoints, unless the job has a folder in storage
     )
     trainer.fit(Net(learning_rate=options.learning_rate), Points(options.batch_size))
     if trainer.is_global_zero:

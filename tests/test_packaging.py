@@ -100,8 +100,10 @@ def entry_points() -> list[str]:
 def test_this_installation_exposes_the_same() -> None:
     assert entry_points() == [
         "console_scripts azureml-strategy azureml_strategy.cli:main",
+        "lightning.fabric.callbacks_factory azureml_strategy azureml_strategy.plugin:fabric_callbacks",
         "lightning.pytorch.callbacks_factory azureml_strategy azureml_strategy.plugin:job_callbacks",
         "pytorch_lightning.callbacks_factory azureml_strategy azureml_strategy.plugin:pytorch_lightning_callbacks",
+        "torch.backends azureml_strategy azureml_strategy.plugin:register_when_lightning_is_imported",
     ]
     assert files("azureml_strategy").joinpath("py.typed").is_file()
     for folder in ("conf", "recipes"):

@@ -86,7 +86,8 @@ def test_lightning_and_torch_find_the_other_entry_points() -> None:
         assert found.load() is function
 
 
-def test_a_trainer_outside_a_job_has_none_of_them() -> None:
+def test_a_trainer_outside_a_job_has_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "lightning.pytorch.cli", raising=False)  # beside which comes one
     assert job_callbacks() == []
     assert ours(Trainer(**QUIET)) == []
 

@@ -68,15 +68,24 @@ def job_callbacks() -> list[Callback]:
     parts: dict[str, Callable[[], Callback | None]] = {}
     if launch is not None:
         parts |= {switch: partial(make, launch) for switch, make in _PARTS.items()}
-    elif os.environ.get(CHECKPOINT_SWITCH):  # a process that trains alone saves, and stops for it
-        parts |= {CHECKPOINT_SWITCH: _checkpoint, TERMINATION_SWITCH: _termination}
     if "lightning.pytorch.cli" in sys.modules:
         parts[CLI_CONFIG_SWITCH] = _cli_config
     if read_job() is not None and "MLFLOW_TRACKING_URI" in os.environ:
         # The second logs by what the first adds.
         parts |= {TRACKING_SWITCH: partial(_tracking, launch), THROUGHPUT_SWITCH: _throughput}
     made = [_made(switch, make) for switch, make in parts.items() if not switched_off(os.environ, switch)]
-    return [callback for callback in made if callback is not None]
+    alone = _without_launcher() if launch is None else []
+    return [*alone, *(callback for callback in made if callback is not None)]
+
+
+def _without_launcher() -> list[Callback]:
+    """Return the callbacks of a process that trains alone: checkpoints if asked for, and what stops for one."""
+    off = switched_off(os.environ, CHECKPOINT_SWITCH)
+    checkpoint = None if off else _made(CHECKPOINT_SWITCH, _checkpoint)
+    if checkpoint is None:
+        return []
+    stops = None if switched_off(os.environ, TERMINATION_SWITCH) else _made(TERMINATION_SWITCH, _termination)
+    return [checkpoint] if stops is None else [stops, checkpoint]
 
 
 def pytorch_lightning_callbacks() -> list[Callback]:

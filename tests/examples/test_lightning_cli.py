@@ -67,6 +67,7 @@ def test_it_trains_and_evaluates(example: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_name_and_a_class_path_give_the_losses_of_the_plain_script(example: Path) -> None:
     (example / "plain.py").write_text(PLAIN)
     on_two_nodes(example, "plain.py")

@@ -91,6 +91,7 @@ def _processes(
     for launch in launches(attempt.addresses, 1, port):
         environ = {
             **without_job_variables(os.environ),
+            "AZUREML_STRATEGY_THROUGHPUT": "off",  # measures time, which no two runs have alike
             **SHARED_MACHINE,
             **isolated,
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")]),

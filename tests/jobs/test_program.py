@@ -204,7 +204,7 @@ def test_kubernetes_and_parameter_servers(capsys: pytest.CaptureFixture[str]) ->
         (["train.py", SIZE, "--input", "images=./nowhere"], "nothing is there"),
         (["train.py", SIZE, "--input", "k=a $HOME", "--", "${{inputs.k}}"], "would read as code"),
         (["train.py", "--command", "ls", SIZE], "Name one thing to run"),
-        ([SIZE], "There is no recipe"),
+        ([SIZE], "Type the recipe first"),
         ([], "Name one thing to run"),
         (["--command", " ", SIZE], "The command is empty"),
         (["--command", "ls", SIZE, "--", "a"], "the whole command line"),

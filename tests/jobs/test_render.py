@@ -102,7 +102,7 @@ def test_a_recipe_of_the_users(tmp_path: Path) -> None:
     ("overrides", "words"),
     [
         ([], "No cluster is chosen. Name a VM size"),
-        (["cluster.compute=serverless"], "No cluster is chosen"),
+        (["cluster.compute=serverless"], "How many GPUs a node has is not known"),
         (["cluster=nc24rs_v3"], "Standard_NC24rs_v3 was retired on 2025-09-30"),
         (["cluster=nd96isr_h100"], "Did you mean 'nd96isr_h100_v5'"),
         (["cluster.vm_size=Standard_NC24rs_v3"], "was retired on 2025-09-30"),

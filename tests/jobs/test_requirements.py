@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import setuptools  # noqa: F401 - before pip, which imports Python's own distutils: torch's compiler would meet both
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packaging.requirements import Requirement

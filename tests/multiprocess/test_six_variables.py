@@ -44,10 +44,12 @@ def test_one_process_a_node_starts_the_others_and_trains_twice(run_job: RunJob) 
 
 
 def test_a_stock_trainer_that_forgets_num_nodes_is_refused(run_job: RunJob) -> None:
-    job = run_job("fit.py", {"plugin": False, "strategy": "ddp"}, nodes=2, documented=True)
+    lightnings_own = {"AZUREML_STRATEGY_LAUNCH": "off"}
+    job = run_job("fit.py", {"plugin": False, "strategy": "ddp"}, nodes=2, documented=True, extra=lightnings_own)
     assert_refused(job, "num_nodes=1", "2 node(s) x 1", "num_nodes=2")
 
 
+@pytest.mark.exhaustive
 def test_multiprocessing_over_two_nodes(run_job: RunJob) -> None:
     """The first process of each node asks; rank 0's port is free for the child process that becomes rank 0."""
     job = run_job("multiprocessing_launchers.py", "ddp_spawn", "ddp_fork", "num_nodes=2", nodes=2, documented=True)

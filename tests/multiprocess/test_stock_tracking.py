@@ -87,6 +87,7 @@ def test_lightnings_logger_opens_no_second_run(tracked: Tracked) -> None:
     assert tracked.steps("own-train/loss") == list(range(STEPS))
 
 
+@pytest.mark.exhaustive
 def test_processes_that_lightning_spawns(tracked: Tracked) -> None:
     job = tracked("spawn", nodes=1)
     assert job.exit_code == 0, job.output

@@ -64,6 +64,7 @@ def test_the_others_say_what_to_type(strategy: str) -> None:
     assert "write strategy='azureml_ddp', which forks this process; or devices=1" in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_in_a_job_whose_processes_are_all_there_a_notebook_trains() -> None:
     # Torch may abort at the interpreter's end, by chance, if its group is still there.
     ranks = fits(cells("fit('azureml_ddp', 1)\ntorch.distributed.destroy_process_group()", job=True))

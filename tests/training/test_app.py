@@ -66,6 +66,7 @@ def test_groups_from_a_folder_of_the_users(tmp_path: Path) -> None:
     assert not files("outputs/**/*")
 
 
+@pytest.mark.exhaustive
 def test_a_job_whose_variables_do_not_tell_the_number_of_nodes(store: MlflowClient) -> None:
     unset = [word for name in BEYOND_DOCUMENTED for word in ("-u", name)]
     train = [COMMAND, "train", "resnet50_synthetic", "trainer.max_steps=2", *TINY]

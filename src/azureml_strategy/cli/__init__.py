@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = _parser()
     if "_ARGCOMPLETE" in os.environ:
-        completion.complete(parser, {"study": study._parser})
+        completion.complete(parser, {"study": study._parser, "submit": submit._parser})
     if not arguments:
         sys.stderr.write(_FIRST_STEPS)
         return 2

@@ -115,7 +115,9 @@ def overrides(prefix: str) -> Iterator[str]:
         return
     section = prefix.partition(".")[0]
     if "." in prefix and section in _ONE_FORM:
-        yield from (f"{key}=" for key in _keys(_conf(f"{section}/default.yaml"), section))
+        names = ("plain", "default") if section == "job" else ("default",)  # the first of which the second starts from
+        keys = (key for name in names for key in _keys(_conf(f"{section}/{name}.yaml"), section))
+        yield from dict.fromkeys(f"{key}=" for key in keys if not key.endswith(".defaults"))
     elif "." not in prefix:
         yield from (f"{name}=" for name in groups)
         yield from (f"{key}=" for key in _conf("base.yaml") if key not in ("defaults", "hydra"))

@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("program", nargs="?", metavar="PROGRAM", help="a script, a recipe, bench or doctor")
+    parser.add_argument("program", nargs="?", metavar="SCRIPT|RECIPE", help="a script, a recipe, bench or doctor")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of `cluster`, `job`; of a recipe, any")
     parser.add_argument("--command", metavar="TEXT", help="in place of a script: a command line for the job's shell")
     parser.add_argument("--module", metavar="NAME", help="in place of a script: a module, as for python -m")

@@ -66,7 +66,7 @@ def test_a_log_from_a_pipe() -> None:
         (["--log", "/no/such/file"], "azureml-strategy: The log /no/such/file cannot be read: No such file"),
         (["--log", "/"], "Is a directory"),
         (["--log"], "expected one argument"),
-        (["--jsn"], "unrecognized arguments"),
+        (["--jsn"], "has no option '--jsn'. Did you mean '--json'?"),
     ],
 )
 def test_a_wrong_command_line(arguments: list[str], text: str) -> None:
