@@ -32,7 +32,7 @@ _LIBRARY_VARIABLES = {
 # A shell inside an Azure ML job or a Slurm allocation must not change what a test sees.
 _JOB_PREFIXES = ("AZUREML_", "AZ_BATCH", "OMPI_", "PMI_", "PMIX_", "SLURM_", "MLFLOW_", "TORCHELASTIC_", "AMLARC_")
 # Folders of such tests.
-_STARTS_PROCESSES = {"multiprocess", "faults", "training", "emulator"}
+_STARTS_PROCESSES = {"multiprocess", "faults", "training", "emulator", "examples", "cli", "study"}
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "TF_CONFIG")
 
 

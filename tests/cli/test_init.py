@@ -60,6 +60,7 @@ def test_what_it_requires_is_what_is_tested() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.exhaustive
 def test_every_command_of_its_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All but the submission of a script, in their order, in the folder."""
     assert main(["init", str(tmp_path / "project")]) == 0

@@ -32,7 +32,16 @@ def final_loss(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
     return run
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "azureml_model_parallel", "azureml_deepspeed_stage_2"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "ddp",
+        *(
+            pytest.param(each, marks=pytest.mark.exhaustive)
+            for each in ("azureml_model_parallel", "azureml_deepspeed_stage_2")
+        ),
+    ],
+)
 def test_a_job_of_two_nodes_ends_with_the_loss_of_one_process(
     final_loss: Callable[..., tuple[int, float]], strategy: str
 ) -> None:

@@ -85,6 +85,7 @@ def test_the_command_that_submit_renders_trains_to_the_same_losses(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_study_of_the_script(
     store: MlflowClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

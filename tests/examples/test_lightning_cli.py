@@ -55,12 +55,20 @@ def losses(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_it_trains_and_evaluates(example: Path) -> None:
+def test_it_trains(example: Path) -> None:
     fit = on_two_nodes(example, "train.py", "fit", "--config", "config.yaml", *SHORT)
     assert "val/accuracy" in fit
     (checkpoint,) = example.glob("outputs/checkpoints/*.ckpt")
     assert len(list(example.glob("mlruns/*/*/artifacts/config.yaml"))) == 1, "in the job's run"
     assert (example / "config.yaml").read_text() == (EXAMPLE / "config.yaml").read_text(), "the user's own file"
+    assert checkpoint.is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_it_evaluates(example: Path) -> None:
+    on_two_nodes(example, "train.py", "fit", "--config", "config.yaml", *SHORT)
+    (checkpoint,) = example.glob("outputs/checkpoints/*.ckpt")
     for verb in ("validate", "test"):
         words = ("train.py", verb, "--config", "config.yaml", *SHORT, "--ckpt_path", str(checkpoint))
         assert "val/accuracy" in on_two_nodes(example, *words)

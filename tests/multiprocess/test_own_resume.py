@@ -36,7 +36,7 @@ def attempt(run_job: RunJob, folder: Path, *arguments: str, automatic: str = "",
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("strategy", ["ddp", "zero", "model_parallel", "pipeline", *MORE])
+@pytest.mark.parametrize("strategy", ["ddp", *SHARDED, *MORE])
 def test_one_line(run_job: RunJob, tmp_path: Path, strategy: str) -> None:
     whole = attempt(run_job, tmp_path / "whole", strategy, "line", "-", "kill")
     assert whole.exit_code == 0, whole.output

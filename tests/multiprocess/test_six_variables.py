@@ -12,6 +12,9 @@ SCRIPT = "six_variables.py"
 OURS = {"strategy": "azureml_ddp"}
 
 
+EXHAUSTIVE = pytest.mark.exhaustive
+
+
 @pytest.mark.parametrize(("nodes", "processes"), [(2, 2), (3, 1), (1, 2)])
 def test_the_numbers_are_those_of_the_full_environment(run_job: RunJob, nodes: int, processes: int) -> None:
     full = run_job("fit.py", OURS, nodes=nodes, processes_per_node=processes)
@@ -27,8 +30,12 @@ def test_the_numbers_are_those_of_the_full_environment(run_job: RunJob, nodes: i
 @pytest.mark.parametrize(
     "arguments",
     [
-        pytest.param({"strategy": "ddp", "devices": 1, "num_nodes": 2}, id="a stock strategy"),
-        pytest.param({"strategy": "ddp", "devices": 1, "num_nodes": 2, "plugin": True}, id="with our environment"),
+        pytest.param({"strategy": "ddp", "devices": 1, "num_nodes": 2}, marks=EXHAUSTIVE, id="a stock strategy"),
+        pytest.param(
+            {"strategy": "ddp", "devices": 1, "num_nodes": 2, "plugin": True},
+            marks=EXHAUSTIVE,
+            id="with our environment",
+        ),
         pytest.param({**OURS, "group": True}, id="the script has started the group itself"),
     ],
 )
@@ -38,6 +45,7 @@ def test_other_ways_to_train(run_job: RunJob, arguments: dict[str, Any]) -> None
     assert job.each("nodes") == ["2", "2"]
 
 
+@pytest.mark.exhaustive
 def test_one_process_a_node_starts_the_others_and_trains_twice(run_job: RunJob) -> None:
     job = run_job("fit.py", {**OURS, "devices": 2, "again": True}, nodes=2, documented=True)
     assert_trained_together(job, 4)
@@ -105,11 +113,23 @@ def test_a_missing_rank_0_is_named(run_job: RunJob) -> None:
             id="both nodes are node 0",
         ),
         pytest.param(
-            {2: {"NODE_RANK": "2"}, 3: {"NODE_RANK": "2"}}, ("NODE_RANK 2: ranks 2, 3 of 4 (LOCAL",), id="no node 1"
+            {2: {"NODE_RANK": "2"}, 3: {"NODE_RANK": "2"}},
+            ("NODE_RANK 2: ranks 2, 3 of 4 (LOCAL",),
+            marks=EXHAUSTIVE,
+            id="no node 1",
         ),
-        pytest.param({3: {"RANK": "2"}}, ("NODE_RANK 1: ranks 2, 2 of 4 (LOCAL_RANK ",), id="a rank twice"),
-        pytest.param({1: {"NODE_RANK": ""}}, ("NODE_RANK not set: rank 1 of 4",), id="a rank without a node"),
-        pytest.param({3: {"WORLD_SIZE": "5"}}, ("NODE_RANK 1: ranks 2, 3 of 4, 5 (LOCAL",), id="two world sizes"),
+        pytest.param(
+            {3: {"RANK": "2"}}, ("NODE_RANK 1: ranks 2, 2 of 4 (LOCAL_RANK ",), marks=EXHAUSTIVE, id="a rank twice"
+        ),
+        pytest.param(
+            {1: {"NODE_RANK": ""}}, ("NODE_RANK not set: rank 1 of 4",), marks=EXHAUSTIVE, id="a rank without a node"
+        ),
+        pytest.param(
+            {3: {"WORLD_SIZE": "5"}},
+            ("NODE_RANK 1: ranks 2, 3 of 4, 5 (LOCAL",),
+            marks=EXHAUSTIVE,
+            id="two world sizes",
+        ),
     ],
 )
 def test_places_that_contradict_one_another(

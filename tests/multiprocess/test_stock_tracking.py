@@ -72,6 +72,7 @@ def test_any_script_is_recorded_beside_what_it_logs_to(tracked: Tracked, case: s
     assert job.output.count("| samples/s") == 1
 
 
+@pytest.mark.exhaustive
 def test_over_http(tracked: Tracked, serve: Callable[[str], str]) -> None:
     tracked.uri = serve(tracked.uri)
     job = tracked("readme")

@@ -71,6 +71,7 @@ def test_in_a_job_whose_processes_are_all_there_a_notebook_trains() -> None:
     assert [each[:2] for each in ranks] == [["2", "NoneType"]] * 2
 
 
+@pytest.mark.exhaustive
 def test_in_a_job_no_process_is_forked() -> None:
     done = cells("fit('azureml_ddp', 2)", job=True)
     assert done.returncode == 1

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from azureml_strategy.cluster.environ import CLI_CONFIG_SWITCH
 
 SCRIPT = """
@@ -36,6 +38,7 @@ def run(*words: str, **environ: str) -> str:
     return "" if done.returncode == 0 else done.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_restarted_job_overwrites_its_own_file_and_another_run_does_not() -> None:
     folder = "--trainer.logger=false"
     first, second = ({"AZUREML_CR_COMPUTE_CONTEXT": f'{{"run_attempt_count": {attempt}}}'} for attempt in (0, 1))

@@ -56,12 +56,15 @@ class TheJob:
 
 
 @pytest.fixture
-def job(client: MlflowClient, job_run: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, store: str) -> TheJob:
+def job(
+    client: MlflowClient, job_run: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, store: str
+) -> Iterator[TheJob]:
     mlflow.set_tracking_uri(store)  # another test's may be set, and sets the variable as well
     monkeypatch.setenv("AZUREML_RUN_ID", job_run)
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow's default where Lightning is given no store
     monkeypatch.chdir(tmp_path)
-    return TheJob(client, job_run)
+    yield TheJob(client, job_run)
+    mlflow.set_tracking_uri(None)  # else later tests of this process would use this test's store
 
 
 @pytest.fixture
