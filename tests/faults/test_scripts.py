@@ -63,6 +63,7 @@ def chains(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.timeout(3600)  # the first one waits for all
 @pytest.mark.parametrize("name", [_marked(name, name in VARIANTS) for name in SCRIPTS])

@@ -52,6 +52,7 @@ def test_a_restarted_job_overwrites_its_own_file_and_another_run_does_not() -> N
     assert "max_steps: 1" in Path("config.yaml").read_text()
 
 
+@pytest.mark.exhaustive
 def test_with_our_logger_it_goes_into_the_run_without_secrets() -> None:
     secret = "AccountKey=c2VjcmV0c2VjcmV0c2VjcmV0c2VjcmV0c2VjcmV0"
     assert not run(OURS, f"--model.secret={secret}")
