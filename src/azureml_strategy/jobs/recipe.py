@@ -25,7 +25,6 @@ from azureml_strategy.jobs.settings import ClusterSettings, JobSettings, read_se
 from azureml_strategy.training.checks import compose_recipe, target_nodes
 from azureml_strategy.training.recipes import Recipe, RecipeError, find_recipe, near_matches
 from azureml_strategy.training.resolvers import register_resolvers
-from azureml_strategy.training.targets import lies_in, refuse_missing
 
 
 @dataclass(frozen=True)
@@ -86,6 +85,8 @@ def read_recipe(recipe: str, overrides: Sequence[str], sweep: Sweep | None = Non
         JobError: the recipe, an override or a key is misspelt, or the overrides contain a sweep, a flag of Hydra or a
             secret.
     """
+    from azureml_strategy.training.targets import lies_in, refuse_missing  # Lightning, which a script's job needs not
+
     register_resolvers()
     check_words(overrides)
     try:

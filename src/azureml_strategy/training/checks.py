@@ -18,7 +18,6 @@ from yaml import YAMLError
 
 from azureml_strategy.cluster.redaction import redact_text
 from azureml_strategy.training.recipes import Recipe, RecipeError, hidden_by, near_matches
-from azureml_strategy.training.targets import HYDRA_OWN, locate, taken_by
 
 # The keys of a recipe; `vars` is for the user.
 SECTIONS = (
@@ -174,6 +173,8 @@ def _check_trainer(trainer: DictConfig) -> None:
 
 
 def _check_arguments(path: str, node: dict[str, Any]) -> None:
+    from azureml_strategy.training.targets import HYDRA_OWN, locate, taken_by  # Lightning, for seconds
+
     if "${" in str(node["_target_"]):
         return  # known only at run time, when Hydra refuses what is wrong
     taken = taken_by(locate(path, node["_target_"]))
