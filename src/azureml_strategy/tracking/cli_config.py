@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning_utilities.core.rank_zero import rank_zero_only
-from torch import nn
 from typing_extensions import override
 
 from azureml_strategy.cluster.environ import CLI_CONFIG_SWITCH
@@ -30,21 +28,8 @@ class LightningCLIConfig(IsolatedCallback):
 
     switch = CLI_CONFIG_SWITCH
 
-    @property
-    def log(self) -> Callable[..., None]:
-        """The LightningModule's `log`, which the Trainer assigns to every callback."""
-        return self._log
-
-    @log.setter
-    def log(self, log: Callable[..., None]) -> None:
-        # As for LaunchGuard: nothing else runs before the other callbacks' `setup`.
-        self._log = log
-        module: Any = getattr(log, "__self__", None)
-        if isinstance(module, nn.Module):
-            trainer: Any = module.trainer
-            self.prepare(trainer)
-
-    def prepare(self, trainer: Trainer) -> None:
+    @override
+    def before_run(self, trainer: Trainer) -> None:
         """Tell the other callback what it may write, before its `setup`."""
         job = read_job()
         for callback in _saving(trainer):
