@@ -1,19 +1,35 @@
-"""Every name of transformers that we use and that it may move: its model class, plans, loader and switches, once.
+"""Every name of transformers and peft that may move, once: model class, plans, loader and switches.
 
 The rest of the package asks here. `tests/test_internals.py` checks each name on the oldest and the newest transformers
-that pyproject.toml allows. Nothing here imports transformers by itself: a module can only hold one of its models after
-the user's code has imported it.
+that pyproject.toml allows. Nothing is imported before it is needed: a module can only hold a model of transformers
+after the user's code has imported it.
 """
 
 from __future__ import annotations
 
+import copy
 import sys
-from typing import TYPE_CHECKING, TypeGuard
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+# Each style of transformers' tensor-parallel plans that ours do as well, and its name here.
+_STYLES = {
+    "colwise": "colwise",
+    "rowwise": "rowwise",
+    "colwise_gather_output": "colwise_gather_output",
+    "embedding_rowwise": "rowwise",
+    "replicated_with_grad_allreduce": "sum_gradients",
+}
 
 
 def is_pretrained_model(module: object) -> TypeGuard[PreTrainedModel]:
@@ -33,3 +49,171 @@ def find_models(module: nn.Module) -> dict[str, PreTrainedModel]:
         if is_pretrained_model(each) and not inside:
             found[name] = each
     return found
+
+
+def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the blocks of a model that may each be gathered by itself, as its class names them."""
+    names = set(model._no_split_modules or ())
+    blocks = [module for module in model.modules() if type(module).__name__ in names]
+    inner = {each for block in blocks for each in block.modules() if each is not block}
+    return [block for block in blocks if block not in inner]
+
+
+def tensor_parallel_plan(model: PreTrainedModel) -> dict[str, str]:
+    """Return how the model's own plan cuts its layers, by their names in it, in the words of our styles.
+
+    A style that is not known here keeps transformers' word, for an error that names it. Empty if there is no plan.
+    """
+    plan: Mapping[str, str] = getattr(model, "_tp_plan", None) or {}
+    return {name: _STYLES.get(style, style) for name, style in plan.items()}
+
+
+def head_counts(model: PreTrainedModel) -> dict[str, int]:
+    """Return the numbers that a tensor-parallel size must divide, by what they count."""
+    text = model.config.get_text_config()
+    counts = {
+        "heads": getattr(text, "num_attention_heads", None),
+        "heads of keys and values": getattr(text, "num_key_value_heads", None),
+    }
+    return {name: count for name, count in counts.items() if isinstance(count, int)}
+
+
+def checkpoints_activations(model: PreTrainedModel) -> bool:
+    """Whether `gradient_checkpointing_enable` was called."""
+    return bool(model.is_gradient_checkpointing)
+
+
+def stock_class(model_class: Any, config: Any) -> Any:
+    """Return the class of model that an Auto class, or a class of transformers itself, makes of a configuration."""
+    with torch.device("meta"):
+        model = model_class.from_config(config) if hasattr(model_class, "from_config") else model_class(config)
+    return type(model)
+
+
+def sketch(
+    cls: Any, config: Any, files: list[Path], dtype: torch.dtype
+) -> tuple[Any, list[str], list[tuple[str, torch.Size, torch.Size]]]:
+    """Make a model whose weights have no values yet. Only the files' headers are read.
+
+    Args:
+        cls: its class.
+        config: its configuration.
+        files: safetensors with its weights.
+        dtype: of the weights.
+
+    Returns:
+        The model, whose other parameters and buffers have their initial values; the names of those that the files
+        have; and name, shape in the files and shape in the model of each that does not fit.
+    """
+    from safetensors import safe_open
+
+    headers: dict[str, Tensor] = {}
+    for file in files:
+        with safe_open(file, "pt", backend="pread") as opened:
+            for name in opened.keys():  # noqa: SIM118 # it is no mapping
+                headers[name] = torch.empty(opened.get_slice(name).get_shape(), dtype=dtype, device="meta")
+    with _without_progress():
+        model, report = cls.from_pretrained(
+            None,
+            config=config,
+            state_dict=headers,
+            dtype=dtype,
+            device_map={"": "meta"},
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    mismatched = sorted(report["mismatched_keys"])
+    absent = {*report["missing_keys"], *(name for name, *_ in mismatched)}
+    in_files = [name for name in model.state_dict() if name not in absent]
+    _initialize_rest(model, set(in_files))
+    return model, in_files, mismatched
+
+
+def read_parts(
+    cls: Any,
+    config: Any,
+    wanted: Mapping[str, Tensor],
+    files: list[Path],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[str, Tensor]:
+    """Read tensors of a model from files. transformers renames and converts them, and reads shards only.
+
+    Args:
+        cls: class of the model.
+        config: its configuration.
+        wanted: tensors without values, by their names in the model. Of a DTensor only this rank's shard is read.
+        files: safetensors with the weights.
+        dtype: of the model's weights.
+        device: where the tensors go.
+
+    Returns:
+        The tensors that the files have, by their names in the model.
+    """
+
+    from safetensors import safe_open
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    with torch.device("meta"):
+        twin = cls._from_config(copy.deepcopy(config), dtype=dtype)
+    for name in [*dict(twin.named_parameters(remove_duplicate=False)), *dict(twin.named_buffers())]:
+        owner, _, attribute = name.rpartition(".")
+        setattr(twin.get_submodule(owner), attribute, wanted.get(name))
+    how = LoadStateDictConfig(
+        dtype=dtype,
+        dtype_plan=twin._get_dtype_plan(dtype),
+        device_map={"": device},
+        weight_mapping=cast(Any, get_model_conversion_mapping(twin, None, None)),
+    )
+    with ExitStack() as stack, _without_progress():
+        opened = [stack.enter_context(safe_open(file, "pt", backend="pread")) for file in files]
+        slices = {name: each.get_slice(name) for each in opened for name in each.keys()}  # noqa: SIM118
+        twin._load_pretrained_model(twin, slices, None, how)
+    return {name: tensor for name, tensor in twin.state_dict(keep_vars=True).items() if not tensor.is_meta}
+
+
+def _initialize_rest(model: Any, in_files: set[str]) -> None:
+    """Give initial values to what no file has: new heads, and buffers that are computed."""
+    for owner, module in model.named_modules():
+        tensors = {**module._parameters, **module._buffers}
+        rest = [name for name in tensors if tensors[name] is not None and f"{owner}.{name}".lstrip(".") not in in_files]
+        for name in rest:
+            empty = torch.empty_like(tensors[name], device="cpu")
+            setattr(module, name, nn.Parameter(empty) if name in module._parameters else empty)
+        if rest:
+            with torch.no_grad():
+                model._init_weights(module)
+
+
+class KeepsValues(TorchFunctionMode):
+    """Leaves tensors with values where they are, when they are sent to the meta device.
+
+    `peft` sends new adapters to the device of their base. If that has no values yet, the adapters would lose theirs.
+    """
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.to and not args[0].is_meta:
+            device, dtype, *_ = torch._C._nn._parse_to(*args[1:], **kwargs)
+            if device is not None and device.type == "meta":
+                return args[0] if dtype is None else func(args[0], dtype)
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _without_progress() -> Iterator[None]:
+    """Silence the progress bars of transformers: each rank would draw its own."""
+    from transformers.utils import logging as untyped
+
+    logging: Any = untyped
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -12,12 +14,14 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.distributed.constants import default_pg_timeout
+from typing_extensions import override
 
 from azureml_strategy.checkpoint.plain_data import PlainDataStrategy
 from azureml_strategy.cluster.environ import LaunchError
 from azureml_strategy.cluster.environment import AzureMLEnvironment
 from azureml_strategy.cluster.launch import Launch
 from azureml_strategy.cluster.node_count import learn_launch
+from azureml_strategy.huggingface.loading import Loading, Way, loading_as
 from azureml_strategy.lightning_internals import default_process_group_backend, is_interactive
 from azureml_strategy.network.record import RunNetwork
 from azureml_strategy.network.session import prepare_network
@@ -204,6 +208,17 @@ class LaunchedProcesses:
 
 class LaunchedStrategy(LaunchedProcesses, PlainDataStrategy, ParallelStrategy):
     """`LaunchedProcesses` for the Trainer's strategies, with checkpoints that a restart can load."""
+
+    # How `load_pretrained` gives a model of transformers its weights in `configure_model`.
+    loads_pretrained: Way = "broadcast"
+
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        way: Way = self.loads_pretrained if self.world_size > 1 else "whole"
+        loading = Loading(way, self.root_device, self.precision_plugin.precision)
+        with loading_as(loading), super().tensor_init_context(empty_init):
+            yield
 
 
 def _of_job(environment: ClusterEnvironment | None) -> AzureMLEnvironment | None:

@@ -15,8 +15,8 @@ from azureml_strategy.strategies.model_parallel.checkpoint import (
     check_checkpoint,
     copy_batch,
     copy_from_rank_zero,
-    uncut_parameters,
 )
+from azureml_strategy.strategies.model_parallel.gradients import uncut_parameters
 from azureml_strategy.strategies.model_parallel.plan import cut_tensors, is_parallel, shard_parameters
 
 

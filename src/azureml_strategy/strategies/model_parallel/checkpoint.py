@@ -1,4 +1,4 @@
-"""Makes ranks agree on parameters, batches and gradients, and writes and checks their distributed checkpoints.
+"""Makes ranks agree on parameters and batches, and writes and checks their distributed checkpoints.
 
 `write_distributed` can run in a background thread, because the ranks' messages go through an `Exchange`.
 """
@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from torch.distributed.checkpoint import (  # type: ignore[attr-defined]
 )
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.tensor import DTensor
 
 from azureml_strategy.checkpoint.plain_data import require_loadable
 from azureml_strategy.control.gather import Exchange
@@ -74,33 +73,6 @@ def copy_batch(batch: Any, group: ProcessGroup) -> Any:
         return tensor
 
     return apply_to_collection(batch, Tensor, copied)
-
-
-def uncut_parameters(module: nn.Module, axis: str) -> list[nn.Parameter]:
-    """List the parameters of which all ranks along an axis of the mesh hold the same part."""
-    return [parameter for parameter in module.parameters() if not _is_cut(parameter, axis)]
-
-
-def copy_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup) -> None:
-    """Give each rank of the group the first rank's gradients of parameters that all of them hold.
-
-    The gradients differ only in their last bits, which depend on where a kernel's buffers lie in memory, or on its
-    atomic additions. But the copies of a parameter would drift apart step by step, and a checkpoint holds one of them.
-    """
-    source = dist.get_global_rank(group, 0)
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
-    for work in [dist.broadcast(gradient, source, group=group, async_op=True) for gradient in local]:
-        assert work is not None
-        work.wait()
-
-
-def _is_cut(parameter: nn.Parameter, axis: str) -> bool:
-    if not isinstance(parameter, DTensor):
-        return False
-    names = parameter.device_mesh.mesh_dim_names
-    assert names is not None
-    return axis in names and not parameter.placements[names.index(axis)].is_replicate()
 
 
 # Types of the messages in which the ranks tell each other what they hold and what they have written.

@@ -1,13 +1,12 @@
-"""Plans the device mesh of a job, and defines what a module may say about it and which precisions it supports."""
+"""Plans the device mesh of a job, and defines which precisions it supports."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal
 
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
-from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -17,40 +16,6 @@ from azureml_strategy.strategies.model_parallel.clipping import clip_gradient_no
 # Lightning's list for its own strategy. Lightning checks it only if the strategy is given as an object.
 SUPPORTED = ("32-true", "bf16-mixed", "bf16-true", "16-true")
 Size = int | Literal["auto"]
-
-
-@runtime_checkable
-class HasTensorParallelPlan(Protocol):
-    """A module whose matrices can be cut over the ranks of a tensor-parallel group."""
-
-    def tensor_parallel_plan(self) -> Mapping[str, str]:
-        """Say which layers are cut, and how.
-
-        Returns:
-            The style of each `nn.Linear` or `nn.Embedding` to cut, by its name in the LightningModule. `*` stands for
-            any one part between dots: `{"layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise"}`. Styles are
-            those of `azureml_strategy.strategies.model_parallel.plan`.
-        """
-
-
-@runtime_checkable
-class HasTensorParallelCounts(Protocol):
-    """A module with numbers that the tensor-parallel size must divide, beyond the sizes of its matrices."""
-
-    def tensor_parallel_counts(self) -> Mapping[str, int]:
-        """Return the numbers by what they count, such as `{"heads": 12}`. Called before any layer is made."""
-
-
-@runtime_checkable
-class HasShardedBlocks(Protocol):
-    """A module whose sharded parameters are gathered block by block."""
-
-    def sharded_blocks(self) -> Iterable[nn.Module]:
-        """Return the blocks. The forward pass must call each as a module, and no two blocks may share a parameter.
-
-        Parameters outside the blocks, such as embeddings and output matrices tied to them, are gathered for the whole
-        step.
-        """
 
 
 class _NormOverMeshes(Precision):

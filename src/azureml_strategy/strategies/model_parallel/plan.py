@@ -16,60 +16,65 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from azureml_strategy.strategies.errors import ConfigurationError, MissingPlanError
-from azureml_strategy.strategies.model_parallel.checkpoint import copy_from_rank_zero, uncut_parameters
-from azureml_strategy.strategies.model_parallel.layout import HasShardedBlocks, HasTensorParallelPlan
+from azureml_strategy.huggingface.loading import fill_all, refuse_lost_values
+from azureml_strategy.strategies.errors import ConfigurationError
+from azureml_strategy.strategies.model_parallel.checkpoint import copy_from_rank_zero
+from azureml_strategy.strategies.model_parallel.gradients import SharedGradients
+from azureml_strategy.strategies.model_parallel.layout import check_counts
+from azureml_strategy.strategies.model_parallel.module import (
+    counts_of,
+    plan_of,
+    refuse_two_checkpointings,
+    sharded_blocks_of,
+)
 
 # All places of one parameter, each as the name of the submodule and the parameter's name in it.
 Places = list[tuple[str, str]]
 
 # Methods of a module that Lightning calls instead of its forward.
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-STYLES = ("colwise", "colwise_gather_output", "rowwise")
+# How a layer is cut; the gradients of one with `sum_gradients` are summed, as each rank computes a part of them.
+STYLES = ("colwise", "colwise_gather_output", "rowwise", "sum_gradients")
 
 
 def spread(
     module: nn.Module, mesh: DeviceMesh, device: torch.device, *, precision: str, activation_checkpointing: bool
-) -> list[nn.Parameter]:
+) -> SharedGradients:
     """Cut and shard a module that still holds all its parameters. Every rank must call this.
 
     Args:
-        module: may have the methods of `HasTensorParallelPlan` and `HasShardedBlocks`.
+        module: may have the methods of `HasTensorParallelPlan` and `HasShardedBlocks`, or hold a model of transformers.
+            Weights that are still in files are read when their shards are known.
         mesh: its axes are `data_parallel` and `tensor_parallel`.
         device: of this rank.
         precision: as in `Trainer(precision=...)`.
         activation_checkpointing: keep only the inputs of each sharded block.
 
     Returns:
-        The parameters of which all ranks of a tensor-parallel group hold the same part.
+        What the ranks of a tensor-parallel group must agree on after each backward pass.
 
     Raises:
         ConfigurationError: the plan does not fit the module, or there is none (MissingPlanError).
     """
     tensor_mesh = mesh["tensor_parallel"]
-    if tensor_mesh.size() > 1 and not isinstance(module, HasTensorParallelPlan):
-        raise MissingPlanError(no_plan(module, tensor_mesh.size()))
+    plan = plan_of(module, tensor_mesh.size()) if tensor_mesh.size() > 1 else {}
+    if plan:
+        check_counts(tensor_mesh.size(), counts_of(module))
+    if activation_checkpointing:
+        refuse_two_checkpointings(module)
+    refuse_lost_values(module)
     copy_from_rank_zero(module, device)
-    if isinstance(module, HasTensorParallelPlan) and tensor_mesh.size() > 1:
-        cut_tensors(module, tensor_mesh, module.tensor_parallel_plan())
+    summed = cut_tensors(module, tensor_mesh, plan) if plan else []
     blocks = _blocks(module)
     if activation_checkpointing:
         checkpoint_activations(blocks)
     shard_parameters(module, mesh["data_parallel"], blocks, precision)
-    return uncut_parameters(module, "tensor_parallel") if tensor_mesh.size() > 1 else []
-
-
-def no_plan(module: object, size: int) -> str:
-    """Return the error for a module that does not say how to cut its layers."""
-    return (
-        f"tensor_parallel_size={size}, but {type(module).__name__} does not say how to cut its layers. Give it a "
-        "method tensor_parallel_plan() that returns names and styles, as in {'layers.*.up': 'colwise', "
-        "'layers.*.down': 'rowwise'}; or write tensor_parallel_size=1, which shards it without cutting."
-    )
+    fill_all(module, device)
+    return SharedGradients.of(module, summed) if plan else SharedGradients()
 
 
 def _blocks(module: nn.Module) -> Sequence[nn.Module]:
-    blocks = list(module.sharded_blocks()) if isinstance(module, HasShardedBlocks) else []
+    blocks = sharded_blocks_of(module)
     if not blocks:
         rank_zero_warn(
             f"{type(module).__name__} names no blocks, so each rank gathers all its parameters for the whole step: "
@@ -143,7 +148,7 @@ def shard_parameters(module: nn.Module, mesh: DeviceMesh, blocks: Sequence[nn.Mo
         register_fsdp_forward_method(module, step)
 
 
-def cut_tensors(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
+def cut_tensors(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> list[str]:
     """Cut the layers of a plan over the ranks of a mesh, in place. Layers that shared a parameter still do.
 
     Args:
@@ -151,10 +156,14 @@ def cut_tensors(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) ->
         mesh: the one-dimensional tensor-parallel mesh.
         plan: see `HasTensorParallelPlan`.
 
+    Returns:
+        The names of the layers that stay whole, but whose gradients are to be summed over the ranks.
+
     Raises:
         ConfigurationError: the plan does not fit the module, or the size of the mesh does not divide a matrix.
     """
-    styles = match_plan(module, plan)
+    matched = match_plan(module, plan)
+    styles = {name: style for name, style in matched.items() if style != "sum_gradients"}
     for name, style in styles.items():
         _check_divides(name, module.get_submodule(name), style, mesh.size())
     shared = shared_parameters(module)
@@ -162,6 +171,7 @@ def cut_tensors(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) ->
         module, mesh, {name: _style(module.get_submodule(name), style) for name, style in styles.items()}
     )
     tie_again(module, shared)
+    return [name for name in matched if name not in styles]
 
 
 def match_plan(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
@@ -197,7 +207,9 @@ def _matching(module: nn.Module, pattern: str) -> Iterator[str]:
 
 
 def _check_kind(name: str, layer: nn.Module, style: str) -> None:
-    if isinstance(layer, nn.Linear) or (isinstance(layer, nn.Embedding) and style == "rowwise"):
+    if style == "sum_gradients" or isinstance(layer, nn.Linear):
+        return
+    if isinstance(layer, nn.Embedding) and style == "rowwise":
         return
     raise ConfigurationError(
         f"The tensor-parallel plan says {name!r}: {style!r}, but {name} is a {type(layer).__name__}. An nn.Linear can "

@@ -13,31 +13,29 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.model_parallel import ModelParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from azureml_strategy.checkpoint.plain_data import WRITTEN_APART, to_plain
 from azureml_strategy.interfaces import WriteStaged
 from azureml_strategy.lightning_internals import accumulates
-from azureml_strategy.strategies.errors import MissingPlanError
 from azureml_strategy.strategies.launched import LaunchedStrategy
 from azureml_strategy.strategies.model_parallel.checkpoint import (
     check_checkpoint,
     copy_batch,
-    copy_gradients,
     write_distributed,
 )
-from azureml_strategy.strategies.model_parallel.layout import (
+from azureml_strategy.strategies.model_parallel.gradients import SharedGradients
+from azureml_strategy.strategies.model_parallel.layout import Size, check_counts, for_meshes, plan_layout
+from azureml_strategy.strategies.model_parallel.module import (
     HasShardedBlocks,
-    HasTensorParallelCounts,
     HasTensorParallelPlan,
-    Size,
-    check_counts,
-    for_meshes,
-    plan_layout,
+    counts_of,
+    plan_of,
 )
-from azureml_strategy.strategies.model_parallel.plan import is_parallel, no_plan, spread
+from azureml_strategy.strategies.model_parallel.plan import is_parallel, spread
 
 
 class AzureMLModelParallelStrategy(LaunchedStrategy, ModelParallelStrategy):
@@ -51,7 +49,8 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, ModelParallelStrategy):
     Args:
         data_parallel_size: replicas that read different samples; `auto` is what the other size leaves.
         tensor_parallel_size: ranks that compute a replica together; `auto` is what a given `data_parallel_size` leaves,
-            otherwise all processes of a node for a module with a plan, and 1 for one without.
+            otherwise all processes of a node for a module with a plan of its own, and 1 for any other. A model of
+            transformers is cut by its own plan.
         tensor_parallel_across_nodes: allow groups that span nodes; they wait for the network in every layer.
         activation_checkpointing: keep only the inputs of each sharded block, and recompute the rest in the backward
             pass.
@@ -86,7 +85,9 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, ModelParallelStrategy):
         self._asked_sizes = (data_parallel_size, tensor_parallel_size)
         self._across_nodes = tensor_parallel_across_nodes
         self._activation_checkpointing = activation_checkpointing
-        self._uncut: list[nn.Parameter] = []
+        self._shared_gradients = SharedGradients()
+
+    loads_pretrained = "in_parts"
 
     @property
     @override
@@ -106,7 +107,8 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, ModelParallelStrategy):
     def setup(self, trainer: Trainer) -> None:
         assert isinstance(self.lightning_module, LightningModule)
         if not is_parallel(self.lightning_module):
-            self._uncut = spread(
+            self._settle_sizes()
+            self._shared_gradients = spread(
                 self.lightning_module,
                 self.device_mesh,
                 self.root_device,
@@ -129,8 +131,8 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, ModelParallelStrategy):
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
         assert self.lightning_module is not None
-        if self._uncut and not accumulates(self.lightning_module.trainer):
-            copy_gradients(self._uncut, self.device_mesh["tensor_parallel"].get_group())
+        if self._tensor_parallel_size != 1 and not accumulates(self.lightning_module.trainer):
+            self._shared_gradients.agree(self.device_mesh["tensor_parallel"].get_group())
 
     @property
     @override
@@ -183,11 +185,25 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, ModelParallelStrategy):
             cuts_tensors=_may_be_cut(module),
             across_nodes=self._across_nodes,
         )
+        assert module is not None
         if layout.tensor_parallel_size > 1 and not _may_be_cut(module):
-            raise MissingPlanError(no_plan(module, layout.tensor_parallel_size))
-        if isinstance(module, HasTensorParallelCounts):
-            check_counts(layout.tensor_parallel_size, module.tensor_parallel_counts())
+            plan_of(module, layout.tensor_parallel_size)
+        if layout.tensor_parallel_size > 1:
+            check_counts(layout.tensor_parallel_size, counts_of(module))
         return layout.data_parallel_size, layout.tensor_parallel_size
+
+    def _settle_sizes(self) -> None:
+        """Give all ranks to data parallelism, if `auto` left room for a module that spreads itself, and it did not.
+
+        What `configure_model` makes is unknown before. A model of transformers is cut only where a size asks for it.
+        """
+        assert self.lightning_module is not None
+        if self._asked_sizes != ("auto", "auto") or isinstance(self.lightning_module, HasTensorParallelPlan):
+            return
+        self._data_parallel_size, self._tensor_parallel_size = self.world_size, 1
+        axes = ("data_parallel", "tensor_parallel")
+        mesh = init_device_mesh(self.root_device.type, (self.world_size, 1), mesh_dim_names=axes)
+        self._device_mesh = self.lightning_module._device_mesh = mesh
 
 
 def _may_be_cut(module: object) -> bool:

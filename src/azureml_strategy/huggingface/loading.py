@@ -1,0 +1,262 @@
+"""Loads a pretrained model the way that the strategy at work needs, so that no process holds more than its part.
+
+| strategy | how |
+|---|---|
+| none, or one process | `from_pretrained` |
+| DDP, ZeRO-1, ZeRO-2 | rank 0 reads, and sends to the others |
+| FSDP2, tensor parallelism, pipeline | a sketch without memory now; each rank reads its parts when they are known |
+| ZeRO-3 | built in parts; rank 0 reads block by block, and hands out |
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from azureml_strategy.huggingface import transformers_internals as internals
+from azureml_strategy.huggingface.sources import PretrainedModelError, Source, find_source
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Way = Literal["whole", "broadcast", "in_parts", "zero_3"]
+_SOURCE, _SKETCH = "pretrained_source", "_pretrained_sketch"
+# How many names an error message lists.
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How the strategy at work gives a model its weights.
+
+    Attributes:
+        way: as in the table of this module.
+        device: of this rank.
+        precision: as in `Trainer(precision=...)`.
+    """
+
+    way: Way
+    device: torch.device
+    precision: str
+
+
+@dataclass
+class _Sketch:
+    """A model whose weights are still in files.
+
+    Attributes:
+        dtype: of the weights in memory.
+        places: module and attribute of each tensor that the files have, by its name in the model. The modules stay
+            when `peft` wraps them, or when their parameters are cut.
+    """
+
+    dtype: torch.dtype
+    places: dict[str, tuple[nn.Module, str]]
+
+
+_at_work: ContextVar[Loading | None] = ContextVar("loading", default=None)
+
+
+@contextmanager
+def loading_as(loading: Loading) -> Iterator[None]:
+    """Make `load_pretrained` load in a strategy's way, while the strategy calls `configure_model`."""
+    token = _at_work.set(loading)
+    try:
+        with internals.KeepsValues() if loading.way == "in_parts" else nullcontext():
+            yield
+    finally:
+        _at_work.reset(token)
+
+
+def load_pretrained(
+    source: str | os.PathLike[str],
+    model_class: Any = None,
+    *,
+    dtype: torch.dtype | None = None,
+    revision: str | None = None,
+    **kwargs: Any,
+) -> PreTrainedModel:
+    """Load a pretrained model, so that no process holds more of it than the strategy needs.
+
+    Call it in `configure_model`, where the strategy is known. Anywhere else each process reads the whole model.
+
+    Args:
+        source: a folder that `save_pretrained` wrote, an id of the Hugging Face hub, or `azureml:NAME:VERSION`, a model
+            registered in the job's workspace.
+        model_class: a class of transformers, or one of its Auto classes; `AutoModelForCausalLM` if None.
+        dtype: of the weights in memory. By default float32, also for files in bfloat16, as an optimizer loses small
+            updates of 16-bit weights; half of it with precision `bf16-true` or `16-true`.
+        revision: branch, tag or commit on the hub.
+        kwargs: changes of the model's configuration, as `num_labels=3` or `attn_implementation="sdpa"`.
+
+    Returns:
+        The model, in training mode. Under FSDP2, tensor parallelism and a pipeline its weights have no values before
+        training starts: they can be wrapped by `peft`, frozen and tied, but not read.
+
+    Raises:
+        PretrainedModelError: the files are missing, incomplete, of another format, or do not fit the class.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    found = find_source(source, revision)
+    files = found.weight_files()
+    config = _configuration(AutoConfig, found, kwargs)
+    loading = _at_work.get() or Loading("whole", torch.device("cpu"), "32-true")
+    dtype = dtype or {"bf16-true": torch.bfloat16, "16-true": torch.float16}.get(loading.precision, torch.float32)
+    cls = internals.stock_class(model_class or AutoModelForCausalLM, config)
+    model: PreTrainedModel = _sketched(cls, config, files, dtype, found)
+    if loading.way == "whole":
+        fill(model, model, loading.device)
+    elif loading.way == "broadcast":
+        _receive(model, loading.device)
+    model.train()
+    return model
+
+
+def source_of(model: nn.Module) -> Source | None:
+    """Return where a model's weights come from; None if `load_pretrained` did not make it."""
+    return getattr(model, _SOURCE, None)
+
+
+def is_sketch(model: nn.Module) -> bool:
+    """Whether a model's weights are still in files."""
+    return hasattr(model, _SKETCH)
+
+
+def fill(model: PreTrainedModel, module: nn.Module, device: torch.device) -> None:
+    """Read the weights of a sketch that `module` still holds, each rank its parts.
+
+    Call it when the parameters are cut, and before anything keeps them.
+
+    Args:
+        model: what `load_pretrained` returned.
+        module: holds the model, or those of its layers that this rank computes.
+        device: where the weights go.
+
+    Raises:
+        PretrainedModelError: a parameter has no values and is in no file.
+    """
+    sketch: _Sketch = getattr(model, _SKETCH)
+    kept = set(module.modules())
+    places = {name: place for name, place in sketch.places.items() if place[0] in kept}
+    wanted = {name: _tensor(*place) for name, place in places.items()}
+    source = source_of(model)
+    assert source is not None
+    read = internals.read_parts(type(model), model.config, wanted, source.weight_files(), sketch.dtype, device)
+    values: dict[int, Tensor] = {}
+    for name, tensor in read.items():
+        values.setdefault(id(wanted[name]), tensor)
+    for owner, attribute in places.values():
+        _replace(owner, attribute, values)
+    delattr(model, _SKETCH)
+
+
+def fill_all(module: nn.Module, device: torch.device) -> None:
+    """Read the weights of all sketches in a module, see `fill`."""
+    for model in internals.find_models(module).values():
+        if is_sketch(model):
+            fill(model, module, device)
+
+
+def refuse_lost_values(module: nn.Module) -> None:
+    """Refuse parameters without values that no file has either.
+
+    Raises:
+        PretrainedModelError: there are some; the message names them.
+    """
+    sketches = [each for each in internals.find_models(module).values() if is_sketch(each)]
+    known = {id(_tensor(*place)) for model in sketches for place in getattr(model, _SKETCH).places.values()}
+    lost = [name for name, tensor in module.named_parameters() if tensor.is_meta and id(tensor) not in known]
+    if sketches and lost:
+        raise PretrainedModelError(
+            f"{', '.join(lost[:_SHOWN])} ({len(lost)} parameters) have no values: they were made or changed from "
+            "weights that are still in files. Do that before: save the changed model with save_pretrained() in one "
+            "process, and load that folder; or use strategy='azureml_ddp', which reads the weights at once."
+        )
+
+
+def _configuration(auto: Any, source: Source, changes: dict[str, Any]) -> Any:
+    config, unused = auto.from_pretrained(source.folder, return_unused_kwargs=True, **changes)
+    if unused:
+        raise PretrainedModelError(
+            f"load_pretrained has no argument {', '.join(unused)}, nor has the configuration of {source.name} "
+            f"({type(config).__name__}). Leave it out, or check how it is spelt."
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise PretrainedModelError(
+            f"{source.name} is quantized, and quantized weights cannot be trained or cut here. Load the model that it "
+            "was made from."
+        )
+    return config
+
+
+def _sketched(cls: Any, config: Any, files: list[Path], dtype: torch.dtype, source: Source) -> Any:
+    model, in_files, mismatched = internals.sketch(cls, config, files, dtype)
+    if mismatched:
+        name, found, wanted = mismatched[0]
+        raise PretrainedModelError(
+            f"{name} is {tuple(found)} in {source.name}, but {tuple(wanted)} in this {cls.__name__} "
+            f"({len(mismatched)} differ). Load it with the configuration that it was saved with."
+        )
+    places = {name: _place(model, name) for name in in_files}
+    setattr(model, _SKETCH, _Sketch(dtype, places))
+    setattr(model, _SOURCE, source)
+    return model
+
+
+def _receive(model: PreTrainedModel, device: torch.device) -> None:
+    """Give a sketch its weights: rank 0 reads them, and the others get them from it."""
+    failure: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            fill(model, model, device)
+        except Exception as error:  # whatever it is, the others wait for the weights
+            failure = [f"{type(error).__name__}: {error}"]
+    else:
+        _make_room(model, device)
+    dist.broadcast_object_list(failure)
+    if failure[0] is not None:
+        raise PretrainedModelError(f"Rank 0 could not read the weights of {source_of(model)}: {failure[0]}")
+    for tensor in itertools.chain(model.parameters(), model.buffers()):
+        values = tensor.detach().to(device)
+        dist.broadcast(values, src=0)
+        tensor.detach().copy_(values)
+
+
+def _make_room(model: PreTrainedModel, device: torch.device) -> None:
+    """Give a sketch's weights memory, without reading them."""
+    places = getattr(model, _SKETCH).places.values()
+    room: dict[int, Tensor] = {}
+    for tensor in (_tensor(*place) for place in places):
+        empty = torch.empty_like(tensor, device=device)
+        room.setdefault(id(tensor), nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty)
+    for owner, attribute in places:
+        _replace(owner, attribute, room)
+    delattr(model, _SKETCH)
+
+
+def _tensor(owner: nn.Module, attribute: str) -> Tensor:
+    tensor: Tensor = getattr(owner, attribute)
+    return tensor
+
+
+def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    owner, _, attribute = name.rpartition(".")
+    return model.get_submodule(owner), attribute
+
+
+def _replace(owner: nn.Module, attribute: str, values: Mapping[int, Tensor]) -> None:
+    """Put values in the place of a tensor without any. Places that shared it share its values."""
+    old = _tensor(owner, attribute)
+    if old.is_meta:  # not if the place of another name was the same
+        setattr(owner, attribute, values[id(old)].requires_grad_(old.requires_grad))

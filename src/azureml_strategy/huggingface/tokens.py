@@ -1,0 +1,32 @@
+"""The number of tokens that a loss is averaged over, where ranks have unequal numbers of them."""
+
+from __future__ import annotations
+
+from lightning.pytorch import Trainer
+from torch import Tensor
+
+# transformers' label of a token that has no loss.
+IGNORED = -100
+
+
+def tokens_per_loss(labels: Tensor, trainer: Trainer, *, shifted: bool = True) -> Tensor:
+    """Return what to give a model of transformers as `num_items_in_batch`, for the average over all ranks' tokens.
+
+    A rank's own average weighs each token by how few the rank has. Strategies average gradients over the ranks; so each
+    rank must divide its sum of losses by the mean number of tokens of a rank. A pipeline averages over micro-batches as
+    well, which have a share of that number each. Call it in `on_after_batch_transfer`, where a pipeline has the whole
+    batch, or in the step under any other strategy. Every rank must call it.
+
+    Args:
+        labels: integers `(N, T)`; -100 for what has no loss.
+        trainer: of this rank.
+        shifted: the loss leaves out the first label of each row, as those of causal language models do.
+
+    Returns:
+        A number, a tensor without dimensions on the device of the labels, float32. At least the share of one token.
+    """
+    counted = labels[:, 1:] if shifted else labels
+    tokens = (counted != IGNORED).sum().float()
+    mean = trainer.strategy.reduce(tokens, reduce_op="mean")
+    assert isinstance(mean, Tensor)
+    return mean.clamp(min=1 / trainer.world_size) / getattr(trainer.strategy, "micro_batches", 1)

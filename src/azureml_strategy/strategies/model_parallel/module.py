@@ -1,0 +1,123 @@
+"""What a module says about how it is cut and sharded, by methods of its own or by its models of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Protocol, runtime_checkable
+
+from torch import nn
+
+from azureml_strategy.huggingface.transformers_internals import (
+    blocks_of,
+    checkpoints_activations,
+    find_models,
+    head_counts,
+    tensor_parallel_plan,
+)
+from azureml_strategy.strategies.errors import ConfigurationError, MissingPlanError
+
+
+@runtime_checkable
+class HasTensorParallelPlan(Protocol):
+    """A module whose matrices can be cut over the ranks of a tensor-parallel group."""
+
+    def tensor_parallel_plan(self) -> Mapping[str, str]:
+        """Say which layers are cut, and how.
+
+        Returns:
+            The style of each `nn.Linear` or `nn.Embedding` to cut, by its name in the LightningModule. `*` stands for
+            any one part between dots: `{"layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise"}`. Styles are
+            those of `azureml_strategy.strategies.model_parallel.plan`.
+        """
+
+
+@runtime_checkable
+class HasTensorParallelCounts(Protocol):
+    """A module with numbers that the tensor-parallel size must divide, beyond the sizes of its matrices."""
+
+    def tensor_parallel_counts(self) -> Mapping[str, int]:
+        """Return the numbers by what they count, such as `{"heads": 12}`. Called before any layer is made."""
+
+
+@runtime_checkable
+class HasShardedBlocks(Protocol):
+    """A module whose sharded parameters are gathered block by block."""
+
+    def sharded_blocks(self) -> Iterable[nn.Module]:
+        """Return the blocks. The forward pass must call each as a module, and no two blocks may share a parameter.
+
+        Parameters outside the blocks, such as embeddings and output matrices tied to them, are gathered for the whole
+        step.
+        """
+
+
+def plan_of(module: nn.Module, size: int) -> Mapping[str, str]:
+    """Return the tensor-parallel plan of a module's own, or of its models of transformers.
+
+    Args:
+        module: a LightningModule whose layers are made.
+        size: of the tensor-parallel group.
+
+    Raises:
+        MissingPlanError: there is none.
+    """
+    if isinstance(module, HasTensorParallelPlan):
+        return module.tensor_parallel_plan()
+    plan: dict[str, str] = {}
+    for name, model in find_models(module).items():
+        own = tensor_parallel_plan(model)
+        if not own:
+            raise MissingPlanError(
+                f"tensor_parallel_size={size}, but {type(model).__name__} of transformers has no tensor-parallel plan. "
+                "Write tensor_parallel_size=1, which shards it by blocks without cutting them; or give "
+                f"{type(module).__name__} a method tensor_parallel_plan()."
+            )
+        plan |= {_below(name, layer): style for layer, style in own.items()}
+    if not plan:
+        raise MissingPlanError(
+            f"tensor_parallel_size={size}, but {type(module).__name__} does not say how to cut its layers. Give it a "
+            "method tensor_parallel_plan() that returns names and styles, as in {'layers.*.up': 'colwise', "
+            "'layers.*.down': 'rowwise'}; or write tensor_parallel_size=1, which shards it without cutting."
+        )
+    return plan
+
+
+def counts_of(module: nn.Module) -> Mapping[str, int]:
+    """Return the numbers that the tensor-parallel size must divide, by what they count."""
+    if isinstance(module, HasTensorParallelCounts):
+        return module.tensor_parallel_counts()
+    models = [] if isinstance(module, HasTensorParallelPlan) else find_models(module).values()
+    return {name: count for model in models for name, count in head_counts(model).items()}
+
+
+def sharded_blocks_of(module: nn.Module) -> list[nn.Module]:
+    """Return the blocks of a module's own, or of its models of transformers, that are gathered one at a time.
+
+    A block of a model that shares a parameter with a layer outside of it is left out.
+    """
+    if isinstance(module, HasShardedBlocks):
+        return list(module.sharded_blocks())
+    blocks = [block for model in find_models(module).values() for block in blocks_of(model)]
+    homes: dict[nn.Parameter, set[nn.Module]] = {}
+    for each in module.modules():
+        for parameter in each.parameters(recurse=False):
+            homes.setdefault(parameter, set()).add(each)
+    return [block for block in blocks if all(homes[each] <= set(block.modules()) for each in block.parameters())]
+
+
+def refuse_two_checkpointings(module: nn.Module) -> None:
+    """Refuse to recompute what a model of transformers recomputes already.
+
+    Raises:
+        ConfigurationError: `gradient_checkpointing_enable()` was called.
+    """
+    for model in find_models(module).values():
+        if checkpoints_activations(model):
+            raise ConfigurationError(
+                f"activation_checkpointing=True, and gradient_checkpointing_enable() was called on the "
+                f"{type(model).__name__}: each block would be computed three times. Leave one of them out."
+            )
+
+
+def _below(name: str, layer: str) -> str:
+    return f"{name}.{layer}" if name else layer
