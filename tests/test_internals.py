@@ -1,4 +1,4 @@
-"""Each private name of Lightning, DeepSpeed and azure-ai-ml stands in one file, with a reason, and each exists."""
+"""Each private name of Lightning, DeepSpeed, transformers and azure-ai-ml stands in one file, with its reason."""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ import pytest
 
 import azureml_strategy
 from azureml_strategy import lightning_internals
+from azureml_strategy.huggingface import transformers_internals
 from azureml_strategy.jobs import azure_internals
 from azureml_strategy.strategies import deepspeed_internals
 
 SOURCES = Path(azureml_strategy.__file__).parent
-LIBRARIES = ("lightning", "lightning_utilities", "pytorch_lightning", "deepspeed", "azure")
+LIBRARIES = ("lightning", "lightning_utilities", "pytorch_lightning", "deepspeed", "azure", "transformers", "peft")
 LISTED = {
-    Path(str(house.__file__)): house.INTERNALS for house in (lightning_internals, deepspeed_internals, azure_internals)
+    Path(str(house.__file__)): house.INTERNALS
+    for house in (lightning_internals, deepspeed_internals, azure_internals, transformers_internals)
 }
 # Private names of others, which stand where they are used.
 OTHERS = {
     "python": {"_SubParsersAction", "_Hash", "_current_frames", "_exit", "_replace"},
     "torch": {
         *("_BatchNorm", "_forward_pre_hooks", "_is_mkldnn_bf16_supported", "_iterator", "_spec", "_tensor_name"),
-        *("_MEM_FORMAT_ENCODING", "_StorageInfo", "_StoragePrefix", "_get_layout", "_world"),
+        *("_MEM_FORMAT_ENCODING", "_StorageInfo", "_StoragePrefix", "_buffers", "_get_layout", "_parameters", "_world"),
     },
     "torchmetrics": {"_cache", "_compute_groups_create_state_ref", "_groups_checked", "_state_is_copy"},
     "omegaconf": {"_get_node", "_get_parent", "_invalidate_flags_cache", "_key", "_metadata"},

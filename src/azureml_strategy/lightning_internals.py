@@ -182,6 +182,7 @@ INTERNALS: dict[str, dict[str, str]] = {
     },
     "lightning.pytorch.strategies.model_parallel.ModelParallelStrategy": {
         "_data_parallel_size": "set before the mesh is made: Lightning's `auto` does not know the module",
+        "_device_mesh": "made again, if `auto` left ranks to a module that does not cut itself",
         "_process_group_backend": "as for DDP",
         "_save_distributed_checkpoint": "whether each rank writes its part",
         "_tensor_parallel_size": "as the data-parallel size",

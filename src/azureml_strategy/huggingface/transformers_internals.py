@@ -22,6 +22,22 @@ from typing_extensions import override
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+INTERNALS: dict[str, dict[str, str]] = {
+    "transformers.modeling_utils": {
+        "LoadStateDictConfig": "how weights are read: type, device, conversions",
+    },
+    "transformers.modeling_utils.PreTrainedModel": {
+        "_from_config": "a model of the class, for its structure; the public from_config belongs to the Auto classes",
+        "_get_dtype_plan": "which weights stay in float32",
+        "_init_weights": "initial values of what no file has",
+        "_load_pretrained_model": "reads weights into parameters that are already cut",
+        "_no_split_modules": "the classes of its blocks",
+        "_tp_plan": "how its layers are cut; the property tp_plan is missing in some versions",
+    },
+    "transformers.conversion_mapping": {
+        "get_model_conversion_mapping": "names and layouts of weights in files of other versions",
+    },
+}
 # Each style of transformers' tensor-parallel plans that ours do as well, and its name here.
 _STYLES = {
     "colwise": "colwise",
@@ -198,9 +214,10 @@ class KeepsValues(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is Tensor.to and not args[0].is_meta:
-            device, dtype, *_ = torch._C._nn._parse_to(*args[1:], **kwargs)
-            if device is not None and device.type == "meta":
-                return args[0] if dtype is None else func(args[0], dtype)
+            asked = (*args[1:], *kwargs.values())
+            if any(isinstance(each, (str, torch.device)) and torch.device(each).type == "meta" for each in asked):
+                kinds = [each for each in asked if isinstance(each, torch.dtype)]
+                return func(args[0], kinds[0]) if kinds else args[0]
         return func(*args, **kwargs)
 
 
