@@ -38,6 +38,7 @@ from lightning.pytorch.trainer.connectors.logger_connector import logger_connect
 from lightning.pytorch.utilities import combined_loader
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 INTERNALS: dict[str, dict[str, str]] = {
     # The place within an epoch. Of it, Lightning's checkpoint has the number of the batch, and a loader's own state.
@@ -225,6 +226,7 @@ INTERNALS: dict[str, dict[str, str]] = {
     },
     "lightning.pytorch.core.module.LightningModule": {
         "_compiler_ctx": "whether torch.compile was given the whole module, which a pipeline refuses",
+        "_device_mesh": "what `self.device_mesh` gives",
     },
     "lightning.fabric.utilities.logger": {
         "_convert_params": "hyperparameters of any kind as a dictionary, as Lightning's loggers have them",
@@ -563,3 +565,8 @@ def fabric_in_the_making() -> Fabric | None:
 def is_compiled(module: LightningModule) -> bool:
     """Tell whether `torch.compile` was given the module as a whole."""
     return module._compiler_ctx is not None
+
+
+def give_device_mesh(module: LightningModule, mesh: DeviceMesh) -> None:
+    """Make a mesh what `module.device_mesh` gives."""
+    module._device_mesh = mesh

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from azureml_strategy.lazy import lazy_attributes
 
 if TYPE_CHECKING:
+    from azureml_strategy.data.chat import ChatDataModule
     from azureml_strategy.data.digits import DigitsDataModule
     from azureml_strategy.data.folders import DataFolderError
     from azureml_strategy.data.images import EvaluationImages, ImageFolder, TrainingImages, UnreadableImagesError
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from azureml_strategy.data.tokens import CorpusError
 
 __all__ = [
+    "ChatDataModule",
     "CorpusError",
     "DataFolderError",
     "DigitsDataModule",
@@ -39,6 +41,7 @@ __all__ = [
 __getattr__ = lazy_attributes(
     __name__,
     {
+        "ChatDataModule": "azureml_strategy.data.chat",
         "CorpusError": "azureml_strategy.data.tokens",
         "DigitsDataModule": "azureml_strategy.data.digits",
         "DataFolderError": "azureml_strategy.data.folders",

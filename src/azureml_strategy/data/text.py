@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from azureml_strategy.data.tokens import (
     token_folder,
     write_tokens,
 )
+from azureml_strategy.huggingface.sources import find_source
 
 # Seconds that a worker may take for one batch. A mount that stopped answering must end the run, not stall it forever.
 _BATCH_TIMEOUT = 600
@@ -82,9 +84,12 @@ class TokenSequences(Dataset[tuple[Tensor, Tensor]]):
         return tokens[:-1], tokens[1:]
 
 
-def count_tokens(batch: tuple[Tensor, Tensor]) -> int:
-    """Return the number of tokens of a batch, for `ThroughputCallback(batch_size=..., unit="tokens")`."""
-    return batch[0].numel()
+def count_tokens(batch: tuple[Tensor, Tensor] | Mapping[str, Tensor]) -> int:
+    """Return the number of tokens of a batch, for `ThroughputCallback(batch_size=..., unit="tokens")`.
+
+    Padding counts: to leave it out would wait for the GPU at every step.
+    """
+    return batch["input_ids"].numel() if isinstance(batch, Mapping) else batch[0].numel()
 
 
 class TextDataModule(LightningDataModule):
@@ -101,7 +106,8 @@ class TextDataModule(LightningDataModule):
         root: a folder of text, or one file.
         input_name: instead of `root`, the name of an input of the Azure ML job, mounted or downloaded.
         pattern: which files below the folder are documents.
-        tokenizer: a `tokenizer.json` of the `tokenizers` library; None reads bytes, 256 tokens.
+        tokenizer: a `tokenizer.json` of the `tokenizers` library, or the folder or hub id of a model that has one; None
+            reads bytes, 256 tokens.
         end_of_text: the tokenizer's token that follows each document, such as `<|endoftext|>`; None for none. Documents
             read as bytes are followed by byte 0.
         sequence_length: tokens per sequence.
@@ -209,7 +215,10 @@ class TextDataModule(LightningDataModule):
     def _make_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             return ByteTokenizer()
-        return FileTokenizer(Path(self.tokenizer).expanduser(), self.end_of_text)
+        path = Path(self.tokenizer).expanduser()
+        if path.suffix != ".json":
+            path = find_source(self.tokenizer).folder / "tokenizer.json"
+        return FileTokenizer(path, self.end_of_text)
 
     def _sequences(self, part: str) -> TokenSequences:
         assert self._files is not None, "setup() opens the tokens"

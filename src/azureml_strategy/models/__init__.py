@@ -1,7 +1,8 @@
-"""ResNet-50 and GPT, and LightningModules that train these and other networks for the same tasks."""
+"""ResNet-50 and GPT, and LightningModules that train these, models of transformers and other networks."""
 
 from azureml_strategy.models.chain import ChainLayer, build_chain, seeded
 from azureml_strategy.models.classifier import ImageClassifier
+from azureml_strategy.models.fine_tuning import FineTuner
 from azureml_strategy.models.gpt import gpt_layers
 from azureml_strategy.models.gpt_config import GPTConfig
 from azureml_strategy.models.language_model import LanguageModel
@@ -11,6 +12,7 @@ from azureml_strategy.models.resnet import Bottleneck, ResNet50
 __all__ = [
     "Bottleneck",
     "ChainLayer",
+    "FineTuner",
     "GPTConfig",
     "ImageClassifier",
     "LanguageModel",

@@ -14,7 +14,9 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from azureml_strategy.huggingface.loading import load_pretrained
 from azureml_strategy.huggingface.tokens import tokens_per_loss
 
-VOCABULARY, LENGTH, GLOBAL_BATCH, ACCUMULATED = 96, 12, 8, 2
+# Rows of an optimizer step over all ranks, and the batches that they come in.
+ROWS, ACCUMULATED = 16, 2
+VOCABULARY, LENGTH = 96, 12
 FAMILIES = ("llama", "qwen3", "gemma3", "mistral", "gpt2", "bert")
 
 
@@ -67,24 +69,20 @@ def summed_loss(model: Any, batch: dict[str, Tensor], shifted: bool) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
 
 
-def alone(family: str, steps: int, lora: bool = False) -> list[float]:
+def alone(family: str, steps: int, lora: bool = False, accumulated: int = ACCUMULATED) -> list[float]:
     """Losses of one process with transformers and torch alone, on the batches of all ranks together."""
     model = make_model(family).train()
-    if lora:
-        torch.manual_seed(8)
-        model = add_lora(model)
+    model = add_lora(model) if lora else model
     optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=3e-3)
-    losses = []
-    rows = Rows(GLOBAL_BATCH * ACCUMULATED * steps)
+    rows, losses = Rows(ROWS * steps), []
     order = DistributedSampler(rows, num_replicas=1, rank=0)  # as Lightning shuffles them
-    batches = DataLoader(rows, batch_size=GLOBAL_BATCH, sampler=order)
-    for index, batch in enumerate(batches):
+    for index, batch in enumerate(DataLoader(rows, batch_size=ROWS // accumulated, sampler=order)):
         shifted = family != "bert"
         labels = batch["labels"][:, 1:] if shifted else batch["labels"]
         loss = summed_loss(model, batch, shifted) / (labels != -100).sum()
         losses.append(loss.item())
-        (loss / ACCUMULATED).backward()
-        if index % ACCUMULATED == ACCUMULATED - 1:
+        (loss / accumulated).backward()
+        if index % accumulated == accumulated - 1:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
             optimizer.zero_grad()
@@ -94,8 +92,8 @@ def alone(family: str, steps: int, lora: bool = False) -> list[float]:
 def add_lora(model: Any) -> Any:
     import peft
 
-    linear = "all-linear"
-    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=linear))
+    torch.manual_seed(8)
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
 
 
 class Rows(Dataset[dict[str, Tensor]]):
@@ -118,9 +116,16 @@ class Rows(Dataset[dict[str, Tensor]]):
 class Module(LightningModule):
     """As a user of transformers writes it. Its losses are averages over the tokens of all ranks."""
 
-    def __init__(self, family: str, steps: int, folder: Path | None = None, lora: bool = False) -> None:
+    def __init__(
+        self,
+        family: str,
+        steps: int,
+        folder: Path | None = None,
+        lora: bool = False,
+        accumulated: int = ACCUMULATED,
+    ) -> None:
         super().__init__()
-        self.family, self.steps, self.folder, self.lora = family, steps, folder, lora
+        self.family, self.steps, self.folder, self.lora, self.accumulated = family, steps, folder, lora, accumulated
         self.model: Any = None
         self.losses: list[float] = []
 
@@ -128,14 +133,16 @@ class Module(LightningModule):
         if self.model is None:
             made_here = self.folder is None
             self.model = make_model(self.family) if made_here else load_pretrained(self.folder, auto_class(self.family))
-            if self.lora:
-                torch.manual_seed(8)
-                self.model = add_lora(self.model)
+            self.model = add_lora(self.model) if self.lora else self.model
+
+    def on_after_batch_transfer(self, batch: dict[str, Tensor], dataloader_idx: int) -> dict[str, Tensor]:
+        tokens = tokens_per_loss(batch["labels"], self.trainer, shifted=self.family != "bert")
+        return {**batch, "tokens": tokens.expand(len(batch["labels"]))}
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        shifted = self.family != "bert"
-        tokens = tokens_per_loss(batch["labels"], self.trainer, shifted=shifted)
-        loss = summed_loss(self.model, batch, shifted) / tokens
+        tokens = batch["tokens"][0]
+        inputs = {name: each for name, each in batch.items() if name != "tokens"}
+        loss = summed_loss(self.model, inputs, self.family != "bert") / tokens
         self.log("loss", loss, sync_dist=True)
         return loss
 
@@ -147,5 +154,4 @@ class Module(LightningModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         replicas = self.trainer.distributed_sampler_kwargs["num_replicas"]
-        rows = Rows(GLOBAL_BATCH * ACCUMULATED * self.steps)
-        return DataLoader(rows, batch_size=GLOBAL_BATCH // replicas, shuffle=False)
+        return DataLoader(Rows(ROWS * self.steps), batch_size=ROWS // self.accumulated // replicas)

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from azureml_strategy.checkpoint.plain_data import WRITTEN_APART, to_plain
 from azureml_strategy.interfaces import WriteStaged
-from azureml_strategy.lightning_internals import accumulates
+from azureml_strategy.lightning_internals import accumulates, give_device_mesh
 from azureml_strategy.strategies.launched import LaunchedStrategy
 from azureml_strategy.strategies.model_parallel.checkpoint import (
     check_checkpoint,
@@ -202,8 +202,8 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, ModelParallelStrategy):
             return
         self._data_parallel_size, self._tensor_parallel_size = self.world_size, 1
         axes = ("data_parallel", "tensor_parallel")
-        mesh = init_device_mesh(self.root_device.type, (self.world_size, 1), mesh_dim_names=axes)
-        self._device_mesh = self.lightning_module._device_mesh = mesh
+        self._device_mesh = init_device_mesh(self.root_device.type, (self.world_size, 1), mesh_dim_names=axes)
+        give_device_mesh(self.lightning_module, self._device_mesh)
 
 
 def _may_be_cut(module: object) -> bool:

@@ -1,0 +1,248 @@
+"""Conversations and other samples from JSON lines, for fine-tuning a language model."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from typing_extensions import override
+
+from azureml_strategy.data.conversations import ConversationEncoder, Encoded, Learn, encode_files
+from azureml_strategy.data.images import IGNORED_LABEL
+from azureml_strategy.data.sampler import EvaluationSampler, ResumableLoader, global_seed, replica, require
+from azureml_strategy.data.text import SequenceSampler
+from azureml_strategy.data.tokens import Corpus, CorpusError, find_corpus
+from azureml_strategy.huggingface.sources import find_source
+
+Sample = dict[str, Tensor]
+# Columns of rows are a multiple of this, so that kernels for 16-bit numbers have no remainders.
+_MULTIPLE = 8
+_ARRAYS = ("tokens", "learned", "starts")
+
+
+class Conversations(Dataset[Sample]):
+    """Samples in files of tokens, which are mapped and not read. A sample longer than `length` ends there.
+
+    A sample is `input_ids` and `shift_labels`, int64 `(T,)` each: the label of a token is the next token if that is to
+    be learned, and -100 otherwise. The index `len(self)` gives a sample of which nothing is learned.
+
+    Args:
+        folder: what `write_conversations` wrote.
+        samples: numbers of those that belong to this data set.
+        length: the most tokens of a sample.
+    """
+
+    def __init__(self, folder: Path, samples: Sequence[int], length: int) -> None:
+        self._tokens, self._learned, self._starts = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS)
+        self._samples, self._length = samples, length
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    @override
+    def __getitem__(self, index: int) -> Sample:
+        if index == len(self):
+            return {"input_ids": torch.zeros(1, dtype=torch.int64), "shift_labels": torch.tensor([IGNORED_LABEL])}
+        start, stop = (int(each) for each in self._starts[self._samples[index] : self._samples[index] + 2])
+        stop = min(stop, start + self._length + 1)
+        tokens = torch.from_numpy(self._tokens[start:stop].astype(np.int64))
+        learned = torch.from_numpy(self._learned[start + 1 : stop].copy())
+        return {"input_ids": tokens[:-1], "shift_labels": tokens[1:].masked_fill(~learned, IGNORED_LABEL)}
+
+
+def collate(samples: Sequence[Sample]) -> Sample:
+    """Join samples in rows as long as the longest, with a mask: `input_ids`, `attention_mask`, `shift_labels`."""
+    longest = max(len(sample["input_ids"]) for sample in samples)
+    columns = -(-longest // _MULTIPLE) * _MULTIPLE
+    batch = {
+        "input_ids": torch.zeros(len(samples), columns, dtype=torch.int64),
+        "attention_mask": torch.zeros(len(samples), columns, dtype=torch.int64),
+        "shift_labels": torch.full((len(samples), columns), IGNORED_LABEL),
+    }
+    for row, sample in enumerate(samples):
+        size = len(sample["input_ids"])
+        batch["input_ids"][row, :size] = sample["input_ids"]
+        batch["shift_labels"][row, :size] = sample["shift_labels"]
+        batch["attention_mask"][row, :size] = 1
+    return batch
+
+
+def write_conversations(folder: Path, corpus: Corpus, encoder: ConversationEncoder) -> None:
+    """Write all samples of at least two tokens, all or nothing. The first of several processes wins.
+
+    Args:
+        folder: target; left as it is if it exists.
+        corpus: the files.
+        encoder: makes their lines to tokens.
+
+    Raises:
+        CorpusError: a line cannot be read, or nothing is to be learned.
+    """
+    if folder.is_dir():
+        return
+    samples = [each for each in encode_files(corpus, encoder) if len(each.tokens) > 1 and each.learned[1:].any()]
+    if len(samples) < 2:
+        raise CorpusError(f"{corpus.root} has {len(samples)} sample(s) with something to learn. At least 2 are needed.")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    written = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".samples-"))
+    try:
+        _write_arrays(written, samples)
+        written.rename(folder)
+    except OSError:
+        if not folder.is_dir():  # otherwise another process was first
+            raise
+    finally:
+        shutil.rmtree(written, ignore_errors=True)
+
+
+def _write_arrays(folder: Path, samples: Sequence[Encoded]) -> None:
+    starts = np.cumsum([0, *(len(each.tokens) for each in samples)])
+    arrays = (np.concatenate([each.tokens for each in samples]), np.concatenate([each.learned for each in samples]))
+    for name, array in zip(_ARRAYS, (arrays[0].astype(np.uint32), arrays[1], starts), strict=True):
+        np.save(folder / f"{name}.npy", array)
+
+
+class ChatDataModule(LightningDataModule):
+    """Conversations from JSON lines, by the chat template of a model's tokenizer.
+
+    A line is `{"messages": [{"role": ..., "content": ...}, ...]}`, `{"prompt": ..., "completion": ...}` or
+    `{"text": ...}`. Batches are dictionaries of int64 `(N, T)`: `input_ids`, `attention_mask` and `shift_labels`, as
+    `FineTuner` takes them; T is that of the longest sample. One process of each node makes the tokens once.
+
+    Args:
+        tokenizer: a folder of a model with its tokenizer, an id of the Hugging Face hub, or `azureml:NAME:VERSION`.
+        root: a folder of JSON lines, or one file.
+        input_name: instead of `root`, the name of an input of the Azure ML job.
+        pattern: which files below the folder are read.
+        learn: `answers` learns what the assistant says and completions; `all` learns every token.
+        sequence_length: the most tokens of a sample; longer ones end there.
+        batch_size: samples per step and process.
+        num_workers: reading processes per dataloader.
+        validation_fraction: share of the samples for validation; 0 for no validation.
+        cache: folder where the tokens are kept, also for later runs.
+
+    Raises:
+        ValueError: an argument is out of range.
+        CorpusError: in `prepare_data` and `setup`, a line cannot be read, or there are too few.
+        PretrainedModelError: there is no such tokenizer.
+    """
+
+    def __init__(
+        self,
+        tokenizer: str,
+        root: str | os.PathLike[str] | None = None,
+        input_name: str | None = None,
+        pattern: str = "*.jsonl",
+        learn: Learn = "answers",
+        sequence_length: int = 1024,
+        batch_size: int = 4,
+        num_workers: int = 0,
+        validation_fraction: float = 0.05,
+        cache: str | os.PathLike[str] = "~/.cache/azureml_strategy/chat",
+    ) -> None:
+        super().__init__()
+        require("sequence_length", sequence_length, sequence_length >= 1, "1 or more tokens")
+        require("batch_size", batch_size, batch_size >= 1, "1 or more: samples a step and process")
+        require("num_workers", num_workers, num_workers >= 0, "0 or more")
+        if learn not in ("answers", "all"):
+            raise ValueError(f"learn={learn!r} is unknown. Write 'answers' or 'all'.")
+        rule = "from 0 to less than 1"
+        require("validation_fraction", validation_fraction, 0 <= validation_fraction < 1, rule)
+        if (root is None) == (input_name is None):
+            raise CorpusError("Name the JSON lines: data.root=FILE_OR_FOLDER, or data.input_name=INPUT_OF_THE_JOB.")
+        self.root, self.input_name, self.pattern = root, input_name, pattern
+        self.tokenizer, self.learn = tokenizer, learn
+        self.sequence_length, self.batch_size, self.num_workers = sequence_length, batch_size, num_workers
+        self.validation_fraction = validation_fraction
+        self.cache = Path(cache).expanduser()
+        self.vocab_size: int | None = None
+        self._folder: Path | None = None
+        self._parts: dict[str, Sequence[int]] = {}
+
+    @override
+    def prepare_data(self) -> None:
+        """Make the tokens unless they exist."""
+        self._locate(write=True)
+
+    @override
+    def setup(self, stage: str) -> None:
+        """Open the tokens.
+
+        Raises:
+            CorpusError: the tokens are missing, or too few for the batches of all replicas.
+        """
+        if self._folder is None:
+            self._folder = self._locate(write=False)
+            self._parts = self._split(len(np.load(self._folder / "starts.npy", mmap_mode="r")) - 1)
+
+    @override
+    def train_dataloader(self) -> ResumableLoader:
+        """Return the shuffled training samples of this replica."""
+        samples = self._samples("train")
+        replicas, rank = replica(self.trainer)
+        if len(samples) < self.batch_size * replicas:
+            raise CorpusError(
+                f"There are {len(samples)} training samples, fewer than a batch of {self.batch_size} on each of "
+                f"{replicas} replicas. Set data.batch_size={max(len(samples) // replicas, 1)} or less, or give more."
+            )
+        sampler = SequenceSampler(samples, replicas, rank, global_seed())
+        return ResumableLoader(samples, sampler=sampler, **self._reading())
+
+    @override
+    def val_dataloader(self) -> DataLoader[Sample] | list[Any]:
+        """Return every validation sample once, in order; nothing if `validation_fraction` is 0."""
+        if not self.validation_fraction:
+            return []
+        samples = self._samples("val")
+        return DataLoader(samples, sampler=EvaluationSampler(samples, *replica(self.trainer)), **self._reading())
+
+    @override
+    def test_dataloader(self) -> DataLoader[Sample] | list[Any]:
+        """Return the same as for validation."""
+        return self.val_dataloader()
+
+    def _locate(self, write: bool) -> Path:
+        from transformers import AutoTokenizer
+
+        corpus = find_corpus(self.root, self.input_name, self.pattern, os.environ)
+        tokenizer: Any = AutoTokenizer.from_pretrained(find_source(self.tokenizer).folder)
+        self.vocab_size = 1 + max(tokenizer.get_vocab().values())
+        encoder = ConversationEncoder(tokenizer, self.learn, self.tokenizer)
+        folder = self.cache / f"{corpus.identity()[:12]}-{encoder.identity()[:12]}"
+        if write:
+            write_conversations(folder, corpus, encoder)
+        elif not folder.is_dir():
+            raise CorpusError(
+                f"{folder} holds no tokens, which one process of each node writes in prepare_data: it failed, or the "
+                "files were changed since. Look at the log of this node's first process."
+            )
+        return folder
+
+    def _split(self, count: int) -> dict[str, Sequence[int]]:
+        """Deal out the samples, the same way at every call."""
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
+        held = max(1, round(count * self.validation_fraction)) if self.validation_fraction else 0
+        return {"train": sorted(order[held:]), "val": sorted(order[:held])}
+
+    def _samples(self, part: str) -> Conversations:
+        assert self._folder is not None, "setup() opens the tokens"
+        return Conversations(self._folder, self._parts[part], self.sequence_length)
+
+    def _reading(self) -> dict[str, Any]:
+        on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
+        return {
+            "batch_size": self.batch_size,
+            "num_workers": self.num_workers,
+            "collate_fn": collate,
+            "pin_memory": on_gpu,
+            "persistent_workers": self.num_workers > 0,
+        }

@@ -1,0 +1,165 @@
+"""Reads conversations from JSON lines, and turns them into tokens by the chat template of a model's tokenizer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from azureml_strategy.data.tokens import Corpus, CorpusError
+
+Learn = Literal["answers", "all"]
+Message = dict[str, str]
+# Version of the files below. Another version gets another folder.
+_VERSION = 1
+_FORMS = (
+    '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}, '
+    '{"prompt": "...", "completion": "..."} or {"text": "..."}'
+)
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A sample: tokens, and which of them a model is to learn, both of the same length."""
+
+    tokens: NDArray[np.int64]
+    learned: NDArray[np.bool_]
+
+
+class ConversationEncoder:
+    """Turns a line of JSON into tokens.
+
+    Args:
+        tokenizer: of transformers; conversations need its chat template.
+        learn: `answers` learns what the assistant says; `all` learns every token.
+        name: of the tokenizer, for messages.
+    """
+
+    def __init__(self, tokenizer: Any, learn: Learn, name: str) -> None:
+        self._tokenizer, self._learn, self._name = tokenizer, learn, name
+
+    def identity(self) -> str:
+        """Hash what decides about the tokens."""
+        vocabulary = json.dumps(self._tokenizer.get_vocab(), sort_keys=True)
+        facts = (_VERSION, vocabulary, self._tokenizer.chat_template, self._learn)
+        return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+    def encode(self, line: str, place: str) -> Encoded:
+        """Return the tokens of a line.
+
+        Args:
+            line: one JSON object.
+            place: file and number of the line, for messages.
+
+        Raises:
+            CorpusError: it is no JSON, of no known form, or not what the chat template takes.
+        """
+        parts = list(self._parts(_parse(line, place), place))
+        tokens = np.array([token for piece, _ in parts for token in piece], dtype=np.int64)
+        learned = np.array([flag for piece, flag in parts for _ in piece], dtype=np.bool_)
+        return Encoded(tokens, learned)
+
+    def _parts(self, sample: Mapping[str, Any], place: str) -> Iterator[tuple[list[int], bool]]:
+        """Yield consecutive tokens, and whether they are learned."""
+        everything = self._learn == "all"
+        if "messages" in sample:
+            yield from self._turns(_messages(sample["messages"], place), place)
+        elif "prompt" in sample and "completion" in sample:
+            yield self._plain(sample["prompt"], place, first=True), everything
+            yield self._plain(sample["completion"], place), True
+            yield self._end(), True
+        elif "text" in sample:
+            yield self._plain(sample["text"], place, first=True), True
+            yield self._end(), True
+        else:
+            raise CorpusError(f"{place} has the keys {', '.join(sample) or 'none'}. A line is {_FORMS}.")
+
+    def _turns(self, messages: Sequence[Message], place: str) -> Iterator[tuple[list[int], bool]]:
+        done: list[int] = []
+        for index, message in enumerate(messages):
+            if message["role"] == "assistant":
+                asked = self._applied(messages[:index], place, answer_follows=True)
+                answered = self._applied(messages[: index + 1], place)
+                if answered[: len(asked)] != asked or asked[: len(done)] != done:
+                    raise CorpusError(
+                        f"{place}: the chat template of {self._name} changes earlier turns when later ones follow, so "
+                        "nobody can tell which tokens are the assistant's. Write data.learn=all, or give each line one "
+                        "answer, at its end."
+                    )
+                yield asked[len(done) :], self._learn == "all"
+                yield answered[len(asked) :], True
+                done = answered
+        whole = self._applied(messages, place)
+        yield whole[len(done) :], self._learn == "all"
+
+    def _applied(self, messages: Sequence[Message], place: str, answer_follows: bool = False) -> list[int]:
+        if self._tokenizer.chat_template is None:
+            raise CorpusError(
+                f"{place} is a conversation, but the tokenizer of {self._name} has no chat template. Take the "
+                'instruction-tuned variant of the model, or write {"prompt": ..., "completion": ...} lines.'
+            )
+        try:
+            text = self._tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=answer_follows
+            )
+        except Exception as error:  # jinja's errors, and what a template raises itself
+            roles = ", ".join(message["role"] for message in messages)
+            raise CorpusError(f"{place}: the chat template of {self._name} does not take {roles}: {error}") from error
+        tokens: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return tokens
+
+    def _plain(self, text: object, place: str, first: bool = False) -> list[int]:
+        if not isinstance(text, str):
+            raise CorpusError(f"{place} has {type(text).__name__} where a text belongs. A line is {_FORMS}.")
+        tokens: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        start = self._tokenizer.bos_token_id
+        return [start, *tokens] if first and start is not None else tokens
+
+    def _end(self) -> list[int]:
+        end = self._tokenizer.eos_token_id
+        return [] if end is None else [end]
+
+
+def encode_files(corpus: Corpus, encoder: ConversationEncoder) -> Iterator[Encoded]:
+    """Yield the samples of all files, line by line; blank lines are passed over.
+
+    Raises:
+        CorpusError: a line cannot be read.
+    """
+    for document in corpus.documents:
+        with document.open(encoding="utf-8") as lines:
+            for number, line in _numbered(lines, document):
+                if line.strip():
+                    yield encoder.encode(line, f"{document}:{number}")
+
+
+def _numbered(lines: Any, document: Path) -> Iterator[tuple[int, str]]:
+    try:
+        yield from enumerate(lines, 1)
+    except UnicodeDecodeError as error:
+        raise CorpusError(f"{document} is not UTF-8: {error}. Convert it, or leave it out by data.pattern.") from error
+
+
+def _parse(line: str, place: str) -> Mapping[str, Any]:
+    try:
+        sample = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise CorpusError(f"{place} is no JSON: {error}. Each line is one object: {_FORMS}.") from error
+    if not isinstance(sample, dict):
+        raise CorpusError(f"{place} is a {type(sample).__name__}. Each line is one object: {_FORMS}.")
+    return sample
+
+
+def _messages(value: object, place: str) -> list[Message]:
+    if not isinstance(value, list) or not value:
+        raise CorpusError(f"{place} has no list of messages. A line is {_FORMS}.")
+    for message in value:
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            raise CorpusError(f"{place} has a message without role or content: {str(message)[:80]}.")
+    return value

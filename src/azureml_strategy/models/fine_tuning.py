@@ -1,0 +1,200 @@
+"""A LightningModule that fine-tunes a causal language model of transformers, whole or by adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from torch import Tensor
+from torch.optim import AdamW
+from typing_extensions import override
+
+from azureml_strategy.huggingface.loading import load_pretrained
+from azureml_strategy.huggingface.sources import PretrainedModelError
+from azureml_strategy.huggingface.tokens import IGNORED, tokens_per_loss
+from azureml_strategy.models import optimizer as recipe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Usual peaks of AdamW: for all weights, and for adapters, which start from zero.
+_RATES = {False: 2e-5, True: 2e-4}
+# Passes over each weight, in multiply-adds of 2 FLOPs: forward, gradient of the inputs, gradient of the weights. Frozen
+# weights have no gradient of their own.
+_FLOPS_PER_WEIGHT = {False: 6.0, True: 4.0}
+
+
+class FineTuner(LightningModule):
+    """A pretrained language model that learns from `TextDataModule` or `ChatDataModule`.
+
+    Batches are pairs `(inputs, targets)`, or dictionaries with `input_ids`, `shift_labels` and `attention_mask`, all
+    int64 `(N, T)`: the label of a token is the next token, and -100 is ignored. The loss is the average over the tokens
+    of all ranks, however many each has.
+
+    It logs `train/loss` at every step; after an evaluation `val/loss` and `val/perplexity` (`test/...`).
+
+    Args:
+        path: a folder that `save_pretrained` wrote, an id of the Hugging Face hub, or `azureml:NAME:VERSION`.
+        revision: branch, tag or commit on the hub.
+        lora_rank: rank of LoRA adapters (Hu et al. 2021, https://arxiv.org/abs/2106.09685); 0 trains all weights.
+        lora_alpha: scale of the adapters; None is twice the rank.
+        lora_dropout: of the adapters' inputs.
+        lora_targets: names of the layers that get adapters, or `all-linear`.
+        activation_checkpointing: keep only the inputs of each block, and recompute the rest in the backward pass, as
+            transformers does it. The strategies' own argument of that name is for pipelines and sharded blocks.
+        attention: transformers' implementation, such as `sdpa` or `flash_attention_2`; None lets it choose.
+        learning_rate: peak; None is 2e-5, and 2e-4 with adapters.
+        beta1: decay of AdamW's mean of gradients.
+        beta2: decay of AdamW's mean of squared gradients.
+        weight_decay: of matrices and embeddings; normalisations and biases do not decay.
+        warmup_steps: optimizer steps of the linear warm-up; after it the rate falls along a cosine.
+
+    Raises:
+        PretrainedModelError: in `configure_model`, the model cannot be found or read, no layer has the name
+            of a target, or the tokenizer has more tokens than the model.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        revision: str | None = None,
+        lora_rank: int = 0,
+        lora_alpha: float | None = None,
+        lora_dropout: float = 0.0,
+        lora_targets: str | list[str] = "all-linear",
+        activation_checkpointing: bool = False,
+        attention: str | None = None,
+        learning_rate: float | None = None,
+        beta1: float = 0.9,
+        beta2: float = 0.95,
+        weight_decay: float = 0.0,
+        warmup_steps: int = 10,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters(logger=False)
+        self.model: PreTrainedModel | Any = None
+        self._weights = 0
+
+    @override
+    def configure_model(self) -> None:
+        if self.model is not None:  # Lightning calls this again for each fit, validate and test
+            return
+        settings = self.hparams
+        changes = {"attn_implementation": settings["attention"]} if settings["attention"] else {}
+        model = load_pretrained(settings["path"], revision=settings["revision"], **changes)
+        if settings["activation_checkpointing"]:
+            recompute: Any = model.gradient_checkpointing_enable
+            recompute({"use_reentrant": False})
+        self._check_vocabulary(model.config.get_text_config().vocab_size)
+        self._weights = sum(getattr(each, "ds_numel", each.numel()) for each in model.parameters())
+        self.model = self._with_adapters(model) if settings["lora_rank"] else model
+
+    @override
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> dict[str, Tensor]:
+        """Bring a batch into the form of transformers, with the number of tokens that its losses are divided by."""
+        if not isinstance(batch, Mapping):
+            batch = {"input_ids": batch[0], "shift_labels": batch[1]}
+        labels = batch["shift_labels"]
+        tokens = tokens_per_loss(labels, self.trainer, shifted=False)
+        # One number for each row, so that a pipeline can cut it with the batch.
+        return {**batch, "tokens": tokens.expand(len(labels))}
+
+    @override
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = self._loss(batch, batch["tokens"][0])
+        self.log("train/loss", loss, sync_dist=True)
+        return loss
+
+    @override
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self._log_loss("val", batch)
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        self._log_perplexity("val")
+
+    @override
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self._log_loss("test", batch)
+
+    @override
+    def on_test_epoch_end(self) -> None:
+        self._log_perplexity("test")
+
+    @override
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        """Return AdamW, with a learning rate that changes at every step."""
+        settings = self.hparams
+        rate = settings["learning_rate"] or _RATES[bool(settings["lora_rank"])]
+        groups = recipe.decay_groups(self, settings["weight_decay"])
+        adamw = AdamW(groups, lr=rate, betas=(settings["beta1"], settings["beta2"]))
+        total = recipe.total_steps(self.trainer)
+        return {
+            "optimizer": adamw,
+            "lr_scheduler": recipe.warmup_cosine_schedule(adamw, settings["warmup_steps"], total),
+        }
+
+    def training_flops(self, batch: Mapping[str, Tensor]) -> float:
+        """Floating-point operations of a forward and backward pass on a batch, without attention's own.
+
+        6 for each weight and token, 4 with adapters (Kaplan et al. 2020, section 2.1,
+        https://arxiv.org/abs/2001.08361).
+        """
+        return _FLOPS_PER_WEIGHT[bool(self.hparams["lora_rank"])] * self._weights * batch["input_ids"].numel()
+
+    def _loss(self, batch: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
+        """Sum of the losses of a batch's tokens, divided by `tokens`."""
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
+        labels = batch["shift_labels"]
+        outputs = self.model(**inputs, labels=labels, shift_labels=labels, num_items_in_batch=tokens, use_cache=False)
+        loss: Tensor = outputs.loss
+        return loss
+
+    def _log_loss(self, stage: str, batch: Mapping[str, Tensor]) -> None:
+        # Average over batches and ranks, weighted by their tokens: exact, whatever their sizes.
+        tokens = (batch["shift_labels"] != IGNORED).sum()
+        loss = self._loss(batch, tokens.clamp(min=1).float())
+        self.log(f"{stage}/loss", loss, batch_size=int(tokens), sync_dist=True)
+
+    def _log_perplexity(self, stage: str) -> None:
+        loss = self.trainer.callback_metrics[f"{stage}/loss"]
+        # The value is already the same on every rank. The maximum of equal numbers is exact; their mean may be rounded.
+        self.log(f"{stage}/perplexity", loss.exp(), reduce_fx="max", sync_dist=True)
+
+    def _with_adapters(self, model: PreTrainedModel) -> Any:
+        import peft
+
+        settings = self.hparams
+        rank = settings["lora_rank"]
+        config = peft.LoraConfig(
+            r=rank,
+            lora_alpha=settings["lora_alpha"] or 2 * rank,
+            lora_dropout=settings["lora_dropout"],
+            target_modules=settings["lora_targets"],
+            task_type="CAUSAL_LM",
+        )
+        try:
+            return peft.get_peft_model(model, config)
+        except ValueError as error:
+            linear = sorted({name.rpartition(".")[2] for name, each in model.named_modules() if _has_matrix(each)})
+            raise PretrainedModelError(
+                f"model.lora_targets={settings['lora_targets']} names no layer of {settings['path']}: {error} Its "
+                f"linear layers are {', '.join(linear)}; all-linear takes all but the last."
+            ) from error
+
+    def _check_vocabulary(self, rows: int) -> None:
+        """Check that the model has an embedding for each token of the data."""
+        tokens = getattr(getattr(self.trainer, "datamodule", None), "vocab_size", None)
+        if tokens is not None and tokens > rows:
+            raise PretrainedModelError(
+                f"The tokenizer of the data has {tokens} tokens, but {self.hparams['path']} has embeddings for {rows}: "
+                f"it is another model's. Write data.tokenizer={self.hparams['path']}."
+            )
+
+
+def _has_matrix(module: torch.nn.Module) -> bool:
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.dim() == 2 and not isinstance(module, torch.nn.Embedding)

@@ -1,0 +1,56 @@
+"""Models of transformers under our strategies: trains each family under each and reports losses or the refusal."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from common import quiet_trainer, report
+from families import ACCUMULATED, Module
+from lightning.pytorch.strategies import Strategy
+
+from azureml_strategy.strategies import (
+    AzureMLDDPStrategy,
+    AzureMLDeepSpeedStrategy,
+    AzureMLModelParallelStrategy,
+    PipelineStrategy,
+)
+
+STRATEGIES: dict[str, Callable[[], Strategy]] = {
+    "ddp": AzureMLDDPStrategy,
+    "fsdp": AzureMLModelParallelStrategy,
+    "tensor": lambda: AzureMLModelParallelStrategy(tensor_parallel_size=2),
+    "zero_2": lambda: AzureMLDeepSpeedStrategy(stage=2),
+    "zero_3": lambda: AzureMLDeepSpeedStrategy(stage=3),
+    "pipeline": lambda: PipelineStrategy(num_stages=2, micro_batches=ACCUMULATED),
+}
+
+
+def train(strategy: str, family: str, steps: int, folder: Path | None, lora: bool) -> list[float] | str:
+    pipeline = strategy == "pipeline"
+    accumulated = 1 if pipeline else ACCUMULATED
+    module = Module(family, steps, folder, lora, accumulated)
+    trainer = quiet_trainer(
+        strategy=STRATEGIES[strategy](), max_steps=steps, accumulate_grad_batches=accumulated, gradient_clip_val=0.5
+    )
+    try:
+        trainer.fit(module)
+    except Exception as error:
+        return str(error)
+    return module.losses
+
+
+def main(strategies: str, families: str, steps: str, folders: str, lora: str) -> None:
+    results: dict[str, Any] = {}
+    for strategy in strategies.split(","):
+        for family in families.split(","):
+            folder = Path(folders) / family if folders else None
+            results[f"{strategy} {family}"] = train(strategy, family, int(steps), folder, bool(lora))
+    report(int(os.environ["RANK"]), **results)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
