@@ -106,6 +106,14 @@ def test_zero_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_pretrained_memory(tmp_path: Path) -> None:
+    figures = run("pretrained_memory", tmp_path, "--layers=1", "--width=64")
+    assert figures["met"] == {"peak_bytes": True, "read_bytes": True}
+    assert len(figures["ranks"]) == 2
+    assert sum(rank["read_bytes"] for rank in figures["ranks"]) >= figures["file_bytes"], "it was loaded"
+
+
+@pytest.mark.slow
 def test_pipeline_step(tmp_path: Path) -> None:
     tiny = {"rounds": 1, "steps": 2, "layers": 2, "width": 16, "tokens": 8, "micro-batches": 2, "micro-batch-size": 1}
     figures = run("pipeline_step", tmp_path, *(f"--{name}={value}" for name, value in tiny.items()), "--bubbles", "2")

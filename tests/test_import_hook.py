@@ -65,6 +65,16 @@ def test_it_leaves_the_import_system_as_it_was(package: str) -> None:
     assert importlib.reload(inner) is inner
 
 
+def test_an_action_that_is_forgotten_does_not_run(package: str) -> None:
+    before = list(sys.meta_path)
+    forget = when_imported("hooked.inner", lambda module: pytest.fail("it was forgotten"))
+    forget()
+    assert sys.meta_path == before
+    importlib.import_module("hooked.inner")
+    forget()
+    assert sys.meta_path == before
+
+
 def test_a_module_that_does_not_exist_is_still_an_import_error(package: str) -> None:
     when_imported("hooked.absent", lambda module: pytest.fail("there is no such module"))
     with pytest.raises(ModuleNotFoundError, match=r"hooked\.absent"):

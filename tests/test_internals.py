@@ -29,7 +29,7 @@ LISTED = {
 }
 # Private names of others, which stand where they are used.
 OTHERS = {
-    "python": {"_SubParsersAction", "_Hash", "_current_frames", "_exit", "_replace"},
+    "python": {"_SubParsersAction", "_Hash", "_current_frames", "_exit", "_getframe", "_replace"},
     "torch": {
         *("_BatchNorm", "_forward_pre_hooks", "_is_mkldnn_bf16_supported", "_iterator", "_spec", "_tensor_name"),
         *("_MEM_FORMAT_ENCODING", "_StorageInfo", "_StoragePrefix", "_buffers", "_get_layout", "_parameters", "_world"),

@@ -14,12 +14,18 @@ from types import ModuleType
 Action = Callable[[ModuleType], None]
 
 
-def when_imported(module: str, action: Action) -> None:
-    """Call `action(module)` now if the module is already imported, or else right after its first import."""
+def when_imported(module: str, action: Action) -> Callable[[], None]:
+    """Call `action(module)` now if the module is already imported, or else right after its first import.
+
+    Returns:
+        A function that forgets the action, if the import has not come yet.
+    """
     if module in sys.modules:
         action(sys.modules[module])
-    else:
-        sys.meta_path.insert(0, _OneModule(module, action))
+        return lambda: None
+    finder = _OneModule(module, action)
+    sys.meta_path.insert(0, finder)
+    return finder.forget
 
 
 class _OneModule:
@@ -48,8 +54,12 @@ class _OneModule:
 
             def run_and_act(module: ModuleType) -> None:
                 run(module)
-                sys.meta_path.remove(self)
+                self.forget()
                 self._action(module)
 
             spec.loader.exec_module = run_and_act  # type: ignore[method-assign]
         return spec
+
+    def forget(self) -> None:
+        """Take no part in further imports."""
+        sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self]

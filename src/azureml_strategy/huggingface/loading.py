@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from azureml_strategy.huggingface import transformers_internals as internals
 from azureml_strategy.huggingface.sources import PretrainedModelError, Source, find_source
+from azureml_strategy.huggingface.zero_loading import load_under_zero_3
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -106,15 +107,23 @@ def load_pretrained(
     Raises:
         PretrainedModelError: the files are missing, incomplete, of another format, or do not fit the class.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     found = find_source(source, revision)
     files = found.weight_files()
     config = _configuration(AutoConfig, found, kwargs)
     loading = _at_work.get() or Loading("whole", torch.device("cpu"), "32-true")
     dtype = dtype or {"bf16-true": torch.bfloat16, "16-true": torch.float16}.get(loading.precision, torch.float32)
-    cls = internals.stock_class(model_class or AutoModelForCausalLM, config)
-    model: PreTrainedModel = _sketched(cls, config, files, dtype, found)
+    cls = internals.class_for(model_class or AutoModelForCausalLM, config)
+    model: PreTrainedModel = (
+        load_under_zero_3(cls, config, files, dtype)
+        if loading.way == "zero_3"
+        else _sketched(cls, config, files, dtype, found)
+    )
+    setattr(model, _SOURCE, found)
+    model.name_or_path = model.config.name_or_path = found.name
+    if (found.folder / "generation_config.json").is_file() and model.can_generate():
+        model.generation_config = GenerationConfig.from_pretrained(found.folder)
     if loading.way == "whole":
         fill(model, model, loading.device)
     elif loading.way == "broadcast":
@@ -210,7 +219,6 @@ def _sketched(cls: Any, config: Any, files: list[Path], dtype: torch.dtype, sour
         )
     places = {name: _place(model, name) for name in in_files}
     setattr(model, _SKETCH, _Sketch(dtype, places))
-    setattr(model, _SOURCE, source)
     return model
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
@@ -20,11 +20,25 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 INTERNALS: dict[str, dict[str, str]] = {
+    "transformers.initialization": {
+        "no_init_weights": "builds a model whose weights are about to be read",
+    },
+    "transformers.integrations.deepspeed": {
+        "HfDeepSpeedConfig": "while it lives, transformers gathers parameters that DeepSpeed has cut",
+    },
     "transformers.modeling_utils": {
         "LoadStateDictConfig": "how weights are read: type, device, conversions",
+        "_is_ds_init_called": "tells from_config that deepspeed.zero.Init is active already",
+        "str_to_torch_dtype": "types by their names in safetensors files",
+    },
+    "transformers.models.auto.auto_factory": {
+        "_get_model_class": "the class that AutoModelForCausalLM and others choose",
+    },
+    "transformers.models.auto.auto_factory._BaseAutoModelClass": {
+        "_model_mapping": "what they choose from",
     },
     "transformers.modeling_utils.PreTrainedModel": {
         "_from_config": "a model of the class, for its structure; the public from_config belongs to the Auto classes",
@@ -38,6 +52,8 @@ INTERNALS: dict[str, dict[str, str]] = {
         "get_model_conversion_mapping": "names and layouts of weights in files of other versions",
     },
 }
+# The module with the class of all models. It is imported by the time that anyone builds one.
+MODELS = "transformers.modeling_utils"
 # Each style of transformers' tensor-parallel plans that ours do as well, and its name here.
 _STYLES = {
     "colwise": "colwise",
@@ -50,7 +66,7 @@ _STYLES = {
 
 def is_pretrained_model(module: object) -> TypeGuard[PreTrainedModel]:
     """Whether a module is a model of transformers."""
-    transformers = sys.modules.get("transformers.modeling_utils")
+    transformers = sys.modules.get(MODELS)
     return transformers is not None and isinstance(module, transformers.PreTrainedModel)
 
 
@@ -97,13 +113,6 @@ def head_counts(model: PreTrainedModel) -> dict[str, int]:
 def checkpoints_activations(model: PreTrainedModel) -> bool:
     """Whether `gradient_checkpointing_enable` was called."""
     return bool(model.is_gradient_checkpointing)
-
-
-def stock_class(model_class: Any, config: Any) -> Any:
-    """Return the class of model that an Auto class, or a class of transformers itself, makes of a configuration."""
-    with torch.device("meta"):
-        model = model_class.from_config(config) if hasattr(model_class, "from_config") else model_class(config)
-    return type(model)
 
 
 def sketch(
@@ -234,3 +243,69 @@ def _without_progress() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
+
+
+def declare_zero_3(config: dict[str, Any]) -> object:
+    """Tell transformers that DeepSpeed cuts parameters: `from_pretrained` and others gather for themselves then.
+
+    Args:
+        config: DeepSpeed's configuration, with stage 3.
+
+    Returns:
+        An object. It is so for as long as the object lives.
+    """
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig
+
+    return HfDeepSpeedConfig(config)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def inside_zero_init() -> Iterator[None]:
+    """Tell transformers that `deepspeed.zero.Init` is active already: `from_config` then builds as a constructor does.
+
+    Its own way gathers the parameters of a module and its children and lets rank 0 initialise them. It misses what an
+    `_init_weights` sets further down, and the weights are not those of the same seed without DeepSpeed.
+    """
+    from transformers import modeling_utils
+
+    modeling_utils._is_ds_init_called = True
+    try:
+        yield
+    finally:
+        modeling_utils._is_ds_init_called = False
+
+
+def no_first_weights() -> AbstractContextManager[None]:
+    """Leave weights uninitialised while a model is built. Those that its checkpoint lacks are initialised later."""
+    from transformers.initialization import no_init_weights
+
+    context: AbstractContextManager[None] = no_init_weights()
+    return context
+
+
+def torch_type(name: str) -> torch.dtype:
+    """Return torch's type for the name of a type in a safetensors file, such as `BF16`."""
+    from transformers.modeling_utils import str_to_torch_dtype
+
+    dtype: torch.dtype = str_to_torch_dtype[name]
+    return dtype
+
+
+def class_for(model_class: type[Any], config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """Return the class of a model with a configuration, which classes such as `AutoModelForCausalLM` choose by it.
+
+    Raises:
+        ValueError: the class has no model for the configuration.
+    """
+    from transformers.models.auto.auto_factory import _get_model_class
+
+    mapping = getattr(model_class, "_model_mapping", None)
+    if mapping is None:
+        return model_class
+    if type(config) not in mapping:
+        raise ValueError(
+            f"{model_class.__name__} has no model for {type(config).__name__}. Give a class of transformers that has, "
+            "or the model's own."
+        )
+    chosen: type[PreTrainedModel] = _get_model_class(config, mapping)  # type: ignore[no-untyped-call]
+    return chosen

@@ -209,8 +209,10 @@ class LaunchedProcesses:
 class LaunchedStrategy(LaunchedProcesses, PlainDataStrategy, ParallelStrategy):
     """`LaunchedProcesses` for the Trainer's strategies, with checkpoints that a restart can load."""
 
-    # How `load_pretrained` gives a model of transformers its weights in `configure_model`.
-    loads_pretrained: Way = "broadcast"
+    @property
+    def loads_pretrained(self) -> Way:
+        """How `load_pretrained` gives a model of transformers its weights in `configure_model`, on several ranks."""
+        return "broadcast"
 
     @contextmanager
     @override

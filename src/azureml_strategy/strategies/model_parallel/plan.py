@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from azureml_strategy.huggingface.loading import fill_all, refuse_lost_values
 from azureml_strategy.strategies.errors import ConfigurationError
+from azureml_strategy.strategies.host_memory import large_blocks_returned
 from azureml_strategy.strategies.model_parallel.checkpoint import copy_from_rank_zero
 from azureml_strategy.strategies.model_parallel.gradients import SharedGradients
 from azureml_strategy.strategies.model_parallel.layout import check_counts
@@ -69,7 +70,8 @@ def spread(
     if activation_checkpointing:
         checkpoint_activations(blocks)
     shard_parameters(module, mesh["data_parallel"], blocks, precision)
-    fill_all(module, device)
+    with large_blocks_returned():
+        fill_all(module, device)
     return SharedGradients.of(module, summed) if plan else SharedGradients()
 
 

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from azureml_strategy.checkpoint.plain_data import WRITTEN_APART, to_plain
+from azureml_strategy.huggingface.loading import Way
 from azureml_strategy.interfaces import WriteStaged
 from azureml_strategy.lightning_internals import accumulates, give_device_mesh
 from azureml_strategy.strategies.launched import LaunchedStrategy
@@ -87,7 +88,10 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, ModelParallelStrategy):
         self._activation_checkpointing = activation_checkpointing
         self._shared_gradients = SharedGradients()
 
-    loads_pretrained = "in_parts"
+    @property
+    @override
+    def loads_pretrained(self) -> Way:
+        return "in_parts"
 
     @property
     @override

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from typing_extensions import override
 
+from azureml_strategy.huggingface.loading import Way
 from azureml_strategy.lightning_internals import training_source
 from azureml_strategy.strategies.launched import LaunchedStrategy
 from azureml_strategy.strategies.zero import tensor_parallel
@@ -23,14 +26,16 @@ from azureml_strategy.strategies.zero.config import (
     require_deepspeed,
     strategy_arguments,
 )
+from azureml_strategy.strategies.zero.construction import Construction
 
 
 class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
     """Lightning's DeepSpeed with nodes, processes and ranks from the Azure ML job: `strategy="azureml_deepspeed"`.
 
     Besides the launch, it differs from the stock strategy as follows. It runs on CPUs too. It accepts a configuration
-    that says "auto" or repeats the Trainer's numbers, and refuses one that contradicts them. Another number of
-    processes can resume a checkpoint. Matrices can be cut over processes (AutoTP).
+    that says "auto" or repeats the Trainer's numbers, and refuses one that contradicts them. Weights that
+    configure_model sets after their layers were cut are the author's. Another number of processes can resume a
+    checkpoint. Matrices can be cut over processes (AutoTP).
 
     Args:
         stage: what is partitioned over the processes. 1: optimizer states; 2, the default: gradients too; 3:
@@ -78,6 +83,28 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
         self._logged_batch_size = None if logging_batch_size_per_gpu == "auto" else logging_batch_size_per_gpu
         self._tensor_parallel_size = tensor_parallel.agreed_size(self.config, tensor_parallel_size)
         require_compiler(self.config)
+        self._construction = Construction()
+
+    @contextmanager
+    @override
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        with super().model_sharded_context():
+            if not self.zero_stage_3:
+                yield
+                return
+            assert isinstance(self.config, dict)
+            with self._construction.under(self.config):
+                yield
+
+    @override
+    def teardown(self) -> None:
+        self._construction.end()
+        super().teardown()
+
+    @property
+    @override
+    def loads_pretrained(self) -> Way:
+        return "zero_3" if self.zero_stage_3 else "broadcast"
 
     @property
     @override

@@ -1,0 +1,28 @@
+"""Models that are built in configure_model under ZeRO-3 start from, and train to, what transformers alone does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.multiprocess.conftest import RunJob
+
+pytest.importorskip("transformers")
+
+
+@pytest.mark.timeout(300)
+def test_models_train_as_by_transformers_alone(run_job: RunJob) -> None:
+    job = run_job("zero_huggingface.py", nodes=2)
+    assert job.exit_code == 0, job.output
+    oracle, ranks = job.results[0]["oracle"], job.each("losses")
+    oracle |= dict.fromkeys(("gpt2_stage_2", "gpt2_offload"), oracle["gpt2"])
+    assert oracle["gpt2"][0] == pytest.approx(4.85, abs=0.1), "the logarithm of 128 tokens: it knows nothing yet"
+    names = oracle.keys()
+    means = {name: [sum(each) / 2 for each in zip(*(rank[name] for rank in ranks), strict=True)] for name in names}
+    assert means == {name: pytest.approx(losses, rel=1e-5) for name, losses in oracle.items()}
+    assert job.each("after") == [False, False], "transformers builds whole models again, after runs that failed too"
+    for message in job.each("other_shape"):
+        assert "size mismatch for" in message, "on both ranks, though rank 0 alone compares"
+    for rank in job.each("new_head"):
+        assert rank["embedding"] == rank["expected"]
+        assert rank["head"] == job.results[0]["new_head"]["head"]
+        assert float(torch.tensor(rank["head"]).std()) == pytest.approx(0.02, rel=0.3)
