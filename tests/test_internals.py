@@ -189,3 +189,15 @@ def _bases(tree: ast.AST) -> set[str]:
 
 def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.endswith("_")
+
+
+def test_what_a_pipeline_asks_of_transformers_exists() -> None:
+    """These names are public, but the plans among them move."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_attention_heads=1)
+    config.num_hidden_layers = 1
+    model = transformers.LlamaForCausalLM(config)
+    assert list(config.base_model_pp_plan) == ["embed_tokens", "layers", "norm"]
+    assert model.all_tied_weights_keys == {}
+    assert model.base_model is model.model
+    assert model.model.layers[0].gradient_checkpointing is False

@@ -158,7 +158,10 @@ def fill(model: PreTrainedModel, module: nn.Module, device: torch.device) -> Non
     sketch: _Sketch = getattr(model, _SKETCH)
     kept = set(module.modules())
     places = {name: place for name, place in sketch.places.items() if place[0] in kept}
-    wanted = {name: _tensor(*place) for name, place in places.items()}
+    needed = {id(_tensor(*place)) for place in places.values()}
+    # files have a tied weight under one of its names, which may be that of a layer on another stage
+    tensors = {name: _tensor(*place) for name, place in sketch.places.items()}
+    wanted = {name: tensor for name, tensor in tensors.items() if id(tensor) in needed}
     source = source_of(model)
     assert source is not None
     read = internals.read_parts(type(model), model.config, wanted, source.weight_files(), sketch.dtype, device)

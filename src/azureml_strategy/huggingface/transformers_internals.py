@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
@@ -81,6 +81,35 @@ def find_models(module: nn.Module) -> dict[str, PreTrainedModel]:
         if is_pretrained_model(each) and not inside:
             found[name] = each
     return found
+
+
+def body(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a model without its head: the model itself if it has none."""
+    return cast("PreTrainedModel", model.base_model)
+
+
+# The parts of models for which transformers has no plan, in the order in which their forward runs them.
+_OWN_PLANS = {"gpt2": ("wte", "wpe", "drop", "h", "ln_f")}
+
+
+def pipeline_plan(model: PreTrainedModel) -> tuple[str, ...]:
+    """Return the names of the parts of a base model in the order they run in, the list of blocks among them.
+
+    Empty for a model without a plan for pipelines.
+    """
+    plan: Iterable[str] = model.config.base_model_pp_plan or ()
+    return tuple(plan) or _OWN_PLANS.get(model.config.model_type, ())
+
+
+def tied_weights(model: PreTrainedModel) -> dict[str, str]:
+    """Return the parameters of a model that are another one, by their full names."""
+    return dict(model.all_tied_weights_keys)
+
+
+def recorded_outputs(model: PreTrainedModel) -> list[str]:
+    """Return the switches of a model's configuration by which it returns what its layers computed on the way."""
+    names = ("output_hidden_states", "output_attentions", "output_router_logits")
+    return [name for name in names if getattr(model.config, name, False)]
 
 
 def blocks_of(model: PreTrainedModel) -> list[nn.Module]:

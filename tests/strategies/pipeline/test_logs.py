@@ -12,6 +12,7 @@ from tests.strategies.pipeline.modules import Three
 from torch import Tensor
 
 from azureml_strategy.strategies.pipeline import PipelineError
+from azureml_strategy.strategies.pipeline.chain import OwnChain
 from azureml_strategy.strategies.pipeline.logs import LastStage, SharedLogs
 from azureml_strategy.strategies.pipeline.micro_batches import MicroBatch
 
@@ -106,7 +107,7 @@ ROWS, TARGETS = torch.arange(8.0).view(2, 4), torch.ones(2, 4)
 
 
 def run(module: Three, hook: str = "training_step", inputs: Tensor = ROWS) -> Any:
-    last = LastStage(module, SharedLogs(module, source=0, pipe_group=None, data_group=None))
+    last = LastStage(module, OwnChain(module), SharedLogs(module, source=0, pipe_group=None, data_group=None))
     return last(module(ROWS), MicroBatch((ROWS, TARGETS), inputs, 2, hook, (0,)))
 
 

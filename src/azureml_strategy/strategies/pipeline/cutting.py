@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NoReturn
 
@@ -11,13 +11,8 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from typing_extensions import override
 
-from azureml_strategy.strategies.pipeline.partition import (
-    PipelineError,
-    PipelineLayer,
-    chain_of,
-    place_of,
-    stage_bounds,
-)
+from azureml_strategy.strategies.pipeline.chain import Chain
+from azureml_strategy.strategies.pipeline.partition import PipelineError, PipelineLayer, place_of, stage_bounds
 from azureml_strategy.strategies.pipeline.stage import StageLayer
 
 
@@ -53,6 +48,7 @@ class Cut:
 
     Args:
         module: holds its layers: real ones, or ones on the meta device, which take no memory.
+        chain: of the module.
         num_stages: number of stages.
         partition: see `stage_bounds`.
 
@@ -62,17 +58,18 @@ class Cut:
         parameters: trainable parameters of each layer.
 
     Raises:
-        PipelineError: the module has no chain, has parameters or state outside of it, or the chain cannot be cut so.
+        PipelineError: the module has parameters or state outside of the chain, or the chain cannot be cut so.
     """
 
-    def __init__(self, module: LightningModule, num_stages: int, partition: str) -> None:
-        self._module = module
-        self._chain = chain_of(module)
+    def __init__(self, module: LightningModule, chain: Chain, num_stages: int, partition: str) -> None:
+        self._module, self._source = module, chain
+        self._chain = chain.layers
         self.places = [place_of(module, index, layer) for index, layer in enumerate(self._chain)]
         self._check_nothing_outside()
         self.parameters = [self._count(index) for index in range(len(self._chain))]
-        self.bounds = stage_bounds(self.parameters, [layer.kind for layer in self._chain], num_stages, partition)
+        self.bounds = self._bounds(num_stages, partition)
         self._shared: dict[str, nn.Parameter] = {}
+        self._kept: dict[int, nn.Module] = {}
 
     def stage_of(self, index: int) -> int:
         """Return the stage that has a layer."""
@@ -85,16 +82,18 @@ class Cut:
             for index, layer in enumerate(self._chain)
         ]
 
-    def apply(self, layers: Mapping[int, nn.Module]) -> None:
-        """Keep only this stage's layers in the module, and put placeholders in the place of the others.
-
-        Args:
-            layers: this stage's layers, by their index in the chain.
-        """
+    def drop_others(self, stage: int) -> None:
+        """Put placeholders in the module, in the place of the layers of other stages than this."""
         for index, place in enumerate(self.places):
+            if place is not None and self.stage_of(index) != stage:
+                self._module.set_submodule(place, OtherStage(place, self.parameters[index]))
+
+    def keep_built(self) -> None:
+        """Put the layers that were built into the module, in the place of their sketches."""
+        for index, layer in self._kept.items():
+            place = self.places[index]
             if place is not None:
-                other = OtherStage(place, self.parameters[index])
-                self._module.set_submodule(place, layers.get(index, other))
+                self._module.set_submodule(place, layer)
 
     def summary(self, replicas: int) -> str:
         """Describe the stages in one line."""
@@ -117,9 +116,16 @@ class Cut:
                 module = as_module(layer.build())
             if layer.tied is not None:
                 _share(module, layer, self._shared)
-            return module
+            self._kept[index] = module
+            return self._source.view(index, module)
 
         return build
+
+    def _bounds(self, num_stages: int, partition: str) -> list[int]:
+        """Cut the chain, whose last layers count as one."""
+        first, kinds = len(self._chain) - self._source.heads, [layer.kind for layer in self._chain]
+        together = [*self.parameters[:first], sum(self.parameters[first:])]
+        return [*stage_bounds(together, kinds[: first + 1], num_stages, partition)[:-1], len(self._chain)]
 
     def _existing(self, index: int) -> nn.Module | None:
         """Return the module's own layer; None if there is none, or only a sketch on the meta device."""
@@ -152,11 +158,7 @@ class Cut:
         kept = [*dict(self._module.named_parameters()), *self._module.state_dict(), *sketches]
         outside = sorted({name for name in kept if not name.startswith(inside)})
         if outside:
-            raise PipelineError(
-                f"{type(self._module).__name__} has {', '.join(outside)} outside of its pipeline_layers(), where no "
-                "stage would train or save it. Move it into a layer; a buffer that needs no saving may stay, with "
-                "register_buffer(..., persistent=False) in __init__."
-            )
+            raise PipelineError(f"{type(self._module).__name__} has {', '.join(outside)} {self._source.outside}")
 
 
 def as_module(layer: Callable[..., Any]) -> nn.Module:

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
+from azureml_strategy.strategies.pipeline.chain import Chain
 from azureml_strategy.strategies.pipeline.micro_batches import MicroBatch
 from azureml_strategy.strategies.pipeline.partition import PipelineError
 
@@ -155,64 +155,26 @@ class LastStage:
     """Loss function of the last stage: DeepSpeed calls it with the outputs of each micro-batch.
 
     Args:
-        module: its `training_step`, `validation_step` or `test_step` runs; `self(inputs)` in it gives the outputs.
+        module: its `training_step`, `validation_step` or `test_step` runs.
+        chain: gives the step the outputs of the pipeline.
         logs: records what the step logs.
     """
 
-    def __init__(self, module: LightningModule, logs: SharedLogs) -> None:
-        self._module, self._logs = module, logs
+    def __init__(self, module: LightningModule, chain: Chain, logs: SharedLogs) -> None:
+        self._module, self._chain, self._logs = module, chain, logs
 
     def __call__(self, outputs: Any, micro: MicroBatch) -> Tensor:
         """Return the loss of a micro-batch, or zero in an evaluation, where DeepSpeed needs no loss.
 
         Raises:
-            PipelineError: the step did not call `self(inputs)` once with the given inputs, or returned no loss.
+            PipelineError: the step did not take the outputs once for the given inputs, or returned no loss.
         """
         step = getattr(self._module, micro.hook)
-        with self._logs.recording(micro.samples), _forward_gives(self._module, micro, outputs):
+        with self._logs.recording(micro.samples), self._chain.computed(micro, outputs):
             result = step(micro.batch, *micro.arguments)
         if micro.hook == "training_step":
             return _loss(result)
         return torch.zeros((), device=self._module.device)
-
-
-@contextmanager
-def _forward_gives(module: LightningModule, micro: MicroBatch, outputs: Any) -> Iterator[None]:
-    calls = 0
-
-    def forward(*inputs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        given = inputs[0] if len(inputs) == 1 else inputs
-        if calls > 1 or not _same(given, micro.inputs):
-            raise PipelineError(
-                f"{type(module).__name__}.{micro.hook} calls self(...) "
-                + ("a second time" if calls > 1 else "with other inputs than pipeline_batch() gives")
-                + ", but in a pipeline the micro-batch has gone through the stages already, once, as pipeline_batch() "
-                "gave it. Change inputs in on_after_batch_transfer or in the first layer, and call self(inputs) once."
-            )
-        return outputs
-
-    module.forward = forward  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del module.forward
-    if not calls:
-        raise PipelineError(
-            f"{type(module).__name__}.{micro.hook} never calls self(inputs), so what the pipeline computed would go "
-            "unused. Call it, instead of layers of the module: those of other stages are not in this process."
-        )
-
-
-def _same(given: Any, expected: Any) -> bool:
-    """Whether two structures hold the same values. Tensors with the same memory and layout are not compared."""
-    (mine, structure), (theirs, other) = tree_flatten(given), tree_flatten(expected)
-    return structure == other and all(
-        (each.data_ptr() == one.data_ptr() and each.shape == one.shape and each.stride() == one.stride())
-        or torch.equal(each, one)
-        for each, one in zip(mine, theirs, strict=True)
-    )
 
 
 def _loss(result: Any) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import UserDict
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +42,7 @@ def batch_size(batch: Any) -> int:
     Raises:
         PipelineError: the batch holds something other than tensors with one leading dimension.
     """
-    leaves, _ = tree_flatten(batch)
+    leaves, _ = tree_flatten(_plain(batch))
     others = {type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Tensor) or not leaf.ndim}
     sizes = sorted({leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim})
     if others or len(sizes) != 1:
@@ -56,9 +57,17 @@ def batch_size(batch: Any) -> int:
 
 def cut(batch: Any, size: int) -> list[tuple[Any, int]]:
     """Split a batch into pieces of `size` samples, each with its number of samples. The last one has the rest."""
-    leaves, structure = tree_flatten(batch)
+    leaves, structure = tree_flatten(_plain(batch))
     columns = [leaf.split(size) for leaf in leaves]
-    return [(tree_unflatten(list(piece), structure), len(piece[0])) for piece in zip(*columns, strict=True)]
+    pieces = ((tree_unflatten(list(piece), structure), len(piece[0])) for piece in zip(*columns, strict=True))
+    if isinstance(batch, UserDict):
+        return [(type(batch)(piece), samples) for piece, samples in pieces]
+    return list(pieces)
+
+
+def _plain(batch: Any) -> Any:
+    """Return a dictionary for one that torch does not look into, such as the BatchEncoding of a tokenizer."""
+    return dict(batch) if isinstance(batch, UserDict) else batch
 
 
 def check_divides(samples: int, micro_batches: int, where: str) -> None:

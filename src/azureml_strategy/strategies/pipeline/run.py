@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from azureml_strategy.strategies.pipeline.chain import Chain
 from azureml_strategy.strategies.pipeline.engine import StageEngine, pipeline_bubble
 from azureml_strategy.strategies.pipeline.logs import LastStage, SharedLogs
 from azureml_strategy.strategies.pipeline.micro_batches import (
@@ -21,7 +22,7 @@ from azureml_strategy.strategies.pipeline.micro_batches import (
     fingerprint,
     shapes,
 )
-from azureml_strategy.strategies.pipeline.partition import PipelineError, PipelineReady
+from azureml_strategy.strategies.pipeline.partition import PipelineError
 
 
 class PipelineRun:
@@ -30,20 +31,21 @@ class PipelineRun:
     Args:
         engine: this rank's stage.
         module: its steps run on the last stage.
+        chain: of the module.
         micro_batches: number of pieces of a training batch.
     """
 
-    def __init__(self, engine: StageEngine, module: LightningModule, micro_batches: int) -> None:
+    def __init__(self, engine: StageEngine, module: LightningModule, chain: Chain, micro_batches: int) -> None:
         grid = engine.grid
         self._engine, self._module, self._micro_batches = engine, module, micro_batches
-        self._pipeline_batch = cast(PipelineReady, module).pipeline_batch
+        self._chain = chain
         self._stages: int = engine.num_stages
         self._last_rank: int = grid.stage_to_global(self._stages - 1)
         self._pipe_group = grid.get_pipe_parallel_group()
         self._logs = SharedLogs(module, self._last_rank, self._pipe_group, grid.get_data_parallel_group())
         self._shapes: tuple[Any, ...] | None = None
         self._compared: set[str] = set()
-        engine.module.loss_fn = LastStage(module, self._logs)
+        engine.module.loss_fn = LastStage(module, chain, self._logs)
 
     def train(self, batch: Any, arguments: tuple[Any, ...], measure: bool) -> Tensor:
         """Run the forward and backward passes of a batch, and reduce the gradients.
@@ -93,12 +95,7 @@ class PipelineRun:
             self._compare_targets(hook, batch)
         pieces = []
         for piece, samples in cut(batch, size):
-            inputs, _ = self._pipeline_batch(piece)
-            if not isinstance(inputs, (Tensor, tuple, list)):
-                raise PipelineError(
-                    f"pipeline_batch() gives the first layer a {type(inputs).__name__}, but between stages only a "
-                    "tensor or a tuple of tensors can be sent. Give one, and let the first layer take it apart."
-                )
+            inputs, _ = self._chain.split(piece)
             pieces.append(MicroBatch(piece, inputs, samples, hook, arguments))
         return pieces
 
@@ -111,7 +108,7 @@ class PipelineRun:
     def _compare_targets(self, hook: str, batch: Any) -> None:
         """Check that this stage and the last read the same targets: otherwise training goes on and learns nothing."""
         self._compared.add(hook)
-        mine = fingerprint(self._pipeline_batch(batch)[1])
+        mine = fingerprint(self._chain.split(batch)[1])
         last = [mine]
         dist.broadcast_object_list(last, src=self._last_rank, group=self._pipe_group)
         if last[0] != mine:

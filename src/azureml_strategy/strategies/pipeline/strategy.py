@@ -11,7 +11,8 @@ values over the micro-batches and logs them once on every stage, so that all ran
 them.
 
 `setup` cuts the module: `configure_model` runs on the meta device, each stage makes its own layers, and placeholders
-replace the others. So `configure_optimizers` sees only the parameters of the stage.
+replace the others. A module that holds a transformers model and has no `pipeline_layers` is built whole, then cut. So
+`configure_optimizers` sees only the parameters of the stage.
 """
 
 from __future__ import annotations
@@ -32,14 +33,16 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from azureml_strategy.control.gather import Exchange
+from azureml_strategy.huggingface.loading import Loading, fill_all, loading_as, refuse_lost_values
 from azureml_strategy.interfaces import WriteStaged
 from azureml_strategy.lightning_internals import skip_backward, updates_logs
 from azureml_strategy.strategies.launched import LaunchedStrategy
 from azureml_strategy.strategies.pipeline.checkpoint import PipelineLayout
 from azureml_strategy.strategies.pipeline.cutting import Cut
 from azureml_strategy.strategies.pipeline.engine import StageClock
+from azureml_strategy.strategies.pipeline.hugging_face import find_chain
 from azureml_strategy.strategies.pipeline.micro_batches import check_loader
-from azureml_strategy.strategies.pipeline.partition import PipelineError, check_method
+from azureml_strategy.strategies.pipeline.partition import PipelineError, PipelineReady, check_method
 from azureml_strategy.strategies.pipeline.refusals import refuse_running_statistics, refuse_unsupported
 from azureml_strategy.strategies.zero.checkpoint import StagedDeepSpeedStrategy
 from azureml_strategy.strategies.zero.config import ignored_beside_config, require_deepspeed
@@ -51,8 +54,8 @@ if TYPE_CHECKING:
 class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
     """DeepSpeed's pipeline engine driven by the Trainer: `Trainer(strategy="azureml_deepspeed_pipeline")`.
 
-    The module says how it is cut, see `PipelineReady`. With n times as many ranks as stages there are n replicas, which
-    read different samples. Each batch of a data loader belongs to one replica.
+    The module says how it is cut, see `PipelineReady`, or holds a transformers model. With n times as many ranks as
+    stages there are n replicas, which read different samples. Each batch of a data loader belongs to one replica.
 
     Args:
         num_stages: parts that the module is cut into; must divide the number of ranks.
@@ -138,9 +141,14 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        # configure_model makes only a sketch without memory: each stage makes its own layers later.
-        with torch.device("meta"):
-            yield
+        if isinstance(self.lightning_module, PipelineReady):
+            # configure_model makes only a sketch without memory: each stage makes its own layers later.
+            with torch.device("meta"):
+                yield
+        else:
+            # A model of transformers is made whole, in the memory of the host, unless its weights are in files.
+            with loading_as(Loading("in_parts", self.root_device, self.precision_plugin.precision)):
+                yield
 
     @contextmanager
     @override
@@ -172,10 +180,15 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
 
         assert isinstance(model, LightningModule)
         refuse_running_statistics(model, self.precision_plugin.precision)
-        self._cut = Cut(model, self.num_stages, self.partition)
+        refuse_lost_values(model)
+        self._chain = find_chain(model, self.activation_checkpointing > 0)
+        self._cut = Cut(model, self._chain, self.num_stages, self.partition)
+        replicas = self.world_size // self.num_stages
+        self._cut.drop_others(self.global_rank // replicas)
+        fill_all(model, self.root_device)
         self._stage = StageModule(self._cut.stage_layers(), self._cut.bounds, self.activation_checkpointing)
-        self._cut.apply(self._stage.layers)
-        rank_zero_info(self._cut.summary(self.world_size // self.num_stages))
+        self._cut.keep_built()
+        rank_zero_info(self._cut.summary(replicas))
         return model.to(self.root_device)
 
     @override
@@ -190,7 +203,7 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
         config = self.config if optimizer is not None else {**self.config, "zero_optimization": {"stage": 0}}
         clock = StageClock(self.root_device)
         engine = StageEngine(self._stage, optimizer, lr_scheduler, config, clock)
-        self._run = PipelineRun(engine, model, self.micro_batches)
+        self._run = PipelineRun(engine, model, self._chain, self.micro_batches)
         return engine, engine.optimizer
 
     @override
