@@ -23,6 +23,7 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "ddp": AzureMLDDPStrategy,
     "fsdp": AzureMLModelParallelStrategy,
     "tensor": lambda: AzureMLModelParallelStrategy(tensor_parallel_size=2),
+    "both": lambda: AzureMLModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2),
     "zero_2": lambda: AzureMLDeepSpeedStrategy(stage=2),
     "zero_3": lambda: AzureMLDeepSpeedStrategy(stage=3),
     "pipeline": lambda: PipelineStrategy(num_stages=2, micro_batches=ACCUMULATED),
