@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +16,18 @@ from torch.distributed import DistNetworkError, HashStore, Store, TCPStore
 from azureml_strategy.control import channel as channels
 from azureml_strategy.control.channel import Channel, StoreLostError, heartbeat_key, lease_channel, within
 from azureml_strategy.control.store import ControlStore
+
+# A thread that is in torch's code at nearly every moment, also when the script ends.
+BUSY = """
+from datetime import timedelta
+from torch.distributed import TCPStore
+from azureml_strategy.control.channel import Channel
+
+server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+channel = Channel(TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False))
+channel.every(0, lambda: channel.call(lambda store: store.set("a", "b"), 60))
+channel.call(lambda store: store.wait(["a"], timedelta(seconds=60)), 60)
+"""
 
 
 class Cut:
@@ -229,3 +243,8 @@ def test_what_takes_for_ever_is_left_behind() -> None:
     assert within(0.05, answer.wait) is None
     answer.set()
     assert within(60, answer.wait)
+
+
+def test_a_call_under_way_does_not_abort_the_process_at_its_end() -> None:
+    ended = subprocess.run([sys.executable, "-c", BUSY], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr

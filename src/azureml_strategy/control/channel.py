@@ -6,12 +6,14 @@ barrier, checkpoints that background threads write together, and the hang watch'
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import queue
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -30,9 +32,14 @@ HEARTBEAT_SECONDS = 5.0
 _STORE_TIMEOUT = timedelta(seconds=60)
 # Time to open another connection in place of one whose server does not answer.
 _CONNECT_SECONDS = 12.0
+# How long the interpreter's end waits for calls under way. A server that is gone may never answer.
+_EXIT_SECONDS = 3.0
 _FOLDER = "azureml_strategy/channel"
 
 T = TypeVar("T")
+# All that make torch's calls, see `_end_calls`.
+_workers: weakref.WeakSet[_Worker] = weakref.WeakSet()
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 def within(seconds: float, action: Callable[[], T]) -> T | None:
@@ -46,8 +53,7 @@ def within(seconds: float, action: Callable[[], T]) -> T | None:
         What the action returned. None if it failed or took too long; its thread is then left behind.
     """
     found: list[T] = []
-    thread = threading.Thread(target=lambda: found.append(action()), name="bounded-call", daemon=True)
-    thread.start()
+    thread = _start_thread(lambda: found.append(action()), "bounded-call")
     thread.join(seconds)
     return found[0] if found else None
 
@@ -204,9 +210,8 @@ class _Worker:
         self._due = due
         self._closed = False
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[Store], Any]] | None] = queue.SimpleQueue()
-        # A daemon: it may wait for ever for a server that is gone.
-        self._thread = threading.Thread(target=self._run, name="control-channel", daemon=True)
-        self._thread.start()
+        self._thread = _start_thread(self._run, "control-channel")
+        _workers.add(self)
 
     @property
     def ident(self) -> int | None:
@@ -287,6 +292,28 @@ class _Worker:
                 self._due.pop(action, None)
             if self._due.get(action) == (seconds, at):  # it may have changed its interval, or ended
                 self._due[action] = (seconds, time.monotonic() + seconds)
+
+
+def _start_thread(run: Callable[[], object], name: str) -> threading.Thread:
+    # A daemon: it may wait for ever for a server that is gone.
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    _threads.add(thread)
+    return thread
+
+
+@atexit.register
+def _end_calls() -> None:
+    """Wait for the calls under way, for a few seconds.
+
+    Python ends a daemon thread that comes back from native code after the interpreter has ended. Up to Python 3.13 it
+    does so by unwinding the thread's stack, and torch's C++ code answers that by aborting the process.
+    """
+    for worker in list(_workers):
+        worker.close()
+    deadline = time.monotonic() + _EXIT_SECONDS
+    for thread in list(_threads):
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def heartbeat_key(process: str) -> str:
