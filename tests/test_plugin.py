@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -97,6 +98,12 @@ def test_every_trainer_of_a_job_has_all(monkeypatch: pytest.MonkeyPatch) -> None
     trainers = [Trainer(**QUIET), Trainer(**QUIET)]
     assert [ours(trainer) for trainer in trainers] == [list(OURS)] * 2
     assert trainers[0].callbacks[-1] is not trainers[1].callbacks[-1]
+
+
+def test_all_reach_a_process_that_lightning_spawns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher of `ddp_spawn` sends it the Trainer by pickle."""
+    inside(monkeypatch)
+    assert ours(pickle.loads(pickle.dumps(Trainer(**QUIET)))) == list(OURS)
 
 
 def test_a_job_of_one_node_without_a_launcher_has_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from tests.multiprocess.conftest import RunJob
 
-STRATEGIES = ["ddp", "stage_2", "stage_3", "model_parallel", "one_file", "pipeline"]
+# Stage 3 keeps more apart than stage 2, and the one file is read as DDP's is.
+MORE = [pytest.param(each, marks=pytest.mark.exhaustive) for each in ("stage_2", "one_file")]
+STRATEGIES = ["ddp", "stage_3", "model_parallel", "pipeline", *MORE]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -19,7 +19,7 @@ STRATEGIES = [
     "deepspeed_stage_2",
     pytest.param("deepspeed_stage_3", marks=pytest.mark.exhaustive),
     pytest.param("pipeline", marks=pytest.mark.exhaustive),
-    "model_parallel",
+    pytest.param("model_parallel", marks=pytest.mark.exhaustive),
 ]
 VARIABLE = "AZUREML_STRATEGY_SCHEDULED_EVENTS"
 

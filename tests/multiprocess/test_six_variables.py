@@ -15,7 +15,7 @@ OURS = {"strategy": "azureml_ddp"}
 EXHAUSTIVE = pytest.mark.exhaustive
 
 
-@pytest.mark.parametrize(("nodes", "processes"), [(2, 2), (3, 1), (1, 2)])
+@pytest.mark.parametrize(("nodes", "processes"), [(2, 2), pytest.param(3, 1, marks=EXHAUSTIVE), (1, 2)])
 def test_the_numbers_are_those_of_the_full_environment(run_job: RunJob, nodes: int, processes: int) -> None:
     full = run_job("fit.py", OURS, nodes=nodes, processes_per_node=processes)
     assert full.exit_code == 0, full.output

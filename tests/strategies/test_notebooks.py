@@ -66,8 +66,7 @@ def test_the_others_say_what_to_type(strategy: str) -> None:
 
 @pytest.mark.exhaustive
 def test_in_a_job_whose_processes_are_all_there_a_notebook_trains() -> None:
-    # Torch may abort at the interpreter's end, by chance, if its group is still there.
-    ranks = fits(cells("fit('azureml_ddp', 1)\ntorch.distributed.destroy_process_group()", job=True))
+    ranks = fits(cells("fit('azureml_ddp', 1)", job=True))
     assert [each[:2] for each in ranks] == [["2", "NoneType"]] * 2
 
 
