@@ -62,7 +62,7 @@ def run(trial: Trial, tmp_path: Path, references: Path) -> dict[str, Any]:
         ("events", 6, 3),
         ("files", FILES, 3),
         pytest.param("disks", 6, 3, marks=needs_disk),
-        pytest.param("disks", REFUSED, 5, marks=needs_disk),
+        pytest.param("disks", REFUSED, 5, marks=[*needs_disk, pytest.mark.exhaustive]),
         pytest.param("network", 12, 2, marks=needs_nodes),
     ],
 )
@@ -136,6 +136,7 @@ class TestSomethingIsBroken:
         verdict = run(Trial("disks", REFUSED, 5, script=script), tmp_path, references)
         assert "weights of rank 0" in verdict["lost"], verdict["output"]
 
+    @pytest.mark.exhaustive
     def test_damaged_checkpoints(self, tmp_path: Path, references: Path) -> None:
         script = FAULTS / "broken" / "trusts_any_checkpoint.py"
         verdict = run(Trial("files", FILES, 3, script=script), tmp_path, references)
