@@ -183,7 +183,11 @@ def test_names_are_lower_case_as_lightning_looks_them_up() -> None:
 @pytest.mark.parametrize(
     "imports",
     [
-        pytest.param("import azureml_strategy\nfrom lightning.pytorch import Trainer", id="ours first"),
+        pytest.param(
+            "import azureml_strategy\nfrom lightning.pytorch import Trainer",
+            id="ours first",
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param("from lightning.pytorch import Trainer\nimport azureml_strategy", id="Lightning first"),
         pytest.param(
             "import lightning\nimport azureml_strategy\nTrainer = lightning.Trainer",
@@ -193,6 +197,7 @@ def test_names_are_lower_case_as_lightning_looks_them_up() -> None:
         pytest.param(
             "from azureml_strategy import AzureMLDDPStrategy\nfrom lightning.pytorch import Trainer",
             id="our class, which imports Lightning",
+            marks=pytest.mark.exhaustive,
         ),
     ],
 )

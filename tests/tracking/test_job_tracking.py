@@ -387,6 +387,7 @@ def test_a_fault_of_ours_is_one_warning(
     assert f"{TRACKING_SWITCH}=off" in warning
 
 
+@pytest.mark.exhaustive
 def test_a_real_server(
     server: Server, job: TheJob, model: Any, data: Any, make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,6 +92,7 @@ def test_a_sweep_under_the_emulator_is_one_sweep(store: MlflowClient) -> None:
     assert len(store.get_metric_history(job.info.run_id, "train/loss")) == 4
 
 
+@pytest.mark.exhaustive
 def test_resnet50_in_two_stages(store: MlflowClient) -> None:
     small = ["data=synthetic", *TINY, "data.batch_size=8", "trainer.max_epochs=1"]
     run(*EMULATE, COMMAND, "train", "resnet50_pipeline", *small)

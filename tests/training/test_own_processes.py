@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 from tests.training.conftest import COMMAND, TINY, files, run
 
 CALLBACK = """
@@ -44,6 +45,7 @@ def assert_one_folder(jobs: int) -> None:
     assert [path.rsplit("/", 2)[1] for path in files("**/.hydra")] == [str(number) for number in range(jobs)]
 
 
+@pytest.mark.exhaustive
 def test_each_job_is_run_once_by_both_ranks(tmp_path: Path) -> None:
     """Stock Lightning starts a further sweep in each process, with a folder of its own."""
     output = sweep(tmp_path, "null", "-m", "seed=1,2")
@@ -56,11 +58,16 @@ def test_each_job_is_run_once_by_both_ranks(tmp_path: Path) -> None:
     assert output.count("Launching 2 jobs") == 1
 
 
-def test_a_job_that_fails_on_one_rank_leaves_the_next_alone(tmp_path: Path) -> None:
-    """The sweep is asked for in the file here, so that no flag has to be left out of the second process's command."""
-    output = sweep(tmp_path, "MULTIRUN", "seed=13,2", "hydra.job.chdir=true", check=False)
+@pytest.mark.parametrize("mode", ["null", pytest.param("MULTIRUN", marks=pytest.mark.exhaustive)])
+def test_a_job_that_fails_on_one_rank_leaves_the_next_alone(tmp_path: Path, mode: str) -> None:
+    """Asked for in the file, a sweep has no flag that has to be left out of the second process's command."""
+    flags = ["-m"] if mode == "null" else []
+    output = sweep(tmp_path, mode, *flags, "seed=13,2", "hydra.job.chdir=true", check=False)
     assert_one_folder(2)
-    assert [path.rsplit("/", 2)[1:] for path in files("multirun/*/*/*/*-of-*")] == [["1", "0-of-2"], ["1", "1-of-2"]]
+    trained = files("multirun/*/*/*/*-of-*")
+    assert [path.rsplit("/", 2)[1:] for path in trained] == [["1", "0-of-2"], ["1", "1-of-2"]]
+    assert all(Path(path).read_text() == "trained\n" for path in trained), "once"
+    assert output.count("Launching 2 jobs") == 1
     assert "RuntimeError: bad luck" in output
     assert len(re.findall(r"\t#\d : seed=", output)) == 2
 
