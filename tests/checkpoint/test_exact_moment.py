@@ -114,7 +114,7 @@ def test_lightnings_average_of_the_weights(tmp_path: Path, by: str) -> None:
 def train(
     folder: Path, asynchronous: bool, module: Callable[[], LightningModule], *callbacks: Callback, by: str = "interval"
 ) -> dict[int, Any]:
-    """Train for three epochs of five steps; all checkpoints, by their step."""
+    """Train for two epochs of five steps; all checkpoints, by their step."""
     seed_everything(1, verbose=False)
     rows = torch.randn(40, 256, generator=torch.Generator().manual_seed(2))
     data = DataLoader(TensorDataset(rows, rows.sum(dim=1, keepdim=True)), batch_size=8)
@@ -122,7 +122,7 @@ def train(
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
-        max_epochs=3,
+        max_epochs=2,
         limit_val_batches=2 if by == "validation" else 0,
         logger=False,
         enable_progress_bar=False,
@@ -132,7 +132,7 @@ def train(
     )
     trainer.fit(module(), data, data)
     complete = CheckpointFolder(folder).complete()
-    assert len(complete) == (15 if by == "interval" else 3)
+    assert len(complete) == (10 if by == "interval" else 2)
     return {each.step: torch.load(folder / each.name, weights_only=False) for each in complete}
 
 
@@ -140,7 +140,7 @@ def differences(found: dict[int, Any], expected: dict[int, Any]) -> list[str]:
     """Where two sets of checkpoints differ, by the keys that lead there."""
     one, other = dict(_leaves(found)), dict(_leaves(expected))
     assert one.keys() == other.keys()
-    assert sum(isinstance(each, Tensor) and each.nbytes >= 1 << 16 for each in one.values()) >= 9
+    assert sum(isinstance(each, Tensor) and each.nbytes >= 1 << 16 for each in one.values()) >= 6
     return [where for where, value in one.items() if not _equal(value, other[where])]
 
 
