@@ -38,7 +38,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], Any]:
         return attempt(folder), curve(folder / "curve.0.jsonl")
 
 
-@pytest.mark.parametrize("ends", [[1], [7], [30], [12, 37, 53]])
+@pytest.mark.parametrize("ends", [[1], pytest.param([7], marks=pytest.mark.exhaustive), [30], [12, 37, 53]])
 def test_goes_on_with_every_metric(tmp_path: Path, whole: tuple[list[float], Any], ends: list[int]) -> None:
     assert _ended(tmp_path, ends) == whole
 

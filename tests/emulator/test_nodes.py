@@ -152,6 +152,7 @@ class TestIsolated:
             pass
         assert not namespaces()
 
+    @pytest.mark.exhaustive
     def test_two_nodes_train_with_gloo(self, store: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setenv("RESULTS", str(tmp_path / "results"))
         command = [sys.executable, str(FIT), "{'strategy': 'azureml_ddp'}"]

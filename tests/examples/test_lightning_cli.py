@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import csv
-import os
 import shutil
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tests.emulated import SHARED_MACHINE
+from tests.preloaded import start_forked
+
+from azureml_strategy.emulator import EmulatedJob, emulate
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "lightning_cli"
-EMULATE = [sys.executable, "-m", "azureml_strategy.cli", "emulate", "--nodes", "2", "--", sys.executable]
 SHORT = ["--trainer.max_epochs", "1", "--trainer.enable_progress_bar", "false", "--data.samples", "1024"]
 CSV = ["--trainer.logger", "lightning.pytorch.loggers.CSVLogger", "--trainer.logger.save_dir"]
 CLASS_PATH = "azureml_strategy.strategies.AzureMLDDPStrategy"
@@ -33,13 +34,24 @@ def example(tmp_path: Path) -> Path:
     return Path(shutil.copytree(EXAMPLE, tmp_path / "example"))
 
 
-def on_two_nodes(folder: Path, *command: str) -> str:
-    """What the job prints; it must succeed."""
-    environ = {**os.environ, **SHARED_MACHINE}
-    words = [*EMULATE, *command]
-    done = subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+@pytest.fixture
+def on_two_nodes(
+    example: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., str]:
+    """Run a script in the example's folder, and return what the job prints; it must succeed."""
+    monkeypatch.setattr("azureml_strategy.emulator.processes._start", start_forked)
+    monkeypatch.chdir(example)
+    for name, value in SHARED_MACHINE.items():
+        monkeypatch.setenv(name, value)
+
+    def run(*command: str) -> str:
+        capsys.readouterr()
+        exit_code = emulate(EmulatedJob([sys.executable, *command], nodes=2))
+        output = capsys.readouterr().out
+        assert exit_code == 0, output
+        return output
+
+    return run
 
 
 def losses(folder: Path) -> list[str]:
@@ -48,8 +60,8 @@ def losses(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_it_trains(example: Path) -> None:
-    fit = on_two_nodes(example, "train.py", "fit", "--config", "config.yaml", *SHORT)
+def test_it_trains(example: Path, on_two_nodes: Callable[..., str]) -> None:
+    fit = on_two_nodes("train.py", "fit", "--config", "config.yaml", *SHORT)
     assert "val/accuracy" in fit
     (checkpoint,) = example.glob("outputs/checkpoints/*.ckpt")
     assert len(list(example.glob("mlruns/*/*/artifacts/config.yaml"))) == 1, "in the job's run"
@@ -59,24 +71,26 @@ def test_it_trains(example: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_it_evaluates(example: Path) -> None:
-    on_two_nodes(example, "train.py", "fit", "--config", "config.yaml", *SHORT)
+def test_it_evaluates(example: Path, on_two_nodes: Callable[..., str]) -> None:
+    on_two_nodes("train.py", "fit", "--config", "config.yaml", *SHORT)
     (checkpoint,) = example.glob("outputs/checkpoints/*.ckpt")
     for verb in ("validate", "test"):
         words = ("train.py", verb, "--config", "config.yaml", *SHORT, "--ckpt_path", str(checkpoint))
-        assert "val/accuracy" in on_two_nodes(example, *words)
+        assert "val/accuracy" in on_two_nodes(*words)
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_a_name_and_a_class_path_give_the_losses_of_the_plain_script(example: Path) -> None:
+def test_a_name_and_a_class_path_give_the_losses_of_the_plain_script(
+    example: Path, on_two_nodes: Callable[..., str]
+) -> None:
     (example / "plain.py").write_text(PLAIN)
-    on_two_nodes(example, "plain.py")
+    on_two_nodes("plain.py")
     fit = ["train.py", "fit", "--config", "config.yaml", *SHORT, *CSV]
-    on_two_nodes(example, *fit, "name")
-    on_two_nodes(example, *fit, "path", "--trainer.strategy.class_path", CLASS_PATH)
+    on_two_nodes(*fit, "name")
+    on_two_nodes(*fit, "path", "--trainer.strategy.class_path", CLASS_PATH)
     bf16 = ["--trainer.strategy", CLASS_PATH, "--trainer.strategy.gradient_compression", "bf16"]
-    on_two_nodes(example, *fit, "bf16", *bf16)
+    on_two_nodes(*fit, "bf16", *bf16)
     plain = losses(example / "plain")
     assert len(plain) == 2
     assert losses(example / "name") == losses(example / "path") == plain

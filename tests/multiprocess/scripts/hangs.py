@@ -132,7 +132,13 @@ def vanish() -> None:
     """Train in a process whose end nobody reports, as if a node had lost its power."""
     trained = os.fork()
     if trained:
-        signal.signal(signal.SIGTERM, lambda *_: os.kill(trained, signal.SIGKILL) or sys.exit())
+
+        def end(*_: Any) -> None:
+            os.kill(trained, signal.SIGKILL)
+            os.waitpid(trained, 0)  # else the emulator waits for a zombie where no init collects it
+            sys.exit()
+
+        signal.signal(signal.SIGTERM, end)
         while True:
             signal.pause()
 
