@@ -14,6 +14,8 @@ from tests.training.conftest import Compose
 from azureml_strategy.training.checks import _TRAINER_ELSEWHERE, check_config
 from azureml_strategy.training.recipes import shipped_recipes
 
+# What a user must say.
+NEEDED = {"finetune_lm": ("model.path=folder",)}
 RECIPES = [recipe.name for recipe in shipped_recipes() if recipe.name != "base_run"]  # which has no model yet
 OPTIONS = [
     f"{group.name}={file.name.removesuffix('.yaml')}"
@@ -31,7 +33,7 @@ def assert_fits(config: DictConfig) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_fits_what_it_configures(composed: Compose, recipe: str) -> None:
-    config = composed(recipe)
+    config = composed(recipe, *NEEDED.get(recipe, ()))
     assert_fits(config)
     assert instantiate(config.strategy) is not None
     assert callable(instantiate(config.model).forward)
@@ -41,13 +43,19 @@ def test_every_recipe_fits_what_it_configures(composed: Compose, recipe: str) ->
 
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "resnet50_imagenet"])
 def test_the_data_of_every_recipe_that_needs_none_of_the_users(composed: Compose, recipe: str) -> None:
-    assert instantiate(composed(recipe).data) is not None
+    assert instantiate(composed(recipe, *NEEDED.get(recipe, ())).data) is not None
 
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_fits_into_a_recipe(composed: Compose, option: str) -> None:
-    of_text = option.startswith(("model=gpt", "data=text"))
-    assert_fits(composed("gpt_ddp" if of_text else "resnet50_ddp", option))
+    recipes = {
+        "model=gpt": "gpt_ddp",
+        "data=text": "gpt_ddp",
+        "model=transf": "finetune_lm",
+        "data=chat": "finetune_lm",
+    }
+    recipe = next((name for start, name in recipes.items() if option.startswith(start)), "resnet50_ddp")
+    assert_fits(composed(recipe, *NEEDED.get(recipe, ()), option))
 
 
 def test_every_argument_of_the_trainer_can_be_overridden_somewhere(composed: Compose) -> None:

@@ -11,6 +11,7 @@ def test_the_shipped_recipes_have_names_and_summaries() -> None:
     recipes = shipped_recipes()
     assert [recipe.name for recipe in recipes] == [
         "base_run",
+        "finetune_lm",
         *("gpt_ddp", "gpt_pipeline", "gpt_tensor_parallel", "gpt_zero3"),
         *("resnet50_ddp", "resnet50_imagenet", "resnet50_pipeline", "resnet50_synthetic"),
     ]
