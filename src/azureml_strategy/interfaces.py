@@ -125,6 +125,27 @@ class StagesCheckpoint(Protocol):
 
 
 @runtime_checkable
+class ExportsModels(Protocol):
+    """A strategy whose checkpoints tell of the transformers models in them."""
+
+    def has_models(self) -> bool:
+        """Whether the module holds such a model, once the strategy is set up."""
+        ...
+
+    def export_hugging_face(self, checkpoint: Path, output: Path) -> None:
+        """Write a folder for `from_pretrained` from a checkpoint of this strategy. One process calls it.
+
+        Args:
+            checkpoint: complete on disk.
+            output: the folder. It appears complete or not at all. Several models get a folder in it each.
+
+        Raises:
+            ValueError: the checkpoint lacks something; the message says what.
+        """
+        ...
+
+
+@runtime_checkable
 class CutsBatches(Protocol):
     """A strategy that accumulates over the micro-batches of a batch, as our pipeline does."""
 

@@ -3,14 +3,14 @@ from __future__ import annotations
 import pytest
 from tests.clock import Clock
 
-from azureml_strategy.checkpoint import job_checkpoint
-from azureml_strategy.checkpoint.job_checkpoint import SharedTimer
+from azureml_strategy.checkpoint import shared_timer
+from azureml_strategy.checkpoint.shared_timer import SharedTimer
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(job_checkpoint, "time", clock)
+    monkeypatch.setattr(shared_timer, "time", clock)
     return clock
 
 

@@ -18,7 +18,9 @@ def test_the_shipped_recipes_have_names_and_summaries() -> None:
     for recipe in recipes:
         assert recipe.folder is None
         assert recipe.summary.startswith(
-            {"base": "Everything ", "gpt": "GPT ", "resnet50": "ResNet-50 "}[recipe.name.split("_")[0]]
+            {"base": "Everything ", "finetune": "A pretrained ", "gpt": "GPT ", "resnet50": "ResNet-50 "}[
+                recipe.name.split("_")[0]
+            ]
         )
         assert find_recipe(recipe.name) == recipe
 

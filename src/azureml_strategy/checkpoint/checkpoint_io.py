@@ -118,7 +118,7 @@ def reads_through_io(strategy: Strategy) -> bool:
 
 
 def make_plain(strategy: Strategy, checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Convert a checkpoint to plain form, if the strategy leaves this to us; a collective.
+    """Add the strategy's own entries, and convert the checkpoint to plain form if this is left to us; a collective.
 
     Args:
         strategy: the Trainer's.
@@ -127,7 +127,9 @@ def make_plain(strategy: Strategy, checkpoint: dict[str, Any]) -> dict[str, Any]
     Raises:
         UnsavableStateError: on all ranks, if a rank has something that a restart could not restore.
     """
-    apart = strategy.written_apart if isinstance(strategy, PlainDataStrategy) else ()
+    apart: tuple[str, ...] = ()
+    if isinstance(strategy, PlainDataStrategy):
+        apart, checkpoint = strategy.written_apart, {**checkpoint, **strategy.own_entries()}
     checkpoint_io = strategy.checkpoint_io
     if not apart and not (isinstance(checkpoint_io, AtomicCheckpointIO) and checkpoint_io.plain):
         return checkpoint
@@ -155,7 +157,8 @@ def stage(strategy: Strategy, checkpoint: dict[str, Any]) -> tuple[Any, WriteSta
     if isinstance(strategy, StagesCheckpoint):
         return strategy.stage_checkpoint(checkpoint)
     checkpoint_io = strategy.checkpoint_io
-    plain = type(strategy).save_checkpoint is Strategy.save_checkpoint
+    # `make_plain` has added what PlainDataStrategy adds.
+    plain = type(strategy).save_checkpoint in (Strategy.save_checkpoint, PlainDataStrategy.save_checkpoint)
     if not plain or not isinstance(checkpoint_io, AtomicCheckpointIO):
         return None
     ours = type(checkpoint_io).save_checkpoint is AtomicCheckpointIO.save_checkpoint

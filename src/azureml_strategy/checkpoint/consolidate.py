@@ -10,13 +10,14 @@ import torch
 
 from azureml_strategy.checkpoint.formats import FORMATS, CheckpointFormat, CheckpointFormatError
 from azureml_strategy.checkpoint.plain_coding import decode
-from azureml_strategy.checkpoint.plain_data import MOVED, to_plain
+from azureml_strategy.checkpoint.plain_data import HUGGING_FACE, MOVED, to_plain
 
 # The entries that `LightningModule.load_from_checkpoint` reads, and those that say where in the training the weights
 # are from. Optimizers, loops and callbacks are left out: they belong to a layout and a number of processes.
 _KEPT = (
     *("epoch", "global_step", "pytorch-lightning_version"),
     *("hyper_parameters", "hparams_name", "hparams_type"),
+    HUGGING_FACE,
 )
 
 

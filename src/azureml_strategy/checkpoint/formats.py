@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -230,8 +231,10 @@ def _read_distributed(path: Path, trust_pickles: bool) -> dict[str, Any]:
         root, _, inner = name.partition(".")
         if root in _ROOTS and isinstance(entry, TensorStorageMetadata):
             weights.setdefault(root, {})[inner] = torch.empty(entry.size, dtype=entry.properties.dtype)
-    try:
-        load(weights, storage_reader=reader)  # loads only what `weights` names: the optimizer's two thirds stay on disk
+    # One process reads, also while a training runs in it. Older torch reads alone only where there is no group.
+    alone = {"no_dist": True} if dist.is_available() and dist.is_initialized() else {}
+    try:  # it loads only what `weights` names: the optimizer's two thirds stay on disk
+        load(weights, storage_reader=reader, **alone)
     except CheckpointException as error:  # it holds the errors of all ranks, with their stacks
         reason = str(next(iter(error.failures.values()))[0])
         if "Weights only load failed" in reason:  # advice that does not apply here follows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -28,55 +28,19 @@ from azureml_strategy.checkpoint.fit_folder import default_folder, warn_of_own_d
 from azureml_strategy.checkpoint.fit_resume import FitResume, searches_only
 from azureml_strategy.checkpoint.folder import CheckpointFolder, this_run
 from azureml_strategy.checkpoint.global_batch import running_global_batch
+from azureml_strategy.checkpoint.hugging_face import HuggingFaceFolder
 from azureml_strategy.checkpoint.loop_state import FitLoopState
 from azureml_strategy.checkpoint.manifest import Manifest
 from azureml_strategy.checkpoint.metric_state import Settings, metric_settings, metric_state, restore_metric_state
 from azureml_strategy.checkpoint.random_state import find_generators, random_state, set_random_state
+from azureml_strategy.checkpoint.shared_timer import SharedTimer
 from azureml_strategy.checkpoint.writer import BackgroundWriter, CheckpointWriter, Written
 from azureml_strategy.control.gather import gather_sound
 from azureml_strategy.interfaces import ExpectsCheckpoints, KeepsPendingMetrics, PendingMetrics
 from azureml_strategy.lightning_internals import checkpoint_io, restore_as_given, set_checkpoint_io, training_loaders
 
-Broadcast = Callable[[tuple[int, bool]], tuple[int, bool]]
-
 # Key of our own entry in Lightning's checkpoint.
 _OURS = "azureml_strategy"
-
-
-class SharedTimer:
-    """Measures an interval of time on rank 0, and shares the result with all ranks by a few collectives.
-
-    Clocks differ between ranks, so rank 0 must decide. It does not broadcast at each batch: from the duration of the
-    batches so far, it says after how many batches half of the remaining time will be over. No rank asks before.
-
-    Args:
-        interval_s: seconds.
-    """
-
-    def __init__(self, interval_s: float) -> None:
-        self._interval_s = interval_s
-        self.restart()
-
-    def restart(self) -> None:
-        """Restart the interval. Call it on all ranks at the same batch."""
-        self._since = time.monotonic()
-        self._batches = 0
-        self._ask_at = 1
-
-    def due(self, broadcast: Broadcast) -> bool:
-        """Count a batch, and tell whether the interval is over.
-
-        Args:
-            broadcast: returns rank 0's value on every rank.
-        """
-        self._batches += 1
-        if self._batches < self._ask_at:
-            return False
-        elapsed = time.monotonic() - self._since
-        left = self._interval_s - elapsed
-        pause, due = broadcast((max(1, int(left / elapsed * self._batches / 2)), left <= 0))
-        self._ask_at = self._batches + pause
-        return due
 
 
 def pending_metrics(trainer: Trainer) -> list[PendingMetrics]:
@@ -134,6 +98,9 @@ class JobCheckpoint(ModelCheckpoint):
             Loggers that can do so skip what was logged before. A further fit that would share the folder gets one
             beside it, with a number, and resumes from that. None leaves it all to `fit(ckpt_path=...)`.
         global_batch: with `resume`, what another number of ranks does: see `ElasticRestart`.
+        hugging_face: at the end of training, write the folder `hugging_face` beside the checkpoints, which
+            `from_pretrained` of transformers or peft opens. It is made of the best checkpoint, or of the newest if
+            there is no `monitor`, and replaces that of an earlier training.
 
     Raises:
         ValueError: `keep_last` or an interval is out of range.
@@ -156,6 +123,7 @@ class JobCheckpoint(ModelCheckpoint):
         read_again: bool = True,
         resume: str | Path | None = None,
         global_batch: Literal["keep", "change"] = "keep",
+        hugging_face: bool = False,
     ) -> None:
         super().__init__(dirpath, filename, monitor=monitor, mode=mode, save_top_k=save_top_k)
         _require("keep_last", keep_last, keep_last >= 1)
@@ -177,6 +145,7 @@ class JobCheckpoint(ModelCheckpoint):
         self._background = BackgroundWriter()
         self._base = self.dirpath
         self._fit_resume = None if resume is None else FitResume(str(resume), global_batch)
+        self._hugging_face = HuggingFaceFolder() if hugging_face else None
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -204,6 +173,8 @@ class JobCheckpoint(ModelCheckpoint):
         if self._fit_resume is not None:
             self._fit_resume.elastic.on_fit_start(trainer, pl_module)
         self._metric_settings = metric_settings(trainer)
+        if self._hugging_face is not None:
+            self._hugging_face.require_models(trainer.strategy)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -240,6 +211,9 @@ class JobCheckpoint(ModelCheckpoint):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._finish(trainer)  # Lightning would write a checkpoint that exists already
+        if self._hugging_face is not None and self.best_model_path:
+            _announce_writing(trainer)
+            self._hugging_face.write(trainer, Path(self.best_model_path), self._background)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -355,9 +329,7 @@ class JobCheckpoint(ModelCheckpoint):
     def _finish(self, trainer: Trainer) -> None:
         """Wait for the checkpoint that is being written, if any. Call it on all ranks."""
         if self._background.under_way:
-            for callback in trainer.callbacks:  # type: ignore[attr-defined]
-                if isinstance(callback, ExpectsCheckpoints):
-                    callback.writes_checkpoint()
+            _announce_writing(trainer)
         self._adopt(trainer, self._background.finish())
 
     def _draft(self, trainer: Trainer, reason: str) -> Manifest:
@@ -417,6 +389,12 @@ class JobCheckpoint(ModelCheckpoint):
         if trainer.is_global_zero:
             for logger in trainer.loggers:
                 logger.after_save_checkpoint(self)
+
+
+def _announce_writing(trainer: Trainer) -> None:
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, ExpectsCheckpoints):
+            callback.writes_checkpoint()
 
 
 def _generators(trainer: Trainer) -> dict[str, Any]:

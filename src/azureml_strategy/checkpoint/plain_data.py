@@ -26,6 +26,8 @@ from azureml_strategy.checkpoint.plain_coding import NotEncodableError, decode, 
 
 MOVED = "azureml_strategy_moved"
 """The entry of a checkpoint with the moved values: a list of `{"at": its keys, "value": its plain form}`."""
+HUGGING_FACE = "azureml_strategy_hugging_face"
+"""The entry of a checkpoint that tells of its transformers models: `azureml_strategy.huggingface.record`."""
 WRITTEN_APART = ("state_dict", "optimizer_states")
 """Entries that sharded strategies write into files of their own, not beside Lightning's other entries."""
 # No restart needs these: they serve to build the module, which exists before a checkpoint is read.
@@ -38,12 +40,23 @@ class UnsavableStateError(TypeError):
 
 
 class PlainDataStrategy(Strategy):
-    """Mix-in for strategies that moves values back after loading, whatever reads the strategy's files."""
+    """Mix-in for strategies that adds entries of their own, and moves values back after loading.
+
+    It does so whatever writes and reads the strategy's files.
+    """
 
     @property
     def written_apart(self) -> tuple[str, ...]:
         """Entries of a checkpoint that this strategy does not write beside the others."""
         return ()
+
+    def own_entries(self) -> dict[str, Any]:
+        """What this strategy adds to each checkpoint, in a form that needs no conversion."""
+        return {}
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        super().save_checkpoint({**checkpoint, **self.own_entries()}, filepath, storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:

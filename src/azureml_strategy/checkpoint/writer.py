@@ -307,6 +307,19 @@ class BackgroundWriter:
             rank_zero_info(f"Training has waited {waited:.1f} s for a checkpoint to be written.")
         return written
 
+    def on_rank_zero(self, trainer: Trainer, step: Callable[[], None]) -> None:
+        """Run a step on rank 0, while the other ranks wait; a collective. No checkpoint may be under way.
+
+        Threads that are connected wait for as long as rank 0 lives. Collectives of the training have a time limit.
+
+        Raises:
+            StepError, ExchangeError: the step failed; on all ranks.
+        """
+        connected = self._threads is not None and not self._broken
+        exchange: Exchange = self._threads if connected and self._threads else GroupExchange(trainer.global_rank)
+        exchange.on_rank_zero(step)
+        exchange.leave()
+
     def close(self) -> Written | None:
         """Wait for the checkpoint that was begun, but only for a limited time: other ranks may have failed.
 

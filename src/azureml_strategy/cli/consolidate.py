@@ -1,4 +1,4 @@
-"""consolidate CHECKPOINT OUTPUT: writes the weights of any strategy's checkpoint into one file."""
+"""consolidate CHECKPOINT OUTPUT: writes a checkpoint's weights as one file, or a folder for from_pretrained."""
 
 from __future__ import annotations
 
@@ -12,7 +12,16 @@ examples:
   azureml-strategy consolidate outputs/run/checkpoints/epoch=2-step=66.ckpt weights.ckpt
 and then, in Python:
   model = YourModule.load_from_checkpoint("weights.ckpt")
+
+a transformers model, or the adapters that peft has put around it:
+  azureml-strategy consolidate outputs/run/checkpoints/epoch=2-step=66.ckpt folder --format hf
+  azureml-strategy consolidate outputs/run/checkpoints/epoch=2-step=66.ckpt folder --format hf --merge
+and then:
+  model = AutoModelForCausalLM.from_pretrained("folder")
 """
+# Options that a single file has no use for.
+_OF_FOLDERS = ("module", "model", "merge", "dtype", "max_shard_size")
+_SHOWN = 3
 
 
 def add_to(verbs: Verbs) -> None:
@@ -21,27 +30,46 @@ def add_to(verbs: Verbs) -> None:
         verbs,
         "consolidate",
         _run,
-        help="write the weights of a checkpoint into one file",
-        description="Write the weights of a checkpoint of any strategy into one file. Needs no GPU and one process. "
-        "Runs no code that the checkpoint's files ask for: a file that does is refused.",
+        help="write the weights of a checkpoint into one file, or a folder for from_pretrained",
+        description="Write the weights of a checkpoint of any strategy into one file, or a transformers model of it "
+        "into a folder that from_pretrained opens. Needs no GPU and one process. Runs no code that the checkpoint's "
+        "files ask for: a file that does is refused.",
         epilog=_EPILOG,
     )
     verb.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="file or folder the Trainer wrote")
-    verb.add_argument("output", type=Path, metavar="OUTPUT", help="file to write")
+    verb.add_argument("output", type=Path, metavar="OUTPUT", help="file to write; with --format hf a folder")
+    verb.add_argument("--format", choices=("lightning", "hf"), default="lightning", help="hf: for from_pretrained")
+    verb.add_argument("--module", metavar="NAME", help="hf: which model, if the module has several")
+    verb.add_argument(
+        "--model", metavar="FOLDER_OR_ID", help="hf: where configuration, tokenizer and base are, if not as recorded"
+    )
+    verb.add_argument("--merge", action="store_true", default=None, help="hf: add adapters to the base's weights")
+    verb.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="hf: as trained if left out")
+    verb.add_argument("--max-shard-size", metavar="SIZE", help="hf: the largest file of weights, such as 5GB")
     verb.add_argument(
         "--trust-pickles", action="store_true", help="run the code that the files ask for: you trust who wrote them"
     )
 
 
 def _run(options: argparse.Namespace) -> int:
-    from azureml_strategy.checkpoint.consolidate import consolidate
     from azureml_strategy.checkpoint.formats import CheckpointFormatError
-    from azureml_strategy.checkpoint.plain_data import moved_hyperparameters
 
+    given = [name for name in _OF_FOLDERS if getattr(options, name) is not None]
+    if options.format != "hf" and given:
+        return fail(f"--{given[0].replace('_', '-')} is for folders: add --format hf, or leave it out.")
     try:
-        weights = consolidate(options.checkpoint, options.output, trust_pickles=options.trust_pickles)
+        return _write_folder(options) if options.format == "hf" else _write_file(options)
     except CheckpointFormatError as error:
         return fail(error)
+    except ModuleNotFoundError as error:  # transformers or peft
+        return fail(f"--format hf needs {error.name}. Type pip install 'azureml-strategy[huggingface]'")
+
+
+def _write_file(options: argparse.Namespace) -> int:
+    from azureml_strategy.checkpoint.consolidate import consolidate
+    from azureml_strategy.checkpoint.plain_data import moved_hyperparameters
+
+    weights = consolidate(options.checkpoint, options.output, trust_pickles=options.trust_pickles)
     numbers = sum(weight.numel() for weight in weights.values())
     print(f"{options.output}: {len(weights)} tensors, {numbers:,} numbers")
     moved = moved_hyperparameters(options.output)
@@ -50,4 +78,29 @@ def _run(options: argparse.Namespace) -> int:
             f"Not in reach of load_from_checkpoint by itself: {', '.join(moved)}. Type load_from_checkpoint(path, "
             "**azureml_strategy.checkpoint.saved_hyperparameters(path))"
         )
+    return 0
+
+
+def _write_folder(options: argparse.Namespace) -> int:
+    from azureml_strategy.huggingface.export import ExportOptions, write_hugging_face
+
+    exported = write_hugging_face(
+        options.checkpoint,
+        options.output,
+        ExportOptions(
+            module=options.module,
+            source=options.model,
+            merge=bool(options.merge),
+            dtype=options.dtype,
+            max_shard_size=options.max_shard_size,
+            trust_pickles=options.trust_pickles,
+        ),
+    )
+    print(f"{options.output}: {exported.kind}, {exported.tensors} tensors, {exported.numbers:,} numbers")
+    if exported.left:
+        more = ", ..." if len(exported.left) > _SHOWN else ""
+        names = ", ".join(exported.left[:_SHOWN])
+        print(f"Not written: {len(exported.left)} weights of the module outside of it ({names}{more})")
+    if not exported.tokenizer:
+        print("Not written: a tokenizer, as the checkpoint has none. --model FOLDER takes the one of that folder")
     return 0

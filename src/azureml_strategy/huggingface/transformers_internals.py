@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from transformers import PreTrainedConfig, PreTrainedModel
 
 INTERNALS: dict[str, dict[str, str]] = {
@@ -110,6 +111,53 @@ def recorded_outputs(model: PreTrainedModel) -> list[str]:
     """Return the switches of a model's configuration by which it returns what its layers computed on the way."""
     names = ("output_hidden_states", "output_attentions", "output_router_logits")
     return [name for name in names if getattr(model.config, name, False)]
+
+
+def find_peft_models(module: nn.Module) -> dict[str, PeftModel]:
+    """Return the models that `peft.get_peft_model` has wrapped, by their names in a module."""
+    peft = sys.modules.get("peft")
+    if peft is None:
+        return {}
+    return {name: each for name, each in module.named_modules() if isinstance(each, peft.PeftModel)}
+
+
+def is_tokenizer(value: object) -> bool:
+    """Whether an object is a tokenizer of transformers, or a processor, which holds one."""
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(
+        value, (transformers.PreTrainedTokenizerBase, transformers.ProcessorMixin)
+    )
+
+
+def library_class(model: PreTrainedModel) -> str:
+    """Return the name of a model's class in transformers. A subclass of the user's counts as what it derives from."""
+    import transformers
+
+    names = [kind.__name__ for kind in type(model).__mro__ if kind.__module__.startswith("transformers.models.")]
+    return next((name for name in names if hasattr(transformers, name)), type(model).__name__)
+
+
+def loaded_by_from_pretrained(model: PreTrainedModel) -> bool:
+    """Whether `from_pretrained` has read a model's weights, so that they can be read again.
+
+    A model that is made from a configuration may bear the name of the folder that its configuration is from. Loading
+    leaves the conversions of names that it used; under ZeRO-3 it has a way of its own, which leaves nothing.
+    """
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+    by_deepspeed: bool = is_deepspeed_zero3_enabled()  # type: ignore[no-untyped-call]
+    return bool(model.name_or_path) and (hasattr(model, "_weight_conversions") or by_deepspeed)
+
+
+def is_loaded(parameter: nn.Parameter) -> bool:
+    """Whether `from_pretrained` has read a parameter, and not made up its values as those of a new head."""
+    return bool(getattr(parameter, "_is_hf_initialized", False))
+
+
+def commit_of(model: PreTrainedModel) -> str | None:
+    """The commit of the hub's repository that a model is from; None for a folder."""
+    commit: str | None = getattr(model.config, "_commit_hash", None)
+    return commit
 
 
 def blocks_of(model: PreTrainedModel) -> list[nn.Module]:

@@ -16,11 +16,11 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
-from azureml_strategy.checkpoint.plain_data import PlainDataStrategy
 from azureml_strategy.cluster.environ import LaunchError
 from azureml_strategy.cluster.environment import AzureMLEnvironment
 from azureml_strategy.cluster.launch import Launch
 from azureml_strategy.cluster.node_count import learn_launch
+from azureml_strategy.huggingface.checkpoints import RecordsModels
 from azureml_strategy.huggingface.loading import Loading, Way, loading_as
 from azureml_strategy.lightning_internals import default_process_group_backend, is_interactive
 from azureml_strategy.network.record import RunNetwork
@@ -206,8 +206,8 @@ class LaunchedProcesses:
         )
 
 
-class LaunchedStrategy(LaunchedProcesses, PlainDataStrategy, ParallelStrategy):
-    """`LaunchedProcesses` for the Trainer's strategies, with checkpoints that a restart can load."""
+class LaunchedStrategy(LaunchedProcesses, RecordsModels, ParallelStrategy):
+    """`LaunchedProcesses` for the Trainer's strategies, with checkpoints that a restart and transformers can load."""
 
     @property
     def loads_pretrained(self) -> Way:

@@ -123,7 +123,8 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, ModelParallelStrategy):
             super().setup(trainer)
         else:
             # Lightning's own setup refuses a module without configure_model: nothing else would have spread it.
-            super(ModelParallelStrategy, self).setup(trainer)
+            with self.recording_models():
+                super(ModelParallelStrategy, self).setup(trainer)
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:

@@ -78,6 +78,8 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
         PipelineError: an argument is out of range; or, later, something does not fit the pipeline, see the message.
     """
 
+    leaves_base_out = False  # each layer's own state dict is written
+
     def __init__(
         self,
         *,

@@ -107,6 +107,15 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
         return "zero_3" if self.zero_stage_3 else "broadcast"
 
     @property
+    def exclude_frozen_parameters(self) -> bool:
+        """Whether DeepSpeed writes no frozen parameter. It writes them beside the module's state dict, all or none."""
+        return self._exclude_frozen_parameters or self.only_base_is_frozen()
+
+    @exclude_frozen_parameters.setter
+    def exclude_frozen_parameters(self, exclude: bool) -> None:
+        self._exclude_frozen_parameters = exclude
+
+    @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, int]:
         size = self._tensor_parallel_size

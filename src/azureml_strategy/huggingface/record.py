@@ -1,0 +1,238 @@
+"""What a checkpoint tells of its transformers models, so that a folder for `from_pretrained` can be made of it.
+
+It is one entry of Lightning's dictionary. It holds JSON texts and the bytes of the tokenizer's files: torch loads it
+with `weights_only=True`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from enum import Enum
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from azureml_strategy.checkpoint.formats import CheckpointFormatError
+from azureml_strategy.checkpoint.plain_data import HUGGING_FACE
+from azureml_strategy.huggingface.loading import source_of
+from azureml_strategy.huggingface.transformers_internals import (
+    commit_of,
+    find_models,
+    find_peft_models,
+    is_tokenizer,
+    library_class,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# What tokenizers and processors of transformers write, and what older ones have written.
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
+    *("processor_config.json", "preprocessor_config.json"),
+)
+
+
+@dataclass(frozen=True)
+class AdapterRecord:
+    """What `peft.get_peft_model` has put around a model.
+
+    Attributes:
+        prefix: name of the wrapper in the LightningModule.
+        configs: the adapters' configurations, by the adapters' names.
+    """
+
+    prefix: str
+    configs: dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class ModelRecord:
+    """A transformers model of a LightningModule.
+
+    Attributes:
+        prefix: its name in the LightningModule.
+        kind: its class in transformers.
+        config: its configuration, as JSON.
+        generation_config: the same for generating; None if it does not generate.
+        source: the folder or hub id that its weights or its configuration are from; empty if there is none.
+        revision: the commit of the hub's repository; None for a folder.
+        adapters: what peft has put around it.
+    """
+
+    prefix: str
+    kind: str
+    config: str
+    generation_config: str | None
+    source: str
+    revision: str | None
+    adapters: AdapterRecord | None
+
+    @property
+    def name(self) -> str:
+        """What the user calls it: the attribute of the LightningModule, which peft's wrapper is if there is one."""
+        return self.adapters.prefix if self.adapters is not None else self.prefix
+
+
+@dataclass(frozen=True)
+class BaseRecord:
+    """The frozen parameters that a checkpoint leaves out, because the base's files hold them.
+
+    Attributes:
+        checksums: of each parameter, by its name in the LightningModule.
+        dtype: of the base in the memory of the training.
+    """
+
+    checksums: dict[str, int]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class CheckpointRecord:
+    """All that a checkpoint tells of its models.
+
+    Attributes:
+        models: those of the LightningModule.
+        base: what the checkpoint leaves out; None if it holds all weights.
+        tokenizer: content of the tokenizer's files, as bytes in tensors, by name.
+    """
+
+    models: tuple[ModelRecord, ...]
+    base: BaseRecord | None
+    tokenizer: Mapping[str, Tensor]
+
+    def entry(self) -> dict[str, Any]:
+        """Return what to add to Lightning's dictionary."""
+        base = None if self.base is None else asdict(self.base)
+        text = json.dumps({"models": [asdict(each) for each in self.models], "base": base})
+        return {HUGGING_FACE: {"record": text, "tokenizer": dict(self.tokenizer)}}
+
+    @staticmethod
+    def of(checkpoint: Mapping[str, Any]) -> CheckpointRecord | None:
+        """Read the record of a loaded checkpoint; None if it has none."""
+        entry = checkpoint.get(HUGGING_FACE)
+        if entry is None:
+            return None
+        read = json.loads(entry["record"])
+        base = None if read["base"] is None else BaseRecord(**read["base"])
+        return CheckpointRecord(tuple(_model(**each) for each in read["models"]), base, entry["tokenizer"])
+
+
+def _model(adapters: dict[str, Any] | None, **fields: Any) -> ModelRecord:
+    return ModelRecord(**fields, adapters=None if adapters is None else AdapterRecord(**adapters))
+
+
+def record_models(module: nn.Module) -> tuple[ModelRecord, ...]:
+    """Return the records of a LightningModule's models, as they are before a strategy cuts them."""
+    wrappers = find_peft_models(module)
+    return tuple(_record(name, model, wrappers) for name, model in find_models(module).items())
+
+
+def _record(name: str, model: PreTrainedModel, wrappers: Mapping[str, Any]) -> ModelRecord:
+    source = source_of(model)
+    generation = model.generation_config.to_json_string() if model.can_generate() else None
+    around = next((outer for outer, each in wrappers.items() if each.get_base_model() is model), None)
+    configs = {} if around is None else {key: _plain(each) for key, each in wrappers[around].peft_config.items()}
+    return ModelRecord(
+        prefix=name,
+        kind=library_class(model),
+        config=model.config.to_json_string(use_diff=False),
+        generation_config=generation,
+        source=(model.name_or_path or "") if source is None else source.name,
+        revision=commit_of(model) if source is None else source.revision,
+        adapters=None if around is None else AdapterRecord(around, configs),
+    )
+
+
+def model_of_source(source: str) -> ModelRecord:
+    """Return the record of a model in a folder or on the hub, as if it were a LightningModule itself.
+
+    Args:
+        source: folder or hub id.
+
+    Raises:
+        CheckpointFormatError: there is no configuration, or it names no class.
+    """
+    from transformers import AutoConfig, GenerationConfig
+
+    try:
+        config = AutoConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:  # transformers', for what is missing or unknown
+        raise CheckpointFormatError(f"--model {source}: {str(error).splitlines()[0]}") from error
+    if not config.architectures:
+        raise CheckpointFormatError(f"--model {source}: its config.json names no class in `architectures`. Add it.")
+    try:
+        generation = GenerationConfig.from_pretrained(source).to_json_string()
+    except OSError:  # transformers', for models that do not generate
+        generation = None
+    text = config.to_json_string(use_diff=False)
+    return ModelRecord("", config.architectures[0], text, generation, source, None, None)
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    """Return a configuration of peft as JSON holds it: sets as lists, enums as their values."""
+
+    def converted(value: object) -> object:
+        if isinstance(value, set):
+            return sorted(value)
+        if isinstance(value, Enum):
+            return value.value
+        raise TypeError(f"peft's configuration holds a {type(value).__name__}, which is no text or number")
+
+    plain: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=converted))
+    return plain
+
+
+def places_of_files(module: nn.Module) -> list[tuple[str, str | None]]:
+    """Return the folder or hub id of each model in a module, and its commit."""
+    models = find_models(module).values()
+    read = [(each, source_of(each)) for each in models]
+    return [(each.name_or_path or "", commit_of(each)) if at is None else (str(at.folder), None) for each, at in read]
+
+
+def tokenizer_files(holders: Iterable[object], places: Iterable[tuple[str, str | None]]) -> dict[str, Tensor]:
+    """Return the files of the tokenizer that belongs to a training.
+
+    Args:
+        holders: the LightningModule and its data module. The first attribute that is a tokenizer counts.
+        places: if there is none, the files at the first of these that has any are taken, see `places_of_files`.
+
+    Returns:
+        The files' bytes, by name.
+    """
+    for holder in holders:
+        for value in vars(holder).values():
+            if is_tokenizer(value):
+                with TemporaryDirectory() as folder:
+                    value.save_pretrained(folder)
+                    return {each.name: _bytes(each) for each in sorted(Path(folder).iterdir()) if each.is_file()}
+    return next(filter(None, (files_beside(source, revision) for source, revision in places)), {})
+
+
+def files_beside(source: str, revision: str | None) -> dict[str, Tensor]:
+    """Return the tokenizer's files in a model's folder, or in the cache of the hub. It asks no network.
+
+    Args:
+        source: folder or hub id.
+        revision: commit of the hub's repository.
+    """
+    from huggingface_hub import try_to_load_from_cache
+
+    if not source:
+        return {}
+    if Path(source).is_dir():
+        paths = [Path(source) / name for name in _TOKENIZER_FILES]
+    else:
+        cached = [try_to_load_from_cache(source, name, revision=revision) for name in _TOKENIZER_FILES]
+        paths = [Path(each) for each in cached if isinstance(each, str)]
+    return {path.name: _bytes(path) for path in paths if path.is_file()}
+
+
+def _bytes(file: Path) -> Tensor:
+    return torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8)

@@ -1,0 +1,84 @@
+"""Checkpoints of transformers models on two emulated nodes, and what stock from_pretrained makes of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.multiprocess.conftest import RunJob
+
+from azureml_strategy.cli import main
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+SEQUENCE = torch.randint(0, 128, (24, 9), generator=torch.Generator().manual_seed(1))[:1]
+
+
+def make_bases(folder: Path) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    for seed, name in enumerate(("base", "other")):
+        torch.manual_seed(seed)
+        transformers.LlamaForCausalLM(config).save_pretrained(folder / name)
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(input_ids=SEQUENCE).logits
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "strategies",
+    [
+        ("ddp", "stage_2", "model_parallel"),
+        pytest.param(("stage_3",), marks=pytest.mark.exhaustive),
+    ],
+    ids="-".join,
+)
+def test_saving(strategies: tuple[str, ...], run_job: RunJob, tmp_path: Path) -> None:
+    """One test for one job, which has trained each model under each strategy."""
+    make_bases(tmp_path)
+    job = run_job("huggingface_saving.py", *strategies, nodes=2)
+    assert job.exit_code == 0, job.output
+    for name in strategies:
+        check_losses([job.results[rank][name] for rank in (0, 1)], name)
+        check_whole(tmp_path / f"{name}_False_False", name)
+        check_adapters(tmp_path / f"{name}_True_False", tmp_path / "base", name)
+        for rank in (0, 1) if name in ("ddp", "stage_3") else ():
+            refused = job.results[rank][name]["refused"]
+            assert f"adapters of the base {tmp_path}/base (checksum" in refused, name
+            assert f"this run has {tmp_path}/other (checksum" in refused, name
+
+
+def check_losses(ranks: list[dict[str, Any]], name: str) -> None:
+    for rank in ranks:
+        assert len(rank["straight"]) == 6
+        assert rank["straight"][3:] == rank["resumed"], f"{name}: bit-equal"
+        assert rank["logits"], f"{name}: bit-equal"
+        assert len(rank["whole"]) == 6
+
+
+def check_whole(folder: Path, name: str) -> None:
+    found = transformers.AutoModelForCausalLM.from_pretrained(folder / "hugging_face")
+    assert torch.equal(logits(found), torch.load(folder / "logits.pt")), name
+    assert type(found) is transformers.LlamaForCausalLM
+
+
+def check_adapters(folder: Path, base: Path, name: str) -> None:
+    expected = torch.load(folder / "logits.pt")
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    assert torch.equal(logits(peft.PeftModel.from_pretrained(model, folder / "hugging_face")), expected), name
+    merged = folder / "merged"
+    assert main(["consolidate", str(folder / "step=6.ckpt"), str(merged), "--format", "hf", "--merge"]) == 0
+    found = transformers.AutoModelForCausalLM.from_pretrained(merged)
+    assert torch.allclose(logits(found), expected, atol=1e-5), name
+    written = sum(file.stat().st_size for file in (folder / "hugging_face").iterdir())
+    assert written < (base / "model.safetensors").stat().st_size, "the base is not in it"
