@@ -101,6 +101,7 @@ def test_adapters_train(run_job: RunJob, families: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("saved", [True, False], ids=["load_pretrained", "from_config"])
 def test_each_strategy_trains_each_family(run_job: RunJob, families: Any, tmp_path: Path, saved: bool) -> None:
     two, four, steps = ("ddp", "fsdp", "tensor", "zero_2", "zero_3", "pipeline"), ("both", "pipeline"), 20
@@ -115,6 +116,7 @@ def test_each_strategy_trains_each_family(run_job: RunJob, families: Any, tmp_pa
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(1200)
 def test_adapters_of_each_family_train(run_job: RunJob, families: Any, tmp_path: Path) -> None:
     strategies, steps = ("ddp", "fsdp", "zero_2", "zero_3"), 20
     save(families, FAMILIES, tmp_path / "models")

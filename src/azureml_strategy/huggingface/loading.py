@@ -250,7 +250,8 @@ def _make_room(model: PreTrainedModel, device: torch.device) -> None:
     room: dict[int, Tensor] = {}
     for tensor in (_tensor(*place) for place in places):
         empty = torch.empty_like(tensor, device=device)
-        room.setdefault(id(tensor), nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty)
+        new = nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty
+        internals.mark_loaded(room.setdefault(id(tensor), new))
     for owner, attribute in places:
         _replace(owner, attribute, room)
     delattr(model, _SKETCH)

@@ -149,6 +149,11 @@ def loaded_by_from_pretrained(model: PreTrainedModel) -> bool:
     return bool(model.name_or_path) and (hasattr(model, "_weight_conversions") or by_deepspeed)
 
 
+def mark_loaded(parameter: Tensor) -> None:
+    """Let transformers take a parameter's values for those of the files."""
+    parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+
+
 def is_loaded(parameter: nn.Parameter) -> bool:
     """Whether `from_pretrained` has read a parameter, and not made up its values as those of a new head."""
     return bool(getattr(parameter, "_is_hf_initialized", False))

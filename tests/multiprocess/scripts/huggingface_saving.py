@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,9 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import LlamaForCausalLM
-from transformers.integrations import HfDeepSpeedConfig
 
 from azureml_strategy.checkpoint import JobCheckpoint
+from azureml_strategy.huggingface import load_pretrained
 from azureml_strategy.strategies import AzureMLDDPStrategy, AzureMLDeepSpeedStrategy, AzureMLModelParallelStrategy
 
 FOLDER = Path(os.environ["RESULTS"]).parent
@@ -37,13 +36,13 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
 class FineTuning(LightningModule):
     """What a user writes. Nothing of it knows of the strategy."""
 
-    def __init__(self, base: Path, adapters: bool) -> None:
+    def __init__(self, base: Path, adapters: bool, load: Callable[[Path], Any]) -> None:
         super().__init__()
-        self.base, self.adapters = base, adapters
+        self.base, self.adapters, self.load = base, adapters, load
         self.logits = torch.empty(0)
 
     def configure_model(self) -> None:
-        self.model: Any = LlamaForCausalLM.from_pretrained(self.base)
+        self.model: Any = self.load(self.base)
         if self.adapters:
             self.model = get_peft_model(self.model, LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.1))
 
@@ -83,22 +82,19 @@ def train(name: str, adapters: bool, base: Path, resume: Path | None = None) -> 
     seed_everything(0, verbose=False)  # the order of samples follows from it
     if resume is not None:
         torch.manual_seed(7)
-    losses, module = Losses(), FineTuning(base, adapters)
+    stock = name in ("ddp", "stage_3")
+    losses, module = (
+        Losses(),
+        FineTuning(base, adapters, LlamaForCausalLM.from_pretrained if stock else load_pretrained),
+    )
     folder = FOLDER / f"{name}_{adapters}_{resume is not None}"
     saving = JobCheckpoint(folder, "{step}", every_n_train_steps=3, keep_last=9, hugging_face=resume is None)
     trainer = quiet_trainer(strategy=STRATEGIES[name](), callbacks=[losses, saving], enable_checkpointing=True)
     data = DataLoader(list(sequences()), batch_size=2), DataLoader(list(sequences()[:1]))
-    with building(name):
-        trainer.fit(module, *data, ckpt_path=resume)
+    trainer.fit(module, *data, ckpt_path=resume)
     if trainer.is_global_zero:
         torch.save(module.logits, folder / "logits.pt")
     return losses.losses, module.logits, folder
-
-
-def building(name: str) -> AbstractContextManager[object]:
-    """Have transformers know of ZeRO-3 while the model is made and trained."""
-    config = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
-    return nullcontext(HfDeepSpeedConfig(config) if name == "stage_3" else None)
 
 
 def error_of(name: str, base: Path, resume: Path) -> str:
