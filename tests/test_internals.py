@@ -36,6 +36,7 @@ OTHERS = {
     },
     "torchmetrics": {"_cache", "_compute_groups_create_state_ref", "_groups_checked", "_state_is_copy"},
     "omegaconf": {"_get_node", "_get_parent", "_invalidate_flags_cache", "_key", "_metadata"},
+    "transformers": {"_is_hf_initialized"},
     "mlflow": {"_METHOD_TO_INFO", "_call_endpoint", "_tracking_client"},
 }
 
