@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,16 @@ def run_job(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyt
         return Job(outcome, capsys.readouterr().out, results)
 
     return run
+
+
+@contextmanager
+def scripts_on_path() -> Iterator[None]:
+    """Let a test import what its script imports, for an oracle."""
+    sys.path.insert(0, str(SCRIPTS))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(SCRIPTS))
 
 
 def fake_run(folder: Path) -> EmulatedRun:

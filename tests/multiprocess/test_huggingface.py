@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.multiprocess.conftest import SCRIPTS, RunJob
+from tests.multiprocess.conftest import RunJob, scripts_on_path
 
 PAGE = Path(__file__).parents[2] / "docs" / "huggingface.md"
 FAMILIES = ("llama", "qwen3", "gemma3", "mistral", "gpt2", "bert")
@@ -32,13 +31,10 @@ COLUMNS = {
 
 @pytest.fixture
 def families() -> Iterator[Any]:
-    sys.path.insert(0, str(SCRIPTS))
-    try:
+    with scripts_on_path():
         import families
 
         yield families
-    finally:
-        sys.path.remove(str(SCRIPTS))
 
 
 def documented() -> dict[tuple[str, str], str]:

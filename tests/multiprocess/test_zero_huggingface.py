@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
-from tests.multiprocess.conftest import RunJob
+from tests.multiprocess.conftest import RunJob, scripts_on_path
 
 pytest.importorskip("transformers")
 
@@ -26,3 +28,17 @@ def test_models_train_as_by_transformers_alone(run_job: RunJob) -> None:
         assert rank["embedding"] == rank["expected"]
         assert rank["head"] == job.results[0]["new_head"]["head"]
         assert float(torch.tensor(rank["head"]).std()) == pytest.approx(0.02, rel=0.3)
+
+
+def test_fabric_builds_and_loads_the_weights_of_one_process(run_job: RunJob, tmp_path: Path) -> None:
+    with scripts_on_path():
+        from families import make_model
+
+        make_model("gpt2").save_pretrained(tmp_path / "gpt2")
+    job = run_job("fabric_zero_huggingface.py", tmp_path / "gpt2", nodes=2)
+    assert job.exit_code == 0, job.output
+    for rank in job.results.values():
+        assert rank["built"] == pytest.approx(rank["whole"], rel=1e-6)
+        assert rank["loaded"] == pytest.approx(rank["whole"], rel=1e-6)
+        assert rank["held"] == pytest.approx(0.5, abs=0.01)
+        assert not rank["after"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from azureml_strategy.huggingface.loading import Loading, loading_as
 from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.launched import LaunchedProcesses
 from azureml_strategy.strategies.launcher import NodeLauncher
@@ -26,6 +28,7 @@ from azureml_strategy.strategies.model_parallel.gradients import SharedGradients
 from azureml_strategy.strategies.model_parallel.layout import Size, plan_layout
 from azureml_strategy.strategies.model_parallel.plan import is_parallel, spread
 from azureml_strategy.strategies.zero.config import require_compiler, require_deepspeed, strategy_arguments
+from azureml_strategy.strategies.zero.construction import Construction
 from azureml_strategy.strategies.zero.device import AnyDevice
 
 
@@ -138,6 +141,22 @@ class FabricDeepSpeedStrategy(LaunchedFabricStrategy, AnyDevice, DeepSpeedStrate
             # Fabric leaves it out, and DeepSpeed's default clips the norm to 1, without a word and unlike DDP.
             self.config["gradient_clipping"] = 0.0
         require_compiler(self.config)
+
+    @contextmanager
+    @override
+    def module_sharded_context(self) -> Generator[None, None, None]:
+        """Build a module in parts: `fabric.init_module()`. Under stage 3 its constructors may set weights."""
+        with super().module_sharded_context():
+            if not self.zero_stage_3:
+                yield
+                return
+            assert isinstance(self.config, dict)
+            construction, loading = Construction(), Loading("zero_3", self.root_device, self.precision.precision)
+            try:
+                with construction.under(self.config), loading_as(loading):
+                    yield
+            finally:
+                construction.end()
 
 
 class FabricModelParallelStrategy(LaunchedFabricStrategy, ModelParallelStrategy):
