@@ -109,6 +109,7 @@ class _Wrapped(nn.Module):
         return self.layers(images)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
 def test_a_compiled_network_is_compiled_and_keeps_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._dynamo.utils import counters

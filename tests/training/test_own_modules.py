@@ -82,6 +82,7 @@ def test_a_module_of_the_current_folder_in_a_shipped_recipe() -> None:
     assert "rank 0 of 1, beside from the current folder" in output
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("recipe", "store")
 def test_the_rendered_command_in_a_real_shell() -> None:
     """As a node of Azure ML runs it, which stands in the folder of code: both its ranks, and a worker of one."""

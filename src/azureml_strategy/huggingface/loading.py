@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from azureml_strategy.huggingface import transformers_internals as internals
+from azureml_strategy.huggingface.file_slices import open_slices
 from azureml_strategy.huggingface.sources import PretrainedModelError, Source, find_source
 from azureml_strategy.huggingface.zero_loading import load_under_zero_3
 
@@ -164,7 +165,8 @@ def fill(model: PreTrainedModel, module: nn.Module, device: torch.device) -> Non
     wanted = {name: tensor for name, tensor in tensors.items() if id(tensor) in needed}
     source = source_of(model)
     assert source is not None
-    read = internals.read_parts(type(model), model.config, wanted, source.weight_files(), sketch.dtype, device)
+    with open_slices(source.weight_files()) as slices:
+        read = internals.read_parts(type(model), model.config, wanted, slices, sketch.dtype, device)
     values: dict[int, Tensor] = {}
     for name, tensor in read.items():
         values.setdefault(id(wanted[name]), tensor)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
@@ -240,7 +240,7 @@ def read_parts(
     cls: Any,
     config: Any,
     wanted: Mapping[str, Tensor],
-    files: list[Path],
+    slices: Mapping[str, Any],
     dtype: torch.dtype,
     device: torch.device,
 ) -> dict[str, Tensor]:
@@ -250,15 +250,13 @@ def read_parts(
         cls: class of the model.
         config: its configuration.
         wanted: tensors without values, by their names in the model. Of a DTensor only this rank's shard is read.
-        files: safetensors with the weights.
+        slices: the tensors of its files, as `FileSlice`s, by their names there.
         dtype: of the model's weights.
         device: where the tensors go.
 
     Returns:
         The tensors that the files have, by their names in the model.
     """
-
-    from safetensors import safe_open
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.modeling_utils import LoadStateDictConfig
 
@@ -273,10 +271,8 @@ def read_parts(
         device_map={"": device},
         weight_mapping=cast(Any, get_model_conversion_mapping(twin, None, None)),
     )
-    with ExitStack() as stack, _without_progress():
-        opened = [stack.enter_context(safe_open(file, "pt", backend="pread")) for file in files]
-        slices = {name: each.get_slice(name) for each in opened for name in each.keys()}  # noqa: SIM118
-        twin._load_pretrained_model(twin, slices, None, how)
+    with _without_progress():
+        twin._load_pretrained_model(twin, dict(slices), None, how)
     return {name: tensor for name, tensor in twin.state_dict(keep_vars=True).items() if not tensor.is_meta}
 
 
