@@ -79,6 +79,10 @@ def test_each_strategy_trains_two_families(run_job: RunJob, families: Any, tmp_p
         "huggingface.py", ",".join(strategies), ",".join(names), steps, tmp_path / "models", "", processes_per_node=2
     )
     check(job, families, [(strategy, name) for strategy in strategies for name in names], steps)
+    manual = families.alone(names[0], steps, clip=None)
+    assert job.results[0]["manual"] == pytest.approx(manual, rel=1e-5), (
+        "manual optimization, two backward passes a step"
+    )
 
 
 def test_adapters_train(run_job: RunJob, families: Any, tmp_path: Path) -> None:

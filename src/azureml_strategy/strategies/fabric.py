@@ -13,7 +13,6 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy
 from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
-from lightning.fabric.utilities.types import Optimizable
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -24,7 +23,7 @@ from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.launched import LaunchedProcesses
 from azureml_strategy.strategies.launcher import NodeLauncher
 from azureml_strategy.strategies.model_parallel.clipping import clip_gradient_norm
-from azureml_strategy.strategies.model_parallel.gradients import SharedGradients
+from azureml_strategy.strategies.model_parallel.gradients import copy_gradients
 from azureml_strategy.strategies.model_parallel.layout import Size, plan_layout
 from azureml_strategy.strategies.model_parallel.plan import is_parallel, spread
 from azureml_strategy.strategies.zero.config import require_compiler, require_deepspeed, strategy_arguments
@@ -210,8 +209,7 @@ class FabricModelParallelStrategy(LaunchedFabricStrategy, ModelParallelStrategy)
         self._across_nodes = tensor_parallel_across_nodes
         self._cuts_by_itself = parallelize_fn is not None
         self._activation_checkpointing = activation_checkpointing
-        self._shared_gradients: list[SharedGradients] = []
-        self._gradients_agree = True
+        self._uncut: list[nn.Parameter] = []
 
     @override
     def setup_environment(self) -> None:
@@ -241,17 +239,8 @@ class FabricModelParallelStrategy(LaunchedFabricStrategy, ModelParallelStrategy)
     @override
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         super().backward(tensor, module, *args, **kwargs)
-        self._gradients_agree = False
-
-    @override
-    def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
-        self._agree_on_gradients()
-        return super().optimizer_step(optimizer, **kwargs)
-
-    @override
-    def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float | int) -> None:
-        self._agree_on_gradients()
-        super().clip_gradients_value(module, optimizer, clip_val)
+        if self._uncut:
+            copy_gradients(self._uncut, self.device_mesh["tensor_parallel"].get_group())
 
     @override
     def clip_gradients_norm(
@@ -262,7 +251,6 @@ class FabricModelParallelStrategy(LaunchedFabricStrategy, ModelParallelStrategy)
         norm_type: float | int = 2.0,
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:
-        self._agree_on_gradients()
         if norm_type != 2 or self._tensor_parallel_size == 1:
             return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
         norm = clip_gradient_norm(self.precision.main_params(optimizer), max_norm)
@@ -272,22 +260,14 @@ class FabricModelParallelStrategy(LaunchedFabricStrategy, ModelParallelStrategy)
 
     def _spread(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         if not is_parallel(module):
-            shared = spread(
+            self._uncut += spread(
                 module,
                 mesh,
                 self.root_device,
                 precision=self.precision.precision,
                 activation_checkpointing=self._activation_checkpointing,
             )
-            self._shared_gradients.append(shared)
         return module
-
-    def _agree_on_gradients(self) -> None:
-        """Agree once after the last of the backward passes that accumulate: sums must not be summed again."""
-        if not self._gradients_agree and self._tensor_parallel_size != 1:
-            for shared in self._shared_gradients:
-                shared.agree(self.device_mesh["tensor_parallel"].get_group())
-        self._gradients_agree = True
 
 
 def _stateless(optimizer: Optimizer) -> Optimizer:

@@ -69,7 +69,9 @@ def summed_loss(model: Any, batch: dict[str, Tensor], shifted: bool) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
 
 
-def alone(family: str, steps: int, lora: bool = False, accumulated: int = ACCUMULATED) -> list[float]:
+def alone(
+    family: str, steps: int, lora: bool = False, accumulated: int = ACCUMULATED, clip: float | None = 0.5
+) -> list[float]:
     """Losses of one process with transformers and torch alone, on the batches of all ranks together."""
     model = make_model(family).train()
     model = add_lora(model) if lora else model
@@ -83,7 +85,8 @@ def alone(family: str, steps: int, lora: bool = False, accumulated: int = ACCUMU
         losses.append(loss.item())
         (loss / accumulated).backward()
         if index % accumulated == accumulated - 1:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            if clip is not None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
             optimizer.zero_grad()
     return losses
@@ -155,3 +158,18 @@ class Module(LightningModule):
     def train_dataloader(self) -> DataLoader[Any]:
         replicas = self.trainer.distributed_sampler_kwargs["num_replicas"]
         return DataLoader(Rows(ROWS * self.steps), batch_size=ROWS // self.accumulated // replicas)
+
+
+class ManualModule(Module):
+    """Steps by itself after each second batch, without clipping."""
+
+    def __init__(self, family: str, steps: int, folder: Path | None = None) -> None:
+        super().__init__(family, steps, folder)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.manual_backward(super().training_step(batch, batch_idx) / ACCUMULATED)
+        if batch_idx % ACCUMULATED == ACCUMULATED - 1:
+            optimizer = self.optimizers()
+            optimizer.step()
+            optimizer.zero_grad()

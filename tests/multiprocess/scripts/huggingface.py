@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common import quiet_trainer, report
-from families import ACCUMULATED, Module
+from families import ACCUMULATED, ManualModule, Module
 from lightning.pytorch.strategies import Strategy
 
 from azureml_strategy.strategies import (
@@ -44,12 +44,21 @@ def train(strategy: str, family: str, steps: int, folder: Path | None, lora: boo
     return module.losses
 
 
+def train_manually(strategy: str, family: str, steps: int, folder: Path | None) -> list[float]:
+    module = ManualModule(family, steps, folder)
+    quiet_trainer(strategy=STRATEGIES[strategy](), max_steps=steps).fit(module)
+    return module.losses
+
+
 def main(strategies: str, families: str, steps: str, folders: str, lora: str) -> None:
     results: dict[str, Any] = {}
     for strategy in strategies.split(","):
         for family in families.split(","):
             folder = Path(folders) / family if folders else None
             results[f"{strategy} {family}"] = train(strategy, family, int(steps), folder, bool(lora))
+    if "tensor" in strategies.split(","):  # gradients of its normalised heads are summed in each backward pass
+        folder = Path(folders) / families.split(",")[0] if folders else None
+        results["manual"] = train_manually("tensor", families.split(",")[0], int(steps), folder)
     report(int(os.environ["RANK"]), **results)
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Self
+from collections.abc import Iterable
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -12,36 +10,31 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 
-@dataclass(frozen=True)
-class SharedGradients:
-    """Parameters of which all ranks of a tensor-parallel group hold the same part.
+class SumsGradients:
+    """Hook before the forward pass of a layer that is whole on each rank, but sees this rank's heads only.
 
-    Attributes:
-        copied: each rank computes the whole gradient.
-        summed: each rank computes the part of its own heads, as of a normalisation inside of attention.
+    Each rank computes a part of the gradients. They are summed in the backward pass itself, before anything is added to
+    them, so that accumulation, several backward passes and manual optimization need no care.
+
+    Args:
+        group: the tensor-parallel group.
     """
 
-    copied: list[nn.Parameter] = field(default_factory=list)
-    summed: list[nn.Parameter] = field(default_factory=list)
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._hooked: dict[str, Tensor] = {}
 
-    @classmethod
-    def of(cls, module: nn.Module, summed_layers: Sequence[str]) -> Self:
-        """Find them in a module that was cut along the axis `tensor_parallel`.
+    def __call__(self, layer: nn.Module, inputs: object) -> None:
+        """Hook the parameters as they are in this forward pass: FSDP2 puts whole ones in the place of shards."""
+        for name, parameter in layer.named_parameters(recurse=False):
+            if parameter.requires_grad and self._hooked.get(name) is not parameter:
+                parameter.register_hook(self._summed)  # type: ignore[no-untyped-call]
+                self._hooked[name] = parameter
 
-        Args:
-            module: the module.
-            summed_layers: names of the layers whose gradients are to be summed.
-        """
-        summed = [each for name in summed_layers for each in module.get_submodule(name).parameters(recurse=False)]
-        known = set(summed)
-        uncut = uncut_parameters(module, "tensor_parallel")
-        return cls([each for each in uncut if each not in known], summed)
-
-    def agree(self, group: ProcessGroup) -> None:
-        """Give each rank of the group the same gradients, after the last backward pass of a step."""
-        copy_gradients(self.copied, group)
-        for gradient in _local_gradients(self.summed):
-            dist.all_reduce(gradient, group=group)
+    def _summed(self, gradient: Tensor) -> Tensor:
+        total = gradient.clone()
+        dist.all_reduce(total, group=self._group)
+        return total
 
 
 def uncut_parameters(module: nn.Module, axis: str) -> list[nn.Parameter]:
@@ -56,15 +49,11 @@ def copy_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup) -> N
     atomic additions. But the copies of a parameter would drift apart step by step, and a checkpoint holds one of them.
     """
     source = dist.get_global_rank(group, 0)
-    local = _local_gradients(parameters)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
     for work in [dist.broadcast(gradient, source, group=group, async_op=True) for gradient in local]:
         assert work is not None
         work.wait()
-
-
-def _local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
 
 
 def _is_cut(parameter: nn.Parameter, axis: str) -> bool:

@@ -20,7 +20,7 @@ from azureml_strategy.huggingface.loading import fill_all, refuse_lost_values
 from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.host_memory import large_blocks_returned
 from azureml_strategy.strategies.model_parallel.checkpoint import copy_from_rank_zero
-from azureml_strategy.strategies.model_parallel.gradients import SharedGradients
+from azureml_strategy.strategies.model_parallel.gradients import SumsGradients, uncut_parameters
 from azureml_strategy.strategies.model_parallel.layout import check_counts
 from azureml_strategy.strategies.model_parallel.module import (
     counts_of,
@@ -40,7 +40,7 @@ STYLES = ("colwise", "colwise_gather_output", "rowwise", "sum_gradients")
 
 def spread(
     module: nn.Module, mesh: DeviceMesh, device: torch.device, *, precision: str, activation_checkpointing: bool
-) -> SharedGradients:
+) -> list[nn.Parameter]:
     """Cut and shard a module that still holds all its parameters. Every rank must call this.
 
     Args:
@@ -52,7 +52,7 @@ def spread(
         activation_checkpointing: keep only the inputs of each sharded block.
 
     Returns:
-        What the ranks of a tensor-parallel group must agree on after each backward pass.
+        The parameters of which all ranks of a tensor-parallel group hold the same part.
 
     Raises:
         ConfigurationError: the plan does not fit the module, or there is none (MissingPlanError).
@@ -65,14 +65,15 @@ def spread(
         refuse_two_checkpointings(module)
     refuse_lost_values(module)
     copy_from_rank_zero(module, device)
-    summed = cut_tensors(module, tensor_mesh, plan) if plan else []
+    if plan:
+        cut_tensors(module, tensor_mesh, plan)
     blocks = _blocks(module)
     if activation_checkpointing:
         checkpoint_activations(blocks)
     shard_parameters(module, mesh["data_parallel"], blocks, precision)
     with large_blocks_returned():
         fill_all(module, device)
-    return SharedGradients.of(module, summed) if plan else SharedGradients()
+    return uncut_parameters(module, "tensor_parallel") if plan else []
 
 
 def _blocks(module: nn.Module) -> Sequence[nn.Module]:
@@ -150,16 +151,13 @@ def shard_parameters(module: nn.Module, mesh: DeviceMesh, blocks: Sequence[nn.Mo
         register_fsdp_forward_method(module, step)
 
 
-def cut_tensors(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> list[str]:
+def cut_tensors(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
     """Cut the layers of a plan over the ranks of a mesh, in place. Layers that shared a parameter still do.
 
     Args:
         module: holds the same parameters on every rank.
         mesh: the one-dimensional tensor-parallel mesh.
         plan: see `HasTensorParallelPlan`.
-
-    Returns:
-        The names of the layers that stay whole, but whose gradients are to be summed over the ranks.
 
     Raises:
         ConfigurationError: the plan does not fit the module, or the size of the mesh does not divide a matrix.
@@ -173,7 +171,8 @@ def cut_tensors(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) ->
         module, mesh, {name: _style(module.get_submodule(name), style) for name, style in styles.items()}
     )
     tie_again(module, shared)
-    return [name for name in matched if name not in styles]
+    for name in matched.keys() - styles.keys():
+        module.get_submodule(name).register_forward_pre_hook(SumsGradients(mesh.get_group()))
 
 
 def match_plan(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:

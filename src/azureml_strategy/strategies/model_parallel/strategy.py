@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.model_parallel import ModelParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -28,7 +28,7 @@ from azureml_strategy.strategies.model_parallel.checkpoint import (
     copy_batch,
     write_distributed,
 )
-from azureml_strategy.strategies.model_parallel.gradients import SharedGradients
+from azureml_strategy.strategies.model_parallel.gradients import copy_gradients
 from azureml_strategy.strategies.model_parallel.layout import Size, check_counts, for_meshes, plan_layout
 from azureml_strategy.strategies.model_parallel.module import (
     HasShardedBlocks,
@@ -86,7 +86,7 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, ModelParallelStrategy):
         self._asked_sizes = (data_parallel_size, tensor_parallel_size)
         self._across_nodes = tensor_parallel_across_nodes
         self._activation_checkpointing = activation_checkpointing
-        self._shared_gradients = SharedGradients()
+        self._uncut: list[nn.Parameter] = []
 
     @property
     @override
@@ -112,7 +112,7 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, ModelParallelStrategy):
         assert isinstance(self.lightning_module, LightningModule)
         if not is_parallel(self.lightning_module):
             self._settle_sizes()
-            self._shared_gradients = spread(
+            self._uncut = spread(
                 self.lightning_module,
                 self.device_mesh,
                 self.root_device,
@@ -136,8 +136,8 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, ModelParallelStrategy):
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
         assert self.lightning_module is not None
-        if self._tensor_parallel_size != 1 and not accumulates(self.lightning_module.trainer):
-            self._shared_gradients.agree(self.device_mesh["tensor_parallel"].get_group())
+        if self._uncut and not accumulates(self.lightning_module.trainer):
+            copy_gradients(self._uncut, self.device_mesh["tensor_parallel"].get_group())
 
     @property
     @override
@@ -203,7 +203,8 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, ModelParallelStrategy):
         What `configure_model` makes is unknown before. A model of transformers is cut only where a size asks for it.
         """
         assert self.lightning_module is not None
-        if self._asked_sizes != ("auto", "auto") or isinstance(self.lightning_module, HasTensorParallelPlan):
+        planned = isinstance(self.lightning_module, HasTensorParallelPlan)
+        if self._asked_sizes != ("auto", "auto") or planned or self._tensor_parallel_size == 1:
             return
         self._data_parallel_size, self._tensor_parallel_size = self.world_size, 1
         axes = ("data_parallel", "tensor_parallel")
