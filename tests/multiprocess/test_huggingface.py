@@ -17,12 +17,14 @@ REFUSALS = {
     r"GPT2LMHeadModel of transformers has no tensor-parallel plan.*tensor_parallel_size=1": "no plan",
     r"BertForMaskedLM of transformers has no tensor-parallel plan.*tensor_parallel_size=1": "no plan",
     r"BertForMaskedLM.*azureml_model_parallel": "no plan",
+    r"does not work with BertForMaskedLM: it is no causal language model.*sequence_parallel_size=1": "not causal",
 }
 COLUMNS = {
     "ddp": "DDP",
     "fsdp": "FSDP2",
     "tensor": "tensor parallel",
     "both": "FSDP2 x tensor parallel",
+    "sequence": "sequence parallel",
     "zero_2": "ZeRO-2",
     "zero_3": "ZeRO-3",
     "pipeline": "pipeline",
@@ -73,7 +75,7 @@ def save(families: Any, names: tuple[str, ...], folder: Path) -> None:
 
 def test_each_strategy_trains_two_families(run_job: RunJob, families: Any, tmp_path: Path) -> None:
     """One with tied weights, normalised heads and two kinds of attention; one without a plan."""
-    names, strategies, steps = ("gemma3", "gpt2"), ("ddp", "fsdp", "tensor", "zero_3", "pipeline"), 3
+    names, strategies, steps = ("gemma3", "gpt2"), ("ddp", "fsdp", "tensor", "sequence", "zero_3", "pipeline"), 3
     save(families, names, tmp_path / "models")
     job = run_job(
         "huggingface.py", ",".join(strategies), ",".join(names), steps, tmp_path / "models", "", processes_per_node=2
@@ -86,7 +88,7 @@ def test_each_strategy_trains_two_families(run_job: RunJob, families: Any, tmp_p
 
 
 def test_adapters_train(run_job: RunJob, families: Any, tmp_path: Path) -> None:
-    names, strategies, steps = ("llama",), ("ddp", "fsdp", "zero_2", "zero_3"), 3
+    names, strategies, steps = ("llama",), ("ddp", "fsdp", "sequence", "zero_2", "zero_3"), 3
     save(families, names, tmp_path / "models")
     job = run_job(
         "huggingface.py",
@@ -100,11 +102,51 @@ def test_adapters_train(run_job: RunJob, families: Any, tmp_path: Path) -> None:
     check(job, families, [(strategy, name) for strategy in strategies for name in names], steps, lora=True)
 
 
+def test_users_modules_share_sequences(run_job: RunJob, tmp_path: Path) -> None:
+    """Rows of 11 tokens on two ranks, and what a module may do with the model besides asking for its loss."""
+    job = run_job("huggingface.py", "details", "llama", 1, tmp_path, "", processes_per_node=2)
+    assert job.exit_code == 0, job.output
+    found = job.results[0]["details"]
+    assert_same(found["labels"], found["ddp"])
+    assert_same(found["recomputed"], found["ddp"])
+    assert_same(found["logits"], found["logits_ddp"])
+    assert_same(found["bf16"], found["ddp"], rel=2e-2)
+    assert (found["labels"]["replicas"], found["ddp"]["replicas"]) == (1, 2)
+    for name in ("gpt", "gpt_learned"):
+        for each in ("losses", "val_loss", "logits"):
+            assert found[name][each] == pytest.approx(found[f"{name}_ddp"][each], rel=1e-5, abs=1e-6), (name, each)
+    assert found["gpt_resumed"]["losses"] == found["gpt"]["losses"][2:], "not bit for bit"
+    assert job.results[1]["details"]["random"] == found["random"], "the ranks have other batches"
+    assert found["restored"] == {"attention": "sdpa", "hooks": 0}
+    assert_refuses_to_share(found)
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any], rel: float = 1e-5) -> None:
+    assert len(found["losses"]) == 4
+    assert found["losses"] == pytest.approx(expected["losses"], rel=rel)
+    assert found["metrics"]["val_loss"] == pytest.approx(expected["metrics"]["val_loss"], rel=rel)
+    assert found["metrics"]["hits"] == pytest.approx(expected["metrics"]["hits"], abs=rel * 10)
+
+
+def assert_refuses_to_share(found: dict[str, Any]) -> None:
+    refused, calls = found["refused"], found["calls"]
+    assert "BertForMaskedLM: it is no causal language model" in refused["bert"]
+    assert "its rotary positions (dynamic) depend on how many tokens a rank sees" in refused["rotary"]
+    assert "Plain holds no causal language model of transformers and has no method cut_sequences" in refused["plain"]
+    assert "called with past_key_values" in calls["generate"]
+    assert "LlamaModel was called without its head" in calls["body"]
+    assert "position_ids start again inside a row" in calls["packed"]
+    assert "called with output_hidden_states, which may need all tokens" in calls["hidden"]
+    assert "needs an attention_mask of 0 and 1 for each token" in calls["mask"]
+    assert "called with weights, which may need all tokens" in calls["unknown"]
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("saved", [True, False], ids=["load_pretrained", "from_config"])
 def test_each_strategy_trains_each_family(run_job: RunJob, families: Any, tmp_path: Path, saved: bool) -> None:
-    two, four, steps = ("ddp", "fsdp", "tensor", "zero_2", "zero_3", "pipeline"), ("both", "pipeline"), 20
+    two = ("ddp", "fsdp", "tensor", "sequence", "zero_2", "zero_3", "pipeline")
+    four, steps = ("both", "sequence", "pipeline"), 20
     save(families, FAMILIES, tmp_path / "models")
     folder = tmp_path / "models" if saved else ""
     for strategies, processes in ((two, 2), (four, 4)):
@@ -118,7 +160,7 @@ def test_each_strategy_trains_each_family(run_job: RunJob, families: Any, tmp_pa
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1200)
 def test_adapters_of_each_family_train(run_job: RunJob, families: Any, tmp_path: Path) -> None:
-    strategies, steps = ("ddp", "fsdp", "zero_2", "zero_3"), 20
+    strategies, steps = ("ddp", "fsdp", "sequence", "zero_2", "zero_3"), 20
     save(families, FAMILIES, tmp_path / "models")
     job = run_job(
         *("huggingface.py", ",".join(strategies), ",".join(FAMILIES), steps, tmp_path / "models", "lora"),

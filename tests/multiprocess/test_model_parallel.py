@@ -138,5 +138,6 @@ def test_four_ranks(run_job: RunJob, tmp_path: Path) -> None:
         assert job.results[0][name]["losses"] == pytest.approx(losses[5:], rel=1e-5), name
     assert_equal_on_all_ranks(job, "both", "from_one")
     assert [result["replicas"] for result in job.each("both")] == [2, 2, 2, 2]
+    assert_gpt(job.results[0]["gpt"])
     seen = [result["seen"] for result in job.each("both")]
     assert seen[0] == seen[1] != seen[2] == seen[3]

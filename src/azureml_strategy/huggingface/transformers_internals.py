@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
@@ -30,6 +30,9 @@ INTERNALS: dict[str, dict[str, str]] = {
     "transformers.integrations.deepspeed": {
         "HfDeepSpeedConfig": "while it lives, transformers gathers parameters that DeepSpeed has cut",
     },
+    "transformers.PreTrainedConfig": {
+        "_attn_implementation": "the name of the attention function in use; a configuration shows it nowhere else",
+    },
     "transformers.modeling_utils": {
         "LoadStateDictConfig": "how weights are read: type, device, conversions",
         "_is_ds_init_called": "tells from_config that deepspeed.zero.Init is active already",
@@ -42,6 +45,8 @@ INTERNALS: dict[str, dict[str, str]] = {
         "_model_mapping": "what they choose from",
     },
     "transformers.modeling_utils.PreTrainedModel": {
+        "_is_stateful": "it has layers that pass a state from token to token",
+        "_supports_attention_backend": "its attention comes from the registry",
         "_from_config": "a model of the class, for its structure; the public from_config belongs to the Auto classes",
         "_get_dtype_plan": "which weights stay in float32",
         "_init_weights": "initial values of what no file has",
@@ -121,6 +126,15 @@ def find_peft_models(module: nn.Module) -> dict[str, PeftModel]:
     return {name: each for name, each in module.named_modules() if isinstance(each, peft.PeftModel)}
 
 
+def adapters_around(module: nn.Module, model: PreTrainedModel) -> list[nn.Module]:
+    """Return what `peft` has wrapped around a model of a module.
+
+    It calls the model or, past the model's hooks, the model's forward.
+    """
+    wrappers = [each for each in find_peft_models(module).values() if each.get_base_model() is model]
+    return [each.base_model for each in wrappers if each.base_model is not model]
+
+
 def is_tokenizer(value: object) -> bool:
     """Whether an object is a tokenizer of transformers, or a processor, which holds one."""
     transformers = sys.modules.get("transformers")
@@ -190,6 +204,56 @@ def head_counts(model: PreTrainedModel) -> dict[str, int]:
         "heads of keys and values": getattr(text, "num_key_value_heads", None),
     }
     return {name: count for name, count in counts.items() if isinstance(count, int)}
+
+
+def attention_name(model: PreTrainedModel) -> str:
+    """Return the name of a model's attention function, such as `sdpa`."""
+    return str(model.config._attn_implementation)
+
+
+def stock_attention(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return an attention function of transformers, and the one that makes its masks."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    return ALL_ATTENTION_FUNCTIONS[name], ALL_MASK_ATTENTION_FUNCTIONS[name]
+
+
+def register_attention(name: str, attention: Callable[..., Any], mask: Callable[..., Any]) -> None:
+    """Add an attention function that models can be told to use, and the one that makes its masks."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, mask)
+
+
+def has_registered_attention(model: PreTrainedModel) -> bool:
+    """Whether a model calls an attention function from the registry, where others can be put in its place."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    name = attention_name(model)
+    registered = name in ALL_ATTENTION_FUNCTIONS and name in ALL_MASK_ATTENTION_FUNCTIONS
+    return registered and bool(model._supports_attention_backend)
+
+
+def passes_state_on(model: PreTrainedModel) -> bool:
+    """Whether a model has layers that compute tokens one after the other, from a state."""
+    return bool(model._is_stateful)
+
+
+def has_usual_loss(model: PreTrainedModel) -> bool:
+    """Whether a model's loss is that of transformers for causal language models."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    return model.loss_function is ForCausalLMLoss
+
+
+def is_causal_language_model(model: PreTrainedModel) -> bool:
+    """Whether a model is of a class that AutoModelForCausalLM chooses."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return library_class(model) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
 def checkpoints_activations(model: PreTrainedModel) -> bool:

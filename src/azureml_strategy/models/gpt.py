@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from azureml_strategy.models.chain import ChainLayer, seeded
 from azureml_strategy.models.gpt_config import GPTConfig
+from azureml_strategy.sequence_parallel import SequenceGroup
 
 # Standard deviation of GPT-2's initial matrices and embeddings (Radford et al. 2019, `initializer_range` of
 # https://huggingface.co/openai-community/gpt2/blob/main/config.json).
@@ -96,7 +97,12 @@ class CausalSelfAttention(nn.Module):
 
     Args:
         config: the shape of the network.
+
+    Attributes:
+        sequence: ranks that have a part of each sequence; None if this one has all of it.
     """
+
+    sequence: SequenceGroup | None = None
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -113,12 +119,16 @@ class CausalSelfAttention(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Map `(N, T, width)` to `(N, T, width)`."""
         query, key, value = (self._heads(matrix(hidden)) for matrix in (self.query, self.key, self.value))
+        if self.sequence is not None:  # from here on all tokens, so that their places count from the first
+            query, key, value = (self.sequence.heads(states) for states in (query, key, value))
         if self.rotary_base is not None:
             query, key = rotate(query, self.rotary_base), rotate(key, self.rotary_base)
         dropout = self.dropout if self.training else 0.0
         attended = functional.scaled_dot_product_attention(
             query, key, value, dropout_p=dropout, is_causal=True, enable_gqa=self.grouped
         )
+        if self.sequence is not None:
+            attended = self.sequence.tokens(attended)
         return cast(Tensor, self.output(attended.transpose(1, 2).flatten(2)))
 
     def _heads(self, states: Tensor) -> Tensor:
@@ -198,7 +208,12 @@ class Embedding(NormalEmbedding):
 
     Args:
         config: the shape of the network.
+
+    Attributes:
+        sequence: ranks that have a part of each sequence; None if this one has all of it.
     """
+
+    sequence: SequenceGroup | None = None
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__(config.vocab_size, config.width)
@@ -211,7 +226,11 @@ class Embedding(NormalEmbedding):
         """Map int64 `(N, T)` to `(N, T, width)`."""
         hidden = super().forward(tokens)
         if self.positions is not None:
-            hidden = hidden + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+            length = tokens.shape[1]
+            first = 0 if self.sequence is None else self.sequence.rank * length
+            places = torch.arange(first, first + length, device=tokens.device)
+            # ranks with equal parts may have tokens behind the last
+            hidden = hidden + self.positions(places.clamp(max=self.positions.num_embeddings - 1))
         return cast(Tensor, self.dropout(hidden))
 
 

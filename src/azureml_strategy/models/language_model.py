@@ -13,8 +13,9 @@ from typing_extensions import override
 from azureml_strategy.models import optimizer as recipe
 from azureml_strategy.models.chain import ChainLayer, build_chain
 from azureml_strategy.models.evaluation import IGNORED, mean_cross_entropy
-from azureml_strategy.models.gpt import Block, gpt_layers
+from azureml_strategy.models.gpt import Block, CausalSelfAttention, Embedding, gpt_layers
 from azureml_strategy.models.gpt_config import GPTConfig
+from azureml_strategy.sequence_parallel import SequenceGroup
 
 Batch = tuple[Tensor, Tensor]
 
@@ -56,6 +57,7 @@ class LanguageModel(LightningModule):
         self.save_hyperparameters(ignore=["network"], logger=False)
         self.network = network
         self.layers = nn.ModuleList()
+        self.sequence: SequenceGroup | None = None
 
     def pipeline_layers(self) -> list[ChainLayer]:
         """Return the network as a chain, for a strategy that gives each rank a part of it."""
@@ -94,6 +96,13 @@ class LanguageModel(LightningModule):
         """Return what each rank of a tensor-parallel group gets an equal share of."""
         return {"heads": self.network.heads, "heads of keys and values": self.network.key_value_heads}
 
+    def cut_sequences(self, group: SequenceGroup | None) -> None:
+        """Compute this rank's part of each sequence from now on; with None, all of it again."""
+        self.sequence = group
+        for layer in self.layers.modules():
+            if isinstance(layer, (Embedding, CausalSelfAttention)):
+                layer.sequence = group
+
     @override
     def configure_model(self) -> None:
         if not self.layers:  # Lightning calls this again for each fit, validate and test
@@ -113,10 +122,9 @@ class LanguageModel(LightningModule):
     @override
     def forward(self, tokens: Tensor) -> Tensor:
         """Map int64 `(N, T)` to logits `(N, T, vocab_size)`."""
-        states = tokens
-        for layer in self.layers:
-            states = layer(states)
-        return states
+        if self.sequence is None:
+            return self._through_layers(tokens)
+        return self.sequence.whole(self._through_layers(self.sequence.part(tokens)), tokens.shape[1])
 
     @override
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -155,7 +163,18 @@ class LanguageModel(LightningModule):
 
     def _loss(self, batch: Batch) -> Tensor:
         inputs, targets = self.pipeline_batch(batch)
-        return self.pipeline_loss(self(inputs), targets)
+        if self.sequence is None:
+            return self.pipeline_loss(self(inputs), targets)
+        logits = self._through_layers(self.sequence.part(inputs))
+        part = self.sequence.part(targets, IGNORED)
+        # The parts have unequal numbers of targets. Their mean is to be that of the whole batch.
+        share = (part != IGNORED).sum() * self.sequence.size / (targets != IGNORED).sum().clamp(min=1)
+        return self.sequence.mean(self.pipeline_loss(logits, part) * share)
+
+    def _through_layers(self, states: Tensor) -> Tensor:
+        for layer in self.layers:
+            states = layer(states)
+        return states
 
     def _log_loss(self, stage: str, batch: Batch) -> None:
         # Average over batches and ranks, weighted by their tokens: exact, whatever their sizes.

@@ -11,6 +11,7 @@ from typing import Any
 from common import quiet_trainer, report
 from families import ACCUMULATED, ManualModule, Module
 from lightning.pytorch.strategies import Strategy
+from sequences import details
 
 from azureml_strategy.strategies import (
     AzureMLDDPStrategy,
@@ -23,6 +24,8 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "ddp": AzureMLDDPStrategy,
     "fsdp": AzureMLModelParallelStrategy,
     "tensor": lambda: AzureMLModelParallelStrategy(tensor_parallel_size=2),
+    "sequence": lambda: AzureMLModelParallelStrategy(sequence_parallel_size=2),
+    "sequence_tensor": lambda: AzureMLModelParallelStrategy(sequence_parallel_size=2, tensor_parallel_size=2),
     "both": lambda: AzureMLModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2),
     "zero_2": lambda: AzureMLDeepSpeedStrategy(stage=2),
     "zero_3": lambda: AzureMLDeepSpeedStrategy(stage=3),
@@ -52,13 +55,15 @@ def train_manually(strategy: str, family: str, steps: int, folder: Path | None) 
 
 def main(strategies: str, families: str, steps: str, folders: str, lora: str) -> None:
     results: dict[str, Any] = {}
-    for strategy in strategies.split(","):
+    for strategy in (each for each in strategies.split(",") if each != "details"):
         for family in families.split(","):
             folder = Path(folders) / family if folders else None
             results[f"{strategy} {family}"] = train(strategy, family, int(steps), folder, bool(lora))
     if "tensor" in strategies.split(","):  # gradients of its normalised heads are summed in each backward pass
         folder = Path(folders) / families.split(",")[0] if folders else None
         results["manual"] = train_manually("tensor", families.split(",")[0], int(steps), folder)
+    if "details" in strategies.split(","):
+        results["details"] = details(Path(folders))
     report(int(os.environ["RANK"]), **results)
 
 

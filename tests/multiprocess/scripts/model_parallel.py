@@ -289,6 +289,12 @@ def four_ranks(folder: Path) -> dict[str, Any]:
         "ddp": fit(AzureMLDDPStrategy(), 4),
         "from_one": fit(sharded("auto"), resume=folder / "alone.ckpt"),
         "as_fsdp": fit(sharded(), 4, resume=folder / "both.ckpt"),
+        # sequences of each of two replicas shared by two ranks; those of one by two groups that share its layers
+        "gpt": [
+            gpt(AzureMLDDPStrategy(), 4),
+            gpt(sharded(1, sequence_parallel_size=2), 2),
+            gpt(sharded(2, sequence_parallel_size=2), 1),
+        ],
     }
 
 

@@ -76,6 +76,35 @@ def test_auto(sizes: Any, job: tuple[int, int], cuts: bool, expected: tuple[int,
     assert layout == MeshLayout(*expected)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        (("auto", "auto", 4), MeshLayout(8, 1, 4)),  # no tensor parallelism beside it, unless it is asked for
+        (("auto", 2, 4), MeshLayout(4, 2, 4)),
+        ((4, "auto", 4), MeshLayout(4, 2, 4)),
+        (("auto", "auto", 16), MeshLayout(2, 1, 16)),  # a sequence may be shared by two nodes
+    ],
+)
+def test_sequences(sizes: Any, expected: MeshLayout) -> None:
+    data, tensor, sequence = sizes
+    job: dict[str, Any] = {"num_nodes": 4, "processes_per_node": 8, "cuts_tensors": True}
+    layout = plan_layout(data, tensor, **job, sequence_parallel_size=sequence)
+    assert layout == expected
+    assert layout.sharding_size * layout.tensor_parallel_size == 32
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [
+        (0, "sequence_parallel_size=0 is no number of processes"),
+        (3, "times sequence_parallel_size=3 times tensor_parallel_size=1 is 15, but there are 16 processes (8 on each"),
+    ],
+)
+def test_sequences_that_do_not_fit(size: int, words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        plan_layout("auto", 1, num_nodes=2, processes_per_node=8, cuts_tensors=False, sequence_parallel_size=size)
+
+
 @given(nodes, processes, st.booleans())
 def test_auto_always_fits_the_job(num_nodes: int, per_node: int, cuts: bool) -> None:
     layout = plan_layout("auto", "auto", num_nodes=num_nodes, processes_per_node=per_node, cuts_tensors=cuts)

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from azureml_strategy.strategies import AzureMLModelParallelStrategy
 from azureml_strategy.strategies.launcher import NodeLauncher
+from azureml_strategy.strategies.model_parallel.layout import MeshLayout
 
 
 class Plain(LightningModule):
@@ -71,7 +72,7 @@ def test_sizes_follow_the_module(
     strategy = AzureMLModelParallelStrategy()
     strategy.num_nodes, strategy.parallel_devices = 1, [torch.device("cpu")]
     strategy.connect(module())
-    assert strategy._plan_sizes() == expected
+    assert strategy._plan_sizes() == MeshLayout(*expected)
 
 
 def test_a_module_that_says_nothing_is_sharded_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,19 +58,27 @@ def for_meshes(plugin: Precision) -> Precision:
 
 @dataclass(frozen=True)
 class MeshLayout:
-    """Two axes over the ranks of a job.
+    """Three axes over the ranks of a job.
 
-    Rank r is at `divmod(r, tensor_parallel_size)` of the mesh (data parallel, tensor parallel). Ranks of a node are
-    consecutive. A tensor-parallel group communicates several times in each layer; it lies within a node if its size
-    divides the number of the node's processes. The data-parallel axis crosses nodes.
+    Rank r is at `(data, sequence, tensor)`, counted from the right. Ranks of a node are consecutive. Groups of tensor
+    and sequence parallelism communicate several times in each layer; they lie within a node if their sizes divide the
+    number of the node's processes. The data-parallel axis crosses nodes. Data and sequence ranks together share one
+    copy of the parameters.
 
     Attributes:
-        data_parallel_size: replicas that read different samples and share one copy of the parameters.
-        tensor_parallel_size: ranks that compute one replica together and read the same samples.
+        data_parallel_size: replicas that read different samples.
+        tensor_parallel_size: ranks that share the layers of a replica and read the same samples.
+        sequence_parallel_size: such groups that share the sequences of a replica and read the same samples.
     """
 
     data_parallel_size: int
     tensor_parallel_size: int
+    sequence_parallel_size: int = 1
+
+    @property
+    def sharding_size(self) -> int:
+        """Ranks over which each parameter is sharded."""
+        return self.data_parallel_size * self.sequence_parallel_size
 
 
 def plan_layout(
@@ -81,54 +89,62 @@ def plan_layout(
     processes_per_node: int,
     cuts_tensors: bool,
     across_nodes: bool = False,
+    sequence_parallel_size: int = 1,
 ) -> MeshLayout:
     """Return the layout of a job, with `auto` replaced by numbers.
 
     Args:
-        data_parallel_size: `auto` is what the other size leaves.
+        data_parallel_size: `auto` is what the other sizes leave.
         tensor_parallel_size: `auto` is what a given `data_parallel_size` leaves; otherwise all processes of a node if
-            the module can be cut, and 1 if it cannot.
+            the module can be cut and its sequences are not, and 1 for any other.
         num_nodes: nodes in the job.
         processes_per_node: processes on each.
         cuts_tensors: whether the module can be cut.
         across_nodes: whether a tensor-parallel group may span nodes.
+        sequence_parallel_size: ranks that share each sequence.
 
     Raises:
         MeshSizeError: a size below 1, sizes that do not multiply to the world size, or a tensor-parallel group that
             would span nodes.
     """
-    _check_positive(data_parallel_size=data_parallel_size, tensor_parallel_size=tensor_parallel_size)
+    sequence = sequence_parallel_size
+    _check_positive(
+        data_parallel_size=data_parallel_size,
+        tensor_parallel_size=tensor_parallel_size,
+        sequence_parallel_size=sequence,
+    )
     world_size = num_nodes * processes_per_node
-    free = processes_per_node if cuts_tensors else 1
+    free = processes_per_node if cuts_tensors and sequence == 1 else 1
     if tensor_parallel_size == "auto":
-        tensor = free if data_parallel_size == "auto" else max(1, world_size // data_parallel_size)
+        tensor = free if data_parallel_size == "auto" else max(1, world_size // (data_parallel_size * sequence))
     else:
         tensor = tensor_parallel_size
-    data = max(1, world_size // tensor) if data_parallel_size == "auto" else data_parallel_size
-    if data * tensor != world_size:
-        raise MeshSizeError(_not_the_world(data, tensor, num_nodes, processes_per_node))
+    data = max(1, world_size // (tensor * sequence)) if data_parallel_size == "auto" else data_parallel_size
+    layout = MeshLayout(data, tensor, sequence)
+    if data * sequence * tensor != world_size:
+        raise MeshSizeError(_not_the_world(layout, num_nodes, processes_per_node))
     if processes_per_node % tensor and not across_nodes:
         raise MeshSizeError(_spans_nodes(tensor, num_nodes, processes_per_node))
-    return MeshLayout(data, tensor)
+    return layout
 
 
-def check_counts(tensor_parallel_size: int, counts: Mapping[str, int]) -> None:
-    """Check the numbers that the tensor-parallel size must divide.
+def check_counts(size: int, counts: Mapping[str, int], axis: str = "tensor_parallel_size") -> None:
+    """Check the numbers that the size of a group must divide.
 
     Args:
-        tensor_parallel_size: ranks of a group.
+        size: ranks of a group, each of which gets an equal share.
         counts: what each number counts, such as `heads`, and the number.
+        axis: what the user calls the size.
 
     Raises:
         MeshSizeError: the size does not divide one of the numbers.
     """
     for name, count in counts.items():
-        if count % tensor_parallel_size:
-            fitting = [size for size in divisors(tensor_parallel_size) if not any(n % size for n in counts.values())]
+        if count % size:
+            fitting = [each for each in divisors(size) if not any(n % each for n in counts.values())]
             raise MeshSizeError(
-                f"tensor_parallel_size={tensor_parallel_size}, but the model has {count} {name}, which cannot be "
-                f"shared out equally. Sizes that divide both: {', '.join(map(str, fitting))}. Write "
-                f"tensor_parallel_size={fitting[-1]}, or change the model."
+                f"{axis}={size}, but the model has {count} {name}, which cannot be shared out equally. Sizes that "
+                f"divide both: {', '.join(map(str, fitting))}. Write {axis}={fitting[-1]}, or change the model."
             )
 
 
@@ -143,8 +159,16 @@ def _check_positive(**sizes: Size) -> None:
             raise MeshSizeError(f"{name}={size} is no number of processes. Write 1 or more, or 'auto'.")
 
 
-def _not_the_world(data: int, tensor: int, num_nodes: int, processes_per_node: int) -> str:
+def _not_the_world(layout: MeshLayout, num_nodes: int, processes_per_node: int) -> str:
     world_size = num_nodes * processes_per_node
+    data, tensor, sequence = layout.data_parallel_size, layout.tensor_parallel_size, layout.sequence_parallel_size
+    if sequence > 1:
+        return (
+            f"data_parallel_size={data} times sequence_parallel_size={sequence} times tensor_parallel_size={tensor} is "
+            f"{data * sequence * tensor}, but there are {world_size} processes ({processes_per_node} on each of "
+            f"{num_nodes} node(s)). Write a sequence_parallel_size of {', '.join(map(str, divisors(world_size)))}, and "
+            "leave the other sizes 'auto'."
+        )
     fitting = ", ".join(f"{world_size // size} x {size}" for size in divisors(processes_per_node))
     return (
         f"data_parallel_size={data} times tensor_parallel_size={tensor} is {data * tensor}, but there are {world_size} "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from lightning.pytorch.strategies.model_parallel import ModelParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -22,6 +23,7 @@ from azureml_strategy.checkpoint.plain_data import WRITTEN_APART, to_plain
 from azureml_strategy.huggingface.loading import Way
 from azureml_strategy.interfaces import WriteStaged
 from azureml_strategy.lightning_internals import accumulates, give_device_mesh
+from azureml_strategy.sequence_parallel import SequenceGroup
 from azureml_strategy.strategies.launched import LaunchedStrategy
 from azureml_strategy.strategies.model_parallel.checkpoint import (
     check_checkpoint,
@@ -29,7 +31,7 @@ from azureml_strategy.strategies.model_parallel.checkpoint import (
     write_distributed,
 )
 from azureml_strategy.strategies.model_parallel.gradients import copy_gradients
-from azureml_strategy.strategies.model_parallel.layout import Size, check_counts, for_meshes, plan_layout
+from azureml_strategy.strategies.model_parallel.layout import MeshLayout, Size, check_counts, for_meshes, plan_layout
 from azureml_strategy.strategies.model_parallel.module import (
     HasShardedBlocks,
     HasTensorParallelPlan,
@@ -37,6 +39,7 @@ from azureml_strategy.strategies.model_parallel.module import (
     plan_of,
 )
 from azureml_strategy.strategies.model_parallel.plan import is_parallel, spread
+from azureml_strategy.strategies.model_parallel.sequences import share_sequences
 
 
 class AzureMLModelParallelStrategy(LaunchedStrategy, ModelParallelStrategy):
@@ -50,8 +53,10 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, ModelParallelStrategy):
     Args:
         data_parallel_size: replicas that read different samples; `auto` is what the other size leaves.
         tensor_parallel_size: ranks that compute a replica together; `auto` is what a given `data_parallel_size` leaves,
-            otherwise all processes of a node for a module with a plan of its own, and 1 for any other. A model of
-            transformers is cut by its own plan.
+            otherwise all processes of a node for a module with a plan of its own, and 1 for any other and with
+            sequence parallelism. A model of transformers is cut by its own plan.
+        sequence_parallel_size: ranks that compute each sequence together, a part of its tokens each, for
+            `LanguageModel`, causal language models of transformers, and modules with `cut_sequences`.
         tensor_parallel_across_nodes: allow groups that span nodes; they wait for the network in every layer.
         activation_checkpointing: keep only the inputs of each sharded block, and recompute the rest in the backward
             pass.
@@ -70,6 +75,7 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, ModelParallelStrategy):
         *,
         data_parallel_size: Size = "auto",
         tensor_parallel_size: Size = "auto",
+        sequence_parallel_size: int = 1,
         tensor_parallel_across_nodes: bool = False,
         activation_checkpointing: bool = False,
         save_distributed_checkpoint: bool = True,
@@ -84,6 +90,9 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, ModelParallelStrategy):
             **kwargs,
         )
         self._asked_sizes = (data_parallel_size, tensor_parallel_size)
+        self._sequence_parallel_size = sequence_parallel_size
+        self._sequence_mesh: DeviceMesh | None = None
+        self._stop_sharing: Callable[[], None] | None = None
         self._across_nodes = tensor_parallel_across_nodes
         self._activation_checkpointing = activation_checkpointing
         self._uncut: list[nn.Parameter] = []
@@ -104,12 +113,24 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, ModelParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        self._data_parallel_size, self._tensor_parallel_size = self._plan_sizes()
+        layout = self._plan_sizes()
+        # Lightning's data-parallel axis is that over which parameters are sharded.
+        self._data_parallel_size, self._tensor_parallel_size = layout.sharding_size, layout.tensor_parallel_size
         super().setup_environment()
+        if layout.sequence_parallel_size > 1:
+            sizes = (layout.data_parallel_size, layout.sequence_parallel_size, layout.tensor_parallel_size)
+            axes = ("replicas", "sequence_parallel", "tensor_parallel")
+            mesh = init_device_mesh(self.root_device.type, sizes, mesh_dim_names=axes)
+            self._sequence_mesh = mesh["sequence_parallel"]
 
     @override
     def setup(self, trainer: Trainer) -> None:
         assert isinstance(self.lightning_module, LightningModule)
+        if self._sequence_mesh is not None:
+            group = SequenceGroup(self._sequence_mesh.get_group())
+            self._stop_sharing = share_sequences(
+                self.lightning_module, group, self.device_mesh["tensor_parallel"].size()
+            )
         if not is_parallel(self.lightning_module):
             self._settle_sizes()
             self._uncut = spread(
@@ -127,10 +148,25 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, ModelParallelStrategy):
                 super(ModelParallelStrategy, self).setup(trainer)
 
     @override
+    def teardown(self) -> None:
+        if self._stop_sharing is not None:
+            self._stop_sharing()
+            self._stop_sharing = None
+        super().teardown()
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        sharding = self.device_mesh["data_parallel"]
+        size = self._sequence_parallel_size
+        return {"num_replicas": sharding.size() // size, "rank": sharding.get_local_rank() // size}
+
+    @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         batch = super().batch_to_device(batch, device, dataloader_idx)
-        mesh = self.device_mesh["tensor_parallel"]
-        return copy_batch(batch, mesh.get_group()) if mesh.size() > 1 else batch
+        for mesh in (self._sequence_mesh, self.device_mesh["tensor_parallel"]):
+            batch = copy_batch(batch, mesh.get_group()) if mesh is not None and mesh.size() > 1 else batch
+        return batch
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -179,8 +215,8 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, ModelParallelStrategy):
         check_checkpoint(Path(self.broadcast(checkpoint_path)), weights, self.lightning_module.strict_loading)
         return super().load_checkpoint(checkpoint_path, weights_only)
 
-    def _plan_sizes(self) -> tuple[int, int]:
-        """Return the sizes of both axes, checked against the job and what the module says before it is built."""
+    def _plan_sizes(self) -> MeshLayout:
+        """Return the sizes of the axes, checked against the job and what the module says before it is built."""
         module, (data, tensor) = self.lightning_module, self._asked_sizes
         layout = plan_layout(
             data,
@@ -189,13 +225,14 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, ModelParallelStrategy):
             processes_per_node=self.num_processes,
             cuts_tensors=_may_be_cut(module),
             across_nodes=self._across_nodes,
+            sequence_parallel_size=self._sequence_parallel_size,
         )
         assert module is not None
         if layout.tensor_parallel_size > 1 and not _may_be_cut(module):
             plan_of(module, layout.tensor_parallel_size)
         if layout.tensor_parallel_size > 1:
             check_counts(layout.tensor_parallel_size, counts_of(module))
-        return layout.data_parallel_size, layout.tensor_parallel_size
+        return layout
 
     def _settle_sizes(self) -> None:
         """Give all ranks to data parallelism, if `auto` left room for a module that spreads itself, and it did not.

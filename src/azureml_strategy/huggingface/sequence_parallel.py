@@ -1,0 +1,264 @@
+"""Causal language models of transformers whose sequences are shared by several ranks.
+
+The model's attention is exchanged for one that has all tokens of some heads (`azureml_strategy.sequence_parallel`), by
+transformers' own registry of attention functions. Hooks around the model give it this rank's part of each sequence, and
+make its loss that of the whole one. The user's module sees neither: it gives whole batches and gets whole results.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from azureml_strategy.huggingface.sources import PretrainedModelError
+from azureml_strategy.huggingface.tokens import IGNORED
+from azureml_strategy.huggingface.transformers_internals import (
+    attention_name,
+    body,
+    has_registered_attention,
+    has_usual_loss,
+    is_causal_language_model,
+    passes_state_on,
+    recorded_outputs,
+    register_attention,
+    stock_attention,
+)
+from azureml_strategy.sequence_parallel import SequenceGroup
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Arguments with one entry for each token, of which a rank gets its part. Zeros stand for tokens behind the last, where
+# the parts would be unequal. No other token sees them, as all others are before them.
+_BY_TOKEN = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids")
+# Those that are treated in another way.
+_LABELS_AND_MASK = ("labels", "shift_labels", "attention_mask")
+# Kinds of layers whose tokens see each other by attention alone.
+_ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
+# Models with learned positions that are 0 for the first token of a row. RoBERTa's are not.
+_COUNT_FROM_ZERO = {"gpt2"}
+# Arguments of a model's forward for what needs all tokens on one rank.
+_NEEDS_ALL = (
+    *("past_key_values", "use_cache", "logits_to_keep", "output_attentions", "output_hidden_states"),
+    *("output_router_logits", "cu_seq_lens_q", "cu_seq_lens_k"),
+)
+
+
+class SharedSequences:
+    """Hooks of a causal language model, by which the ranks of a group compute each of its sequences together.
+
+    A call with labels returns the loss of the whole batch, and logits of this rank's tokens while gradients are
+    recorded. Any other call returns whole logits.
+
+    Args:
+        model: whose attention is exchanged.
+        adapters: modules around it that may call its forward without its hooks.
+        group: the ranks.
+
+    Raises:
+        PretrainedModelError: something in the model mixes tokens outside of its attention.
+    """
+
+    def __init__(self, model: PreTrainedModel, adapters: Iterable[nn.Module], group: SequenceGroup) -> None:
+        _check(model)
+        self._group = group
+        self._signature = inspect.signature(model.forward)
+        self._attention = attention_name(model)
+        self._longest: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self._length = 0
+        self._whole_logits = False
+        self._as_tuple = False
+        name = f"{self._attention}_of_{group.group.group_name}"
+        register_attention(name, *_around(self._attention, group))
+        model.set_attn_implementation(name)
+        self._model = model
+        self._outermost: nn.Module | None = None  # of those that are being called
+        self._hooks = [body(model).register_forward_pre_hook(self._check_is_inside)]
+        for each in (model, *adapters):
+            self._hooks += [
+                each.register_forward_pre_hook(self._cut, with_kwargs=True),
+                each.register_forward_hook(self._join, always_call=True),
+            ]
+
+    def remove(self) -> None:
+        """Make the model compute whole sequences again."""
+        for hook in self._hooks:
+            hook.remove()
+        self._model.set_attn_implementation(self._attention)
+
+    def _check_is_inside(self, layers: nn.Module, args: object) -> None:
+        if self._outermost is None:
+            raise PretrainedModelError(
+                f"{type(layers).__name__} was called without its head, and its tokens are not those of one rank. Call "
+                f"the {type(self._model).__name__} around it, or write sequence_parallel_size=1."
+            )
+
+    def _cut(
+        self, called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[()], dict[str, Any]] | None:
+        """Give the model this rank's part of its arguments."""
+        if self._outermost is not None:
+            return None
+        bound = dict(zip(self._signature.parameters, args, strict=False)) | kwargs
+        inputs = {name: value for name, value in bound.items() if value is not None}
+        self._as_tuple = not inputs.pop("return_dict", True)
+        tokens = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
+        self._length = tokens.shape[1]
+        self._refuse(inputs)
+        self._whole_logits = "labels" not in inputs or not torch.is_grad_enabled()
+        inputs = self._with_positions(self._with_shifted_labels(inputs), tokens)
+        parts = {name: self._group.part(inputs[name]) for name in _BY_TOKEN if name in inputs}
+        self._outermost = called
+        return (), {**inputs, **parts, "use_cache": False, "return_dict": True}
+
+    def _with_shifted_labels(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Shift the labels before they are cut, and count them all.
+
+        Each rank divides the losses of its tokens by its share of the number, so that the ranks' mean is the loss.
+        """
+        if "labels" not in inputs:
+            return inputs
+        shifted = inputs.get("shift_labels")
+        if shifted is None:
+            shifted = nn.functional.pad(inputs["labels"], (0, 1), value=IGNORED)[:, 1:]
+        tokens = inputs.get("num_items_in_batch")
+        if tokens is None:
+            tokens = (shifted != IGNORED).sum()
+        part = self._group.part(shifted, IGNORED)
+        return {**inputs, "labels": part, "shift_labels": part, "num_items_in_batch": tokens / self._group.size}
+
+    def _with_positions(self, inputs: dict[str, Any], tokens: Tensor) -> dict[str, Any]:
+        """Number the tokens from the first of the sequence, and let the mask be as long as all parts are."""
+        padded = self._length + -self._length % self._group.size
+        if "attention_mask" in inputs:
+            mask = inputs["attention_mask"]
+            inputs["attention_mask"] = nn.functional.pad(mask, (0, padded - self._length), value=1)
+        places = torch.arange(padded, device=tokens.device).expand(len(tokens), -1)
+        if "position_ids" in inputs:
+            places = places + inputs["position_ids"][:, :1]
+        return {**inputs, "position_ids": places}
+
+    def _refuse(self, inputs: Mapping[str, Any]) -> None:
+        needs_all = [name for name in _NEEDS_ALL if not _is_off(inputs.get(name))]
+        needs_all += [name for name, value in inputs.items() if self._is_unknown(name, value)]
+        if needs_all:
+            raise PretrainedModelError(
+                f"The model was called with {', '.join(needs_all)}, which may need all tokens on one rank, "
+                f"but sequence_parallel_size is {self._group.size}. Leave it out, and generate text in one process."
+            )
+        positions = inputs.get("position_ids")
+        if positions is not None and bool((positions.diff(dim=-1) != 1).any()):
+            raise PretrainedModelError(
+                "The position_ids start again inside a row, as those of packed samples do. Sequence parallelism "
+                "computes rows of one sample each: leave position_ids out, or write sequence_parallel_size=1."
+            )
+        mask = inputs.get("attention_mask")
+        if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
+            raise PretrainedModelError(
+                "Sequence parallelism needs an attention_mask of 0 and 1 for each token, (N, T). Give the model that, "
+                "or write sequence_parallel_size=1."
+            )
+        padded = self._length + -self._length % self._group.size
+        if self._longest is not None and self._length <= self._longest < padded:
+            raise PretrainedModelError(
+                f"{self._length} tokens cannot be shared equally by sequence_parallel_size={self._group.size} ranks, "
+                f"and {padded} are more than the {self._longest} positions of the model. Cut the samples to "
+                f"{padded - self._group.size} tokens."
+            )
+
+    def _is_unknown(self, name: str, value: Any) -> bool:
+        """Whether an argument may have an entry for each token, and nothing is known of it."""
+        known = name in (*_BY_TOKEN, *_LABELS_AND_MASK, *_NEEDS_ALL)
+        return not known and isinstance(value, Tensor) and value.dim() > 1
+
+    def _join(self, called: nn.Module, args: object, outputs: Any) -> Any:
+        """Make the loss and the logits those of the whole sequence."""
+        if self._outermost is not called:
+            return None
+        self._outermost = None
+        if outputs is None:  # the call has failed
+            return None
+        if outputs.get("loss") is not None:
+            outputs["loss"] = self._group.mean(outputs["loss"])
+        if self._whole_logits:
+            outputs["logits"] = self._group.whole(outputs["logits"], self._length)
+        return outputs.to_tuple() if self._as_tuple else outputs
+
+
+def _around(name: str, group: SequenceGroup) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return an attention function that has all tokens of some heads, and the one that makes its masks."""
+    stock, stock_mask = stock_attention(name)
+
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        # Arguments of the model reach its attention. Flash attention would look in the positions for packed samples.
+        own = {each: value for each, value in kwargs.items() if each not in ("position_ids", "shift_labels")}
+        unfit = [each for each, value in own.items() if isinstance(value, Tensor) and value.dim()]
+        if unfit:
+            raise PretrainedModelError(
+                f"{type(module).__name__} gives its attention {', '.join(unfit)}, which would be of all heads and this "
+                "rank's tokens. Write sequence_parallel_size=1."
+            )
+        states = (group.heads(each) for each in (query, key, value))
+        attended, _ = stock(module, *states, attention_mask, **own)
+        return group.tokens(attended.transpose(1, 2)).transpose(1, 2).contiguous(), None
+
+    def mask(q_length: int, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+        whole = q_length * group.size
+        return stock_mask(q_length=whole, kv_length=whole, attention_mask=attention_mask, **kwargs)
+
+    return attention, mask
+
+
+def _check(model: PreTrainedModel) -> None:
+    """Refuse what would be wrong in silence: all that mixes tokens, or counts them, outside of causal attention."""
+    reasons = _reasons(model, model.config.get_text_config())
+    reasons += [f"config.{name}=True needs all tokens on one rank" for name in recorded_outputs(model)]
+    if reasons:
+        raise PretrainedModelError(
+            f"Sequence parallelism does not work with {type(model).__name__}: {'; '.join(reasons)}. Write "
+            "sequence_parallel_size=1."
+        )
+
+
+def _reasons(model: PreTrainedModel, text: Any) -> list[str]:
+    others = sorted(set(getattr(text, "layer_types", None) or ()) - _ATTENDING)
+    rotations, causal = _rotations(text), is_causal_language_model(model)
+    parameters = [*inspect.signature(model.forward).parameters.values()]
+    takes_more = parameters[-1].kind is inspect.Parameter.VAR_KEYWORD
+    checks = {
+        "it is no causal language model of transformers": causal,
+        f"it has layers of another kind than attention ({', '.join(others) or 'they pass a state on'})": (
+            not others and not passes_state_on(model)
+        ),
+        "its attention chooses tokens by an index": not hasattr(text, "index_n_heads"),
+        f"its attention, {attention_name(model)}, is not one that transformers lets others replace, as sdpa is in most "
+        "models": has_registered_attention(model),
+        "its loss_function is not that of transformers": not causal or has_usual_loss(model),
+        "its forward takes no position_ids, or no further arguments for its loss": (
+            takes_more and "position_ids" in {each.name for each in parameters}
+        ),
+        "its positions are not rotary, and may not be the places of the tokens": (
+            bool(rotations) or text.model_type in _COUNT_FROM_ZERO
+        ),
+        f"its rotary positions ({', '.join(sorted(rotations))}) depend on how many tokens a rank sees": (
+            not rotations & {"dynamic", "longrope"}
+        ),
+    }
+    return [reason for reason, passed in checks.items() if not passed]
+
+
+def _rotations(text: Any) -> set[str]:
+    """Return the kinds of rotary positions of a configuration; some have one for each kind of layer."""
+    parameters = getattr(text, "rope_parameters", None) or {}
+    by_layer = [each for each in parameters.values() if isinstance(each, Mapping)]
+    return {str(each["rope_type"]) for each in (by_layer or [parameters]) if "rope_type" in each}
+
+
+def _is_off(value: Any) -> bool:
+    return value is None or value is False or (isinstance(value, int) and value == 0)

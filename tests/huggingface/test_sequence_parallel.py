@@ -1,0 +1,130 @@
+"""Which models may share their sequences, and what happens around them; several ranks: tests/multiprocess."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+
+from azureml_strategy.huggingface.sequence_parallel import SharedSequences
+from azureml_strategy.huggingface.sources import PretrainedModelError
+from azureml_strategy.sequence_parallel import SequenceGroup
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+TOKENS = torch.randint(3, 96, (2, 7), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[SequenceGroup]:
+    """One rank, which has all parts."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield SequenceGroup(dist.group.WORLD)
+    dist.destroy_process_group()
+
+
+def llama(**changes: Any) -> Any:
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE, **changes))
+
+
+def roberta() -> Any:
+    shape = {name: size for name, size in SHAPE.items() if name != "num_key_value_heads"}
+    return transformers.RobertaForCausalLM(transformers.RobertaConfig(**shape, is_decoder=True))
+
+
+def qwen3_next() -> Any:
+    sizes = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "num_experts": 2, "num_experts_per_tok": 1}
+    return transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**SHAPE, **sizes))
+
+
+def with_loss_of_its_own() -> Any:
+    model = llama()
+    model.loss_function = lambda logits, labels, **_: logits.sum()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: llama(attn_implementation="eager").model, "it is no causal language model of transformers"),
+        (roberta, "its positions are not rotary, and may not be the places of the tokens"),
+        (qwen3_next, r"it has layers of another kind than attention \(linear_attention"),
+        (lambda: transformers.BloomForCausalLM(transformers.BloomConfig(hidden_size=32, n_head=4, n_layer=1)),
+         "its attention, eager, is not one that transformers lets others replace.*takes no position_ids"),
+        (with_loss_of_its_own, "its loss_function is not that of transformers"),
+        (lambda: llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+         r"rotary positions \(dynamic\) depend on how many tokens"),
+        (lambda: llama(output_hidden_states=True), "config.output_hidden_states=True needs all tokens on one rank"),
+    ],
+)  # fmt: skip
+def test_models_that_mix_tokens_elsewhere_are_refused(group: SequenceGroup, make: Any, words: str) -> None:
+    model = make()
+    with pytest.raises(PretrainedModelError, match=rf"Sequence parallelism does not work with .*{words}.*_size=1"):
+        SharedSequences(model, [], group)
+    assert not model._forward_pre_hooks
+
+
+def test_a_call_with_labels_is_that_of_the_model_alone(group: SequenceGroup) -> None:
+    model = llama()
+    labels = TOKENS.masked_fill(TOKENS % 3 == 0, -100)
+    expected = model(input_ids=TOKENS, labels=labels)
+    shared = SharedSequences(model, [], group)
+    found = model(TOKENS, labels=labels)
+    assert found.loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
+    assert found.past_key_values is None
+    as_tuple = model(input_ids=TOKENS, labels=labels, return_dict=False)
+    assert (len(as_tuple), as_tuple[0].item()) == (2, found.loss.item())
+    shared.remove()
+    assert torch.equal(model(input_ids=TOKENS).logits, expected.logits)
+    assert model(input_ids=TOKENS).past_key_values is not None
+
+
+def test_tokens_may_be_numbered_from_anywhere(group: SequenceGroup) -> None:
+    model = llama().eval()
+    positions = torch.arange(5, 12)[None]
+    expected = model(input_ids=TOKENS, position_ids=positions).logits
+    SharedSequences(model, [], group)
+    torch.testing.assert_close(model(input_ids=TOKENS, position_ids=positions).logits, expected)
+
+
+def test_embeddings_instead_of_tokens(group: SequenceGroup) -> None:
+    model = llama().eval()
+    expected = model(input_ids=TOKENS).logits
+    SharedSequences(model, [], group)
+    torch.testing.assert_close(model(inputs_embeds=model.get_input_embeddings()(TOKENS)).logits, expected)
+
+
+def test_a_call_that_fails_does_not_change_the_next(group: SequenceGroup) -> None:
+    model = llama().eval()
+    expected = model(input_ids=TOKENS).logits
+    SharedSequences(model, [], group)
+    beyond: Tensor = TOKENS + 96
+    with pytest.raises(IndexError):
+        model(input_ids=beyond)
+    torch.testing.assert_close(model(input_ids=TOKENS).logits, expected)
+
+
+def test_adapters_that_call_past_the_hooks(group: SequenceGroup) -> None:
+    """`peft` calls the forward of the model for some kinds of tasks, and the model for others."""
+    peft = pytest.importorskip("peft")
+    for task in (None, "CAUSAL_LM"):
+        model = peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules="all-linear", task_type=task)).eval()
+        expected = model(input_ids=TOKENS, labels=TOKENS).loss
+        SharedSequences(model.get_base_model(), [model.base_model], group)
+        found = model(input_ids=TOKENS, labels=TOKENS)
+        assert found.loss.item() == pytest.approx(expected.item(), rel=1e-6), task
+        assert found.past_key_values is None, "the call went past the hooks"
