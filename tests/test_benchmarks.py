@@ -114,6 +114,14 @@ def test_pretrained_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_sequence_memory(tmp_path: Path) -> None:
+    figures = run("sequence_memory", tmp_path, "--tokens=64", "--layers=1", "--width=32")
+    losses = {rank["sequence_parallel_size=2"]["loss"] for rank in figures["ranks"]}
+    assert losses == {pytest.approx(sum(rank["azureml_ddp"]["loss"] for rank in figures["ranks"]) / 2, rel=1e-5)}
+    assert figures["ratio"] < 0.6
+
+
+@pytest.mark.slow
 def test_pipeline_step(tmp_path: Path) -> None:
     tiny = {"rounds": 1, "steps": 2, "layers": 2, "width": 16, "tokens": 8, "micro-batches": 2, "micro-batch-size": 1}
     figures = run("pipeline_step", tmp_path, *(f"--{name}={value}" for name, value in tiny.items()), "--bubbles", "2")

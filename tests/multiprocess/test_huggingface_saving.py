@@ -82,3 +82,24 @@ def check_adapters(folder: Path, base: Path, name: str) -> None:
     assert torch.allclose(logits(found), expected, atol=1e-5), name
     written = sum(file.stat().st_size for file in (folder / "hugging_face").iterdir())
     assert written < (base / "model.safetensors").stat().st_size, "the base is not in it"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+def test_a_rank_killed_and_a_job_that_goes_on(run_job: RunJob, tmp_path: Path) -> None:
+    """By kill -9, between checkpoints: adapters under each strategy, and a whole model whose sequences are shared."""
+    make_bases(tmp_path)
+    names = ("ddp", "stage_2", "stage_3", "model_parallel", "sequence")
+    straight = run_job("huggingface_saving.py", "straight", *names, nodes=2)
+    assert straight.exit_code == 0, straight.output
+    for name in names:
+        killed = run_job("huggingface_saving.py", "kill", name, nodes=2)
+        assert killed.exit_code != 0, "it was not killed"
+    resumed = run_job("huggingface_saving.py", "killed", *names, nodes=2)
+    assert resumed.exit_code == 0, resumed.output
+    for rank in (0, 1):
+        for name in names:
+            expected, found = straight.results[rank][name], resumed.results[rank][name]
+            left = len(found["losses"])
+            assert 0 < left < len(expected["losses"]), f"{name}: it began anew"
+            assert found == {"losses": expected["losses"][-left:], "logits": expected["logits"]}, f"{name}: bit-equal"

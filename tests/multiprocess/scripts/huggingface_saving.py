@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import LlamaForCausalLM
 
-from azureml_strategy.checkpoint import JobCheckpoint
+from azureml_strategy.checkpoint import JobCheckpoint, checkpoint_to_resume
+from azureml_strategy.checkpoint.manifest import manifest_path
 from azureml_strategy.huggingface import load_pretrained
 from azureml_strategy.strategies import AzureMLDDPStrategy, AzureMLDeepSpeedStrategy, AzureMLModelParallelStrategy
 
@@ -30,6 +32,7 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "stage_2": AzureMLDeepSpeedStrategy,
     "stage_3": lambda: AzureMLDeepSpeedStrategy(stage=3),
     "model_parallel": AzureMLModelParallelStrategy,
+    "sequence": lambda: AzureMLModelParallelStrategy(sequence_parallel_size=2),
 }
 
 
@@ -97,6 +100,33 @@ def train(name: str, adapters: bool, base: Path, resume: Path | None = None) -> 
     return losses.losses, module.logits, folder
 
 
+class Killed(Callback):
+    """Ends rank 1 as the kernel does when memory is short, at a step without a checkpoint after one with it."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self.checkpoint = checkpoint
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        complete = manifest_path(self.checkpoint).exists()
+        if trainer.global_rank == 1 and trainer.global_step % 3 == 2 and complete:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_on(name: str, folder: Path, kill: bool) -> dict[str, Any]:
+    """Train four epochs from the newest checkpoint in a folder, if there is one."""
+    seed_everything(0, verbose=False)
+    module, losses = FineTuning(FOLDER / "base", name != "sequence", load_pretrained), Losses()
+    saving = JobCheckpoint(folder, "{step}", every_n_train_steps=3, keep_last=9)
+    callbacks = [losses, saving, *([Killed(folder / "step=3.ckpt")] if kill else [])]
+    arguments = {"max_epochs": 4, "enable_checkpointing": True, "limit_val_batches": 1}
+    trainer = quiet_trainer(strategy=STRATEGIES[name](), callbacks=callbacks, **arguments)
+    data = DataLoader(list(sequences()), batch_size=2), DataLoader(list(sequences()[:1]))
+    trainer.fit(module, *data, ckpt_path=checkpoint_to_resume("auto", folder))
+    return {"losses": losses.losses, "logits": module.logits.flatten().tolist()}
+
+
 def error_of(name: str, base: Path, resume: Path) -> str:
     try:
         train(name, True, base, resume)
@@ -107,6 +137,12 @@ def error_of(name: str, base: Path, resume: Path) -> str:
 
 def main() -> None:
     results: dict[str, Any] = {}
+    if sys.argv[1] in ("straight", "killed"):
+        results = {name: train_on(name, FOLDER / f"{sys.argv[1]}_{name}", False) for name in sys.argv[2:]}
+        report(dist.get_rank(), **results)
+        return
+    if sys.argv[1] == "kill":
+        train_on(sys.argv[2], FOLDER / f"killed_{sys.argv[2]}", True)
     for name in sys.argv[1:]:
         whole, _, _ = train(name, False, FOLDER / "base")
         straight, expected, folder = train(name, True, FOLDER / "base")
