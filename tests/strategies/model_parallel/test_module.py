@@ -59,6 +59,14 @@ def test_heads_that_do_not_divide_are_named(llama: Holder) -> None:
         check_counts(2, counts_of(llama))
 
 
+def test_adapters_are_named(llama: Holder) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    llama.model = peft.get_peft_model(llama.model, config)
+    with pytest.raises(MissingPlanError, match=r"Holder holds adapters of peft.*Write tensor_parallel_size=1"):
+        plan_of(llama, 2)
+
+
 def test_a_style_that_is_not_known_is_named(llama: Any) -> None:
     llama.model.tp_plan = {"lm_head": "moe_tp_experts"}
     with pytest.raises(ConfigurationError, match=r"says 'model.lm_head': 'moe_tp_experts'. Styles are colwise"):

@@ -11,6 +11,7 @@ from azureml_strategy.huggingface.transformers_internals import (
     blocks_of,
     checkpoints_activations,
     find_models,
+    find_peft_models,
     head_counts,
     tensor_parallel_plan,
 )
@@ -59,10 +60,15 @@ def plan_of(module: nn.Module, size: int) -> Mapping[str, str]:
         size: of the tensor-parallel group.
 
     Raises:
-        MissingPlanError: there is none.
+        MissingPlanError: there is none, or the models have adapters.
     """
     if isinstance(module, HasTensorParallelPlan):
         return module.tensor_parallel_plan()
+    if find_peft_models(module):
+        raise MissingPlanError(
+            f"tensor_parallel_size={size}, but {type(module).__name__} holds adapters of peft, and no plan says how to "
+            "cut those. Write tensor_parallel_size=1, which shards them and their base without cutting them."
+        )
     plan: dict[str, str] = {}
     for name, model in find_models(module).items():
         own = tensor_parallel_plan(model)
