@@ -18,10 +18,10 @@ from azureml_strategy.huggingface.sources import PretrainedModelError
 from azureml_strategy.huggingface.tokens import IGNORED
 from azureml_strategy.huggingface.transformers_internals import (
     attention_name,
-    body,
     has_registered_attention,
     has_usual_loss,
     is_causal_language_model,
+    is_pretrained_model,
     passes_state_on,
     recorded_outputs,
     register_attention,
@@ -77,7 +77,8 @@ class SharedSequences:
         model.set_attn_implementation(name)
         self._model = model
         self._outermost: nn.Module | None = None  # of those that are being called
-        self._hooks = [body(model).register_forward_pre_hook(self._check_is_inside)]
+        inner = [each for each in model.modules() if is_pretrained_model(each) and each is not model]
+        self._hooks = [each.register_forward_pre_hook(self._check_is_inside) for each in inner]
         for each in (model, *adapters):
             self._hooks += [
                 each.register_forward_pre_hook(self._cut, with_kwargs=True),
