@@ -11,7 +11,7 @@ SOURCES = pyproject.toml constraints.txt
 export PYTHONDONTWRITEBYTECODE =
 # What meets most of Lightning, Hydra and MLflow. An old MLflow's server would need an old Flask as well; it is not ours.
 OLDEST_TESTS = tests/strategies tests/training/test_conf.py tests/checkpoint/test_exact_moment.py \
-	tests/multiprocess/test_resume.py tests/tracking/test_logger.py tests/test_internals.py tests/huggingface \
+	tests/tracking/test_logger.py tests/test_internals.py tests/huggingface --ignore=tests/huggingface/test_hub.py \
 	--deselect tests/tracking/test_logger.py::test_a_server_that_goes_and_comes_back
 
 .PHONY: demo test test-oldest test-all soak lint clean

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from hypothesis import HealthCheck, settings
+from tests import uncollected  # noqa: F401  # until all tests are imported
 
 # How long an example takes says something about the machine only. `make test` tries the same ones each time.
 settings.register_profile("random", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -75,6 +76,7 @@ def pytest_collection_finish() -> None:
     """Python's garbage collector need not visit all libraries again and again."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

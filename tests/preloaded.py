@@ -36,6 +36,7 @@ from azureml_strategy.cluster import environ as cluster_environ
 from azureml_strategy.emulator import processes
 
 _IMPORTED_ONCE = [
+    "tests.uncollected",
     *("torch", "torch._dynamo", "torch.distributed.checkpoint", "lightning.pytorch", "hydra", "omegaconf"),
     *("mlflow", "mlflow.store.tracking.sqlalchemy_store", "git"),
     # DeepSpeed's engine imports these when it starts, which takes longer than many a test's training.
@@ -104,10 +105,13 @@ class Forked:
 
 
 class _OfAScript:
-    """A script that a script starts, as a strategy does: with its output and in its group, as below a shell."""
+    """A script that a script starts, as a strategy or torchrun does: with its output, and in its group or a new one."""
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], cwd: str | None = None) -> None:
-        self._process = _fork(command, env, cwd or os.getcwd(), sys.stdout.fileno(), os.getpgrp())
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str], cwd: str | None = None, start_new_session: bool = False
+    ) -> None:
+        group = 0 if start_new_session else os.getpgrp()
+        self._process = _fork(command, env, cwd or os.getcwd(), sys.stdout.fileno(), group)
         multiprocessing.process._children.discard(self._process)  # type: ignore[attr-defined]  # nobody waits at the end
         self.pid, self.kill, self.terminate = self._process.pid, self._process.kill, self._process.terminate
 
@@ -130,12 +134,13 @@ class _OfAScript:
 
 
 class _Popen(subprocess.Popen[Any]):
-    """Forks a Python script that is given nothing but variables and a folder."""
+    """Forks a Python script that is given nothing but variables, a folder, or a session of its own."""
 
     def __new__(cls, args: Any, *others: Any, **options: Any) -> Any:
-        bare = options.get("env") is not None and options.keys() <= {"env", "cwd"}
-        command = script_of(args, options["env"]) if bare else None
-        return super().__new__(cls) if command is None else _OfAScript(command, **options)
+        given = {name: value for name, value in options.items() if value is not None}
+        bare = "env" in given and given.keys() <= {"env", "cwd", "start_new_session"}
+        command = script_of(args, given["env"]) if bare else None
+        return super().__new__(cls) if command is None else _OfAScript(command, **given)
 
 
 def _fork(command: Sequence[str], environ: Mapping[str, str], folder: str, output: int, group: int = 0) -> Any:
@@ -194,7 +199,8 @@ def script_of(command: Sequence[str], environ: Mapping[str, str]) -> list[str] |
     if program is None:
         return None
     if Path(program).name.startswith("python"):
-        return list(command[1:]) if Path(command[1]).is_file() else None
+        arguments = list(command[2:] if command[1] == "-u" else command[1:])  # our output is written by line as it is
+        return arguments if Path(arguments[0]).is_file() else None
     with open(program, "rb") as file:
         return [program, *command[1:]] if b"python" in file.readline() else None
 
@@ -215,6 +221,7 @@ def _run_script(
     sys.stdout.reconfigure(line_buffering=True)
     faulthandler.register(_TELL_STACKS)
     gc.freeze()  # a collection would visit, and thereby copy, all memory that is shared with the server
+    gc.enable()  # see tests/uncollected.py
     _share(server)
     sys.argv = list(command)
     sys.path.insert(0, str(Path(command[0]).parent))

@@ -188,7 +188,11 @@ def test_names_are_lower_case_as_lightning_looks_them_up() -> None:
             id="ours first",
             marks=pytest.mark.exhaustive,
         ),
-        pytest.param("from lightning.pytorch import Trainer\nimport azureml_strategy", id="Lightning first"),
+        pytest.param(
+            "from lightning.pytorch import Trainer\nimport azureml_strategy",
+            id="Lightning first",
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param(
             "import lightning\nimport azureml_strategy\nTrainer = lightning.Trainer",
             id="its whole package",
@@ -202,6 +206,7 @@ def test_names_are_lower_case_as_lightning_looks_them_up() -> None:
     ],
 )
 def test_names_are_registered_in_either_order(imports: str) -> None:
+    """Whoever registers them, torch or the import; `test_torchs_own_switch_leaves_it_out` tries the import alone."""
     code = f"{imports}\nprint(type({TRAINER}.strategy).__name__)"
     assert python(code).splitlines()[-1] == "AzureMLDDPStrategy"
 
@@ -267,8 +272,10 @@ def test_import_torch_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_torchs_own_switch_leaves_it_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until it is imported, here after Lightning."""
     inside(monkeypatch, TORCH_DEVICE_BACKEND_AUTOLOAD="0", **{CALLBACKS_SWITCH: "off"})
-    assert python(AUTOLOAD).split()[-2:] == ["DDPStrategy", "DDPStrategy"]
+    imported = f"{AUTOLOAD}\nimport azureml_strategy\nprint(type({TRAINER}.strategy).__name__)"
+    assert python(imported).split()[-3:] == ["DDPStrategy", "DDPStrategy", "AzureMLDDPStrategy"]
 
 
 @pytest.mark.parametrize("name", sorted(_STRATEGIES))
@@ -293,13 +300,3 @@ def test_importing_it_and_detecting_a_launch_is_light() -> None:
         f"print([name for name in {heavy} if name in sys.modules])"
     )
     assert python(code).strip() == "[]"
-
-
-@pytest.mark.parametrize("first", [pytest.param("azureml_strategy", marks=pytest.mark.exhaustive), "pytorch_lightning"])
-def test_pytorch_lightning_is_refused_with_the_remedy(first: str) -> None:
-    second = {"azureml_strategy": "pytorch_lightning", "pytorch_lightning": "azureml_strategy"}[first]
-    code = (
-        f"import {first}, {second}\nfrom pytorch_lightning import Trainer\n"
-        f"try:\n    {TRAINER}\nexcept ImportError as error:\n    print(error)"
-    )
-    assert "Write `from lightning.pytorch import Trainer`" in python(code)

@@ -105,10 +105,11 @@ def test_a_null_character_is_refused() -> None:
         quote_argument("a\0b", REFERENCES)
 
 
-@given(ARGUMENTS)
-@settings(max_examples=60)
-def test_hydra_reads_any_text_back(text: str) -> None:
+@given(st.lists(ARGUMENTS, min_size=1, max_size=8))
+@settings(max_examples=25)
+def test_hydra_reads_any_text_back(texts: list[str]) -> None:
     # A line that ends in the middle of a value is no override; paths and addresses have no such characters.
-    text = "".join(character for character in text if character.isprintable())
+    texts = ["".join(character for character in text if character.isprintable()) for text in texts]
     with initialize(version_base="1.3", config_path=None):
-        assert compose(overrides=[f"+text={hydra_text(text)}"]).text == text
+        composed = compose(overrides=[f"+text_{place}={hydra_text(text)}" for place, text in enumerate(texts)])
+    assert [composed[f"text_{place}"] for place in range(len(texts))] == texts

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from tests.jobs.azure_service.exchange import Reply
 from tests.jobs.azure_service.faults import Fault
 from tests.jobs.azure_service.service import AzureService
 from tests.jobs.rendering import SIZE, cache, own_recipe
+from tests.preloaded import Forked
 
 from azureml_strategy.cli import main
 
@@ -165,17 +166,16 @@ def test_a_link_that_leads_nowhere_stops_the_command(capsys: pytest.CaptureFixtu
 
 def test_a_long_pause_is_told_and_ctrl_c_ends_it(azure_service: AzureService) -> None:
     azure_service.fail("PUT", r"/jobs/", 429, "TooManyRequests", "Slow down.", times=9, retry_after="3600")
-    command = [sys.executable, "-m", "azureml_strategy.cli", "submit", "resnet50_ddp", SIZE, PRICED, "--name", "slow"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        assert process.stdout is not None
-        said = ""
-        while "Ctrl-C ends the waiting" not in said:
-            line = process.stdout.readline()
-            assert line, said
-            said += line
-        assert "management.azure.com asks for a pause of 1:00:00 (HTTP 429)" in said
-        process.send_signal(signal.SIGINT)
-        rest = process.stdout.read()
+    command = [str(Path(sys.executable).with_name("azureml-strategy")), "submit", "resnet50_ddp", SIZE, PRICED]
+    process = Forked([*command, "--name", "slow"], os.environ, text=True)
+    said = ""
+    while "Ctrl-C ends the waiting" not in said:
+        line = process.stdout.readline()
+        assert line, said
+        said += line
+    assert "management.azure.com asks for a pause of 1:00:00 (HTTP 429)" in said
+    os.kill(process.pid, signal.SIGINT)
+    rest, _ = process.communicate(60)
     assert process.returncode == 130
     assert rest.splitlines()[-1].startswith("azureml-strategy: Interrupted. Whether job slow was made is not known.")
     assert "Traceback" not in rest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,12 +14,14 @@ from typing import Any
 
 import pytest
 from tests.emulated import SHARED_MACHINE, launches, loopback_addresses, only_documented
+from tests.emulator.conftest import _empty_store
 from tests.preloaded import start_forked
 
 from azureml_strategy.cluster.emulated import EmulatedRun, azure_variables, without_job_variables
 from azureml_strategy.emulator.nodes import reserved_port
 from azureml_strategy.emulator.processes import Outcome, Process, run_together
 
+__all__ = ["_empty_store"]  # a fixture
 SCRIPTS = Path(__file__).parent / "scripts"
 
 
@@ -42,12 +45,15 @@ RunJob = Callable[..., Job]
 
 
 @pytest.fixture
-def run_job(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> RunJob:
+def run_job(
+    _empty_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> RunJob:
     """Run a script of tests/multiprocess/scripts as each process of a job, and wait for the end.
 
     `fresh` starts interpreters, for a test of what they import; `documented` leaves the variables that Azure ML's own
     page lists, and no others of the job.
     """
+    shutil.copy(_empty_store, tmp_path / "mlflow.db")
 
     def run(
         script: str,
@@ -94,7 +100,7 @@ def scripts_on_path() -> Iterator[None]:
 
 
 def fake_run(folder: Path) -> EmulatedRun:
-    """A run that nothing opens: these tests do not log."""
+    """A run that is not in its store: rank 0 looks for it and tracks nothing, as these tests do not log."""
     return EmulatedRun("job-1", "tests", "1", f"sqlite:///{folder}/mlflow.db")
 
 

@@ -14,8 +14,9 @@ from tests.checkpoint.scheduled_events_service import Service, event, events, se
 from tests.multiprocess.conftest import RunJob
 
 STEPS = 80
+# For DDP, other tests of this file and tests/faults/test_trials.py see a preemption withdrawn.
 STRATEGIES = [
-    "ddp",
+    pytest.param("ddp", marks=pytest.mark.exhaustive),
     "deepspeed_stage_2",
     pytest.param("deepspeed_stage_3", marks=pytest.mark.exhaustive),
     pytest.param("pipeline", marks=pytest.mark.exhaustive),

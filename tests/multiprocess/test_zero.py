@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests.multiprocess.conftest import RunJob
 
-BATCHES = 12  # of an epoch
+BATCHES = 8  # of an epoch
 LAYOUTS = ("ddp", "stage_1", "stage_2", "stage_3", "offload")
 Results = dict[str, Any]
 

@@ -41,15 +41,6 @@ def fits(done: subprocess.CompletedProcess[str]) -> list[list[str]]:
     return [line.partition("FIT ")[2].split(maxsplit=3) for line in done.stdout.splitlines() if "FIT " in line]
 
 
-def test_one_device_needs_no_other_process_and_several_are_forked() -> None:
-    """One cell after the other, with the weights of Lightning's own strategy for notebooks."""
-    names = ("azureml_ddp", "azureml_ddp_notebook", "ddp_notebook")
-    one, *several = fits(cells("fit('azureml_ddp', 1)\n" + "\n".join(f"fit({name!r}, 2)" for name in names)))
-    assert one[:3] == ["1", "NoneType", "False"], "its group does not stay"
-    assert [each[:3] for each in several] == [["2", "_MultiProcessingLauncher", "False"]] * 3
-    assert several[0] == several[1] == several[2]
-
-
 # Cells that fail one after the other.
 REFUSED = """
 for strategy in ("azureml_model_parallel", "azureml_deepspeed", "azureml_deepspeed_pipeline", "azureml_ddp"):
@@ -62,10 +53,17 @@ for strategy in ("azureml_model_parallel", "azureml_deepspeed", "azureml_deepspe
 """
 
 
-def test_what_is_not_forked_says_what_to_type() -> None:
-    """The other strategies, and one that would be forked with the group of an earlier cell."""
-    done = cells(REFUSED)
-    assert done.returncode == 0, done.stderr
+def test_one_device_needs_no_other_process_several_are_forked_and_what_is_not_says_what_to_type() -> None:
+    """One cell after the other, with the weights of Lightning's own strategy for notebooks.
+
+    Refused are the other strategies, and one that would be forked with the group of an earlier cell.
+    """
+    names = ("azureml_ddp", "azureml_ddp_notebook", "ddp_notebook")
+    done = cells("fit('azureml_ddp', 1)\n" + "\n".join(f"fit({name!r}, 2)" for name in names) + REFUSED)
+    one, *several = fits(done)
+    assert one[:3] == ["1", "NoneType", "False"], "its group does not stay"
+    assert [each[:3] for each in several] == [["2", "_MultiProcessingLauncher", "False"]] * 3
+    assert several[0] == several[1] == several[2]
     _, *others, last = done.stdout.split("REFUSED")
     assert len(others) == 3, done.stdout
     for told in others:

@@ -20,8 +20,8 @@ from azureml_strategy.checkpoint.consolidate import consolidate
 from azureml_strategy.models import GPTConfig, LanguageModel
 from azureml_strategy.strategies import AzureMLDDPStrategy, AzureMLDeepSpeedStrategy
 
-SEQUENCES, LENGTH, TOKENS = 96, 16, 64
-GLOBAL_BATCH = 16  # sequences of a step over all processes: 6 steps an epoch, and 2 epochs
+SEQUENCES, LENGTH, TOKENS = 64, 16, 64
+GLOBAL_BATCH = 16  # sequences of a step over all processes: 4 steps an epoch, and 2 epochs
 VALIDATED = 32  # sequences
 FOLDER = Path(os.environ["RESULTS"]).parent
 WORLD = int(os.environ["WORLD_SIZE"])
