@@ -57,6 +57,22 @@ def with_loss_of_its_own() -> Any:
     return model
 
 
+def with_forward_of_its_own() -> Any:
+    class Mine(transformers.LlamaForCausalLM):  # type: ignore[misc]
+        def forward(self, input_ids: Tensor, labels: Tensor, **kwargs: Any) -> Any:
+            return super().forward(input_ids=input_ids, **kwargs).logits[:, :-1].sum()
+
+    torch.manual_seed(0)
+    return Mine(transformers.LlamaConfig(**SHAPE))
+
+
+def llama4_with_flash_attention() -> Any:
+    config = transformers.Llama4TextConfig(**SHAPE, head_dim=8, attn_temperature_tuning=False)
+    model = transformers.Llama4ForCausalLM(config)
+    model.config._attn_implementation = "flash_attention_2"
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -66,6 +82,11 @@ def with_loss_of_its_own() -> Any:
         (lambda: transformers.BloomForCausalLM(transformers.BloomConfig(hidden_size=32, n_head=4, n_layer=1)),
          "its attention, eager, is not one that transformers lets others replace.*takes no position_ids"),
         (with_loss_of_its_own, "its loss_function is not that of transformers"),
+        (with_forward_of_its_own, "its forward is not that of transformers, and may compute a loss of its own"),
+        (lambda: llama(is_causal=False), "its configuration says that tokens see those behind them"),
+        (lambda: transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**SHAPE, head_dim=8)),
+         r"its attention counts the tokens that a rank sees \(attn_temperature_tuning\)"),
+        (llama4_with_flash_attention, "flash attention cannot attend in chunks"),
         (lambda: llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
          r"rotary positions \(dynamic\) depend on how many tokens"),
         (lambda: llama(output_hidden_states=True), "config.output_hidden_states=True needs all tokens on one rank"),
@@ -91,6 +112,59 @@ def test_a_call_with_labels_is_that_of_the_model_alone(group: SequenceGroup) -> 
     shared.remove()
     assert torch.equal(model(input_ids=TOKENS).logits, expected.logits)
     assert model(input_ids=TOKENS).past_key_values is not None
+
+
+def test_labels_may_be_ignored_by_another_number(group: SequenceGroup) -> None:
+    model = llama()
+    labels = TOKENS.masked_fill(TOKENS % 3 == 0, 0)
+    expected = model(input_ids=TOKENS, labels=labels, ignore_index=0).loss
+    SharedSequences(model, [], group)
+    assert model(input_ids=TOKENS, labels=labels, ignore_index=0).loss.item() == pytest.approx(
+        expected.item(), rel=1e-6
+    )
+
+
+def test_other_models_of_the_same_configuration_are_refused(group: SequenceGroup) -> None:
+    """They would exchange tokens as well, without the hooks that cut them."""
+    policy = llama()
+    reference = transformers.LlamaForCausalLM(policy.config)
+    SharedSequences(policy, [], group)
+    with pytest.raises(PretrainedModelError, match=r"is another model's as well.*copy.deepcopy"):
+        SharedSequences(reference, [], group)
+    for other in (reference, transformers.AutoModelForCausalLM.from_config(policy.config)):
+        with pytest.raises(PretrainedModelError, match=r"made from its configuration.*attn_implementation='sdpa'"):
+            other(input_ids=TOKENS)
+
+
+def test_token_types_of_bidirectional_prefixes_are_refused(group: SequenceGroup) -> None:
+    model = transformers.HrmTextForCausalLM(transformers.HrmTextConfig(**SHAPE, head_dim=8, pad_token_id=0))
+    SharedSequences(model, [], group)
+    with pytest.raises(PretrainedModelError, match="called with token_type_ids"):
+        model(input_ids=TOKENS, token_type_ids=(TOKENS > 50).long())
+
+
+def test_flash_attention_is_asked_for_by_its_own_name(group: SequenceGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import modeling_flash_attention_utils as kernels
+
+    def load(implementation: str, *args: Any, **kwargs: Any) -> Any:
+        assert implementation == "flash_attention_2"
+        return kernel, kernel, None, kernels._pad_input, kernels._unpad_input
+
+    def kernel(
+        query: Tensor, key: Tensor, value: Tensor, causal: bool, softmax_scale: float, dropout_p: float = 0
+    ) -> Tensor:
+        states = (each.transpose(1, 2) for each in (query, key, value))
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            *states, is_causal=causal, scale=softmax_scale, enable_gqa=True
+        )
+        return attended.transpose(1, 2)
+
+    monkeypatch.setattr(kernels, "_lazy_imports", load)
+    model = llama()
+    expected = model(input_ids=TOKENS).logits
+    model.config._attn_implementation = "flash_attention_2"
+    SharedSequences(model, [], group)
+    torch.testing.assert_close(model(input_ids=TOKENS).logits, expected)
 
 
 def test_tokens_may_be_numbered_from_anywhere(group: SequenceGroup) -> None:

@@ -112,7 +112,7 @@ def test_users_modules_share_sequences(run_job: RunJob, tmp_path: Path) -> None:
     assert_same(found["logits"], found["logits_ddp"])
     assert_same(found["bf16"], found["ddp"], rel=2e-2)
     assert (found["labels"]["replicas"], found["ddp"]["replicas"]) == (1, 2)
-    for name in ("gpt", "gpt_learned"):
+    for name in ("gpt", "gpt_learned", "gpt_summed"):
         for each in ("losses", "val_loss", "logits"):
             assert found[name][each] == pytest.approx(found[f"{name}_ddp"][each], rel=1e-5, abs=1e-6), (name, each)
     assert found["gpt_resumed"]["losses"] == found["gpt"]["losses"][2:], "not bit for bit"

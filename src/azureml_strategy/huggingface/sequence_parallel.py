@@ -7,6 +7,7 @@ make its loss that of the whole one. The user's module sees neither: it gives wh
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from azureml_strategy.huggingface.tokens import IGNORED
 from azureml_strategy.huggingface.transformers_internals import (
     attention_name,
     has_registered_attention,
+    has_usual_forward,
     has_usual_loss,
     is_causal_language_model,
     is_pretrained_model,
@@ -30,17 +32,19 @@ from azureml_strategy.huggingface.transformers_internals import (
 from azureml_strategy.sequence_parallel import SequenceGroup
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 # Arguments with one entry for each token, of which a rank gets its part. Zeros stand for tokens behind the last, where
 # the parts would be unequal. No other token sees them, as all others are before them.
-_BY_TOKEN = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids")
+_BY_TOKEN = ("input_ids", "inputs_embeds", "position_ids")
 # Those that are treated in another way.
 _LABELS_AND_MASK = ("labels", "shift_labels", "attention_mask")
 # Kinds of layers whose tokens see each other by attention alone.
 _ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
 # Models with learned positions that are 0 for the first token of a row. RoBERTa's are not.
 _COUNT_FROM_ZERO = {"gpt2"}
+# What the names of attention functions from here begin with. transformers reads more in a name with "flash" in it.
+_NAME = "sequence_parallel_"
 # Arguments of a model's forward for what needs all tokens on one rank.
 _NEEDS_ALL = (
     *("past_key_values", "use_cache", "logits_to_keep", "output_attentions", "output_hidden_states"),
@@ -72,11 +76,11 @@ class SharedSequences:
         self._length = 0
         self._whole_logits = False
         self._as_tuple = False
-        name = f"{self._attention}_of_{group.group.group_name}"
-        register_attention(name, *_around(self._attention, group))
-        model.set_attn_implementation(name)
         self._model = model
         self._outermost: nn.Module | None = None  # of those that are being called
+        name = f"{_NAME}{id(self)}"
+        register_attention(name, *self._around_stock())
+        model.set_attn_implementation(name)
         inner = [each for each in model.modules() if is_pretrained_model(each) and each is not model]
         self._hooks = [each.register_forward_pre_hook(self._check_is_inside) for each in inner]
         for each in (model, *adapters):
@@ -90,6 +94,37 @@ class SharedSequences:
         for hook in self._hooks:
             hook.remove()
         self._model.set_attn_implementation(self._attention)
+
+    def _around_stock(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """Return an attention function that has all tokens of some heads, and the one that makes its masks."""
+        group, own_config = self._group, copy.copy(self._model.config.get_text_config())
+        stock, stock_mask = stock_attention(self._attention)
+
+        def attention(
+            module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+        ) -> tuple[Tensor, None]:
+            # Arguments of the model reach its attention. Flash attention would look for packed samples in positions.
+            own = {each: value for each, value in kwargs.items() if each not in ("position_ids", "shift_labels")}
+            unfit = [each for each, value in own.items() if isinstance(value, Tensor) and value.dim()]
+            if unfit:
+                raise PretrainedModelError(
+                    f"{type(module).__name__} gives its attention {', '.join(unfit)}, which would be of all heads and "
+                    "this rank's tokens. Write sequence_parallel_size=1."
+                )
+            states = (group.heads(each) for each in (query, key, value))
+            attended, _ = stock(_LayerAsConfigured(module, own_config), *states, attention_mask, **own)
+            return group.tokens(attended.transpose(1, 2)).transpose(1, 2).contiguous(), None
+
+        def mask(q_length: int, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+            if self._outermost is None:
+                raise PretrainedModelError(
+                    f"Another model than the {type(self._model).__name__} whose sequences are shared was made from its "
+                    "configuration. Make it from one with attn_implementation='sdpa'."
+                )
+            whole = q_length * group.size
+            return stock_mask(q_length=whole, kv_length=whole, attention_mask=attention_mask, **kwargs)
+
+        return attention, mask
 
     def _check_is_inside(self, layers: nn.Module, args: object) -> None:
         if self._outermost is None:
@@ -123,21 +158,22 @@ class SharedSequences:
         """
         if "labels" not in inputs:
             return inputs
+        ignored = inputs.get("ignore_index", IGNORED)
         shifted = inputs.get("shift_labels")
         if shifted is None:
-            shifted = nn.functional.pad(inputs["labels"], (0, 1), value=IGNORED)[:, 1:]
+            shifted = nn.functional.pad(inputs["labels"], (0, 1), value=ignored)[:, 1:]
         tokens = inputs.get("num_items_in_batch")
         if tokens is None:
-            tokens = (shifted != IGNORED).sum()
-        part = self._group.part(shifted, IGNORED)
+            tokens = (shifted != ignored).sum()
+        part = self._group.part(shifted, ignored)
         return {**inputs, "labels": part, "shift_labels": part, "num_items_in_batch": tokens / self._group.size}
 
     def _with_positions(self, inputs: dict[str, Any], tokens: Tensor) -> dict[str, Any]:
         """Number the tokens from the first of the sequence, and let the mask be as long as all parts are."""
         padded = self._length + -self._length % self._group.size
-        if "attention_mask" in inputs:
-            mask = inputs["attention_mask"]
-            inputs["attention_mask"] = nn.functional.pad(mask, (0, padded - self._length), value=1)
+        # A compiled model without a mask would look for packed samples in the positions of this rank.
+        mask = inputs.get("attention_mask", torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device))
+        inputs["attention_mask"] = nn.functional.pad(mask, (0, padded - self._length), value=1)
         places = torch.arange(padded, device=tokens.device).expand(len(tokens), -1)
         if "position_ids" in inputs:
             places = places + inputs["position_ids"][:, :1]
@@ -154,8 +190,8 @@ class SharedSequences:
         positions = inputs.get("position_ids")
         if positions is not None and bool((positions.diff(dim=-1) != 1).any()):
             raise PretrainedModelError(
-                "The position_ids start again inside a row, as those of packed samples do. Sequence parallelism "
-                "computes rows of one sample each: leave position_ids out, or write sequence_parallel_size=1."
+                "The position_ids start again inside a row, as those of packed samples or of padding on the left. Sequence "
+                "parallelism counts on from the first: leave position_ids out, or write sequence_parallel_size=1."
             )
         mask = inputs.get("attention_mask")
         if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
@@ -190,30 +226,15 @@ class SharedSequences:
         return outputs.to_tuple() if self._as_tuple else outputs
 
 
-def _around(name: str, group: SequenceGroup) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return an attention function that has all tokens of some heads, and the one that makes its masks."""
-    stock, stock_mask = stock_attention(name)
+class _LayerAsConfigured:
+    """An attention layer with the configuration of before: flash attention chooses its kernel by the name in it."""
 
-    def attention(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
-    ) -> tuple[Tensor, None]:
-        # Arguments of the model reach its attention. Flash attention would look in the positions for packed samples.
-        own = {each: value for each, value in kwargs.items() if each not in ("position_ids", "shift_labels")}
-        unfit = [each for each, value in own.items() if isinstance(value, Tensor) and value.dim()]
-        if unfit:
-            raise PretrainedModelError(
-                f"{type(module).__name__} gives its attention {', '.join(unfit)}, which would be of all heads and this "
-                "rank's tokens. Write sequence_parallel_size=1."
-            )
-        states = (group.heads(each) for each in (query, key, value))
-        attended, _ = stock(module, *states, attention_mask, **own)
-        return group.tokens(attended.transpose(1, 2)).transpose(1, 2).contiguous(), None
+    def __init__(self, layer: nn.Module, config: PreTrainedConfig) -> None:
+        self._layer = layer
+        self.config = config
 
-    def mask(q_length: int, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
-        whole = q_length * group.size
-        return stock_mask(q_length=whole, kv_length=whole, attention_mask=attention_mask, **kwargs)
-
-    return attention, mask
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
 
 
 def _check(model: PreTrainedModel) -> None:
@@ -238,14 +259,30 @@ def _reasons(model: PreTrainedModel, text: Any) -> list[str]:
             not others and not passes_state_on(model)
         ),
         "its attention chooses tokens by an index": not hasattr(text, "index_n_heads"),
+        "its configuration says that tokens see those behind them": (
+            getattr(text, "is_causal", True)
+            and getattr(text, "use_bidirectional_attention", None) in (None, False, "vision")
+        ),
+        "its configuration is another model's as well (give each one made by copy.deepcopy)": (
+            not attention_name(model).startswith(_NAME)
+        ),
         f"its attention, {attention_name(model)}, is not one that transformers lets others replace, as sdpa is in most "
         "models": has_registered_attention(model),
         "its loss_function is not that of transformers": not causal or has_usual_loss(model),
+        "its forward is not that of transformers, and may compute a loss of its own": not causal
+        or has_usual_forward(model),
         "its forward takes no position_ids, or no further arguments for its loss": (
             takes_more and "position_ids" in {each.name for each in parameters}
         ),
         "its positions are not rotary, and may not be the places of the tokens": (
             bool(rotations) or text.model_type in _COUNT_FROM_ZERO
+        ),
+        "its attention counts the tokens that a rank sees (attn_temperature_tuning)": (
+            not getattr(text, "attn_temperature_tuning", False)
+        ),
+        "flash attention cannot attend in chunks": (
+            "flash" not in attention_name(model)
+            or "chunked_attention" not in (getattr(text, "layer_types", None) or ())
         ),
         f"its rotary positions ({', '.join(sorted(rotations))}) depend on how many tokens a rank sees": (
             not rotations & {"dynamic", "longrope"}

@@ -249,6 +249,12 @@ def has_usual_loss(model: PreTrainedModel) -> bool:
     return model.loss_function is ForCausalLMLoss
 
 
+def has_usual_forward(model: PreTrainedModel) -> bool:
+    """Whether a model's forward is that of its class in transformers, which a subclass may replace."""
+    kinds: list[Any] = [kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers.models.")]
+    return bool(kinds) and type(model).forward is kinds[0].forward
+
+
 def is_causal_language_model(model: PreTrainedModel) -> bool:
     """Whether a model is of a class that AutoModelForCausalLM chooses."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

@@ -76,12 +76,26 @@ def shared(**arguments: Any) -> AzureMLModelParallelStrategy:
     return AzureMLModelParallelStrategy(sequence_parallel_size=2, **arguments)
 
 
-def gpt(strategy: Strategy, replicas: int, folder: Path | None = None, resume: bool = False, **shape: Any) -> Any:
+class SummedLoss(LanguageModel):
+    """Its loss of all tokens is not the mean of those of the parts."""
+
+    def pipeline_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return functional.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="sum") / len(outputs)
+
+
+def gpt(
+    strategy: Strategy,
+    replicas: int,
+    folder: Path | None = None,
+    resume: bool = False,
+    kind: type[LanguageModel] = LanguageModel,
+    **shape: Any,
+) -> Any:
     """The package's own, with fewer heads of keys and values; saved after its first epoch."""
     network = GPTConfig(
         vocab_size=VOCABULARY, context=11, layers=2, width=16, heads=4, kv_heads=2, mlp_width=32, **shape
     )
-    module = LanguageModel(network, learning_rate=3e-3, warmup_steps=2)
+    module = kind(network, learning_rate=3e-3, warmup_steps=2)
     losses: list[float] = []
 
     class Losses(Callback):
@@ -188,6 +202,8 @@ def details(folder: Path) -> dict[str, Any]:
         "gpt_resumed": gpt(shared(), 1, folder, resume=True),
         "gpt_learned": gpt(shared(), 1, positions="learned", checkpoint_activations=True),
         "gpt_learned_ddp": gpt(AzureMLDDPStrategy(), 2, positions="learned"),
+        "gpt_summed": gpt(shared(), 1, kind=SummedLoss),
+        "gpt_summed_ddp": gpt(AzureMLDDPStrategy(), 2, kind=SummedLoss),
         "restored": restored(),
         "refused": refused(),
     }
