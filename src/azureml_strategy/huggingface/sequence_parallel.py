@@ -190,8 +190,8 @@ class SharedSequences:
         positions = inputs.get("position_ids")
         if positions is not None and bool((positions.diff(dim=-1) != 1).any()):
             raise PretrainedModelError(
-                "The position_ids start again inside a row, as those of packed samples or of padding on the left. Sequence "
-                "parallelism counts on from the first: leave position_ids out, or write sequence_parallel_size=1."
+                "The position_ids start again inside a row, as those of packed samples or of padding on the left. "
+                "Sequence parallelism counts on from the first: leave them out, or write sequence_parallel_size=1."
             )
         mask = inputs.get("attention_mask")
         if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):

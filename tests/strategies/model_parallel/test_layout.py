@@ -96,11 +96,12 @@ def test_sequences(sizes: Any, expected: MeshLayout) -> None:
 @pytest.mark.parametrize(
     ("size", "words"),
     [
-        (0, "sequence_parallel_size=0 is no number of processes"),
+        (0, "sequence_parallel_size=0 is no number of processes. Write 1 or more."),
+        ("auto", "sequence_parallel_size=auto is no number of processes. Write 1 or more."),
         (3, "times sequence_parallel_size=3 times tensor_parallel_size=1 is 15, but there are 16 processes (8 on each"),
     ],
 )
-def test_sequences_that_do_not_fit(size: int, words: str) -> None:
+def test_sequences_that_do_not_fit(size: Any, words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         plan_layout("auto", 1, num_nodes=2, processes_per_node=8, cuts_tensors=False, sequence_parallel_size=size)
 

@@ -155,8 +155,10 @@ def divisors(number: int) -> list[int]:
 
 def _check_positive(**sizes: Size) -> None:
     for name, size in sizes.items():
-        if size != "auto" and size < 1:
-            raise MeshSizeError(f"{name}={size} is no number of processes. Write 1 or more, or 'auto'.")
+        may_be_auto = name != "sequence_parallel_size"
+        if (isinstance(size, str) and not may_be_auto) or (size != "auto" and size < 1):
+            or_auto = ", or 'auto'" if may_be_auto else ""
+            raise MeshSizeError(f"{name}={size} is no number of processes. Write 1 or more{or_auto}.")
 
 
 def _not_the_world(layout: MeshLayout, num_nodes: int, processes_per_node: int) -> str:
