@@ -1,6 +1,7 @@
 # Two commands do all the set-up: `make demo` and `make test`, each in a virtual environment of its own.
 PYTHON ?= python3
-PIP_INSTALL = install --quiet --disable-pip-version-check -c constraints.txt
+# Most files of the libraries are never imported: Python compiles the others when they are.
+PIP_INSTALL = install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 # `make soak SOAK="--faults 1000 --seed 7"`: its options.
 SOAK =
 # A file's tests stay together, for what they share, and the longest files come first, as tests/conftest.py sorts them.
@@ -51,7 +52,7 @@ lint: .venv-test/installed
 
 .venv-test/oldest/installed: .venv-test/installed tests/oldest.txt
 	rm -rf .venv-test/oldest
-	.venv-test/bin/pip install --quiet --disable-pip-version-check --no-deps --target .venv-test/oldest -r tests/oldest.txt
+	.venv-test/bin/pip install --quiet --disable-pip-version-check --no-compile --no-deps --target .venv-test/oldest -r tests/oldest.txt
 	touch $@
 
 clean:

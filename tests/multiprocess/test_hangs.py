@@ -42,8 +42,17 @@ def test_a_rank_that_stalls_is_named(run_job: RunJob, tmp_path: Path, strategy: 
     assert entered[0] == entered[1] + 1, "as torch's recorder tells it"
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("fate", ["killed", "killed at once", "killed before"])
+@pytest.mark.parametrize(
+    ("rank", "fate"),
+    [
+        (0, "killed"),
+        (1, "killed"),
+        (0, "killed at once"),
+        pytest.param(1, "killed at once", marks=pytest.mark.exhaustive),
+        (0, "killed before"),
+        pytest.param(1, "killed before", marks=pytest.mark.exhaustive),
+    ],
+)
 @pytest.mark.parametrize("machines", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_a_rank_that_is_killed_is_named(run_job: RunJob, rank: int, fate: str, machines: bool) -> None:
     """Also one of which nothing was heard yet, or that dies before the watches meet."""
@@ -54,7 +63,7 @@ def test_a_rank_that_is_killed_is_named(run_job: RunJob, rank: int, fate: str, m
     assert any(f"rank {rank} (" in note for note in job.results[1 - rank]["notes"]) or NO_NOTES
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_a_rank_that_stands_still_is_named(run_job: RunJob, rank: int) -> None:
     job = run(run_job, rank, "stopped", dead_after_s=3, stall_after_s=3, kill=True)
     assert job.exit_code == 75, job.output
@@ -88,7 +97,7 @@ def test_a_process_that_is_alive_is_reported_and_trains_to_its_end(
     assert re.search(said, (tmp_path / "logs/hang.attempt_0/report.txt").read_text())
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_the_exception_of_another_rank_is_told(run_job: RunJob, rank: int) -> None:
     job = run(run_job, rank, "raises")
     assert job.exit_code == 1, job.output

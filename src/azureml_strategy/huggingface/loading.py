@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from azureml_strategy.huggingface import transformers_internals as internals
 from azureml_strategy.huggingface.file_slices import open_slices
@@ -66,6 +68,25 @@ class _Sketch:
     places: dict[str, tuple[nn.Module, str]]
 
 
+class _KeepsValues(TorchFunctionMode):
+    """Leaves tensors with values where they are, when they are sent to the meta device.
+
+    `peft` sends new adapters to the device of their base. If that has no values yet, the adapters would lose theirs.
+    """
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.to and not args[0].is_meta:
+            asked = (*args[1:], *kwargs.values())
+            if any(isinstance(each, (str, torch.device)) and torch.device(each).type == "meta" for each in asked):
+                kinds = [each for each in asked if isinstance(each, torch.dtype)]
+                return func(args[0], kinds[0]) if kinds else args[0]
+        return func(*args, **kwargs)
+
+
 _at_work: ContextVar[Loading | None] = ContextVar("loading", default=None)
 
 
@@ -74,7 +95,7 @@ def loading_as(loading: Loading) -> Iterator[None]:
     """Make `load_pretrained` load in a strategy's way, while the strategy calls `configure_model`."""
     token = _at_work.set(loading)
     try:
-        with internals.KeepsValues() if loading.way == "in_parts" else nullcontext():
+        with _KeepsValues() if loading.way == "in_parts" else nullcontext():
             yield
     finally:
         _at_work.reset(token)

@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from typing_extensions import override
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -357,25 +355,6 @@ def _initialize_rest(model: Any, in_files: set[str]) -> None:
         if rest:
             with torch.no_grad():
                 model._init_weights(module)
-
-
-class KeepsValues(TorchFunctionMode):
-    """Leaves tensors with values where they are, when they are sent to the meta device.
-
-    `peft` sends new adapters to the device of their base. If that has no values yet, the adapters would lose theirs.
-    """
-
-    @override
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is Tensor.to and not args[0].is_meta:
-            asked = (*args[1:], *kwargs.values())
-            if any(isinstance(each, (str, torch.device)) and torch.device(each).type == "meta" for each in asked):
-                kinds = [each for each in asked if isinstance(each, torch.dtype)]
-                return func(args[0], kinds[0]) if kinds else args[0]
-        return func(*args, **kwargs)
 
 
 @contextmanager
