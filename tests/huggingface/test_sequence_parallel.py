@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -165,6 +167,16 @@ def test_flash_attention_is_asked_for_by_its_own_name(group: SequenceGroup, monk
     model.config._attn_implementation = "flash_attention_2"
     SharedSequences(model, [], group)
     torch.testing.assert_close(model(input_ids=TOKENS).logits, expected)
+
+
+def test_nothing_keeps_a_model_that_is_done_with(group: SequenceGroup) -> None:
+    """As between the runs of a sweep in one process: its weights would stay on the device."""
+    model = llama()
+    SharedSequences(model, [], group).remove()
+    done = weakref.ref(model)
+    del model
+    gc.collect()
+    assert done() is None
 
 
 def test_tokens_may_be_numbered_from_anywhere(group: SequenceGroup) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -98,6 +99,7 @@ class SharedSequences:
     def _around_stock(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """Return an attention function that has all tokens of some heads, and the one that makes its masks."""
         group, own_config = self._group, copy.copy(self._model.config.get_text_config())
+        kind, me = type(self._model).__name__, weakref.ref(self)  # the registry forgets nothing, so it must not hold us
         stock, stock_mask = stock_attention(self._attention)
 
         def attention(
@@ -116,10 +118,11 @@ class SharedSequences:
             return group.tokens(attended.transpose(1, 2)).transpose(1, 2).contiguous(), None
 
         def mask(q_length: int, kv_length: int, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
-            if self._outermost is None:
+            shared = me()
+            if shared is None or shared._outermost is None:
                 raise PretrainedModelError(
-                    f"Another model than the {type(self._model).__name__} whose sequences are shared was made from its "
-                    "configuration. Make it from one with attn_implementation='sdpa'."
+                    f"Another model than the {kind} whose sequences are shared was made from its configuration. Make "
+                    "it from one with attn_implementation='sdpa'."
                 )
             whole = q_length * group.size
             return stock_mask(q_length=whole, kv_length=whole, attention_mask=attention_mask, **kwargs)
