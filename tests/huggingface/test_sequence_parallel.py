@@ -116,6 +116,15 @@ def test_a_call_with_labels_is_that_of_the_model_alone(group: SequenceGroup) -> 
     assert model(input_ids=TOKENS).past_key_values is not None
 
 
+def test_labels_that_are_shifted_already(group: SequenceGroup) -> None:
+    model = llama()
+    shifted = torch.nn.functional.pad(TOKENS, (0, 1), value=-100)[:, 1:]
+    expected = model(input_ids=TOKENS, labels=TOKENS, num_items_in_batch=5).loss
+    SharedSequences(model, [], group)
+    found = model(input_ids=TOKENS, labels=shifted, shift_labels=shifted, num_items_in_batch=5).loss
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
 def test_labels_may_be_ignored_by_another_number(group: SequenceGroup) -> None:
     model = llama()
     labels = TOKENS.masked_fill(TOKENS % 3 == 0, 0)

@@ -102,8 +102,9 @@ def test_adapters_train(run_job: RunJob, families: Any, tmp_path: Path) -> None:
     check(job, families, [(strategy, name) for strategy in strategies for name in names], steps, lora=True)
 
 
-def test_users_modules_share_sequences(run_job: RunJob, tmp_path: Path) -> None:
+def test_users_modules_share_sequences(run_job: RunJob, families: Any, tmp_path: Path) -> None:
     """Rows of 11 tokens on two ranks, and what a module may do with the model besides asking for its loss."""
+    save(families, ("llama",), tmp_path)
     job = run_job("huggingface.py", "details", "llama", 1, tmp_path, "", processes_per_node=2)
     assert job.exit_code == 0, job.output
     found = job.results[0]["details"]
@@ -115,6 +116,8 @@ def test_users_modules_share_sequences(run_job: RunJob, tmp_path: Path) -> None:
     for name in ("gpt", "gpt_learned", "gpt_summed"):
         for each in ("losses", "val_loss", "logits"):
             assert found[name][each] == pytest.approx(found[f"{name}_ddp"][each], rel=1e-5, abs=1e-6), (name, each)
+    for each in ("losses", "val_loss"):
+        assert found["fine_tuned"][each] == pytest.approx(found["fine_tuned_ddp"][each], rel=1e-5), each
     assert found["gpt_resumed"]["losses"] == found["gpt"]["losses"][2:], "not bit for bit"
     assert job.results[1]["details"]["random"] == found["random"], "the ranks have other batches"
     assert found["restored"] == {"attention": "sdpa", "hooks": 0}

@@ -302,4 +302,4 @@ def _rotations(text: Any) -> set[str]:
 
 
 def _is_off(value: Any) -> bool:
-    return value is None or value is False or (isinstance(value, int) and value == 0)
+    return value is None or (isinstance(value, int) and value == 0)

@@ -157,7 +157,8 @@ class FineTuner(LightningModule):
         # Average over batches and ranks, weighted by their tokens: exact, whatever their sizes.
         tokens = (batch["shift_labels"] != IGNORED).sum()
         loss = self._loss(batch, tokens.clamp(min=1).float())
-        self.log(f"{stage}/loss", loss, batch_size=int(tokens), sync_dist=True)
+        # Lightning averages these weights over the ranks in whole numbers, so they must divide.
+        self.log(f"{stage}/loss", loss, batch_size=int(tokens) * self.trainer.world_size, sync_dist=True)
 
     def _log_perplexity(self, stage: str) -> None:
         loss = self.trainer.callback_metrics[f"{stage}/loss"]

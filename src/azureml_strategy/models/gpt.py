@@ -229,8 +229,9 @@ class Embedding(NormalEmbedding):
             length = tokens.shape[1]
             first = 0 if self.sequence is None else self.sequence.rank * length
             places = torch.arange(first, first + length, device=tokens.device)
-            # ranks with equal parts may have tokens behind the last
-            hidden = hidden + self.positions(places.clamp(max=self.positions.num_embeddings - 1))
+            if self.sequence is not None:  # its equal parts may have tokens behind the last
+                places = places.clamp(max=self.positions.num_embeddings - 1)
+            hidden = hidden + self.positions(places)
         return cast(Tensor, self.dropout(hidden))
 
 

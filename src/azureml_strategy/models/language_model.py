@@ -124,7 +124,7 @@ class LanguageModel(LightningModule):
         """Map int64 `(N, T)` to logits `(N, T, vocab_size)`."""
         if self.sequence is None:
             return self._through_layers(tokens)
-        return self.sequence.whole(self._through_layers(self.sequence.part(tokens)), tokens.shape[1])
+        return self.sequence.whole(self._of_part(tokens, self.sequence), tokens.shape[1])
 
     @override
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -166,11 +166,17 @@ class LanguageModel(LightningModule):
         # A subclass's loss of all tokens need not be the mean of those of the parts.
         if self.sequence is None or type(self).pipeline_loss is not LanguageModel.pipeline_loss:
             return self.pipeline_loss(self(inputs), targets)
-        logits = self._through_layers(self.sequence.part(inputs))
+        logits = self._of_part(inputs, self.sequence)
         part = self.sequence.part(targets, IGNORED)
         # The parts have unequal numbers of targets. Their mean is to be that of the whole batch.
         share = (part != IGNORED).sum() * self.sequence.size / (targets != IGNORED).sum().clamp(min=1)
         return self.sequence.mean(self.pipeline_loss(logits, part) * share)
+
+    def _of_part(self, tokens: Tensor, sequence: SequenceGroup) -> Tensor:
+        """Return the logits of this rank's part of the tokens."""
+        if self.network.positions == "learned":
+            self._check_length(tokens.shape[1])
+        return self._through_layers(sequence.part(tokens))
 
     def _through_layers(self, states: Tensor) -> Tensor:
         for layer in self.layers:
@@ -180,7 +186,8 @@ class LanguageModel(LightningModule):
     def _log_loss(self, stage: str, batch: Batch) -> None:
         # Average over batches and ranks, weighted by their tokens: exact, whatever their sizes.
         tokens = int((batch[1] != IGNORED).sum())
-        self.log(f"{stage}/loss", self._loss(batch), batch_size=tokens, sync_dist=True)
+        # Lightning averages these weights over the ranks in whole numbers, so they must divide.
+        self.log(f"{stage}/loss", self._loss(batch), batch_size=tokens * self.trainer.world_size, sync_dist=True)
 
     def _log_perplexity(self, stage: str) -> None:
         loss = self.trainer.callback_metrics[f"{stage}/loss"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -62,6 +62,26 @@ class Regression(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=self.learning_rate, momentum=0.9)
+
+
+class Losses(Callback):
+    """Notes this rank's loss of each batch, outside of the step."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+
+class MeanLosses(Losses):
+    """Notes the mean of what the ranks have logged as `train/loss`."""
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        mean = trainer.strategy.reduce(trainer.callback_metrics["train/loss"].clone(), reduce_op="mean")
+        self.losses.append(float(mean))
 
 
 def loader(batch_size: int = 8, shuffle: bool = False) -> DataLoader[tuple[Tensor, Tensor]]:

@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 import torch
-from common import Regression, loader, parameters, quiet_trainer, report
+from common import Losses, Regression, loader, parameters, quiet_trainer, report
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
@@ -78,24 +78,12 @@ class Unrecorded(Regression):
         return (self.network(batch[0]).squeeze(1) - batch[0].sum(dim=1)).pow(2).mean()
 
 
-class Losses(Callback):
-    """Notes the losses down outside of the compiled step."""
-
-    def __init__(self, losses: list[float]) -> None:
-        self.losses = losses
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self.losses.append(float(outputs["loss"]))
-
-
 def compiled() -> dict[str, Any]:
-    model = Unrecorded()
-    trainer = quiet_trainer(strategy="azureml_ddp", max_epochs=6, callbacks=[Losses(model.losses)])
+    model, noted = Unrecorded(), Losses()
+    trainer = quiet_trainer(strategy="azureml_ddp", max_epochs=6, callbacks=[noted])
     trainer.fit(torch.compile(model, backend=sys.argv[2]), loader())
     eager = fit(AzureMLDDPStrategy(), {}, {})
-    return {"losses": model.losses, "parameters": parameters(model), "eager_losses": eager["losses"]}
+    return {"losses": noted.losses, "parameters": parameters(model), "eager_losses": eager["losses"]}
 
 
 def sync_batchnorm() -> dict[str, Any]:

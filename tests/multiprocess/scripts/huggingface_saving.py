@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import quiet_trainer, report
+from common import Losses, quiet_trainer, report
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import Strategy
 from peft import LoraConfig, get_peft_model
@@ -58,18 +58,6 @@ class FineTuning(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW([each for each in self.parameters() if each.requires_grad], lr=1e-2)
-
-
-class Losses(Callback):
-    """Notes the loss of each batch."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self.losses.append(float(outputs["loss"]))
 
 
 def sequences() -> Tensor:

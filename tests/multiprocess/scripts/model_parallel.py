@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import quiet_trainer, report
+from common import MeanLosses, quiet_trainer, report
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch import Tensor, nn
@@ -204,17 +204,11 @@ def gpt(strategy: Strategy, replicas: int) -> dict[str, Any]:
     """The package's own, on the same rows."""
     shape = GPTConfig(vocab_size=TOKENS, context=LENGTH, layers=2, width=16, heads=HEADS, mlp_width=32, tied=False)
     model = LanguageModel(shape, learning_rate=3e-3, warmup_steps=2)
-    losses: list[float] = []
-
-    class Losses(Callback):
-        def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-            mean = trainer.strategy.reduce(trainer.callback_metrics["train/loss"].clone(), reduce_op="mean")
-            losses.append(float(mean))
-
+    noted = MeanLosses()
     pairs = [(row[:-1], row[1:]) for row in rows()]
-    trainer = quiet_trainer(strategy=strategy, max_epochs=2, gradient_clip_val=0.5, callbacks=[Losses()])
+    trainer = quiet_trainer(strategy=strategy, max_epochs=2, gradient_clip_val=0.5, callbacks=[noted])
     trainer.fit(model, DataLoader(pairs, batch_size=GLOBAL_BATCH // replicas))
-    return {"losses": losses}
+    return {"losses": noted.losses}
 
 
 def validate(strategy: Strategy, replicas: int) -> list[Any]:

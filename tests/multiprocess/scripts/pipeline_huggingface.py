@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import quiet_trainer, report
-from lightning.pytorch import Callback, LightningModule, Trainer
+from common import Losses, quiet_trainer, report
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
@@ -172,16 +172,6 @@ def loader(size: int, data: list[dict[str, Tensor]], replicas: int = 1) -> DataL
     return DataLoader(data, size // replicas, sampler=sampler, collate_fn=collate)  # type: ignore[arg-type]
 
 
-class Watch(Callback):
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self.losses.append(float(outputs["loss"]))
-
-
 def pipeline(
     name: str,
     module: LightningModule,
@@ -191,7 +181,7 @@ def pipeline(
     precision: Any = "32-true",
     **strategy: Any,
 ) -> dict[str, Any]:
-    watch, saver = Watch(), ModelCheckpoint(FOLDER / name, "{epoch}", save_top_k=-1)
+    watch, saver = Losses(), ModelCheckpoint(FOLDER / name, "{epoch}", save_top_k=-1)
     trainer = quiet_trainer(
         strategy=PipelineStrategy(**{"micro_batches": 2, **strategy}),
         max_epochs=max_epochs,

@@ -7,22 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import quiet_trainer
+from common import MeanLosses, quiet_trainer
 from families import ROWS, VOCABULARY, Module, Rows, make_model
-from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
+from model_parallel import SaveAfter
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from azureml_strategy.models import GPTConfig, LanguageModel
+from azureml_strategy.models.fine_tuning import FineTuner
 from azureml_strategy.strategies import AzureMLDDPStrategy, AzureMLModelParallelStrategy
 
 STEPS = 4
 
 
 class Watched(Module):
-    """Batches of an odd number of tokens, and of a token drawn on each rank by itself; validation from logits."""
+    """Batches of an odd number of tokens; validation from logits."""
 
     def __init__(self, family: str = "llama") -> None:
         super().__init__(family, STEPS, accumulated=1)
@@ -54,10 +55,11 @@ class LossOfItsOwn(Watched):
 
 
 class RandomBatches(Watched):
+    """Each rank draws its first tokens by itself, and notes those that it trains on."""
+
     def on_after_batch_transfer(self, batch: dict[str, Tensor], dataloader_idx: int) -> dict[str, Tensor]:
         draw = torch.Generator().manual_seed(10 * self.global_rank + self.global_step)
         batch["input_ids"][:, 0] = torch.randint(3, VOCABULARY, (len(batch["input_ids"]),), generator=draw)
-        self.seen = batch["input_ids"]
         return super().on_after_batch_transfer(batch, dataloader_idx)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -96,31 +98,37 @@ def gpt(
         vocab_size=VOCABULARY, context=11, layers=2, width=16, heads=4, kv_heads=2, mlp_width=32, **shape
     )
     module = kind(network, learning_rate=3e-3, warmup_steps=2)
-    losses: list[float] = []
-
-    class Losses(Callback):
-        def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-            mean = trainer.strategy.reduce(trainer.callback_metrics["train/loss"].clone(), reduce_op="mean")
-            losses.append(float(mean))
-
-        def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            if folder is not None and trainer.current_epoch == 0 and not resume:
-                trainer.save_checkpoint(folder / "gpt.ckpt")
-
+    noted = MeanLosses()
+    saving = [] if folder is None or resume else [SaveAfter(folder / "gpt.ckpt")]
     rows = Rows(2 * ROWS)
     # Full rows: a replica's average is over its own tokens, and DDP's is the average of those.
     pairs = [(rows.tokens[index, :-1], rows.tokens[index, 1:]) for index in range(len(rows))]
     loader = DataLoader(pairs, batch_size=ROWS // replicas)
-    trainer = quiet_trainer(strategy=strategy, max_epochs=2, gradient_clip_val=0.5, callbacks=[Losses()])
+    trainer = quiet_trainer(strategy=strategy, max_epochs=2, gradient_clip_val=0.5, callbacks=[noted, *saving])
     trainer.fit(module, loader, loader, ckpt_path=folder / "gpt.ckpt" if folder is not None and resume else None)
     val_loss = float(trainer.callback_metrics["val/loss"])
     whole = trainer.predict(LogitsOf(module.network), DataLoader([pairs[0][0]] * 2))
     assert whole is not None
     return {
-        "losses": losses,
+        "losses": noted.losses,
         "val_loss": val_loss,
         "logits": whole[0].flatten()[::7].tolist(),
     }
+
+
+def fine_tuned(strategy: Strategy, replicas: int, folder: Path) -> dict[str, Any]:
+    """The recipe's own module, on rows of unequal length with labels that are shifted already; an odd number in all."""
+    rows, noted = Rows(2 * ROWS), MeanLosses()
+    data = []
+    for row in (rows[index] for index in range(len(rows))):
+        labels = functional.pad(row.pop("labels"), (0, 1), value=-100)[1:]
+        data.append({**row, "shift_labels": labels})
+    tokens = sum(int((each["shift_labels"] != -100).sum()) for each in data)
+    assert tokens % 2 == 1, "two ranks have unequal numbers"
+    trainer = quiet_trainer(strategy=strategy, gradient_clip_val=0.5, callbacks=[noted])
+    loader = DataLoader(data, batch_size=ROWS // replicas)
+    trainer.fit(FineTuner(str(folder / "llama"), learning_rate=3e-3), loader, loader)
+    return {"losses": noted.losses, "val_loss": float(trainer.callback_metrics["val/loss"])}
 
 
 class LogitsOf(LanguageModel):
@@ -158,8 +166,9 @@ def restored() -> dict[str, Any]:
     module = Watched()
     trainer = quiet_trainer(strategy=shared(), max_steps=1, limit_val_batches=0)
     trainer.fit(module)
-    parts = [module.model, *module.model.modules()]
-    hooks = [hook for each in parts for hook in each._forward_pre_hooks.values() if "Shared" in repr(hook)]
+    hooks = [
+        hook for each in module.model.modules() for hook in each._forward_pre_hooks.values() if "Shared" in repr(hook)
+    ]
     return {"attention": module.model.config._attn_implementation, "hooks": len(hooks)}
 
 
@@ -204,6 +213,8 @@ def details(folder: Path) -> dict[str, Any]:
         "gpt_learned_ddp": gpt(AzureMLDDPStrategy(), 2, positions="learned"),
         "gpt_summed": gpt(shared(), 1, kind=SummedLoss),
         "gpt_summed_ddp": gpt(AzureMLDDPStrategy(), 2, kind=SummedLoss),
+        "fine_tuned": fine_tuned(shared(), 1, folder),
+        "fine_tuned_ddp": fine_tuned(AzureMLDDPStrategy(), 2, folder),
         "restored": restored(),
         "refused": refused(),
     }

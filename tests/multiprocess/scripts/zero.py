@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import live_bytes, quiet_trainer, report
+from common import Losses, live_bytes, quiet_trainer, report
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import Strategy
@@ -50,18 +50,6 @@ JSON = {
         "sub_group_size": "auto",
     },
 }
-
-
-class Losses(Callback):
-    """Notes the loss of each batch."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self.losses.append(float(outputs["loss"]))
 
 
 class Weight(Callback):

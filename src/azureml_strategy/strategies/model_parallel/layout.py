@@ -108,11 +108,9 @@ def plan_layout(
             would span nodes.
     """
     sequence = sequence_parallel_size
-    _check_positive(
-        data_parallel_size=data_parallel_size,
-        tensor_parallel_size=tensor_parallel_size,
-        sequence_parallel_size=sequence,
-    )
+    _check_positive(data_parallel_size=data_parallel_size, tensor_parallel_size=tensor_parallel_size)
+    if not isinstance(sequence, int) or sequence < 1:
+        raise MeshSizeError(f"sequence_parallel_size={sequence} is no number of processes. Write 1 or more.")
     world_size = num_nodes * processes_per_node
     free = processes_per_node if cuts_tensors and sequence == 1 else 1
     if tensor_parallel_size == "auto":
@@ -155,10 +153,8 @@ def divisors(number: int) -> list[int]:
 
 def _check_positive(**sizes: Size) -> None:
     for name, size in sizes.items():
-        may_be_auto = name != "sequence_parallel_size"
-        if (isinstance(size, str) and not may_be_auto) or (size != "auto" and size < 1):
-            or_auto = ", or 'auto'" if may_be_auto else ""
-            raise MeshSizeError(f"{name}={size} is no number of processes. Write 1 or more{or_auto}.")
+        if size != "auto" and size < 1:
+            raise MeshSizeError(f"{name}={size} is no number of processes. Write 1 or more, or 'auto'.")
 
 
 def _not_the_world(layout: MeshLayout, num_nodes: int, processes_per_node: int) -> str:

@@ -51,7 +51,7 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, ModelParallelStrategy):
     `sharded_blocks` and the rest over the data-parallel ranks (`azureml_strategy.strategies.model_parallel.layout`).
 
     Args:
-        data_parallel_size: replicas that read different samples; `auto` is what the other size leaves.
+        data_parallel_size: replicas that read different samples; `auto` is what the other sizes leave.
         tensor_parallel_size: ranks that compute a replica together; `auto` is what a given `data_parallel_size` leaves,
             otherwise all processes of a node for a module with a plan of its own, and 1 for any other and with
             sequence parallelism. A model of transformers is cut by its own plan.
