@@ -57,6 +57,8 @@ def pytest_configure(config: pytest.Config) -> None:
         if name.startswith(_JOB_PREFIXES) or name in _RANK_VARIABLES:
             del os.environ[name]
     os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+    # Making a page takes seconds of a process of its own; the tests of the page turn it on again.
+    os.environ["AZUREML_STRATEGY_PAGE"] = "off"
     os.environ["PYTHONWARNINGS"] = "ignore::FutureWarning"
 
 

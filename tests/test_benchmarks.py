@@ -46,6 +46,16 @@ def test_submit(tmp_path: Path) -> None:
     )
 
 
+def test_report_speed(tmp_path: Path) -> None:
+    figures = run("report_speed", tmp_path, "--rounds", "1", "--warmup", "0", "--points", "2000")
+    assert (
+        figures["wall_s"].keys()
+        == figures["cpu_s"].keys()
+        == {"bare interpreter", "import mlflow", "azureml-strategy report"}
+    )
+    assert 0 < figures["page_bytes"] < 2**20
+
+
 @pytest.mark.slow
 def test_ddp_step(tmp_path: Path) -> None:
     tiny = {"rounds": 1, "steps": 2, "network": "small", "pixels": 16, "batch-size": 2}

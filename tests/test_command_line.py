@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from azureml_strategy.command_line import is_override
+from azureml_strategy.command_line import is_override, with_lists
 
 
 @pytest.mark.parametrize(
@@ -14,3 +14,15 @@ from azureml_strategy.command_line import is_override
 )
 def test_overrides_are_told_from_flags(argument: str, expected: bool) -> None:
     assert is_override(argument) is expected
+
+
+@pytest.mark.parametrize(
+    ("argument", "written"),
+    [
+        ("profile.ranks=0,8", "profile.ranks=[0,8]"),
+        ("+profile.ranks=0-3, 8", "+profile.ranks=[0-3, 8]"),
+        *((each, each) for each in ("profile.ranks=0", "profile.ranks=0-3", "profile.ranks=[0,8]", "seed=1,2", "-m")),
+    ],
+)
+def test_ranks_with_commas_are_a_list_and_no_sweep(argument: str, written: str) -> None:
+    assert with_lists([argument]) == [written]

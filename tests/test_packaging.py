@@ -63,6 +63,7 @@ def test_the_wheel_holds_the_package_and_its_data_and_nothing_else(wheel: Path) 
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     package = {f"azureml_strategy/{name}" for name in shipped(ROOT / "src" / "azureml_strategy", "*.py")}
     package |= {f"azureml_strategy/{name}" for name in shipped(ROOT / "src" / "azureml_strategy", "*.toml")}
+    package |= {f"azureml_strategy/{name}" for name in shipped(ROOT / "src" / "azureml_strategy", "*.html")}
     for folder in ("conf", "recipes"):
         for pattern in ("*.yaml", "*.py"):
             package |= {f"azureml_strategy/{folder}/{name}" for name in shipped(ROOT / folder, pattern)}

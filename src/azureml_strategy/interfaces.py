@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from azureml_strategy.checkpoint.folder import Summed
     from azureml_strategy.control.gather import Exchange
+    from azureml_strategy.tracking.events import Event
 
 # Of one logger: name, value, step and milliseconds since 1970 of each metric.
 PendingMetrics = list[list[Any]]
@@ -64,6 +65,32 @@ class RunLogger(Protocol):
 
     def flush(self, timeout_s: float = ...) -> bool:
         """Wait until everything is written, for some seconds; whether it is."""
+        ...
+
+
+@runtime_checkable
+class RecordsEvents(Protocol):
+    """A logger that keeps events with its run, such as `JobMLFlowLogger`."""
+
+    def log_event(self, event: Event) -> None:
+        """Keep an event."""
+        ...
+
+
+@runtime_checkable
+class KeepsFiles(Protocol):
+    """A logger that keeps files with its run, such as `JobMLFlowLogger`."""
+
+    def run_and_store(self) -> tuple[str | None, str]:
+        """The run's id, None while it is not known, and where it is, without secrets."""
+        ...
+
+    def log_file(self, file: Path, folder: str) -> None:
+        """Keep a file of rank 0, in the background."""
+        ...
+
+    def send_file(self, run_id: str, file: Path, folder: str) -> None:
+        """Keep a file of any rank, now."""
         ...
 
 
@@ -150,6 +177,13 @@ class CutsBatches(Protocol):
     """A strategy that accumulates over the micro-batches of a batch, as our pipeline does."""
 
     micro_batches: int
+
+
+@runtime_checkable
+class HasStages(Protocol):
+    """A strategy whose ranks do unequal work, as our pipeline's stages do."""
+
+    pipeline_stage: int
 
 
 @runtime_checkable

@@ -13,12 +13,15 @@ _EXTRAS = {
     "azure": "azure",
     "deepspeed": "deepspeed",
     "hydra": "recipes",
+    "jinja2": "report",
     "jsonargparse": "cli",
     "matplotlib": "report",
     "omegaconf": "recipes",
     "PIL": "data",
     "sklearn": "recipes",
+    "tensorboard": "tensorboard",
     "tokenizers": "text",
+    "wandb": "wandb",
 }
 
 

@@ -232,6 +232,10 @@ INTERNALS: dict[str, dict[str, str]] = {
         "_convert_params": "hyperparameters of any kind as a dictionary, as Lightning's loggers have them",
         "_flatten_dict": "the names of nested ones, likewise",
     },
+    "lightning.pytorch.loggers.wandb.WandbLogger": {
+        "_experiment": "the run, if it is open, to end it",
+        "_wandb_init": "the arguments of wandb.init, to name the run before it is opened",
+    },
     "lightning.pytorch.loggers.mlflow.MLFlowLogger": {
         "_checkpoint_callback": "set, as are the next four: our constructor does not call Lightning's",
         "_log_model": "whether checkpoints are uploaded",

@@ -48,7 +48,10 @@ def completed(line: str, folder: Path) -> list[str]:
         ("train resnet50_s", ["resnet50_synthetic"]),
         ("train mi", ["mine.yaml"]),
         ("train resnet50_ddp clu", ["cluster="]),
-        ("train resnet50_ddp seed=1 tracking=", ["tracking=console", "tracking=mlflow"]),
+        (
+            "train resnet50_ddp seed=1 tracking=",
+            ["tracking=console", "tracking=mlflow", "tracking=tensorboard", "tracking=wandb"],
+        ),
         ("train resnet50_ddp -m cluster=nc24", ["cluster=nc24ads_a100_v4"]),
         ("train resnet50_ddp job.identity.", ["job.identity.type=", "job.identity.client_id="]),
         ("train resnet50_ddp cluster.num", ["cluster.num_nodes="]),

@@ -6,6 +6,8 @@ import csv
 import json
 import os
 import sys
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -25,11 +27,15 @@ ARGUMENTS = ["--lr", "0.2", "--epochs", "2"]
 
 
 def alone(folder: Path) -> list[float]:
-    """The losses of one process outside of a job, which Lightning writes into a file."""
+    """The losses of one process outside of a job, which Lightning writes into a file: of TensorBoard, if installed."""
     command = [SCRIPT, *ARGUMENTS, "--batch-size", "32"]
     done = run_forked(command, without_job_variables(os.environ), timeout=100)
     assert done.returncode == 0, done.stdout
-    with (folder / "lightning_logs/version_0/metrics.csv").open() as file:
+    logs = folder / "lightning_logs/version_0"
+    if find_spec("tensorboard"):
+        events = import_module("tensorboard.backend.event_processing.event_accumulator").EventAccumulator(str(logs))
+        return [each.value for each in events.Reload().Scalars("train/loss")]
+    with (logs / "metrics.csv").open() as file:
         return [float(row["train/loss"]) for row in csv.DictReader(file) if row["train/loss"]]
 
 

@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import mlflow
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
+from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.tuner import Tuner
 from mlflow.entities import Run
@@ -29,6 +30,8 @@ from azureml_strategy.tracking import JobMLFlowLogger, RunReport, ThroughputCall
 from azureml_strategy.tracking import job_tracking as module_under_test
 from azureml_strategy.tracking.job_tracking import JobThroughput, JobTracking
 
+# Lightning's own, by what is installed.
+DEFAULT = TensorBoardLogger if find_spec("tensorboard") else CSVLogger
 MakeTrainer = Callable[..., Trainer]
 SPEED = "throughput/samples_per_second"
 
@@ -82,9 +85,9 @@ def attempt(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
 def test_the_default_logger_gets_company(job: TheJob, model: Any, data: Any, make_trainer: MakeTrainer) -> None:
     trainer = make_trainer()
     trainer.fit(model, data, data)
-    assert [type(each) for each in trainer.loggers[:-1]] == [CSVLogger]
+    assert [type(each) for each in trainer.loggers[:-1]] == [DEFAULT]
     assert isinstance(trainer.loggers[-1], JobMLFlowLogger)
-    assert isinstance(trainer.logger, CSVLogger)
+    assert isinstance(trainer.logger, DEFAULT)
     assert job.steps("train/loss") == [4, 9, 14, 19]
     assert job.run.data.params == {"lr": "0.1"}
     trainer.test_loop.verbose = False
@@ -94,9 +97,9 @@ def test_the_default_logger_gets_company(job: TheJob, model: Any, data: Any, mak
 
 
 def test_how_fast_it_trains(
-    job: TheJob, model: Any, data: Any, make_trainer: MakeTrainer, capsys: pytest.CaptureFixture[str]
+    job: TheJob, model: Any, data: Any, make_trainer: MakeTrainer, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    trainer = make_trainer()
+    trainer = make_trainer(logger=CSVLogger(tmp_path))
     trainer.fit(model, data)
     assert job.steps(SPEED) == [9, 19]
     run = job.run
@@ -308,7 +311,7 @@ def test_what_autologging_records_is_not_recorded_again(
 ) -> None:
     trainer = make_trainer()
     trainer.fit(model, data)
-    assert [type(each) for each in trainer.loggers] == [CSVLogger]
+    assert [type(each) for each in trainer.loggers] == [DEFAULT]
     (run,) = job.runs()
     assert run.info.run_id == job.run_id
     assert len(job.steps("train/loss")) == 1

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pickle
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -260,3 +261,39 @@ def test_a_server_that_goes_and_comes_back(
     logger.finalize()
     assert steps(client, run_id, "loss") == [0, 1, 2, 3, 4, 5]
     assert client.get_run(run_id).info.status == "FINISHED"
+
+
+def test_a_suggestion_names_and_tags_a_run_of_our_own(
+    client: MlflowClient, store: str, make_logger: MakeLogger, job_run: str
+) -> None:
+    joined = make_logger(tags={"a": "mine"})
+    joined.suggest("suggested", {"a": "1", "b": "2"})
+    joined.log_metrics({"loss": 1.0})
+    assert joined.flush()
+    run = client.get_run(job_run)
+    assert (run.info.run_name, run.data.tags["a"], run.data.tags["b"]) == ("the-job", "mine", "2")
+
+
+def test_the_epoch_that_a_user_logs_stays(client: MlflowClient, store: str, make_logger: MakeLogger) -> None:
+    logger = make_logger(tracking_uri=store)
+    for step in (None, None, 1, 1, 2):
+        logger.log_metrics({"epoch": 0, "x": 0.0}, step)
+        time.sleep(0.002)  # MLflow keeps points of the same millisecond once
+    assert logger.flush()
+    assert steps(client, logger.run_id, "x") == [0, 0, 1, 1, 2]
+    assert steps(client, logger.run_id, "epoch") == [0, 0, 1, 2]
+
+
+def test_a_place_of_artifacts_that_takes_nothing_costs_the_artifacts_alone(
+    client: MlflowClient, store: str, tmp_path: Path, make_logger: MakeLogger
+) -> None:
+    (tmp_path / "file").touch()
+    logger = make_logger(
+        experiment_name="no artifacts", tracking_uri=store, artifact_location=f"file://{tmp_path}/file/artifacts"
+    )
+    logger.log_text("a: 1", "config.yaml")
+    logger.log_metrics({"loss": 1.0}, 3)
+    with pytest.warns(UserWarning, match=r"does not take config\.yaml \(files\)"):
+        assert logger.flush()
+    assert steps(client, logger.run_id, "loss") == [3]
+    assert not list(tmp_path.glob("**/*.unsent.jsonl"))

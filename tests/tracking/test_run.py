@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import random
+import sys
 import traceback
 from pathlib import Path
 
@@ -54,6 +56,26 @@ def test_a_new_run_has_name_and_tags_and_is_found_again(store: str, client: Mlfl
     assert (run.run.info.run_name, run.run.data.tags["n"], run.run.info.start_time) == ("mine", "3", request.started_ms)
     assert request.open(again=True).run_id == run.run_id, "its creation was not answered"
     assert request_run(store, None, "e").open(again=True).run_id != run.run_id
+
+
+def test_the_name_is_given_or_suggested_or_the_script_s(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def name(run_name: str | None, tags: dict[str, str], suggested: str | None) -> str:
+        return str(request_run(store, None, "e", run_name, tags, None, suggested).open().run.info.run_name)
+
+    tag = {"mlflow.runName": "of the tag"}
+    assert name("given", {}, "suggested") == "given"
+    assert name(None, tag, "suggested") == "of the tag"
+    assert name(None, {}, "suggested") == "suggested"
+    monkeypatch.setattr(sys, "argv", ["/somewhere/train_mine.py", "--rate", "1"])
+    assert name(None, {}, None) == "train_mine"
+
+
+def test_opening_a_run_draws_no_random_number(store: str) -> None:
+    """MLflow would name the run by Python's random numbers, which the user has seeded."""
+    random.seed(1)
+    before = random.getstate()
+    request_run(store, None, "new experiment").open()
+    assert random.getstate() == before
 
 
 @pytest.mark.parametrize("run_id", [None, "0123"])

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import re
+import urllib.request
 from pathlib import Path
 
 import pytest
+from mlflow.tracking import MlflowClient
+from tests.tracking.server import Server
 
 from azureml_strategy.tracking.run import locate
 
@@ -23,6 +27,41 @@ AZURE = (
 )
 def test_how_to_open(uri: str, open_with: str) -> None:
     assert locate(uri, "e", "7", "abc", "n").open_with == open_with
+
+
+@pytest.mark.parametrize(
+    ("uri", "lines"),
+    [
+        ("http://host:5000/", ["Open the run: http://host:5000/#/experiments/7/runs/abc"]),
+        ("azureml://elsewhere", ["Open the run: az ml job show --name abc --web"]),
+        (
+            "sqlite:////m.db",
+            [
+                "Open the run: mlflow ui --backend-store-uri sqlite:////m.db",
+                "Then its page is http://127.0.0.1:5000/#/experiments/7/runs/abc",
+            ],
+        ),
+    ],
+)
+def test_what_the_console_says(uri: str, lines: list[str]) -> None:
+    assert locate(uri, "e", "7", "abc", "n").how_to_open() == lines
+
+
+def test_the_address_is_that_of_the_run_s_page(server: Server, client: MlflowClient) -> None:
+    """The part after `#` is read by MLflow's program in the browser, which says what it takes."""
+    run_id = client.create_run("0").info.run_id
+    address = locate(server.uri, "Default", "0", run_id, "n").address
+    assert address == f"{server.uri}/#/experiments/0/runs/{run_id}"
+    page = _get(address)  # as a browser, without the part after `#`
+    (script,) = re.findall(r'src="([^"]+/main\.[^"]+\.js)"', page)
+    program = _get(f"{server.uri}/{script}")
+    assert '"/experiments/:experimentId/runs/:runUuid"' in program
+    assert "createHashRouter" in program
+
+
+def _get(address: str) -> str:
+    with urllib.request.urlopen(address) as answer:
+        return str(answer.read().decode())
 
 
 def test_a_relative_file_is_named_from_the_root(tmp_path: Path) -> None:

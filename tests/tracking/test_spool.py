@@ -187,3 +187,31 @@ def test_a_password_is_never_shown(
         make_logger().log_metrics({"loss": 1.0})
     shown = texts + "".join(traceback.format_exception(raised.value)) + "".join(capfd.readouterr())
     assert "hunter2" not in shown
+
+
+def test_a_file_of_this_machine_is_sent_once_the_server_is_back(
+    away: Server, client: MlflowClient, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file, gone = tmp_path / "trace.json.gz", tmp_path / "gone.json.gz"
+    for each in (file, gone):
+        each.write_bytes(bytes(range(256)))
+    logger = JobMLFlowLogger("away", run_name="first", folder=tmp_path, flush_interval_s=0.05)
+    with warnings.catch_warnings(record=True):
+        logger.log_file(file, "profile")
+        logger.log_file(gone, "profile")
+        logger.finalize()
+    (spool,) = find_spools(tmp_path)
+    assert str(file) in spool.path.read_text()
+    gone.unlink()
+    away.start()
+    with pytest.warns(UserWarning, match=r"gone\.json\.gz is no longer there"):
+        _upload_all(capsys, tmp_path)
+    (run,) = client.search_runs([each.experiment_id for each in client.search_experiments()])
+    kept = client.download_artifacts(run.info.run_id, "profile/trace.json.gz")
+    assert Path(kept).read_bytes() == bytes(range(256))
+    assert [each.path for each in client.list_artifacts(run.info.run_id, "profile")] == ["profile/trace.json.gz"]
+
+
+def _upload_all(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    while find_spools(folder):  # the logger's thread may be faster than the command
+        _upload(capsys, str(folder))

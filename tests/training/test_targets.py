@@ -46,7 +46,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
     handlers, level = logging.root.handlers[:], logging.root.level
     found: list[DictConfig] = []
 
-    def train(config: DictConfig) -> None:
+    def train(config: DictConfig, command: str) -> None:
         running.drop_keys_of_old_targets(config)
         check_config(config)
         found.append(config.model)

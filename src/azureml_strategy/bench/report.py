@@ -33,16 +33,21 @@ def plot(results: Results) -> bytes:
     axes = figure.add_subplot()
     conditions = results.conditions
     axes.set_title(f"{conditions.backend}, {conditions.nodes} x {conditions.processes_per_node} {conditions.device}")
+    draw(axes, results)
+    content = BytesIO()
+    figure.savefig(content, format="png", dpi=120)
+    return content.getvalue()
+
+
+def draw(axes: Axes, results: Results) -> None:
+    """Draw the picture on axes of any figure."""
     if isinstance(results.measured, Sweep):
         _draw_sweep(axes, results.measured)
         _draw_expectation(axes, results)
         if axes.get_legend_handles_labels()[0]:
             axes.legend()
     else:
-        _draw_pairs(axes, results.measured, conditions.nodes)
-    content = BytesIO()
-    figure.savefig(content, format="png", dpi=120)
-    return content.getvalue()
+        _draw_pairs(axes, results.measured, results.conditions.nodes)
 
 
 def _draw_sweep(axes: Axes, sweep: Sweep) -> None:
@@ -83,7 +88,7 @@ def print_results(results: Results, files: Sequence[Path]) -> None:
     """
     sweep = results.measured
     table = _sweep_table(sweep, results) if isinstance(sweep, Sweep) else _pairs_table(sweep)
-    print_table(table, [*_lines(results), f"Written: {', '.join(map(str, files))}"])
+    print_table(table, [*remarks(results), f"Written: {', '.join(map(str, files))}"])
 
 
 def _sweep_table(sweep: Sweep, results: Results) -> Table:
@@ -120,7 +125,8 @@ def _pairs_table(pairs: Pairs) -> Table:
     return table
 
 
-def _lines(results: Results) -> list[str]:
+def remarks(results: Results) -> list[str]:
+    """The network, the verdict, and what was wrong or slow, a sentence each."""
     lines = [results.network.line]
     if results.verdict:
         lines.append(f"Verdict: {results.verdict.text}")

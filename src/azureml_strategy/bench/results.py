@@ -6,16 +6,17 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from azureml_strategy.bench.measure import Measurement
+from azureml_strategy.bench.options import BenchError
 from azureml_strategy.bench.pairs import Diagnosis, PairBandwidths
-from azureml_strategy.bench.verdict import Verdict
+from azureml_strategy.bench.verdict import Expectation, Verdict
 from azureml_strategy.cluster.redaction import redact_text
-from azureml_strategy.network.record import RunNetwork
+from azureml_strategy.network.record import NodeRecord, RunNetwork
 from azureml_strategy.tracking.batch import Metrics, Record, Tags, make_batches
 from azureml_strategy.tracking.run import join_run, resolve_tracking_uri
 
@@ -120,6 +121,41 @@ class Results:
             "network": json.loads(self.network.to_json()),
         }
         return json.dumps(content, indent=2)
+
+
+def read_results(content: Mapping[str, Any]) -> Results:
+    """The results from the JSON file that `Results.to_json` made.
+
+    Args:
+        content: of the file.
+
+    Raises:
+        BenchError: it is no such file.
+    """
+    try:
+        judged, network = content["verdict"], content["network"]
+        return Results(
+            conditions=Conditions(**content["conditions"]),
+            measured=_read_pairs(content["pairs"]) if "pairs" in content else _read_sweep(content),
+            verdict=judged and Verdict(**{**judged, "expectation": Expectation(**judged["expectation"])}),
+            network=RunNetwork(network["backend"], [NodeRecord(**node) for node in network["nodes"]]),
+        )
+    except (TypeError, KeyError, ValueError) as error:
+        raise BenchError(f"This is no JSON file of a benchmark ({type(error).__name__}: {error}).") from None
+
+
+def _read_sweep(content: Mapping[str, Any]) -> Sweep:
+    return Sweep([Measurement(**each) for each in content["collectives"]], dict(content["unavailable"]))
+
+
+def _read_pairs(content: Mapping[str, Any]) -> Pairs:
+    measured = {tuple(each["nodes"]): each for each in content["bandwidths"]}
+    bandwidths = {pair: each["bus_bandwidth"] for pair, each in measured.items()}
+    wrong = tuple(pair for pair, each in measured.items() if each["wrong"])
+    found = content["diagnosis"]
+    links = tuple(tuple(link) for link in found["slow_links"])
+    diagnosis = Diagnosis(found["usual"], found["threshold"], tuple(found["slow_nodes"]), links)
+    return Pairs(content["size"], PairBandwidths(bandwidths, wrong), diagnosis)
 
 
 def write_atomically(path: Path, content: bytes) -> None:

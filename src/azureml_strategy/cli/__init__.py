@@ -25,6 +25,8 @@ from azureml_strategy.cli import (
     init,
     jobs,
     model,
+    profile,
+    report,
     study,
     submit,
     train,
@@ -37,9 +39,9 @@ from azureml_strategy.lazy import missing_extra
 __all__ = ["main"]
 
 _VERBS = (
-    *(init, train, consolidate),
+    *(init, train, profile, consolidate),
     *(emulate, bench, doctor),
-    *(submit, study, jobs, model),
+    *(submit, study, report, jobs, model),
     *(cluster, data, environment, workspace),
     completion,
 )

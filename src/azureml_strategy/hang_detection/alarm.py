@@ -58,7 +58,7 @@ class HangReporter:
         job = read_job()
         self._attempt = job.attempt if job else 0
         self._trainer = trainer
-        root = Path(folder) if folder is not None else _default_folder(trainer)
+        root = Path(folder) if folder is not None else run_folder(trainer)
         self._folder = (root / f"hang.attempt_{self._attempt}").resolve()
 
     def report(self, verdict: Verdict) -> None:
@@ -116,7 +116,11 @@ def _try_to_write(path: Path, content: bytes, add: bool) -> bool:
     return True
 
 
-def _default_folder(trainer: Trainer) -> Path:
+def run_folder(trainer: Trainer) -> Path:
+    """Return the Trainer's `default_root_dir`; but `logs` in an Azure ML job whose Trainer has none.
+
+    A job's working folder is lost with its node. Azure ML uploads `logs`.
+    """
     root = Path(trainer.default_root_dir)
     return Path("logs") if read_job() is not None and root.resolve() == Path.cwd() else root
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from azureml_strategy.command_line import with_lists
 from azureml_strategy.jobs.hyperparameters import AUTOTUNING, Parameter, Sweep, autotuning_parameters
 from azureml_strategy.jobs.inputs import path_overrides
 from azureml_strategy.jobs.plan import (
@@ -88,6 +89,7 @@ def read_recipe(recipe: str, overrides: Sequence[str], sweep: Sweep | None = Non
     from azureml_strategy.training.targets import lies_in, refuse_missing  # Lightning, which a script's job needs not
 
     register_resolvers()
+    overrides = with_lists(overrides)
     check_words(overrides)
     try:
         found = find_recipe(recipe)

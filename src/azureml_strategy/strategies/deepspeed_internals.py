@@ -21,6 +21,8 @@ INTERNALS: dict[str, dict[str, str]] = {
         "_exec_backward_pass": "a backward pass, which is measured",
         "_exec_forward_pass": "a forward pass, which is measured",
         "_exec_optimizer_step": "the optimizer step, when Lightning's loop takes it",
+        "_exec_reduce_grads": "the reduction over replicas, which is measured",
+        "_exec_reduce_tied_grads": "the reduction of what stages share, which is measured",
         "_exec_schedule": "evaluates without eval_batch, which waits for all replicas",
     },
     "deepspeed.runtime.pipe.module.PipelineModule": {

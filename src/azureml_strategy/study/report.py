@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-class _Column(NamedTuple):
+class Column(NamedTuple):
     """A heading, and the function that gives the text of a row. A column without any text is left out."""
 
     heading: str
@@ -29,7 +30,7 @@ class _Column(NamedTuple):
 def print_study(scaling: Scaling, options: StudyOptions, files: Sequence[Path]) -> None:
     """Print the table, remarks about it, and the paths of the written files."""
     table = Table()
-    columns = [each for each in _columns(scaling) if any(each.value(row) for row in scaling.rows)]
+    columns = [each for each in study_columns(scaling) if any(each.value(row) for row in scaling.rows)]
     for column in columns:
         table.add_column(column.heading, justify="left" if column.heading in ("transport", "result") else "right")
     for row in scaling.rows:
@@ -38,19 +39,20 @@ def print_study(scaling: Scaling, options: StudyOptions, files: Sequence[Path]) 
     print_table(table, [*_remarks(scaling, options), f"Written: {', '.join(map(str, files))}"], width=120)
 
 
-def _columns(scaling: Scaling) -> list[_Column]:
+def study_columns(scaling: Scaling) -> list[Column]:
+    """The columns of the table."""
     unit = scaling.unit
     return [
-        _Column("nodes", lambda row: _text(row.figures.nodes, "d")),
-        _Column("devices", lambda row: _text(row.figures.devices, "d")),
-        _Column(f"{unit}/s", lambda row: _text(row.figures.samples_per_second, ",.1f")),
-        _Column("per device", lambda row: _text(row.figures.per_device, ",.1f")),
-        _Column("speed-up", lambda row: _text(row.speed_up, ".2f")),
-        _Column("efficiency", lambda row: _text(row.efficiency, ".1%")),
-        _Column("MFU", lambda row: _text(row.figures.mfu, ".1%")),
-        _Column(f"{scaling.currency} per 10^6 {unit}", _cost),
-        _Column("transport", lambda row: row.figures.transport or ""),
-        _Column("result", lambda row: row.figures.problem),
+        Column("nodes", lambda row: _text(row.figures.nodes, "d")),
+        Column("devices", lambda row: _text(row.figures.devices, "d")),
+        Column(f"{unit}/s", lambda row: _text(row.figures.samples_per_second, ",.1f")),
+        Column("per device", lambda row: _text(row.figures.per_device, ",.1f")),
+        Column("speed-up", lambda row: _text(row.speed_up, ".2f")),
+        Column("efficiency", lambda row: _text(row.efficiency, ".1%")),
+        Column("MFU", lambda row: _text(row.figures.mfu, ".1%")),
+        Column(f"{scaling.currency} per 10^6 {unit}", _cost),
+        Column("transport", lambda row: row.figures.transport or ""),
+        Column("result", lambda row: row.figures.problem),
     ]
 
 
@@ -92,19 +94,31 @@ def plot(scaling: Scaling, title: str) -> bytes:
     """
     from matplotlib.figure import Figure
 
-    panels = [_draw_throughput, _draw_efficiency, *([_draw_cost] if scaling.currency else [])]
-    figure = Figure(figsize=(4.5 * len(panels), 4), layout="constrained")
+    drawn = panels(scaling)
+    figure = Figure(figsize=(4.5 * len(drawn), 4), layout="constrained")
     figure.suptitle(title)
-    for position, draw in enumerate(panels, start=1):
-        axes = figure.add_subplot(1, len(panels), position)
-        draw(axes, scaling)
+    for position, draw in enumerate(drawn.values(), start=1):
+        axes = figure.add_subplot(1, len(drawn), position)
+        draw(axes)
         axes.set_xlabel("devices")
-        axes.set_ylim(bottom=0)
-        axes.locator_params(axis="x", integer=True)
         axes.grid(alpha=0.3)
     content = BytesIO()
     figure.savefig(content, format="png", dpi=120)
     return content.getvalue()
+
+
+def panels(scaling: Scaling) -> dict[str, Callable[[Axes], None]]:
+    """What draws each panel of the picture, by its title; each over the number of devices."""
+    draws = {"Throughput": _draw_throughput, "Scaling efficiency": _draw_efficiency}
+    if scaling.currency:
+        draws["Cost"] = _draw_cost
+    return {title: partial(_draw_panel, draw, scaling) for title, draw in draws.items()}
+
+
+def _draw_panel(draw: Callable[[Axes, Scaling], None], scaling: Scaling, axes: Axes) -> None:
+    draw(axes, scaling)
+    axes.set_ylim(bottom=0)
+    axes.locator_params(axis="x", integer=True)
 
 
 def _draw_throughput(axes: Axes, scaling: Scaling) -> None:

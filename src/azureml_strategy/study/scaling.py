@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
 
 from azureml_strategy.cluster.job import Price
 from azureml_strategy.cluster.redaction import redact_text
@@ -209,3 +209,21 @@ def _differences(runs: Sequence[Figures]) -> Iterator[tuple[str, list[str]]]:
         # Paths may differ: the folders of a job contain its name.
         if len(values) > 1 and not is_place and not all(value.startswith("/") for value in values):
             yield name, values
+
+
+def read_scaling(content: Mapping[str, Any]) -> Scaling:
+    """Compare the runs of a study again, from the JSON file that it wrote.
+
+    Args:
+        content: of the file.
+
+    Raises:
+        StudyError: it is no file of a study.
+    """
+    names = {each.name for each in fields(Figures)}
+    try:
+        runs = [Figures(**{name: value for name, value in run.items() if name in names}) for run in content["runs"]]
+        differences = {str(name): list(values) for name, values in content.get("differences", {}).items()}
+        return replace(compare(runs), differences=differences)
+    except (TypeError, AttributeError, KeyError) as error:
+        raise StudyError(f"This is no JSON file of a study ({type(error).__name__}: {error}).") from None

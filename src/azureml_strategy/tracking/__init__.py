@@ -8,16 +8,21 @@ from azureml_strategy.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from azureml_strategy.tracking.cost import CostTracker
+    from azureml_strategy.tracking.counters import NodeCounters
     from azureml_strategy.tracking.logger import JobMLFlowLogger
     from azureml_strategy.tracking.progress import ThroughputProgressBar
     from azureml_strategy.tracking.report import RunReport
     from azureml_strategy.tracking.run import RunLocation
     from azureml_strategy.tracking.store import TrackingError
-    from azureml_strategy.tracking.throughput import ThroughputCallback, ThroughputSummary
+    from azureml_strategy.tracking.summary import ThroughputSummary
+    from azureml_strategy.tracking.throughput import ThroughputCallback
+    from azureml_strategy.tracking.wandb import JobWandbLogger
 
 __all__ = [
     "CostTracker",
     "JobMLFlowLogger",
+    "JobWandbLogger",
+    "NodeCounters",
     "RunLocation",
     "RunReport",
     "ThroughputCallback",
@@ -31,12 +36,14 @@ __getattr__ = lazy_attributes(
     __name__,
     {
         "CostTracker": "azureml_strategy.tracking.cost",
+        "NodeCounters": "azureml_strategy.tracking.counters",
         "RunLocation": "azureml_strategy.tracking.run",
         "JobMLFlowLogger": "azureml_strategy.tracking.logger",
+        "JobWandbLogger": "azureml_strategy.tracking.wandb",
         "ThroughputProgressBar": "azureml_strategy.tracking.progress",
         "RunReport": "azureml_strategy.tracking.report",
         "TrackingError": "azureml_strategy.tracking.store",
-        "ThroughputSummary": "azureml_strategy.tracking.throughput",
+        "ThroughputSummary": "azureml_strategy.tracking.summary",
         "ThroughputCallback": "azureml_strategy.tracking.throughput",
     },
 )

@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from azureml_strategy.cluster.redaction import redact, redact_text
+from azureml_strategy.tracking.description import NOTE_LENGTH, NOTE_TAG
 
 if TYPE_CHECKING:
     from mlflow.entities import Metric, Param, RunTag
@@ -63,7 +64,14 @@ def clean_name(name: str) -> str:
 
 
 # How many items of each kind one request may carry. The kinds are written in this order.
-LIMITS = {"tags": TAGS_PER_BATCH, "params": PARAMS_PER_BATCH, "metrics": METRICS_PER_BATCH, "files": 1, "end": 1}
+LIMITS = {
+    "tags": TAGS_PER_BATCH,
+    "params": PARAMS_PER_BATCH,
+    "metrics": METRICS_PER_BATCH,
+    "files": 1,
+    "artifacts": 1,
+    "end": 1,
+}
 
 
 @dataclass(frozen=True)
@@ -98,6 +106,14 @@ class TextFile:
 
 
 @dataclass(frozen=True)
+class DiskFile:
+    """A file on this machine's disk for the run's artifacts: its path there, and its path here."""
+
+    key: str
+    value: str
+
+
+@dataclass(frozen=True)
 class End:
     """The end of a run that the logger opened: MLflow's status, and the time in ms since 1970."""
 
@@ -106,7 +122,7 @@ class End:
     key: str = "status"
 
 
-Record = Metrics | Params | Tags | TextFile | End
+Record = Metrics | Params | Tags | TextFile | DiskFile | End
 
 
 @dataclass
@@ -141,6 +157,8 @@ def make_batches(records: Iterable[Record]) -> list[Batch]:
             items["tags"].extend(tag(name, value) for name, value in record.values.items())
         elif isinstance(record, TextFile):
             items["files"].append(TextFile(record.key, redact_text(record.value)))
+        elif isinstance(record, DiskFile):
+            items["artifacts"].append(record)
         else:
             items["end"].append(record)
     return [batch for kind, each in items.items() for batch in chunks(kind, each)]
@@ -163,7 +181,9 @@ def tag(name: str, value: str) -> RunTag:
     """Make MLflow's entity of a tag, with its value cut to the length that stores accept."""
     from mlflow.entities import RunTag
 
-    return RunTag(name, str(redact(name, value))[:TAG_VALUE_LENGTH])  # type: ignore[no-untyped-call]
+    # Who writes a description cuts it in whole lines, and knows the store.
+    longest = NOTE_LENGTH if name == NOTE_TAG else TAG_VALUE_LENGTH
+    return RunTag(name, str(redact(name, value))[:longest])  # type: ignore[no-untyped-call]
 
 
 def _metric_entities(record: Metrics) -> Iterator[Metric]:

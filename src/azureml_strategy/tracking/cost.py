@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import ClassVar
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -16,6 +13,7 @@ from typing_extensions import override
 from azureml_strategy.cluster.job import Price, read_price
 from azureml_strategy.tracking.logger import JobMLFlowLogger
 from azureml_strategy.tracking.throughput import find_throughput
+from azureml_strategy.tracking.time_budget import process_age_s
 
 _SECONDS_PER_HOUR = 3600.0
 _RUN = "cost/run"
@@ -123,15 +121,6 @@ def find_cost(trainer: Trainer) -> CostTracker | None:
     """Return the trainer's `CostTracker` if it has one that knows a price."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return next((each for each in callbacks if isinstance(each, CostTracker) and each.price is not None), None)
-
-
-def process_age_s() -> float:
-    """Seconds since this process started; 0 on other systems than Linux, which do not show it."""
-    if not sys.platform.startswith("linux"):
-        return 0.0
-    # proc(5): field 22 of stat is the start in clock ticks since boot; the name in parentheses may hold spaces.
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def _tags(price: Price) -> dict[str, str]:

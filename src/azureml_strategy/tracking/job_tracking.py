@@ -26,7 +26,8 @@ from azureml_strategy.lightning_internals import mlflow_arguments, mlflow_store
 from azureml_strategy.tracking.logger import JobMLFlowLogger
 from azureml_strategy.tracking.report import RunReport
 from azureml_strategy.tracking.run import JobRun, TrackingError, describe_store, job_run
-from azureml_strategy.tracking.throughput import ThroughputCallback, Totals, count_samples
+from azureml_strategy.tracking.summary import Totals
+from azureml_strategy.tracking.throughput import ThroughputCallback, count_samples
 
 log = logging.getLogger(__name__)
 # The store of Lightning's MLFlowLogger that was given none, not even by the environment.
@@ -131,9 +132,9 @@ class JobTracking(IsolatedCallback):
 class JobThroughput(IsolatedCallback, ThroughputCallback, RunReport):
     """Measures a training that is logged into the job's run, unless its script measures it.
 
-    It is a `ThroughputCallback` and a `RunReport` for any script: without a collective and only on rank 0, whose
-    samples are taken for those of every rank. It logs into the job's run alone. A batch whose samples it
-    cannot count ends it, with one line. A script with one of these callbacks of its own has that alone.
+    It is a `ThroughputCallback` and a `RunReport` for any script, without a collective. Rank 0 takes its samples for
+    those of every rank, and logs into the job's run alone; the other ranks only tell how long they take. A batch whose
+    samples it cannot count ends it, with one line. A script with one of these callbacks of its own has that alone.
     """
 
     switch = THROUGHPUT_SWITCH
@@ -148,10 +149,15 @@ class JobThroughput(IsolatedCallback, ThroughputCallback, RunReport):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit" and trainer.is_global_zero and self._loggers(trainer) and not self._is_measured(trainer):
+        logs = not trainer.is_global_zero or self._loggers(trainer)
+        if stage == "fit" and logs and not self._is_measured(trainer):
             super().setup(trainer, pl_module, stage)
         else:
             self._inert = True
+
+    @override
+    def _give_up(self, trainer: Trainer | None) -> None:
+        self._close_breakdown()
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -165,7 +171,7 @@ class JobThroughput(IsolatedCallback, ThroughputCallback, RunReport):
     @override
     def _over_ranks(self, trainer: Trainer, totals: Totals) -> Totals:
         # A collective of ours could hang a script whose ranks have unequal numbers of batches.
-        return Totals(*(trainer.world_size * each for each in totals))
+        return totals.times(trainer.world_size)
 
     def _is_measured(self, trainer: Trainer) -> bool:
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
@@ -176,6 +182,7 @@ class JobThroughput(IsolatedCallback, ThroughputCallback, RunReport):
             return count_samples(batch)
         except TypeError as reason:
             self._inert = True
+            self._close_breakdown()
             rank_zero_info(f"Throughput is not measured. {reason}")
             return 0
 

@@ -7,7 +7,7 @@ import sys
 import time
 import warnings
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -21,16 +21,21 @@ from typing_extensions import override
 
 from azureml_strategy.cluster.job import read_job
 from azureml_strategy.cluster.redaction import redact_text
-from azureml_strategy.tracking.batch import End, Metrics, Params, Tags, TextFile, clean_name
+from azureml_strategy.tracking.batch import TAG_VALUE_LENGTH, DiskFile, End, Metrics, Params, Tags, TextFile, clean_name
+from azureml_strategy.tracking.description import NOTE_LENGTH, NOTE_TAG, merge_description
+from azureml_strategy.tracking.events import Event, EventLog
 from azureml_strategy.tracking.run import (
     OpenRun,
     RunLocation,
     RunRequest,
+    describe_store,
     is_remote,
     locate,
     request_run,
     resolve_tracking_uri,
 )
+from azureml_strategy.tracking.sender import send_file
+from azureml_strategy.tracking.store import StoreAwayError, StoreRefusedError, one_attempt_client, store_errors
 from azureml_strategy.tracking.termination import TerminationFlush
 from azureml_strategy.tracking.values import as_number, as_step, as_texts, fit_azure, new_params, type_name
 from azureml_strategy.tracking.writer import BatchWriter
@@ -99,7 +104,7 @@ class JobMLFlowLogger(MLFlowLogger):
 
     Args:
         experiment_name: experiment of a run opened here; else MLFLOW_EXPERIMENT_ID or _NAME, else `lightning_logs`.
-        run_name: name of a run opened here.
+        run_name: name of a run opened here; by default that of the script's file, or the recipe with its overrides.
         tracking_uri: the store; else MLFLOW_TRACKING_URI, else `sqlite:///mlflow.db`.
         tags: of the run, whether opened or joined.
         log_model: as in Lightning: True uploads checkpoints at the end, "all" as they are saved.
@@ -135,12 +140,15 @@ class JobMLFlowLogger(MLFlowLogger):
         self._log_model = log_model
         self._logged_model_time: dict[str, float] = {}
         self._checkpoint_callback = None
-        self.tags = tags or {}
+        self.tags: dict[str, Any] = tags or {}
         self._tracking = _Tracking(tracking_uri, experiment_name, run_name, artifact_location)
         self._flush_interval_s = flush_interval_s
         self._folder = folder
         self._session: _Session | None = None
+        self._suggested_name: str | None = None
+        self._last_epoch: tuple[int, float] | None = None
         self._warned: set[str] = set()
+        self._events = EventLog()
 
     @property
     @rank_zero_experiment
@@ -186,6 +194,21 @@ class JobMLFlowLogger(MLFlowLogger):
         info = run.run.info
         return locate(run.tracking_uri, run.experiment_name, info.experiment_id, info.run_id, info.run_name)
 
+    def suggest(self, run_name: str, tags: Mapping[str, str]) -> None:
+        """Name the run if it is opened here and the user gave no name, and tag it. Call it before the first use.
+
+        Args:
+            run_name: the name.
+            tags: those of the user win.
+        """
+        self._suggested_name = run_name
+        self.tags = {**tags, **(self.tags or {})}
+
+    @property
+    def tracking_uri(self) -> str:
+        """The store's address, which may hold credentials. Call it only on rank 0."""
+        return self._open().request.tracking_uri
+
     @override
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
@@ -199,7 +222,10 @@ class JobMLFlowLogger(MLFlowLogger):
         session.termination.install()
         prefix = f"{self._prefix}{self.LOGGER_JOIN_CHAR}" if self._prefix else ""
         values = self._accept({f"{prefix}{name}": value for name, value in metrics.items()})
-        session.writer.put(Metrics(values, self._step(step, values), int(time.time() * 1000)))
+        at = self._step(step, values)
+        if step is not None:
+            self._drop_repeated_epoch(values, clean_name(f"{prefix}epoch"), at)
+        session.writer.put(Metrics(values, at, int(time.time() * 1000)))
 
     @override
     @rank_zero_only
@@ -225,6 +251,57 @@ class JobMLFlowLogger(MLFlowLogger):
             path: its path below the run's artifacts.
         """
         self._open().writer.put(TextFile(str(path), str(text)))
+
+    @rank_zero_only
+    def log_description(self, lines: Sequence[str]) -> None:
+        """Put lines of Markdown into the run's description, in place of those of a previous call or attempt.
+
+        What others wrote there stays. If the store is away, so that this cannot be read, nothing is written.
+
+        Args:
+            lines: the most important ones first; the last ones are left out if the store does not take all.
+        """
+        session = self._open()
+        present = self._description(session)
+        limit = TAG_VALUE_LENGTH if session.request.tracking_uri.startswith("azureml:") else NOTE_LENGTH
+        merged = None if present is None else merge_description(present, lines, limit)
+        if merged is not None:
+            session.writer.put(Tags({NOTE_TAG: merged}))
+
+    @rank_zero_only
+    def log_file(self, file: Path, folder: str) -> None:
+        """Put a file of this machine among the run's artifacts, in the background. It must stay until it is there.
+
+        Args:
+            file: the file.
+            folder: its folder below the run's artifacts.
+        """
+        self._open().writer.put(DiskFile(f"{folder}/{file.name}", str(file.absolute())))
+
+    def run_and_store(self) -> tuple[str | None, str]:
+        """The run's id, None until it is known, and its tracking store without secrets."""
+        return self.run_id, describe_store(resolve_tracking_uri(self._tracking.uri))
+
+    def send_file(self, run_id: str, file: Path, folder: str) -> None:
+        """Put a file among a run's artifacts now, from any rank.
+
+        Args:
+            run_id: the run, as rank 0 knows it.
+            file: the file.
+            folder: its folder below the run's artifacts.
+
+        Raises:
+            StoreAwayError, StoreRefusedError: the store does not take it.
+        """
+        with store_errors():
+            client = one_attempt_client(resolve_tracking_uri(self._tracking.uri))
+            send_file(client, run_id, file, f"{folder}/{file.name}")
+
+    @rank_zero_only
+    def log_event(self, event: Event) -> None:
+        """Add an event to the file of events among the run's artifacts."""
+        self._events.add(event)
+        self.log_text(self._events.to_text(), self._events.path)
 
     def metric_at_start(self, name: str) -> float | None:
         """A metric's last value when the run was opened, from a previous attempt of the job. Call it only on rank 0."""
@@ -286,6 +363,31 @@ class JobMLFlowLogger(MLFlowLogger):
             where = checkpoint_callback.dirpath
             warnings.warn(f"Checkpoints stay in {where} and are not uploaded now: {text}", stacklevel=2)
 
+    def _description(self, session: _Session) -> str | None:
+        """The run's description now; None if it is unknown."""
+        self.flush(_OPENING_S)  # it may be among what is queued
+        if session.run is None:
+            return "" if session.request.run_id is None else None
+        try:
+            with store_errors():
+                tags = session.run.client.get_run(session.run.run_id).data.tags
+        except (StoreAwayError, StoreRefusedError):
+            return None
+        return str(tags.get(NOTE_TAG, ""))
+
+    def _drop_repeated_epoch(self, values: dict[str, SupportsFloat], name: str, step: int) -> None:
+        """Take out the `epoch` that Lightning adds to each call, if the step has it already.
+
+        The last step of an epoch is logged twice or more: as a step, and with the values of the validation and of the
+        epoch.
+        """
+        epoch = values.get(name)
+        if not isinstance(epoch, float):
+            return
+        if self._last_epoch == (step, epoch):
+            del values[name]
+        self._last_epoch = step, epoch
+
     def _accept(self, metrics: Mapping[str, Any]) -> dict[str, SupportsFloat]:
         """Keep the values that are numbers; warn about the first other value of each metric."""
         accepted = {}
@@ -329,6 +431,7 @@ class JobMLFlowLogger(MLFlowLogger):
             wanted.run_name,
             self.tags,
             wanted.artifact_location,
+            self._suggested_name,
         )
 
     def _spool_folder(self) -> Path:

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import re
+import shlex
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning_utilities.core.rank_zero import rank_zero_only
 from rich.table import Table
 from typing_extensions import override
 
-from azureml_strategy.cluster.job import format_money
+from azureml_strategy.cluster.data_parallel import data_parallel_size
+from azureml_strategy.cluster.job import format_money, read_job
 from azureml_strategy.tracking.cost import CostTracker, find_cost
+from azureml_strategy.tracking.description import markdown_table
 from azureml_strategy.tracking.logger import JobMLFlowLogger
 from azureml_strategy.tracking.network import run_network
+from azureml_strategy.tracking.run import RunLocation
+from azureml_strategy.tracking.summary import ThroughputSummary
 from azureml_strategy.tracking.tables import print_table
-from azureml_strategy.tracking.throughput import ThroughputSummary, find_throughput
+from azureml_strategy.tracking.throughput import ThroughputCallback, find_throughput
+from azureml_strategy.tracking.time_budget import describe
+from azureml_strategy.tracking.verdict import NAMES, PHASES, RunFacts, Verdict, judge
 
 # val/top1, train_acc, accuracy, test/acc_top5, ...
 _ACCURACY = re.compile(r"(^|[/_.])(acc|accuracy|top_?\d+)($|[/_.])", re.IGNORECASE)
@@ -27,7 +35,8 @@ _ACCURACY = re.compile(r"(^|[/_.])(acc|accuracy|top_?\d+)($|[/_.])", re.IGNORECA
 class RunReport(Callback):
     """Prints a table on rank 0 when `fit` ends, and logs its rates and times as `summary/...`.
 
-    It also logs `summary/nodes`, `summary/devices` and the tag `throughput.unit`, which a scaling study reads.
+    It also logs `summary/nodes`, `summary/devices` and the tag `throughput.unit`, which a scaling study reads, and tags
+    the run with its sizes. Table and remarks become the description of the MLflow run.
     Throughput and step time need a `ThroughputCallback`, costs a `CostTracker` that knows a price, and the place of the
     run a `JobMLFlowLogger`; the table omits what is missing.
 
@@ -43,36 +52,65 @@ class RunReport(Callback):
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._started = time.monotonic()
+        for logger in self._run_loggers(trainer):
+            logger.log_tags(_size_tags(trainer))
 
     @override
     @rank_zero_only
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         throughput = find_throughput(trainer)
         summary = throughput.summary() if throughput else None
+        if throughput and summary:
+            self._log_summary(trainer, summary, throughput.unit)
+        rows, remarks, verdict = self.rows(trainer), self.remarks(trainer), _verdict(trainer)
+        loggers = self._run_loggers(trainer)
+        if verdict.measured:
+            remarks.insert(0, verdict.line)
+            for logger in loggers:
+                logger.log_tags({"azureml_strategy.verdict": verdict.line})
+        for logger in loggers:
+            logger.log_description([*(line for each in remarks for line in (each, "")), *markdown_table(rows)])
+        _print(rows, remarks, loggers[0].location if loggers else None)
+
+    def rows(self, trainer: Trainer) -> list[tuple[str, str]]:
+        """The figures of the run, the most important ones first: a name and a text each."""
+        throughput, cost, network = find_throughput(trainer), find_cost(trainer), run_network(trainer)
+        summary = throughput.summary() if throughput else None
         rows = [("wall time", str(timedelta(seconds=round(time.monotonic() - self._started))))]
         if throughput and summary:
             rows = [*_throughput_rows(summary, throughput.unit, trainer.world_size), *rows]
-            self._log_summary(trainer, summary, throughput.unit)
         elif throughput:
             rows.insert(0, ("throughput", f"not measured: all steps were warm-up ({throughput.warmup_steps})"))
-        cost = find_cost(trainer)
         if cost:
             rows += _cost_rows(cost, summary, throughput.unit if throughput else "")
-        network = run_network(trainer)
+        rows += _breakdown_rows(throughput, summary)
         if network:
             rows.append(("network", network.summary))
-        rows += self._metric_rows(trainer)
-        _print(rows, next((lo for lo in trainer.loggers if isinstance(lo, JobMLFlowLogger)), None))
+        return [*rows, *self._metric_rows(trainer)]
+
+    def remarks(self, trainer: Trainer) -> list[str]:
+        """Sentences about the run, the most important ones first, each in one line.
+
+        They stand below the table on the console, and above it in the description of the run.
+        """
+        return [
+            f"TensorBoard: tensorboard --logdir {shlex.quote(str(Path(each.log_dir).absolute()))}"
+            for each in self._loggers(trainer)
+            if isinstance(each, TensorBoardLogger)
+        ]
 
     def _log_summary(self, trainer: Trainer, summary: ThroughputSummary, unit: str) -> None:
         shape = {"summary/nodes": float(trainer.num_nodes), "summary/devices": float(trainer.world_size)}
         for logger in self._loggers(trainer):
-            logger.log_metrics(summary.as_metrics("summary") | shape, step=trainer.global_step)
+            logger.log_metrics(summary.as_metrics("summary", step="summary/step") | shape, step=trainer.global_step)
             if isinstance(logger, JobMLFlowLogger):
                 logger.log_tags({"throughput.unit": unit})
 
     def _loggers(self, trainer: Trainer) -> list[Logger]:
         return trainer.loggers
+
+    def _run_loggers(self, trainer: Trainer) -> list[JobMLFlowLogger]:
+        return [each for each in self._loggers(trainer) if isinstance(each, JobMLFlowLogger)]
 
     def _metric_rows(self, trainer: Trainer) -> Iterator[tuple[str, str]]:
         values = trainer.callback_metrics
@@ -89,8 +127,44 @@ def _throughput_rows(summary: ThroughputSummary, unit: str, devices: int) -> lis
         ("per device", f"{summary.samples_per_second_per_device:,.1f} ({devices} device{'s' * (devices > 1)})"),
         ("step time", f"median {median_ms:.2f} ms, p95 {p95_ms:.2f} ms ({summary.steps} steps after warm-up)"),
         *mfu,
-        ("data wait", f"{summary.data_wait_share:.1%} of the step"),
+        *([] if summary.shares else [("data wait", f"{summary.data_wait_share:.1%} of the step")]),
     ]
+
+
+def _verdict(trainer: Trainer) -> Verdict:
+    """What the run waited for most, and what to do about it."""
+    throughput, cost, network = find_throughput(trainer), find_cost(trainer), run_network(trainer)
+    summary = throughput.summary() if throughput else None
+    clock, slow = (throughput.wall_clock(), throughput.slowest_rank()) if throughput else (None, None)
+    facts = RunFacts(
+        loader_workers=getattr(trainer.train_dataloader, "num_workers", None),
+        strategy=type(trainer.strategy).__name__,
+        transport=network.kind if network else "",
+        nodes=trainer.num_nodes,
+        precision=str(trainer.precision),
+        mfu=summary.mfu if summary else None,
+        slow_ranks=(slow.place,) if slow else (),
+        slow_share=slow.share if slow else 0.0,
+        cost=cost.so_far if cost else None,
+        currency=cost.price.currency if cost and cost.price else "",
+    )
+    seconds = {name: getattr(clock, f"{name}_s") for name in PHASES} if clock else {}
+    return judge(summary.shares if summary else {}, seconds, facts)
+
+
+def _breakdown_rows(
+    throughput: ThroughputCallback | None, summary: ThroughputSummary | None
+) -> Iterator[tuple[str, str]]:
+    """What a step and the run spend their time on, and which rank takes longest."""
+    if summary and summary.shares:
+        parts = sorted(summary.shares.items(), key=lambda each: -each[1])
+        yield "step", ", ".join(f"{NAMES[name]} {share:.1%}" for name, share in parts if share >= 0.001)
+    clock = throughput.wall_clock() if throughput else None
+    if clock:
+        yield "goodput", describe(clock)
+    slow = throughput.slowest_rank() if throughput else None
+    if slow:
+        yield "slowest rank", slow.text
 
 
 def _cost_rows(cost: CostTracker, summary: ThroughputSummary | None, unit: str) -> Iterator[tuple[str, str]]:
@@ -102,13 +176,27 @@ def _cost_rows(cost: CostTracker, summary: ThroughputSummary | None, unit: str) 
         yield f"cost of 10^6 {unit}", f"{format_money(per_million)} {currency}"
 
 
-def _print(rows: list[tuple[str, str]], logger: JobMLFlowLogger | None) -> None:
+def _size_tags(trainer: Trainer) -> dict[str, str]:
+    job = read_job()
+    sizes = {
+        "nodes": trainer.num_nodes,
+        "devices": trainer.world_size,
+        "data_parallel_size": data_parallel_size(trainer),
+        "strategy": type(trainer.strategy).__name__,
+        "vm_size": job.vm_size if job else None,
+    }
+    return {f"azureml_strategy.{name}": str(value) for name, value in sizes.items() if value is not None}
+
+
+def _print(rows: list[tuple[str, str]], remarks: Sequence[str], location: RunLocation | None) -> None:
     table = Table(show_header=False)
-    location = logger.location if logger else None
+    of_run = []
     if location:
-        rows.append(("run", f"{location.run_name} ({location.run_id})"))
-        rows.append(("experiment", location.experiment))
-        rows.append(("store", location.store))
-    for row in rows:
+        of_run = [
+            ("run", f"{location.run_name} ({location.run_id})"),
+            ("experiment", location.experiment),
+            ("store", location.store),
+        ]
+    for row in [*rows, *of_run]:
         table.add_row(*row)
-    print_table(table, [f"Open the run: {location.open_with}"] if location else [])
+    print_table(table, [*remarks, *(location.how_to_open() if location else [])])

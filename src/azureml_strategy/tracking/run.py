@@ -22,6 +22,7 @@ from azureml_strategy.cluster.environ import initial_environ
 from azureml_strategy.cluster.job import read_job
 from azureml_strategy.cluster.redaction import redact, redact_text
 from azureml_strategy.tracking.batch import TAG_VALUE_LENGTH, clean_name
+from azureml_strategy.tracking.source import script_run_name, with_source_tags
 from azureml_strategy.tracking.store import TrackingError as TrackingError
 from azureml_strategy.tracking.store import one_attempt_client
 
@@ -36,6 +37,9 @@ _WORKSPACE = re.compile(r"/resourcegroups/(?P<group>[^/?]+)/.*/workspaces/(?P<wo
 # MLflow 3 refuses its older default, a folder of files.
 DEFAULT_TRACKING_URI = "sqlite:///mlflow.db"
 DEFAULT_EXPERIMENT = "lightning_logs"
+# Where `mlflow ui` serves by default.
+_LOCAL_SERVER = "http://127.0.0.1:5000"
+RUN_NAME_TAG = "mlflow.runName"  # mlflow.utils.mlflow_tags.MLFLOW_RUN_NAME
 # This tag finds the run if the answer to its creation was lost.
 _START_ID = "azureml_strategy.start_id"
 
@@ -50,6 +54,8 @@ class RunLocation:
         run_id: the run's id.
         run_name: the run's name.
         open_with: a command or an address that shows the run.
+        address: the address of the run's page; for a store on this machine, once the command serves it. None if the
+            command opens it.
     """
 
     store: str
@@ -57,13 +63,24 @@ class RunLocation:
     run_id: str
     run_name: str
     open_with: str
+    address: str | None = None
+
+    def how_to_open(self) -> list[str]:
+        """Lines for the console."""
+        lines = [f"Open the run: {self.open_with}"]
+        return lines if self.address in (None, self.open_with) else [*lines, f"Then its page is {self.address}"]
 
 
 def locate(tracking_uri: str, experiment: str, experiment_id: str, run_id: str, run_name: str) -> RunLocation:
     """Describe where a run is and how to open it."""
     store = describe_store(tracking_uri)
-    open_with = _how_to_open(store, experiment_id, run_id)
-    return RunLocation(store, experiment, run_id, run_name, open_with)
+    if store.startswith("azureml:"):
+        return RunLocation(store, experiment, run_id, run_name, _azure_command(store, run_id))
+    is_server = store.startswith(("http://", "https://"))
+    # The routes of MLflow's pages lie behind `#`, in versions 2 and 3.
+    page = f"{store.rstrip('/') if is_server else _LOCAL_SERVER}/#/experiments/{experiment_id}/runs/{run_id}"
+    open_with = page if is_server else f"mlflow ui --backend-store-uri {shlex.quote(store)}"
+    return RunLocation(store, experiment, run_id, run_name, open_with, page)
 
 
 def describe_store(tracking_uri: str) -> str:
@@ -72,14 +89,11 @@ def describe_store(tracking_uri: str) -> str:
     return redact_text(f"{prefix}{Path(path).absolute()}" if tracking_uri.startswith(prefix) else tracking_uri)
 
 
-def _how_to_open(store: str, experiment_id: str, run_id: str) -> str:
-    if store.startswith("azureml:"):
-        found = _WORKSPACE.search(store)
-        where = f" --resource-group {found['group']} --workspace-name {found['workspace']}" if found else ""
-        return f"az ml job show --name {run_id}{where} --web"
-    if store.startswith(("http://", "https://")):
-        return f"{store.rstrip('/')}/#/experiments/{experiment_id}/runs/{run_id}"
-    return f"mlflow ui --backend-store-uri {shlex.quote(store)}"
+def _azure_command(store: str, run_id: str) -> str:
+    # Not the address of the studio's page, which holds the subscription's id.
+    found = _WORKSPACE.search(store)
+    where = f" --resource-group {found['group']} --workspace-name {found['workspace']}" if found else ""
+    return f"az ml job show --name {run_id}{where} --web"
 
 
 class LoggedMetrics:
@@ -193,23 +207,26 @@ def request_run(
     run_name: str | None = None,
     tags: Mapping[str, Any] | None = None,
     artifact_location: str | None = None,
+    suggested_name: str | None = None,
 ) -> RunRequest:
     """Make a request from the arguments and the current environment, without opening the run.
 
-    Without `run_id` it is a new run. Its experiment is the named one, else that of MLFLOW_EXPERIMENT_ID or
+    Without `run_id` it is a new run. Its name is `run_name`, else the one in the tags, else `suggested_name`, else that
+    of the script's file. Its experiment is the named one, else that of MLFLOW_EXPERIMENT_ID or
     MLFLOW_EXPERIMENT_NAME, else `lightning_logs`.
     """
-    from mlflow.tracking.context.registry import resolve_tags
-
+    given = _texts(tags)
     if run_id is not None:
-        return RunRequest(tracking_uri, run_id, tags=_texts(tags))
+        return RunRequest(tracking_uri, run_id, tags=given)
     return RunRequest(
         tracking_uri,
         experiment_id=os.environ.get("MLFLOW_EXPERIMENT_ID") if experiment_name is None else None,
         experiment_name=experiment_name or os.environ.get("MLFLOW_EXPERIMENT_NAME") or DEFAULT_EXPERIMENT,
-        run_name=run_name,
-        # `resolve_tags` adds MLflow's own, such as the address of the git repository, which may hold a token.
-        tags=_texts(resolve_tags(_texts(tags))),
+        # Without a name, MLflow draws one with Python's random numbers: after `seed_everything` the same one each time,
+        # and on the thread of the writer, so that the training's random numbers would differ from run to run.
+        run_name=run_name or given.get(RUN_NAME_TAG) or suggested_name or script_run_name(),
+        # The address of the git repository may hold a token.
+        tags=_texts(with_source_tags(given)),
         artifact_location=artifact_location,
     )
 
@@ -276,7 +293,6 @@ def join_run(
     """
     from mlflow.exceptions import MlflowException
     from mlflow.tracking import MlflowClient
-    from mlflow.utils.mlflow_tags import MLFLOW_RUN_NAME
 
     client = client or MlflowClient(tracking_uri)
     try:
@@ -286,7 +302,7 @@ def join_run(
             raise
         raise TrackingError(_unknown_run(tracking_uri, run_id)) from None
     for name, value in _texts(tags).items():
-        if name != MLFLOW_RUN_NAME:
+        if name != RUN_NAME_TAG:
             client.set_tag(run_id, name, value)
     return OpenRun(client, tracking_uri, run, client.get_experiment(run.info.experiment_id).name, owned=False)
 

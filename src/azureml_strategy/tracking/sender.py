@@ -7,9 +7,10 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from azureml_strategy.tracking.batch import LIMITS, Batch, chunks, is_finite, tag
+from azureml_strategy.tracking.batch import LIMITS, Batch, DiskFile, TextFile, chunks, is_finite, tag
 from azureml_strategy.tracking.run import LoggedMetrics, OpenRun
 from azureml_strategy.tracking.store import StoreAwayError, StoreRefusedError, store_errors
 
@@ -23,6 +24,8 @@ SECOND_LOOK_S = 5.0
 _LATELY_S = 0.2
 # Sent to see whether a store takes anything, if there is no accepted metric that could be sent again.
 _CHECK = ("azureml_strategy.store_check", "accepted")
+# The kinds that go to where artifacts are kept.
+_FILES = ("files", "artifacts")
 
 
 class _Suspect(NamedTuple):
@@ -173,26 +176,55 @@ class Sender:
         signature = _signature(kind, item)
         if signature not in self._refused:
             self._refused.add(signature)
+            what = item.key if kind == "files" else f"{item.key}={item.value!r}"
             warnings.warn(
-                f"MLflow does not take {item.key}={item.value!r} ({kind}), alone and while it takes others; it is "
+                f"MLflow does not take {what} ({kind}), alone and while it takes others; it is "
                 f"left out, training goes on, and others like it are tried without a further warning: {refusal}",
                 stacklevel=2,
             )
 
     def _write(self, kind: str, items: list[Any]) -> None:
         client, run_id = self._run.client, self._run.run_id
+        if kind in _FILES:
+            self._write_file(kind, items[0])
         with store_errors():
-            if kind == "files":
-                client.log_text(run_id, items[0].value, items[0].key)
-            elif kind == "end":
+            if kind == "end":
                 client.set_terminated(run_id, items[0].value, items[0].timestamp_ms)
-            else:
+            elif kind not in _FILES:
                 arguments: dict[str, Any] = {kind: items}
                 client.log_batch(run_id, **arguments)
         self.accepted += 1
         self._took_at = time.monotonic()
         if kind == "metrics":
             self._known_good = items[-1]
+
+    def _write_file(self, kind: str, file: TextFile | DiskFile) -> None:
+        """Write a file. Artifacts may lie elsewhere than metrics, so a failure need not mean that the store is away."""
+        try:
+            with store_errors():
+                if kind == "files":
+                    self._run.client.log_text(self._run.run_id, file.value, file.key)
+                else:
+                    send_file(self._run.client, self._run.run_id, Path(file.value), file.key)
+        except StoreAwayError as error:
+            if self._takes_others(kind):
+                raise StoreRefusedError(str(error)) from None
+            raise
+
+
+def send_file(client: MlflowClient, run_id: str, file: Path, key: str) -> None:
+    """Put a file among a run's artifacts. One that is gone from the disk is left out, with a warning.
+
+    Args:
+        client: asks the store.
+        run_id: the run.
+        file: the file on this machine.
+        key: its path below the run's artifacts; its last part is the file's own name.
+    """
+    if not file.is_file():
+        warnings.warn(f"{file} is no longer there and is missing among the run's artifacts.", stacklevel=2)
+        return
+    client.log_artifact(run_id, str(file), key.rpartition("/")[0] or None)
 
 
 class _Standing:

@@ -1,12 +1,13 @@
 """A file of the records that the store has not taken; it outlives the process and is sent at the next start or by hand.
 
 Each line is a JSON object, and lines are only appended. The first line identifies the run. Each other line holds one
-metric, parameter, tag, text file, or the end of the run:
+metric, parameter, tag, text file, path of a file on disk, or the end of the run:
 
     {"run": {"run_id": null, "experiment_name": "...", ...}, "store": "http://host:5000"}
     {"run_id": "..."}                                           once the run is opened
     {"metrics": "loss", "value": 0.5, "step": 3, "timestamp_ms": 1763800000000}
     {"params": "lr", "value": "0.1"}        {"tags": ...}        {"files": "network.json", "value": "..."}
+    {"artifacts": "profile/trace.json.gz", "value": "/path/of/the/file"}
     {"end": "status", "value": "FINISHED", "timestamp_ms": 1763800000000}
 """
 
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from azureml_strategy.cluster.redaction import redact_text
-from azureml_strategy.tracking.batch import LIMITS, Batch, End, TextFile, param, tag
+from azureml_strategy.tracking.batch import LIMITS, Batch, DiskFile, End, TextFile, param, tag
 from azureml_strategy.tracking.run import RunRequest, describe_store
 from azureml_strategy.tracking.sender import SECOND_LOOK_S, Sender
 from azureml_strategy.tracking.store import StoreAwayError, StoreRefusedError, TrackingError, store_errors
@@ -194,7 +195,7 @@ def _from_line(kind: str, line: dict[str, Any]) -> Any:
         return Metric(key, float(value), line["timestamp_ms"], line["step"])
     if kind == "end":
         return End(value, line["timestamp_ms"])
-    return {"params": param, "tags": tag, "files": TextFile}[kind](key, value)
+    return {"params": param, "tags": tag, "files": TextFile, "artifacts": DiskFile}[kind](key, value)
 
 
 # How often to send a refused item again while it is unclear whether the fault lies with the item.

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    from azureml_strategy.tracking.step_breakdown import Breakdown
 
 
 class Clock(Protocol):
@@ -81,12 +84,14 @@ class Step(NamedTuple):
         seconds: from the end of the previous step to its own end.
         waited_s: the part of it that passed before its batches were ready on the device.
         flops: floating-point operations of the model on its batches; 0 if nothing counts them.
+        parts: seconds of each `Part`, in its order; empty if nothing tells them apart.
     """
 
     samples: int
     seconds: float
     waited_s: float
     flops: float = 0.0
+    parts: Sequence[float] = ()
 
 
 class StepRecorder:
@@ -97,16 +102,20 @@ class StepRecorder:
 
     Args:
         clock: records the moments.
+        breakdown: tells what each step spent its time on.
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, breakdown: Breakdown | None = None) -> None:
         self._clock = clock
-        self._done: deque[tuple[int, float, list[Any]]] = deque()
+        self._done: deque[tuple[int, float, list[Any], Any]] = deque()
+        self._breakdown = breakdown
         self._begin(clock.now())
 
     def resume(self) -> None:
         """Training resumes after a pause. The time before belongs to no step."""
         interrupted = len(self._moments) > 1
+        if self._breakdown is not None:
+            self._breakdown.cut_step()
         self._begin(self._clock.now())
         self._whole = not interrupted
 
@@ -126,8 +135,9 @@ class StepRecorder:
 
     def step_done(self, keep: bool) -> None:
         """The last batch was the last one of its step; `keep` is False during the warm-up."""
+        parts = self._breakdown.cut_step() if self._breakdown is not None else None
         if keep and self._whole:
-            self._done.append((self._samples, self._flops, self._moments))
+            self._done.append((self._samples, self._flops, self._moments, parts))
         self._begin(self._moments[-1])
 
     def take(self, wait: bool = False) -> list[Step]:
@@ -138,9 +148,9 @@ class StepRecorder:
                 them.
         """
         if wait and self._done:
-            self._clock.wait_for(self._done[-1][-1][-1])
+            self._clock.wait_for(self._done[-1][2][-1])
         steps = []
-        while self._done and self._clock.has_passed(self._done[0][-1][-1]):
+        while self._done and self._clock.has_passed(self._done[0][2][-1]):
             steps.append(self._measure(*self._done.popleft()))
         return steps
 
@@ -150,7 +160,8 @@ class StepRecorder:
         self._samples, self._flops = 0, 0.0
         self._whole = True
 
-    def _measure(self, samples: int, flops: float, moments: list[Any]) -> Step:
+    def _measure(self, samples: int, flops: float, moments: list[Any], parts: Any) -> Step:
         between = self._clock.seconds
         waited = sum(between(end, ready) for end, ready in zip(moments[0:-1:2], moments[1::2], strict=True))
-        return Step(samples, between(moments[0], moments[-1]), waited, flops)
+        known = self._breakdown.meter.seconds(parts) if self._breakdown is not None else ()
+        return Step(samples, between(moments[0], moments[-1]), waited, flops, known)

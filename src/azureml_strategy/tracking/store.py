@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from azureml_strategy.cluster.redaction import redact_text
 
 if TYPE_CHECKING:
+    from mlflow.entities import Metric
     from mlflow.tracking import MlflowClient
 
 # With these codes a store says that the request is wrong, so that a second attempt would fail too.
@@ -20,6 +21,8 @@ _REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")
 _LONGEST_REQUEST_S = 30
 # The longest Retry-After that is obeyed, because the store may be back long before.
 _LONGEST_PAUSE_S = 60.0
+# Points of a metric in one answer; the most that MLflow's own client asks for (GET_METRIC_HISTORY_MAX_RESULTS).
+_PAGE = 25_000
 
 
 class StoreRefusedError(RuntimeError):
@@ -76,6 +79,27 @@ def one_attempt_client(tracking_uri: str) -> MlflowClient:
         once._call_endpoint = MethodType(_call_once, once)
         client._tracking_client = type("OneAttempt", (TrackingServiceClient,), {"store": once})(tracking_uri)
     return client
+
+
+def history_pages(client: MlflowClient, run_id: str, name: str) -> Iterator[list[Metric]]:
+    """The points of a metric, a page at a time, for who must be able to stop before the end.
+
+    MLflow's client itself has only a function that returns all points at once.
+
+    Args:
+        client: of the store.
+        run_id: the run.
+        name: the metric.
+
+    Raises:
+        Exception: whatever MLflow raises if the store does not answer.
+    """
+    token: str | None = ""
+    while token is not None:
+        store = client._tracking_client.store
+        page = store.get_metric_history(run_id, name, max_results=_PAGE, page_token=token or None)
+        yield page
+        token = page.token or None
 
 
 def _call_once(store: Any, api: Any, json_body: str | None = None, endpoint: str | None = None, **options: Any) -> Any:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -19,103 +17,12 @@ from typing_extensions import override
 from azureml_strategy.cluster.data_parallel import data_parallel_size
 from azureml_strategy.lightning_internals import accumulates, logged_step
 from azureml_strategy.tracking.flops import flops_of, peak_flops
+from azureml_strategy.tracking.run_breakdown import RunBreakdown
+from azureml_strategy.tracking.slow_ranks import Slowest
+from azureml_strategy.tracking.step_meters import STEP_PARTS, Part
 from azureml_strategy.tracking.step_timer import CudaClock, HostClock, Step, StepRecorder
-
-
-class Totals(NamedTuple):
-    """Sums over steps and ranks.
-
-    Attributes:
-        steps: steps, counted once for every rank.
-        samples: samples, counted on every rank.
-        seconds: time of the steps, added up over ranks.
-        waited_s: the part of it spent waiting for data.
-        flops: floating-point operations of the whole model, counted on every rank for its own batches.
-    """
-
-    steps: float = 0.0
-    samples: float = 0.0
-    seconds: float = 0.0
-    waited_s: float = 0.0
-    flops: float = 0.0
-
-    def plus(self, other: Totals) -> Totals:
-        """The sum of both."""
-        return Totals(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
-
-
-_LOGGED = (
-    "samples_per_second",
-    "samples_per_second_per_device",
-    "step_time_median_s",
-    "step_time_p95_s",
-    "data_wait_share",
-    "mfu",
-)
-
-
-@dataclass(frozen=True)
-class ThroughputSummary:
-    """How fast a run trained, without warm-up, validation and checkpoints.
-
-    Attributes:
-        steps: optimizer steps measured on each rank.
-        samples: different samples that all replicas read in these steps.
-        seconds: time of these steps.
-        samples_per_second: of the whole run, over all devices.
-        samples_per_second_per_device: the same, divided by the number of devices (ranks).
-        step_time_median_s: median time of an optimizer step on rank 0.
-        step_time_p95_s: the time that 95 % of the steps of rank 0 did not exceed (nearest rank).
-        data_wait_share: share of the step before its batches were on the device, 0 to 1, averaged over ranks.
-        mfu: model FLOPs utilisation (Chowdhery et al. 2022, appendix B, https://arxiv.org/abs/2204.02311): the model's
-            operations per second, divided by the peak of all devices, 0 to 1; None if either is unknown.
-    """
-
-    steps: int
-    samples: float
-    seconds: float
-    samples_per_second: float
-    samples_per_second_per_device: float
-    step_time_median_s: float
-    step_time_p95_s: float
-    data_wait_share: float
-    mfu: float | None = None
-
-    def as_metrics(self, prefix: str) -> dict[str, float]:
-        """The rates and times as metrics under `prefix/`, without those that are unknown."""
-        figures = {f"{prefix}/{name}": getattr(self, name) for name in _LOGGED}
-        return {name: value for name, value in figures.items() if value is not None}
-
-
-def summarize(
-    totals: Totals, step_times: Sequence[float], *, ranks: int, replicas: int, peak_flops: float | None = None
-) -> ThroughputSummary:
-    """Compute the figures of some steps.
-
-    Ranks that share a replica read the same samples, so only `replicas / ranks` of the counted samples are different.
-    The same holds for the operations. Ranks run side by side, so the elapsed time is the mean over ranks.
-
-    Args:
-        totals: sums over all ranks, of at least one step.
-        step_times: seconds of each step on this rank; not empty.
-        ranks: world size.
-        replicas: data-parallel size.
-        peak_flops: floating-point operations per second that one device can do, if known.
-    """
-    samples = totals.samples * replicas / ranks
-    flops = totals.flops * replicas / ranks
-    seconds = totals.seconds / ranks
-    return ThroughputSummary(
-        steps=round(totals.steps / ranks),
-        samples=samples,
-        seconds=seconds,
-        samples_per_second=samples / seconds,
-        samples_per_second_per_device=samples / seconds / ranks,
-        step_time_median_s=statistics.median(step_times),
-        step_time_p95_s=sorted(step_times)[math.ceil(0.95 * len(step_times)) - 1],
-        data_wait_share=totals.waited_s / totals.seconds,
-        mfu=flops / seconds / (ranks * peak_flops) if flops and peak_flops else None,
-    )
+from azureml_strategy.tracking.summary import ThroughputSummary, Totals, summarize
+from azureml_strategy.tracking.time_budget import WallClock
 
 
 def count_samples(batch: Any) -> int:
@@ -149,7 +56,7 @@ def _leading_dimension(batch: Any) -> int | None:
 
 
 class ThroughputCallback(Callback):
-    """Measures samples per second, step time and the wait for data, and logs them with the other metrics.
+    """Measures samples per second and what each step and the run spend their time on; logs it with the other metrics.
 
     A step is an optimizer step: with accumulated gradients it has several batches. Each rank counts the samples of the
     batches that it really got, and the counts are summed over ranks. A step lasts from the end of the previous one
@@ -158,7 +65,7 @@ class ThroughputCallback(Callback):
     whatever Lightning, loggers and callbacks after this one do between two batches.
 
     On a GPU the times are those of the GPU, from CUDA events, so a loader that keeps ahead of the GPU causes no wait.
-    No step makes the host wait. With several ranks each window ends in one all-reduce of five numbers, which does.
+    No step makes the host wait. With several ranks each window ends in one all-reduce of a few numbers, which does.
 
     | metric, every `trainer.log_every_n_steps` or its first multiple from `minimum_window` on | meaning |
     |---|---|
@@ -167,6 +74,9 @@ class ThroughputCallback(Callback):
     | throughput/step_time_median_s, throughput/step_time_p95_s | of rank 0, in seconds |
     | throughput/data_wait_share | 0 to 1, mean over ranks |
     | throughput/mfu | 0 to 1: the model's FLOPs over what all devices can do; not for an unknown GPU, nor on a CPU |
+    | step/data_wait_share, copy, forward, backward, communication, bubble, optimizer, other | parts of it, 0 to 1 |
+    | ranks/compute_s_min, _median, _max, ranks/data_wait_s_max, ranks/slow | what ranks differ in |
+    | time/startup_s, training_s, validation_s, checkpoint_s, redone_s, other_s, wall_s, goodput | of the run so far |
 
     FLOPs are those of the whole model on the batches, however the strategy splits it and whatever it recomputes. They
     come from the module's own `training_flops(batch)`; otherwise torch counts them if the module has `pipeline_batch`.
@@ -210,6 +120,8 @@ class ThroughputCallback(Callback):
         self._count = batch_size or count_samples
         self._clock = clock
         self._recorder = StepRecorder(HostClock(clock))
+        self._breakdown: RunBreakdown | None = None
+        self._unknown: frozenset[Part] = frozenset()
         self._totals = Totals()
         self._step_times = array("d")  # 8 bytes a step: a million steps are 8 MB
         self._steps = 0
@@ -233,16 +145,23 @@ class ThroughputCallback(Callback):
         # The module is still whole here: the strategy splits it later.
         self._peak = self.peak_flops or peak_flops(trainer.strategy.root_device, str(trainer.precision))
         self._flops = flops_of(pl_module) if self._peak and stage == "fit" else None
+        if stage == "fit":
+            self._close_breakdown()  # of a previous run that failed in a way that calls no hook
+            self._breakdown = RunBreakdown(trainer, self._clock)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         on_gpu = trainer.strategy.root_device.type == "cuda"
-        self._recorder = StepRecorder(CudaClock() if on_gpu else HostClock(self._clock))
-        self._totals, self._step_times, self._steps, self.latest = Totals(), array("d"), 0, None
-        self._ranks, self._replicas = trainer.world_size, data_parallel_size(trainer)
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         # A multiple, so that the figures are logged at steps at which other metrics are logged too.
         self._window = every * math.ceil(self.minimum_window / every) if every else 0
+        clock = CudaClock() if on_gpu else HostClock(self._clock)
+        if self._breakdown is not None:
+            self._breakdown.train(trainer, clock, self._window, self._loggers(trainer))
+            self._unknown = self._breakdown.unknown
+        self._recorder = StepRecorder(clock, self._breakdown.breakdown if self._breakdown is not None else None)
+        self._totals, self._step_times, self._steps, self.latest = Totals(), array("d"), 0, None
+        self._ranks, self._replicas = trainer.world_size, data_parallel_size(trainer)
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -251,6 +170,8 @@ class ThroughputCallback(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._recorder.batch_ready()
+        if self._breakdown is not None:
+            self._breakdown.batch_starts()
 
     @override
     def on_train_batch_end(
@@ -263,13 +184,22 @@ class ThroughputCallback(Callback):
             return
         self._steps += 1
         self._recorder.step_done(keep=self._steps > self.warmup_steps)
+        if self._breakdown is not None:
+            self._breakdown.step_done(trainer.global_step)
         # Lightning logs `self.log` values at this step, which is the same on every rank.
         step = logged_step(trainer)
         if self._window and (step + 1) % self._window == 0:
             self._close_window(trainer, step)
 
     @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._breakdown is not None:
+            self._breakdown.validation_starts()
+
+    @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._breakdown is not None:
+            self._breakdown.validation_ends()
         self._recorder.resume()
 
     @override
@@ -278,10 +208,41 @@ class ThroughputCallback(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._account(trainer, self._recorder.take(wait=True))
+        steps = self._recorder.take(wait=True)
+        if self._breakdown is not None:
+            steps = self._breakdown.with_reducer(steps)
+            self._breakdown.last_step_done(trainer)
+        self._account(trainer, steps)
+        if self._breakdown is not None:
+            self._breakdown.end(trainer, self._loggers(trainer))
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._close_breakdown()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._close_breakdown()
+
+    def wall_clock(self) -> WallClock | None:
+        """What the wall clock of the run went into so far; None before `fit`."""
+        return self._breakdown.wall_clock() if self._breakdown is not None else None
+
+    def slowest_rank(self) -> Slowest | None:
+        """The rank that took longest over the whole run, on rank 0; None if none stands out."""
+        return self._breakdown.slowest() if self._breakdown is not None else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_breakdown": None}  # it belongs to a run of this process
+
+    def _close_breakdown(self) -> None:
+        if self._breakdown is not None:
+            self._breakdown.close()
 
     def _close_window(self, trainer: Trainer, step: int) -> None:
         steps = self._recorder.take()
+        if self._breakdown is not None:
+            steps = self._breakdown.window(steps, step)
         totals = self._account(trainer, steps)
         if not steps:
             return
@@ -289,15 +250,17 @@ class ThroughputCallback(Callback):
         metrics = self.latest.as_metrics("throughput")
         for logger in self._loggers(trainer):
             logger.log_metrics(metrics, step=step)
+        if self._breakdown is not None:
+            self._breakdown.log(trainer, self._loggers(trainer), step)
 
     def _loggers(self, trainer: Trainer) -> list[Logger]:
         return trainer.loggers
 
     def _over_ranks(self, trainer: Trainer, totals: Totals) -> Totals:
         # 64 bits: a long run's samples and seconds would lose digits in 32.
-        tensor = torch.tensor(totals, dtype=torch.float64, device=trainer.strategy.root_device)
+        tensor = torch.tensor(totals.to_numbers(), dtype=torch.float64, device=trainer.strategy.root_device)
         reduced: torch.Tensor = trainer.strategy.reduce(tensor, reduce_op="sum")
-        return Totals(*reduced.tolist())
+        return Totals.from_numbers(reduced.tolist())
 
     def _account(self, trainer: Trainer, steps: list[Step]) -> Totals:
         """Add the steps of all ranks to the totals of the run, and return the sums of these steps."""
@@ -308,13 +271,21 @@ class ThroughputCallback(Callback):
             sum(step.seconds for step in steps),
             sum(step.waited_s for step in steps),
             sum(step.flops for step in steps),
+            tuple(sum(step.parts[part] for step in steps) for part in STEP_PARTS) if self._breakdown else (),
         )
         totals = mine if self._ranks == 1 else self._over_ranks(trainer, mine)
         self._totals = self._totals.plus(totals)
         return totals
 
     def _summarize(self, totals: Totals, step_times: Sequence[float]) -> ThroughputSummary:
-        return summarize(totals, step_times, ranks=self._ranks, replicas=self._replicas, peak_flops=self._peak)
+        return summarize(
+            totals,
+            step_times,
+            ranks=self._ranks,
+            replicas=self._replicas,
+            peak_flops=self._peak,
+            unknown=self._unknown,
+        )
 
 
 def find_throughput(trainer: Trainer) -> ThroughputCallback | None:

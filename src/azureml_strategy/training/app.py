@@ -22,7 +22,9 @@ from azureml_strategy.checkpoint import ResumeError
 from azureml_strategy.cluster import Launch, LaunchError
 from azureml_strategy.cluster.launch import PartialLaunch
 from azureml_strategy.cluster.launchers import detect_ranks
-from azureml_strategy.command_line import is_override
+from azureml_strategy.command_line import is_override, with_lists
+from azureml_strategy.tracking import TrackingError
+from azureml_strategy.tracking.source import command_text
 from azureml_strategy.training.checks import check_overrides
 from azureml_strategy.training.console import discreet_console, tidy_console
 from azureml_strategy.training.recipes import Recipe, RecipeError, find_recipe
@@ -44,12 +46,17 @@ class _Refusal(BaseException):
 
 def _command_to_go_on(recipe: str, arguments: Sequence[str], config: DictConfig) -> str:
     """The command line that resumes this run, or this job of a sweep, in the same folder."""
-    options = [each for each in arguments if not is_override(each) and each not in ("-m", "--multirun")]
-    kept = [each for each in HydraConfig.get().overrides.task if not each.startswith(("output_dir=", "resume="))]
     folder = str(Path(config.output_dir).absolute())
     if not _PLAIN.fullmatch(folder):
         folder = f"'{folder}'"  # quotes for Hydra, inside those for the shell
-    return shlex.join(["azureml-strategy", "train", recipe, *options, *kept, f"output_dir={folder}"])
+    return shlex.join([*_words_to_repeat(recipe, arguments), f"output_dir={folder}"])
+
+
+def _words_to_repeat(recipe: str, arguments: Sequence[str]) -> list[str]:
+    """The words of the command line that does this run, or this job of a sweep, once more, in a folder of its own."""
+    options = [each for each in arguments if not is_override(each) and each not in ("-m", "--multirun")]
+    kept = [each for each in HydraConfig.get().overrides.task if not each.startswith(("output_dir=", "resume="))]
+    return ["azureml-strategy", "train", recipe, *options, *kept]
 
 
 def _content_errors() -> tuple[type[Exception], ...]:
@@ -102,12 +109,12 @@ def _train(config: DictConfig, launch: Launch | PartialLaunch | None, recipe: st
 
     try:
         keep_secrets(config)
-        train(config)
+        train(config, command_text(_words_to_repeat(recipe, arguments)))
     except SIGTERMException:
         if launch is None and speaks_for_all(launch):
             log.info("To go on from there: %s", _command_to_go_on(recipe, arguments, config))
         raise
-    except (RecipeError, LaunchError, ResumeError) as error:
+    except (RecipeError, LaunchError, ResumeError, TrackingError) as error:
         raise _Refusal(error) from error
     except _content_errors() as error:
         if "HYDRA_FULL_ERROR" in os.environ or HydraConfig.get().mode is RunMode.MULTIRUN:
@@ -143,6 +150,7 @@ def run_recipe(recipe: str, arguments: Sequence[str]) -> None:
         RecipeError: the recipe or an override is misspelt, or the job's variables give no rank to trust.
     """
     register_resolvers()
+    arguments = with_lists(arguments)
     found = find_recipe(recipe)
     _check(found, arguments)
     launch, typed = _own_launch(), sys.argv

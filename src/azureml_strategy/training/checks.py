@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Container, Iterator, Sequence
 from contextlib import AbstractContextManager
+from importlib.util import find_spec
 from typing import Any
 
 from hydra import compose, initialize_config_dir, initialize_config_module
@@ -17,12 +18,13 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from azureml_strategy.cluster.redaction import redact_text
+from azureml_strategy.lazy import missing_extra
 from azureml_strategy.training.recipes import Recipe, RecipeError, hidden_by, near_matches
 
 # The keys of a recipe; `vars` is for the user.
 SECTIONS = (
     *("seed", "matmul_precision", "output_dir", "resume", "global_batch", "num_classes", "vars"),
-    *("model", "data", "trainer", "strategy", "tracking", "checkpoint", "callbacks"),
+    *("model", "data", "trainer", "strategy", "tracking", "checkpoint", "callbacks", "profile"),
     *("cluster", "job"),  # settings of a submitted job; `train` only records them
 )
 # Arguments of the Trainer that other sections set.
@@ -33,6 +35,12 @@ _TRAINER_ELSEWHERE = {
     "enable_checkpointing": "the `checkpoint` section",
     "enable_progress_bar": "`tracking.progress_bar`",
     "default_root_dir": "`output_dir`",
+}
+# What loggers of these names need: one of the libraries.
+_LIBRARIES = {
+    "TensorBoardLogger": ("tensorboard", "tensorboardX"),
+    "JobWandbLogger": ("wandb",),
+    "WandbLogger": ("wandb",),
 }
 # What Hydra raises if a configuration cannot be composed.
 _UNCOMPOSABLE = (HydraException, OmegaConfBaseException, YAMLError, RecursionError)
@@ -157,6 +165,7 @@ def check_config(config: DictConfig) -> None:
             )
     _check_trainer(config.trainer)
     for path, node in target_nodes(config):
+        _check_library(path, node)
         _check_arguments(path, node)
 
 
@@ -170,6 +179,14 @@ def _check_trainer(trainer: DictConfig) -> None:
         if name not in known:
             near = near_matches(f"trainer.{name}", [f"trainer.{each}" for each in known])
             raise RecipeError(f"trainer.{name} is set, but Lightning's Trainer takes no {name!r}. {near}")
+
+
+def _check_library(path: str, node: dict[str, Any]) -> None:
+    """Lightning's loggers would say only what is missing, and only after model and data are made."""
+    libraries = _LIBRARIES.get(str(node["_target_"]).rpartition(".")[2], ())
+    if libraries and not any(map(find_spec, libraries)):
+        advice = missing_extra(ModuleNotFoundError(name=libraries[0]))
+        raise RecipeError(f"{path} is {node['_target_']}, but {advice}")
 
 
 def _check_arguments(path: str, node: dict[str, Any]) -> None:
@@ -221,8 +238,9 @@ def _near_override(override: Override, known: list[str]) -> str:
     key = override.get_key_element().lstrip("+~").split("@")[0]
     options = GlobalHydra.instance().config_loader().get_group_options(key)
     if options:
-        value = str(override.value())
-        return "" if value in options else near_matches(value, options)
+        value = override.value()
+        wrong = [each for each in map(str, value if isinstance(value, list) else [value]) if each not in options]
+        return near_matches(wrong[0], options) if wrong else ""
     if override.is_add() or override.is_force_add() or key in known or key.startswith("hydra."):
         return ""
     return near_matches(key, known)

@@ -9,14 +9,18 @@ import os
 from datetime import datetime
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import OmegaConf
 
+from azureml_strategy.cluster.job import read_job
 from azureml_strategy.cluster.launchers import detect_ranks
 
 
 def register_resolvers() -> None:
     """Register the resolvers with OmegaConf. Repeated calls do no harm."""
     OmegaConf.register_new_resolver("azureml.run", run_name, use_cache=True, replace=True)
+    OmegaConf.register_new_resolver("azureml.job_id", job_id, replace=True)
     OmegaConf.register_new_resolver("azureml.hydra_subdir", hydra_subdir, replace=True)
     OmegaConf.register_new_resolver("azureml.by_device", by_device, replace=True)
     OmegaConf.register_new_resolver("azureml.precision", precision, replace=True)
@@ -25,6 +29,18 @@ def register_resolvers() -> None:
 def run_name() -> str:
     """A name for the output folder that all ranks share: that of the job, otherwise the current time."""
     return os.environ.get("AZUREML_RUN_ID") or datetime.now().strftime("%Y-%m-%d/%H-%M-%S")
+
+
+def job_id() -> str | None:
+    """An id of this run that stays the same when its job is restarted; None outside of a job.
+
+    It is the job's id, with the number of the run if the job does a sweep.
+    """
+    job = read_job()
+    if job is None:
+        return None
+    sweeps = HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN
+    return f"{job.run_id}-{HydraConfig.get().job.num}" if sweeps else job.run_id
 
 
 def hydra_subdir() -> str | None:

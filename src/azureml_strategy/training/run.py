@@ -19,6 +19,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, ProgressBar
 from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from azureml_strategy.checkpoint.elastic import ElasticRestart
@@ -28,14 +29,15 @@ from azureml_strategy.cluster.environ import TERMINATION_SWITCH, switched_off
 from azureml_strategy.cluster.launch import PartialLaunch
 from azureml_strategy.cluster.redaction import redact, remember_secrets
 from azureml_strategy.preemption.termination import TerminateTogether
-from azureml_strategy.tracking import JobMLFlowLogger
+from azureml_strategy.tracking import JobMLFlowLogger, JobWandbLogger
 from azureml_strategy.tracking.job_tracking import JobThroughput, JobTracking
 from azureml_strategy.training.checks import check_config
 from azureml_strategy.training.recipes import RecipeError
+from azureml_strategy.training.run_page import ARTIFACT, config_text, page_name, page_tags
 from azureml_strategy.training.targets import drop_keys_of_old_targets, loggers_and_callbacks, make
 
 # Sections that say where things are, or that may differ between the attempts of a job.
-_NO_HYPERPARAMETERS = ("output_dir", "resume", "global_batch", "tracking", "checkpoint", "job")
+_NO_HYPERPARAMETERS = ("output_dir", "resume", "global_batch", "tracking", "checkpoint", "profile", "job")
 
 log = logging.getLogger(__name__)
 # How long the processes that we started may take to end after this one failed. They may wait in a collective for it.
@@ -51,8 +53,7 @@ def hyperparameters(config: DictConfig) -> dict[str, Any]:
     Args:
         config: as composed; nothing in it needs to be resolved.
     """
-    with _asked_environment() as asked:
-        return {str(name): _recorded(config, name, asked) for name in config if str(name) not in _NO_HYPERPARAMETERS}
+    return _resolved(config, [str(name) for name in config if str(name) not in _NO_HYPERPARAMETERS])
 
 
 def keep_secrets(config: DictConfig) -> None:
@@ -84,6 +85,11 @@ def _hide_secrets_in(file: Path) -> None:
     whole = file.with_name(f".{file.name}.{os.getpid()}")
     whole.write_text(yaml.safe_dump(shown, sort_keys=False, allow_unicode=True), encoding="utf-8")
     whole.replace(file)  # atomic, because the other jobs of a sweep read and write the same file
+
+
+def _resolved(config: DictConfig, names: list[str]) -> dict[str, Any]:
+    with _asked_environment() as asked:
+        return {name: _recorded(config, name, asked) for name in names}
 
 
 def _recorded(node: DictConfig | ListConfig, key: Any, asked: list[str]) -> Any:
@@ -118,12 +124,13 @@ def _asked_environment() -> Iterator[list[str]]:
         OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
 
 
-def train(config: DictConfig) -> dict[str, float]:
+def train(config: DictConfig, command: str | None = None) -> dict[str, float]:
     """Train the model of a configuration on its data.
 
     Args:
         config: a composed recipe: `model`, `data`, `strategy`, `trainer`, `tracking`, `checkpoint`, `callbacks`,
-            `seed`, `matmul_precision`, `output_dir`, `resume`, `global_batch`.
+            `profile`, `seed`, `matmul_precision`, `output_dir`, `resume`, `global_batch`.
+        command: the command line that repeats this run, for its record; by default that of this process.
 
     Returns:
         The metrics of the last epoch by name, on every rank.
@@ -143,16 +150,53 @@ def train(config: DictConfig) -> dict[str, float]:
     data = make("data", config.data)
     chosen = checkpoint_to_resume(config.resume, Path(config.output_dir))
     trainer = _trainer(config, chosen, launch)
+    _begin_record(trainer, config, command)
     for logger in trainer.loggers:
-        logger.log_hyperparams(hyperparameters(config))
         if isinstance(logger, JobMLFlowLogger) and _repeats(chosen, config.resume):
             logger.continue_run()
-    with _own_processes(trainer), told_to_children(chosen):
+    with _own_processes(trainer), told_to_children(chosen), _ended_record(trainer):
         try:
             trainer.fit(model, datamodule=data, ckpt_path=chosen)
         finally:
             _say_where_checkpoints_are(trainer)
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def _begin_record(trainer: Trainer, config: DictConfig, command: str | None) -> None:
+    """Record what is run, in every logger."""
+    name, tags = page_name(), page_tags(command) if trainer.is_global_zero else {}
+    params = redact("", hyperparameters(config))
+    for logger in trainer.loggers:
+        if isinstance(logger, (JobMLFlowLogger, JobWandbLogger)):
+            logger.suggest(name, tags)
+        if isinstance(logger, JobMLFlowLogger):
+            logger.log_text(config_text(_whole(config)), ARTIFACT)
+        logger.log_hyperparams(params)
+
+
+@contextmanager
+def _ended_record(trainer: Trainer) -> Iterator[None]:
+    """End the runs that would otherwise stay open for the next run of a sweep."""
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        for logger in trainer.loggers:
+            if isinstance(logger, JobWandbLogger):
+                logger.close(failed)
+
+
+def _whole(config: DictConfig) -> dict[str, Any]:
+    """All sections as `hyperparameters` has them; one that cannot be resolved, which nothing reads, is as written."""
+    whole: dict[str, Any] = {}
+    for name in map(str, config):
+        try:
+            whole |= _resolved(config, [name])
+        except OmegaConfBaseException:
+            raw: Any = OmegaConf.to_container(config, resolve=False)
+            whole[name] = raw[name]
+    return whole
 
 
 def _repeats(chosen: Path | None, resume: str) -> bool:

@@ -312,7 +312,7 @@ def make(place: str, node: Any, **settings: Any) -> Any:
 
 
 def loggers_and_callbacks(config: DictConfig) -> tuple[list[Logger], list[Callback]]:
-    """Build the loggers and callbacks of `tracking`, `callbacks` and `checkpoint`, in this order.
+    """Build the loggers and callbacks of `tracking`, `callbacks`, `checkpoint` and `profile`, in this order.
 
     Each section is one object, or a mapping or list of objects, mappings and lists; `null` leaves one out. Any object
     under `tracking` that is a logger is used as one, whatever its key.
@@ -322,7 +322,7 @@ def loggers_and_callbacks(config: DictConfig) -> tuple[list[Logger], list[Callba
     """
     loggers: list[Logger] = []
     callbacks: list[Callback] = []
-    for section in ("tracking", "callbacks", "checkpoint"):
+    for section in ("tracking", "callbacks", "checkpoint", "profile"):
         for place, made in _parts(section, config.get(section)):
             if isinstance(made, Logger) and section == "tracking":
                 loggers.append(made)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -97,6 +97,9 @@ class StageEngine(PipelineEngine):  # type: ignore[misc] # DeepSpeed has no anno
         lr_scheduler: returned as the engine's scheduler; Lightning steps it.
         config: DeepSpeed's configuration.
         clock: measures forward and backward passes, on the stage's device.
+
+    Attributes:
+        profile: makes the span of a named part of the schedule, as the Trainer's profiler does.
     """
 
     def __init__(
@@ -108,6 +111,7 @@ class StageEngine(PipelineEngine):  # type: ignore[misc] # DeepSpeed has no anno
         clock: StageClock,
     ) -> None:
         self.clock = clock
+        self.profile: Callable[[str], AbstractContextManager[object]] = lambda name: nullcontext()
         if config.get("bf16", {}).get("enabled"):
             _prepare_for_bfloat16(stage)
         super().__init__(
@@ -148,18 +152,28 @@ class StageEngine(PipelineEngine):  # type: ignore[misc] # DeepSpeed has no anno
         """Do nothing yet: Lightning calls `on_before_optimizer_step` first, then `step`."""
 
     def _timed_forward(self, buffer_id: int) -> None:
-        with self.clock.working():
+        with self.profile("pipeline_forward"), self.clock.working():
             self._exec_forward_pass(buffer_id)
 
     def _timed_backward(self, buffer_id: int) -> None:
-        with self.clock.working():
+        with self.profile("pipeline_backward"), self.clock.working():
             self._exec_backward_pass(buffer_id)
+
+    def _timed_reduction(self) -> None:
+        with self.profile("pipeline_reduce"):
+            self._exec_reduce_grads()
+
+    def _timed_tied_reduction(self) -> None:
+        with self.profile("pipeline_reduce"):
+            self._exec_reduce_tied_grads()
 
     # DeepSpeed's map from the instructions of a schedule to the methods that carry them out.
     _INSTRUCTION_MAP = {  # noqa: RUF012 - as DeepSpeed declares it
         **PipelineEngine._INSTRUCTION_MAP,
         schedule.ForwardPass: _timed_forward,
         schedule.BackwardPass: _timed_backward,
+        schedule.ReduceGrads: _timed_reduction,
+        schedule.ReduceTiedGrads: _timed_tied_reduction,
         schedule.OptimizerStep: _hold_optimizer_step,
     }
 

@@ -65,7 +65,9 @@ class PipelineRun:
         check_divides(samples, self._micro_batches, "A training batch has")
         pieces = self._cut("training_step", batch, samples // self._micro_batches, arguments)
         self._prepare_buffers(pieces)
-        with self._engine.clock.step() if measure else nullcontext():
+        profiler: Any = self._module.trainer.profiler  # type: ignore[attr-defined]
+        self._engine.profile = profiler.profile
+        with profiler.profile("pipeline_schedule"), self._engine.clock.step() if measure else nullcontext():
             self._engine.train_batch(_for_deepspeed(pieces))
         self._logs.repeat(("training_step",))
         if measure:

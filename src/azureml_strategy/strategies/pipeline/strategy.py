@@ -126,6 +126,11 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
         replicas = self.world_size // self.num_stages
         return {"num_replicas": replicas, "rank": self.global_rank % replicas}
 
+    @property
+    def pipeline_stage(self) -> int:
+        """The stage of this rank, once the model is set up."""
+        return int(self.deepspeed_engine.stage_id)
+
     @override
     def setup_environment(self) -> None:
         assert self.lightning_module is not None

@@ -1,0 +1,166 @@
+"""report: shows a run, several, a study or a benchmark on one page."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from azureml_strategy.cli.verbs import Verbs, add_verb, fail, print_text
+
+if TYPE_CHECKING:
+    from azureml_strategy.reporting.collect import RunRecord
+    from azureml_strategy.reporting.page import Page
+
+_EPILOG = """\
+examples:
+  azureml-strategy report outputs/resnet50_ddp-1 # the output folder of a recipe's run
+  azureml-strategy report 0a1b2c3d4e5f           # a run of MLFLOW_TRACKING_URI, or of mlflow.db here
+  azureml-strategy report JOB --store azureml    # a job of the configured workspace
+  azureml-strategy report RUN RUN RUN            # side by side
+  azureml-strategy report outputs/study.json     # what `study` or `bench` wrote
+The page is one file that needs no network and holds no script: mail it, print it, open it anywhere.
+"""
+_DEFAULT = "report.html"
+
+
+def add_to(verbs: Verbs) -> None:
+    """Add the verb and its options."""
+    verb = add_verb(
+        verbs,
+        "report",
+        _run,
+        help="show on one page what a run waits for, or what a study or bench measured",
+        description="Write one HTML page: what a run waited for most, why, what to try and what that would gain.",
+        epilog=_EPILOG,
+    )
+    verb.add_argument("runs", nargs="+", metavar="RUN", help="run id, run folder, or JSON file of `study` or `bench`")
+    verb.add_argument("--store", metavar="URI", help="where the runs are; azureml is the configured workspace")
+    verb.add_argument("--output", type=Path, metavar="FILE.html", help=f"default: {_DEFAULT}, in a run's own folder")
+    # What the end of a run tells about itself, whose store still says that it runs.
+    verb.add_argument("--status", help=argparse.SUPPRESS)
+    verb.add_argument("--seconds", type=float, default=60.0, help=argparse.SUPPRESS)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from azureml_strategy.jobs.service_errors import JobError
+    from azureml_strategy.lazy import require_library
+    from azureml_strategy.reporting.page import render
+    from azureml_strategy.reporting.stores import ReportError
+    from azureml_strategy.tracking.store import TrackingError
+
+    for library in ("matplotlib", "jinja2"):
+        require_library(library)
+    try:
+        page = _page(options)
+        path = _output(options)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(render(page), encoding="utf-8")
+    except (ReportError, TrackingError, JobError, OSError) as error:
+        return fail(error)
+    print_text(f"{page.headline}\n{path.absolute()}")
+    return 0
+
+
+def _output(options: argparse.Namespace) -> Path:
+    if options.output is not None:
+        return Path(options.output)
+    only = Path(options.runs[0])
+    return only / _DEFAULT if len(options.runs) == 1 and only.is_dir() else Path(_DEFAULT)
+
+
+def _page(options: argparse.Namespace) -> Page:
+    files = [Path(each) for each in options.runs if Path(each).is_file()]
+    if files:
+        return _page_of_file(files[0], alone=len(options.runs) == 1)
+    from azureml_strategy.reporting.run_page import run_page
+
+    records = [_record(each, options) for each in options.runs]
+    if len(records) == 1:
+        return run_page(records[0])
+    from azureml_strategy.reporting.comparison import compare_page
+
+    return compare_page(records)
+
+
+def _record(run: str, options: argparse.Namespace) -> RunRecord:
+    from azureml_strategy.reporting.collect import collect_run
+
+    run_id, store = _place(run, options.store)
+    record = collect_run(run_id, store, options.seconds)
+    if options.status:
+        record = replace(record, run=replace(record.run, status=options.status))
+    return record
+
+
+def _place(run: str, store: str | None) -> tuple[str, str]:
+    """The id of a run and the address of its store."""
+    from azureml_strategy.reporting.stores import ReportError
+    from azureml_strategy.tracking.run import resolve_tracking_uri
+
+    folder = Path(run)
+    if not folder.is_dir():
+        if "/" in run or run.endswith((".json", ".html", ".yaml")):
+            raise ReportError(f"There is no {run}. Name a run id, the output folder of a run, or a JSON file.")
+        return run, resolve_tracking_uri(_workspace_store() if store == "azureml" else store)
+    place = folder / "run.json"
+    if not place.is_file():
+        raise ReportError(
+            f"{run} has no run.json, which a recipe's run leaves in its output folder. Name the run by its id: "
+            "azureml-strategy report RUN_ID --store URI."
+        )
+    found = _json(place)
+    if not isinstance(found, dict) or not {"run_id", "store"} <= found.keys():
+        raise ReportError(f"{place} does not name a run: it needs run_id and store.")
+    return str(found["run_id"]), resolve_tracking_uri(store or _store_of(str(found["store"])))
+
+
+def _store_of(store: str) -> str | None:
+    """The address of a store that a file names without its secrets."""
+    from azureml_strategy.cluster.redaction import REDACTED
+    from azureml_strategy.tracking.run import describe_store
+
+    mine = os.environ.get("MLFLOW_TRACKING_URI", "")
+    if mine and (REDACTED in store or describe_store(mine) == store):
+        return mine
+    return store
+
+
+def _workspace_store() -> str:
+    from azureml_strategy.jobs import connect
+    from azureml_strategy.jobs.metrics import tracking_uri
+
+    return tracking_uri(connect())
+
+
+def _page_of_file(path: Path, alone: bool) -> Page:
+    from azureml_strategy.reporting.stores import ReportError
+
+    content = _json(path)
+    keys = content.keys() if isinstance(content, dict) else set()
+    if not alone:
+        raise ReportError(f"{path} is a file, and several are compared by run ids or folders only. Name it alone.")
+    if {"base", "runs"} <= keys:
+        from azureml_strategy.study.page import study_page
+
+        return study_page(content)
+    if "conditions" in keys and keys & {"collectives", "pairs"}:
+        from azureml_strategy.bench.page import bench_page
+
+        return bench_page(content)
+    raise ReportError(
+        f"{path} is neither the JSON file of `study` nor of `bench`, which are what a report can show of files; there "
+        "are no plans in this version. A run is named by its id or its output folder."
+    )
+
+
+def _json(path: Path) -> Any:
+    from azureml_strategy.reporting.stores import ReportError
+
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ReportError(f"{path} is no JSON file ({error}).") from None

@@ -1,0 +1,117 @@
+"""Reads what ports of adapters have counted: bytes, errors and lost links, of InfiniBand and of Ethernet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from azureml_strategy.network.infiniband import natural_order
+from azureml_strategy.network.sysfs import bootstrap_interface, entries, read_interfaces, read_number, read_text
+
+RECEIVED, SENT, LINK_DOWNED = "port_rcv_data", "port_xmit_data", "link_downed"
+# What a healthy link of InfiniBand hardly counts. Left out is what is normal or the fault of others: packets that had
+# to wait or were dropped (congestion), and errors that a remote switch has marked.
+ERRORS = (
+    "symbol_error",
+    "link_error_recovery",
+    "port_rcv_errors",
+    "local_link_integrity_errors",
+    "excessive_buffer_overrun_errors",
+)
+# The unit of `port_rcv_data` and `port_xmit_data`: InfiniBand Architecture Specification, 16.1.3.5.
+BYTES_PER_WORD = 4
+# Of Ethernet, in bytes and packets: the kernel's Documentation/ABI/testing/sysfs-class-net-statistics.
+ETHERNET = ("rx_bytes", "tx_bytes", "rx_errors", "tx_errors")
+# Counters of old adapters have 32 bits, all others 64.
+_SIZES = (2**32, 2**64)
+
+
+def read_infiniband_counters(sysfs: str | Path = "/sys") -> dict[tuple[str, str], int]:
+    """Read the counters of every InfiniBand port.
+
+    Azure's adapters are virtual functions, which may lack some counters or deny them. These are left out, and so are
+    the ports of Ethernet adapters, such as that of accelerated networking.
+
+    Args:
+        sysfs: mount point of sysfs.
+
+    Returns:
+        Each value by port, such as `mlx5_ib0:1`, and counter, such as `symbol_error`. The data counters count words of
+        four bytes.
+    """
+    counters = (RECEIVED, SENT, LINK_DOWNED, *ERRORS)
+    found = {
+        (port, name): read_number(folder / "counters" / name)
+        for port, folder in _infiniband_ports(Path(sysfs))
+        for name in counters
+    }
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def read_ethernet_counters(sysfs: str | Path = "/sys", proc: str | Path = "/proc") -> dict[tuple[str, str], int]:
+    """Read the counters of the interface through which nodes meet.
+
+    The sum over all interfaces would count most bytes twice on Azure, where `eth0` counts what its virtual function
+    (accelerated networking) carries.
+
+    Args:
+        sysfs: mount point of sysfs.
+        proc: mount point of procfs.
+
+    Returns:
+        Each value by interface and counter, see `ETHERNET`; empty without such an interface.
+    """
+    interface = bootstrap_interface(read_interfaces(sysfs, proc))
+    if interface is None:
+        return {}
+    folder = Path(sysfs) / "class/net" / interface.name / "statistics"
+    found = {(interface.name, name): read_number(folder / name) for name in ETHERNET}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _infiniband_ports(sysfs: Path) -> Iterator[tuple[str, Path]]:
+    for adapter in sorted(entries(sysfs / "class/infiniband"), key=lambda folder: natural_order(folder.name)):
+        for folder in entries(adapter / "ports"):
+            if read_text(folder / "link_layer") == "InfiniBand":
+                yield f"{adapter.name}:{folder.name}", folder
+
+
+class Growth:
+    """How much counters have grown since they were first read. A counter may wrap around, be reset, or go away."""
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[str, str], int] = {}
+        self._total: dict[tuple[str, str], int] = {}
+
+    def update(self, values: Mapping[tuple[str, str], int]) -> None:
+        """Take new values. A counter that is seen for the first time has not grown yet."""
+        for key, value in values.items():
+            self._total[key] = self._total.get(key, 0) + grown(self._last.get(key, value), value)
+            self._last[key] = value
+
+    def of(self, *counters: str) -> int | None:
+        """Return the growth of some counters over all ports; None if no port has any of them."""
+        found = [total for (_, name), total in self._total.items() if name in counters]
+        return sum(found) if found else None
+
+    def by_port(self, counter: str) -> dict[str, int]:
+        """Return the growth of one counter on each port that has it."""
+        return {port: total for (port, name), total in self._total.items() if name == counter}
+
+
+def grown(before: int, now: int) -> int:
+    """Return how much a counter has grown between two readings.
+
+    A lower value means that it was reset, and has counted up from 0 since. It has wrapped around if it was in the last
+    quarter of its 32 or 64 bits, and is in the first one now.
+
+    Args:
+        before: the earlier value.
+        now: the later one.
+    """
+    if now >= before:
+        return now - before
+    for size in _SIZES:
+        if 3 * size // 4 <= before < size and now < size // 4:
+            return now + size - before
+    return now

@@ -1,0 +1,198 @@
+"""Takes requests for profiles while a job runs, and has all ranks begin after the same step."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from azureml_strategy.cluster.redaction import redact_text
+from azureml_strategy.control.agreement import StopAgreement
+from azureml_strategy.control.channel import StoreLostError
+from azureml_strategy.control.store import ControlStore
+from azureml_strategy.profiling.request import (
+    ANSWER,
+    REQUEST,
+    TAKEN,
+    ProfileRequest,
+    ProfileRequestError,
+    check_ranks,
+    parse_request,
+)
+
+log = logging.getLogger(__name__)
+
+# Time between two looks, of rank 0 at its folder and of each rank at the control store.
+_LOOK_SECONDS = 1.0
+# How long the end of a training waits for the other ranks to write their traces, and its pause between two looks.
+_LAST_SECONDS, _PAUSE_SECONDS = 30.0, 0.05
+
+
+class ProfileListener:
+    """Waits for requests on all ranks: for a file in the folder of rank 0, and for a signal to any rank.
+
+    A thread of rank 0 looks for the file, because a disk may hang. The control channel's threads find a step after
+    which all ranks begin, as for a stop. The training's threads only count steps.
+
+    Args:
+        store: shared by the ranks; nothing else uses its keys.
+        folder: where rank 0 looks for `profile.request`, and answers.
+        default: what a request is that says nothing. A signal asks for the rank that got it.
+    """
+
+    def __init__(self, store: ControlStore, folder: Path, default: ProfileRequest) -> None:
+        self._store = store
+        self._folder = folder
+        self._default = default
+        self._own: str | None = None  # what this rank asks for
+        self._by_file = False
+        self._signals = 0
+        self._awaited: dict[str, tuple[int, ...]] = {}  # of a request by file: where the outcome of each rank will be
+        self._rounds = 0
+        self._over = threading.Event()
+        self._agreement = self._next_agreement()
+        self._thread = threading.Thread(target=self._watch, name="profile-requests", daemon=True)
+        if store.rank == 0:
+            self._thread.start()
+
+    def step_done(self) -> tuple[ProfileRequest, str] | None:
+        """Count a step of this rank.
+
+        Returns:
+            A request that begins now, on all ranks alike, and the key of its outcomes; None if there is none.
+        """
+        if not self._agreement.step_done():
+            return None
+        key, _, text = self._agreement.reason.partition(" ")
+        request = parse_request(text, self._default)
+        if self._own == self._agreement.reason:
+            if self._by_file:
+                self._awaited[key] = request.ranks
+            self._own, self._by_file = None, False
+        self._agreement = self._next_agreement()
+        return request, key
+
+    def refuse(self, key: str, why: str) -> None:
+        """All ranks refuse a request alike."""
+        if self._awaited.pop(key, None) is not None:
+            self._answer(f"refused: {why}")
+        elif self._store.rank == 0:
+            log.warning("The profile that was asked for is refused: %s", why)
+
+    def done(self, key: str, text: str) -> None:
+        """Tell rank 0 what has become of a request on this rank."""
+        with suppress(StoreLostError):
+            self._store.set(f"outcome/{key}/{self._store.rank}", text)
+
+    def note_signal(self, signum: int, frame: FrameType | None) -> None:
+        """Ask for a profile of this rank; a handler of signals."""
+        self._signals += 1
+
+    def close(self) -> None:
+        """Take no further requests. A request that was not granted is refused."""
+        self._over.set()
+        self._agreement.close()
+        if self._thread.is_alive():
+            self._thread.join(2 * _LOOK_SECONDS)
+        if self._own is not None and self._by_file:
+            self._answer("refused: the training has ended.")
+        deadline = time.monotonic() + _LAST_SECONDS
+        with suppress(StoreLostError):
+            while self._awaited and time.monotonic() < deadline:
+                self._collect()
+                time.sleep(_PAUSE_SECONDS)
+        for key in list(self._awaited):
+            del self._awaited[key]
+            self._answer("refused: the training has ended before all ranks were done.")
+
+    def _next_agreement(self) -> StopAgreement:
+        """Begin to wait for the next request, under keys that none before has used."""
+        self._rounds += 1
+        return StopAgreement(self._store.part(f"agreement/{self._rounds}"), self._reason, _LOOK_SECONDS)
+
+    def _reason(self) -> str | None:
+        if self._own is None and self._signals:
+            self._signals = 0
+            rank = self._store.rank
+            request = ProfileRequest(self._default.count, (rank,), self._default.details)
+            self._own = f"{rank}.{time.time_ns()} {request.to_text()}"
+        return self._own
+
+    def _watch(self) -> None:
+        while not self._over.wait(_LOOK_SECONDS):
+            with suppress(OSError, StoreLostError):  # to be tried again
+                self._collect()
+                if self._own is None:
+                    self._take()
+            if self._own is not None and self._by_file and self._agreement.error is not None:
+                self._answer(f"refused: the ranks cannot agree on a step ({self._agreement.error}).")
+                self._own = None
+
+    def _take(self) -> None:
+        """Take the request file, if there is one."""
+        path = self._folder / REQUEST
+        if not path.exists():
+            return
+        taken = self._folder / TAKEN
+        path.replace(taken)
+        try:
+            request = parse_request(taken.read_text(encoding="utf-8", errors="replace"), self._default)
+            check_ranks(request.ranks, self._store.world_size)
+        except ProfileRequestError as error:
+            self._answer(f"refused: {error}")
+            return
+        self._by_file = True
+        self._own = f"0.{time.time_ns()} {request.to_text()}"
+
+    def _collect(self) -> None:
+        """Answer the requests whose ranks are all done."""
+        for key, ranks in list(self._awaited.items()):
+            texts = self._store.get_if_all([f"outcome/{key}/{rank}" for rank in ranks])
+            if texts is not None and self._awaited.pop(key, ()):
+                self._answer("\n".join(texts))
+
+    def _answer(self, text: str) -> None:
+        path = self._folder / ANSWER
+        part = path.with_name(f".{ANSWER}.part")
+        try:
+            part.write_text(redact_text(text.rstrip() + "\n"), encoding="utf-8")
+            part.replace(path)
+        except OSError as error:
+            log.warning("%s cannot be written: %s", path, error)
+
+
+class SignalListener:
+    """Has a signal call a handler, if nothing else in this process uses that signal.
+
+    Args:
+        name: of the signal, such as SIGUSR2.
+        handler: to call.
+    """
+
+    def __init__(self, name: str, handler: Any) -> None:
+        self._number = signal.Signals[name]
+        self._handler = handler
+        self.taken = threading.current_thread() is threading.main_thread() and not _is_used(self._number)
+        if self.taken:
+            signal.signal(self._number, handler)
+
+    def close(self) -> None:
+        """Give the signal back, unless another handler has taken it since."""
+        if self.taken and signal.getsignal(self._number) == self._handler:
+            signal.signal(self._number, signal.SIG_DFL)
+
+
+def _is_used(number: signal.Signals) -> bool:
+    """Whether this process catches or ignores a signal. Python does not know of handlers in C, as faulthandler's."""
+    if signal.getsignal(number) is not signal.SIG_DFL:
+        return True
+    with suppress(OSError), Path(f"/proc/{os.getpid()}/status").open(encoding="utf-8") as file:
+        masks = [int(line.split()[1], 16) for line in file if line.startswith(("SigCgt:", "SigIgn:"))]
+        return any(mask >> (number - 1) & 1 for mask in masks)
+    return False

@@ -1,0 +1,114 @@
+"""One recording by torch.profiler, of which a process can have only one at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.profilers import PyTorchProfiler
+
+from azureml_strategy.profiling.request import Details
+from azureml_strategy.tracking.span_profiler import own_profiler
+
+# torch does not say whose recording is on. It sets a flag to True when one begins, and reads only whether it is true.
+# So another value tells that no recording has begun since ours.
+_OURS = 2
+LOST = "another torch.profiler was started meanwhile, and torch has only one at a time"
+
+
+def why_busy(trainer: Trainer) -> str | None:
+    """Say which other profiler records in this process, or is about to; None if there is none.
+
+    torch does not refuse a second one: it ends the first in silence, whose trace is then empty.
+    """
+    if isinstance(own_profiler(trainer), PyTorchProfiler):
+        return "the Trainer has profiler='pytorch', and torch has only one at a time; leave one of them out"
+    if torch.autograd.profiler._is_profiler_enabled:
+        return "another torch.profiler records already, and torch has only one at a time"
+    return None
+
+
+class Session:
+    """A recording of some steps. Its methods must be called on the thread that trains.
+
+    Args:
+        first: the first step.
+        last: the last step.
+        warms_up: whether to begin one step earlier. What is recorded then is discarded, with the cost of the start.
+        details: what to record besides operators.
+        device: on which this rank trains.
+    """
+
+    def __init__(self, first: int, last: int, warms_up: bool, details: Details, device: torch.device) -> None:
+        from torch.profiler import ProfilerActivity, profile, supported_activities
+        from torch.profiler.profiler import ProfilerAction
+
+        begin = first - 1 if warms_up else first
+
+        def action(step: int) -> ProfilerAction:
+            step = max(step, begin)  # torch asks for step 0 before it can be told where it begins
+            if step > last:
+                return ProfilerAction.NONE
+            if step < first:
+                return ProfilerAction.WARMUP
+            return ProfilerAction.RECORD if step < last else ProfilerAction.RECORD_AND_SAVE
+
+        self._first = first
+        on_cpu = device.type == "cpu"
+        activities = [ProfilerActivity.CPU] if on_cpu else supported_activities()  # type: ignore[no-untyped-call]
+        self._profile = profile(
+            activities=activities,
+            schedule=action,
+            record_shapes=details.shapes,
+            with_stack=details.stacks,
+            profile_memory=details.memory,
+        )
+        self._profile.step_num = begin
+        self._profile.start()
+        if not warms_up:
+            self._mark()
+
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether the first step has not begun."""
+        return self._profile.step_num < self._first
+
+    def step(self) -> None:
+        """The next step begins.
+
+        Raises:
+            RuntimeError: another profiler has been started within the warm-up.
+        """
+        begins = self.is_warming_up
+        if begins and torch.autograd.profiler._is_profiler_enabled:
+            raise RuntimeError(LOST)
+        self._profile.step()
+        if begins:
+            self._mark()
+
+    def stop(self) -> bool:
+        """End the recording, and return whether there is something to write.
+
+        If another profiler has been started meanwhile, its recording goes on.
+        """
+        if self.is_warming_up:
+            if not torch.autograd.profiler._is_profiler_enabled:
+                self._profile.stop()
+            return False
+        if torch.autograd.profiler._is_profiler_enabled != _OURS:
+            return False
+        self._profile.stop()
+        return True
+
+    def write(self, path: Path) -> None:
+        """Write the trace in Chrome's format; on any thread.
+
+        Raises:
+            OSError, RuntimeError: it cannot be written.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._profile.export_chrome_trace(str(path))
+
+    def _mark(self) -> None:
+        torch.autograd.profiler._set_is_profiler_enabled(_OURS)  # type: ignore[arg-type]

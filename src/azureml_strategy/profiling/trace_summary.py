@@ -1,0 +1,261 @@
+"""Sums up one rank's trace: the top operators, exposed communication by collective, idle time.
+
+It needs neither torch nor Lightning, and a process of its own runs it: reading a large trace in Python would hold up
+the training. By hand: `python -m azureml_strategy.profiling.trace_summary TRACE.json.gz` prints the summary of any
+trace of torch's.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import shutil
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from azureml_strategy.profiling.intervals import Interval, Intervals, intersect, subtract, total, union
+
+Event = dict[str, Any]
+
+# Python needs about ten times the size of a trace to read it.
+MOST_BYTES = 1_000_000_000
+_TOP = 20
+_MICRO = 1e-6
+_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+_CPU = ("cpu_op", "user_annotation")
+_STEP = re.compile(r"ProfilerStep#\d+")
+# What torch's DataLoader records around `next` of its iterator.
+_LOADING = "enumerate(DataLoader)"
+# `gloo:all_reduce` is the collective itself on gloo's thread. The others are calls of it on the training's threads:
+# torch's dispatcher, functional collectives, and the record of parameters.
+_COMMUNICATES = re.compile(r"(gloo|nccl|mpi|ucc|xccl):|_?c10d(_functional)?::|record_param_comms|nccl(Dev)?Kernel")
+# Operators of torch and of extensions. Not the nodes of autograd around them, in which hooks may wait for others.
+_COMPUTES = re.compile(r"(?!autograd::engine|torch::autograd::)\w[\w.]*::|Torch-Compiled Region|CompiledFunction")
+# The longer names first: `reducescatter` contains `reduce`.
+_COLLECTIVES = {
+    "allreduce": "all_reduce",
+    "reducescatter": "reduce_scatter",
+    "allgather": "all_gather",
+    "alltoall": "all_to_all",
+    "sendrecv": "send_recv",
+    "broadcast": "broadcast",
+    "barrier": "barrier",
+    "waittensor": "wait",
+    "reduce": "reduce",
+    "gather": "gather",
+    "scatter": "scatter",
+    "send": "send",
+    "recv": "recv",
+}
+
+
+def summarize(trace: dict[str, Any], last: int | None = None) -> dict[str, Any]:
+    """Return what the steps of a trace spent their time on.
+
+    On a GPU it counts what runs on the device. Without one it counts operators, on all threads of the process.
+    `compute_s`, `exposed_communication_s`, `copy_s` and `idle_s` add up to `window_s`; `data_wait_s` is the part of
+    `idle_s` in which the training waits for torch's DataLoader. Of overlapping collectives each counts in full in
+    `collectives`, but once in the sum.
+
+    Args:
+        trace: Chrome's format, as torch.profiler writes it.
+        last: the last step that counts; torch marks a further one where a training ends early. None for all.
+
+    Returns:
+        Plain values, ready for JSON. Times are in seconds, over all steps.
+    """
+    events = [each for each in trace["traceEvents"] if each.get("ph") == "X"]
+    on_gpu = any(each.get("cat") == "kernel" for each in events)
+    steps = _steps(events, "user_annotation", last)
+    # The host runs ahead of the device. torch marks on the device what the host has launched within a step.
+    window = _hull((_steps(events, "gpu_user_annotation", last) if on_gpu else []) or steps or events)
+    work = [each for each in events if each.get("cat") in (_GPU if on_gpu else _CPU) and _lies_in(window, each)]
+    return {
+        "device": "gpu" if on_gpu else "cpu",
+        "steps": sorted(map(_number, steps)),
+        **_parts(work, _loading(events, steps), window, on_gpu),
+        "operators": _operators(work, on_gpu),
+    }
+
+
+def _steps(events: list[Event], category: str, last: int | None) -> list[Event]:
+    steps = [each for each in events if each.get("cat") == category and _STEP.fullmatch(each["name"])]
+    return [each for each in steps if last is None or _number(each) <= last]
+
+
+def _number(step: Event) -> int:
+    return int(step["name"].partition("#")[2])
+
+
+def _lies_in(window: Intervals, event: Event) -> bool:
+    start, end = _span(event)
+    return any(start < until and end > since for since, until in window)
+
+
+def _parts(work: list[Event], loading: Intervals, window: Intervals, on_gpu: bool) -> dict[str, Any]:
+    """Split the window into parts that add up to it."""
+
+    def within(events: Iterable[Event]) -> Intervals:
+        return intersect(union(map(_span, events)), window)
+
+    communicating = [each for each in work if _COMMUNICATES.match(each["name"])]
+    computing = [each for each in work if _is_computing(each)]
+    compute = within(computing)
+    if not on_gpu:
+        compute = subtract(compute, loading)  # operators that make up a batch
+    communication = within(communicating)
+    exposed = subtract(communication, compute)
+    copies = subtract(within(each for each in work if each["cat"].startswith("gpu_mem")), union([*compute, *exposed]))
+    idle = subtract(window, union([*compute, *exposed, *copies]))
+    by_name: dict[str, list[Event]] = defaultdict(list)
+    for each in communicating:
+        by_name[_collective(each)].append(each)
+    collectives = [
+        {
+            "name": name,
+            "calls": _calls(each),
+            "total_s": _seconds(within(each)),
+            "exposed_s": _seconds(subtract(within(each), compute)),
+        }
+        for name, each in by_name.items()
+    ]
+    return {
+        "window_s": _seconds(window),
+        "compute_s": _seconds(compute),
+        "exposed_communication_s": _seconds(exposed),
+        "overlapped_communication_s": _seconds(communication) - _seconds(exposed),
+        "copy_s": _seconds(copies),
+        "idle_s": _seconds(idle),
+        "data_wait_s": _seconds(intersect(idle, loading)),
+        "collectives": sorted(collectives, key=lambda each: -float(each["exposed_s"])),
+    }
+
+
+def _is_computing(event: Event) -> bool:
+    if event["cat"] == "kernel":
+        return not _COMMUNICATES.match(event["name"])
+    return event["cat"] == "cpu_op" and not _COMMUNICATES.match(event["name"]) and bool(_COMPUTES.match(event["name"]))
+
+
+def _loading(events: list[Event], steps: list[Event]) -> Intervals:
+    """The times in which a thread of the training waits for its loader."""
+    threads = {each["tid"] for each in steps}
+    return union(_span(each) for each in events if each["name"].startswith(_LOADING) and each["tid"] in threads)
+
+
+def _collective(event: Event) -> str:
+    given = str(event.get("args", {}).get("Collective name", "")) or event["name"].partition("_Sum")[0]
+    letters = re.sub(r"[^a-z]", "", given.lower())
+    return next((name for word, name in _COLLECTIVES.items() if word in letters), "other")
+
+
+def _calls(events: list[Event]) -> int:
+    """How often a collective ran. On a CPU the thread that calls one and the thread that runs it both record it."""
+    ran = sum(":" in each["name"] and "::" not in each["name"] for each in events)
+    return ran or len(events)
+
+
+def _operators(work: list[Event], on_gpu: bool) -> list[dict[str, Any]]:
+    """The operators or kernels with most time of their own, without that of others that they call."""
+    seconds: dict[str, float] = defaultdict(float)
+    calls: dict[str, int] = defaultdict(int)
+    for each, own in ((each, each["dur"]) for each in work) if on_gpu else _own_times(work):
+        seconds[each["name"]] += own * _MICRO
+        calls[each["name"]] += 1
+    most = sorted(seconds, key=lambda name: -seconds[name])[:_TOP]
+    return [{"name": name, "calls": calls[name], "self_s": round(seconds[name], 9)} for name in most]
+
+
+def _own_times(work: list[Event]) -> Iterator[tuple[Event, float]]:
+    """Each operator with its time in microseconds, without that of the operators that it calls on its thread."""
+    threads: dict[Any, list[Event]] = defaultdict(list)
+    for each in work:
+        if each["cat"] == "cpu_op":
+            threads[each["tid"]].append(each)
+    for events in threads.values():
+        open_ones: list[tuple[Event, list[float]]] = []
+        for each in sorted(events, key=lambda one: (one["ts"], -one["dur"])):
+            while open_ones and open_ones[-1][0]["ts"] + open_ones[-1][0]["dur"] <= each["ts"]:
+                yield _closed(*open_ones.pop())
+            if open_ones:
+                open_ones[-1][1].append(each["dur"])
+            open_ones.append((each, []))
+        while open_ones:
+            yield _closed(*open_ones.pop())
+
+
+def _closed(event: Event, called: list[float]) -> tuple[Event, float]:
+    return event, max(0.0, event["dur"] - sum(called))
+
+
+def _span(event: Event) -> Interval:
+    return event["ts"], event["ts"] + event["dur"]
+
+
+def _hull(events: list[Event]) -> Intervals:
+    """From the start of the first to the end of the last; nothing where there are none."""
+    spans = [_span(each) for each in events]
+    return union([(min(start for start, _ in spans), max(end for _, end in spans))]) if spans else []
+
+
+def _seconds(intervals: Intervals) -> float:
+    return round(total(intervals) * _MICRO, 9)
+
+
+def read_trace(path: Path) -> dict[str, Any]:
+    """Read a trace, gzipped or not.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no trace, or too large to be read.
+    """
+    with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+        text = file.read(MOST_BYTES + 1)
+    if len(text) > MOST_BYTES:
+        raise ValueError(f"{path} has more than {MOST_BYTES / 1e9:.0f} GB, too much to sum up: profile fewer steps.")
+    trace = json.loads(text)
+    if not isinstance(trace, dict) or "traceEvents" not in trace:
+        raise ValueError(f"{path} is no trace in Chrome's format: it has no traceEvents.")
+    return trace
+
+
+def compress(path: Path) -> Path:
+    """Gzip a file, whose plain form is removed when the other one is complete; return the new path."""
+    zipped = path.with_name(f"{path.name}.gz")
+    part = zipped.with_name(f".{zipped.name}.part")
+    with path.open("rb") as plain, gzip.open(part, "wb", compresslevel=6) as file:
+        shutil.copyfileobj(plain, file, 1 << 20)
+    part.replace(zipped)
+    path.unlink()
+    return zipped
+
+
+def main(arguments: list[str]) -> int:
+    """Print the summary of a trace.
+
+    Args:
+        arguments: the trace's path. Optional: where to write the summary instead, and gzip the trace; the last step.
+    """
+    trace = Path(arguments[0])
+    try:
+        last = int(arguments[2]) if len(arguments) > 2 else None
+        text = json.dumps(summarize(read_trace(trace), last), indent=1)
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    finally:
+        if len(arguments) > 1:
+            compress(trace)
+    if len(arguments) == 1:
+        print(text)
+    else:
+        Path(arguments[1]).write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

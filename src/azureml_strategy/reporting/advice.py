@@ -1,0 +1,170 @@
+"""Says of a run that was read from its store what it waited for, where it stopped, and what to do next."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from azureml_strategy.reporting.collect import Ranks, RunRecord
+from azureml_strategy.tracking.events import Event
+from azureml_strategy.tracking.verdict import RunFacts, Verdict, judge
+
+_MOST_STEPS = 3
+# A rank that was slow once was interrupted by something; one that is slow in this share of the windows is slow.
+_SLOW_WINDOWS = 0.2
+_SHOWN_RANKS = 3
+
+
+class NextStep(NamedTuple):
+    """Something to do next."""
+
+    title: str
+    text: str
+    gain: str = ""
+
+
+def verdict_of(record: RunRecord) -> Verdict:
+    """Judge a run by what it logged."""
+    return judge(record.shares, record.times, facts_of(record))
+
+
+def facts_of(record: RunRecord) -> RunFacts:
+    """What a run tells about itself, for its verdict."""
+    workers = record.param("data/num_workers", "num_workers")
+    slow, share = _slow_ranks(record)
+    return RunFacts(
+        loader_workers=int(workers) if workers.isdecimal() else None,
+        strategy=record.param("strategy/_target_", "strategy").rpartition(".")[2],
+        transport=record.run.tags.get("network.transport", ""),
+        nodes=round(record.metric("summary/nodes") or len(record.network.get("nodes", ())) or 1),
+        precision=record.param("trainer/precision", "precision"),
+        mfu=record.metric("summary/mfu", "throughput/mfu"),
+        slow_ranks=slow,
+        slow_share=share,
+        cost=record.metric("cost/run"),
+        currency=record.run.tags.get("cost.currency", "USD"),
+    )
+
+
+def _slow_ranks(record: RunRecord) -> tuple[tuple[str, ...], float]:
+    """The ranks that were slow again and again, and the part of a step for which the others waited for them."""
+    windows = [window for each in record.ranks for window in each.windows]
+    seen = Counter(rank for window in windows for rank in _mapping(window.get("slow")))
+    slow = [rank for rank, times in seen.most_common(_SHOWN_RANKS) if times >= max(2, _SLOW_WINDOWS * len(windows))]
+    step_s = record.metric("summary/step_time_median_s", "throughput/step_time_median_s")
+    waits = [_behind(window) for window in windows if any(rank in _mapping(window.get("slow")) for rank in slow)]
+    if not slow or not waits or not step_s:
+        return (), 0.0
+    share = statistics.median(waits) / step_s * len(waits) / len(windows)
+    return tuple(describe_rank(record.ranks[-1], rank) for rank in slow), min(share, 1.0)
+
+
+def _behind(window: dict[str, Any]) -> float:
+    """Seconds of a step by which the slowest rank is behind the median one."""
+    own = [
+        compute + waited
+        for compute, waited in zip(window.get("compute_s", ()), window.get("data_wait_s", ()), strict=False)
+        if isinstance(compute, float | int) and isinstance(waited, float | int)
+    ]
+    return max(own) - statistics.median(own) if own else 0.0
+
+
+def describe_rank(ranks: Ranks, rank: str) -> str:
+    """A rank with its node and device: `rank 3 (node-1, cuda:0)`.
+
+    Args:
+        ranks: of an attempt.
+        rank: number of the rank, as text.
+    """
+    for each in ranks.ranks:
+        if str(each.get("rank")) == rank:
+            place = ", ".join(str(each[name]) for name in ("host", "device") if name in each)
+            return f"rank {rank} ({place})" if place else f"rank {rank}"
+    return f"rank {rank}"
+
+
+def last_stop(record: RunRecord) -> Event | None:
+    """The event that ended the run; None if it went on after it, or ended as it should."""
+    ends = [event for event in record.events if event.kind in ("crash", "stop", "hang", "start")]
+    last = ends[-1] if ends else None
+    return last if last and last.kind != "start" and record.run.status != "FINISHED" else None
+
+
+def next_steps(record: RunRecord, verdict: Verdict) -> list[NextStep]:
+    """The three things to do next, the most urgent one first."""
+    return list(_steps(record, verdict))[:_MOST_STEPS]
+
+
+def _steps(record: RunRecord, verdict: Verdict) -> Iterator[NextStep]:
+    yield from _after_stop(record)
+    yield from _after_nonsense(record)
+    for place, advice in enumerate(verdict.advice):
+        # Why the first part takes so long is said in the verdict already.
+        yield NextStep(_TITLES[advice.part], f"{advice.why} {advice.action}" if place else advice.action, advice.gain)
+    if not verdict.measured:
+        yield NextStep(
+            "Measure where the time goes",
+            "Give the Trainer a ThroughputCallback() and a JobMLFlowLogger() of azureml_strategy.tracking, or train a "
+            "recipe, which has both.",
+        )
+    if record.metric("cost/run") is None:
+        yield NextStep(
+            "Tell the run its price", "With tracking.cost.price_per_hour (of one node), a report also counts in money."
+        )
+    yield NextStep(
+        "See how it scales",
+        "`azureml-strategy study RECIPE --nodes 1,2,4` compares speed and cost of several sizes before the long run.",
+    )
+
+
+def _after_stop(record: RunRecord) -> Iterator[NextStep]:
+    stop = last_stop(record)
+    if stop is None:
+        return
+    if stop.kind == "crash":
+        yield NextStep(
+            "Find what raised the exception",
+            "The text above is what it said; the traceback is in the log of rank 0. The same command goes on from the "
+            "newest checkpoint.",
+        )
+    elif stop.kind == "hang":
+        yield NextStep("Look at the ranks that hung", "The warning names them and the line where each one stood.")
+    else:
+        yield NextStep("Go on", "The same command with the same output folder goes on from the newest checkpoint.")
+
+
+def _after_nonsense(record: RunRecord) -> Iterator[NextStep]:
+    for name, series in record.series.items():
+        if "loss" in name and series.missing:
+            yield NextStep(
+                "Find out why the loss is no number",
+                f"{name} is NaN or infinite {series.missing} times, first at step {series.first_missing}. Try a lower "
+                "learning rate, clip gradients (trainer.gradient_clip_val), or use bf16 in place of fp16.",
+            )
+            return
+
+
+_TITLES = {
+    "data_wait": "Feed the device faster",
+    "copy": "Copy less, or earlier",
+    "communication": "Talk less, or over a faster network",
+    "bubble": "Fill the pipeline",
+    "optimizer": "Make the update cheaper",
+    "other": "Do less between the steps",
+    "slow_rank": "Replace the slow node",
+    "computing": "Compute faster",
+    "startup": "Start faster",
+    "validation": "Validate less",
+    "checkpoint": "Save in the background",
+    "redone": "Lose less at a restart",
+    "run_other": "Find the time outside of training",
+}
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    with suppress(TypeError, ValueError):
+        return dict(value)
+    return {}

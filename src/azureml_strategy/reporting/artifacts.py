@@ -1,0 +1,90 @@
+"""Reads the small text files that a run keeps among its artifacts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import unquote, urlparse
+
+# A larger file is none of ours: `ranks/attempt_N.json` of 500 windows and 256 ranks has 5 MB.
+_LARGEST = 32 * 2**20
+# Attempts of a job whose files are read: the newest ones.
+_ATTEMPTS = 20
+
+
+class Artifacts:
+    """The files of a run. What is missing, too large or unreadable is None, and `problems` says why.
+
+    Args:
+        uri: the run's artifact URI.
+        tracking_uri: the store of the run, through which a server hands out files.
+
+    Attributes:
+        problems: why files could not be read.
+    """
+
+    def __init__(self, uri: str, tracking_uri: str) -> None:
+        self._uri = uri.rstrip("/")
+        self._tracking_uri = tracking_uri
+        self._folder = _local_folder(uri)
+        self.problems: list[str] = []
+
+    def text(self, path: str) -> str | None:
+        """Return the content of a file."""
+        try:
+            return self._local(self._folder / path) if self._folder else self._remote(path)
+        except Exception as error:  # whatever a file system or a store of files raises
+            self.problems.append(f"{path} could not be read ({type(error).__name__}).")
+            return None
+
+    def attempts(self, folder: str, suffix: str) -> Iterator[tuple[int, str]]:
+        """Return the content of `FOLDER/attempt_N.SUFFIX` of each attempt N of a job, in order."""
+        for number in sorted(self._numbers(folder, suffix))[-_ATTEMPTS:]:
+            text = self.text(f"{folder}/attempt_{number}.{suffix}")
+            if text is not None:
+                yield number, text
+
+    def _numbers(self, folder: str, suffix: str) -> list[int]:
+        try:
+            names = self._names(folder)
+        except Exception as error:  # as above
+            self.problems.append(f"{folder} could not be read ({type(error).__name__}).")
+            return []
+        stems = [name.removeprefix("attempt_").removesuffix(f".{suffix}") for name in names]
+        return [int(stem) for stem in stems if stem.isdecimal()]
+
+    def _names(self, folder: str) -> list[str]:
+        if self._folder:
+            return [path.name for path in (self._folder / folder).glob("*")]
+        from mlflow.artifacts import list_artifacts
+
+        listed = list_artifacts(artifact_uri=f"{self._uri}/{folder}", tracking_uri=self._tracking_uri)
+        return [Path(each.path).name for each in listed]
+
+    def _local(self, path: Path) -> str | None:
+        if not path.is_file() or path.stat().st_size > _LARGEST:
+            return None
+        return path.read_text(encoding="utf-8", errors="replace")
+
+    def _remote(self, path: str) -> str | None:
+        from tempfile import TemporaryDirectory
+
+        from mlflow.artifacts import download_artifacts, list_artifacts
+
+        parent, name = f"{self._uri}/{path}".rsplit("/", 1)
+        listed = list_artifacts(artifact_uri=parent, tracking_uri=self._tracking_uri)
+        sizes = {Path(each.path).name: each.file_size or 0 for each in listed}
+        if sizes.get(name, _LARGEST + 1) > _LARGEST:
+            return None
+        with TemporaryDirectory() as folder:
+            found = download_artifacts(
+                artifact_uri=f"{parent}/{name}", dst_path=folder, tracking_uri=self._tracking_uri
+            )
+            return self._local(Path(found))
+
+
+def _local_folder(uri: str) -> Path | None:
+    parts = urlparse(uri)
+    if parts.scheme == "file":
+        return Path(unquote(parts.path))
+    return Path(uri) if uri and not parts.scheme else None

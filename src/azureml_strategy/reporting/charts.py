@@ -1,0 +1,342 @@
+"""Draws charts with matplotlib as SVG that stands inside a page and takes the page's colours, light or dark."""
+
+from __future__ import annotations
+
+import io
+import re
+import unicodedata
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from zlib import crc32
+
+from azureml_strategy.reporting.series import Series
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# What matplotlib draws with, and which the page replaces by its own colour of this name: see page.html.
+_NAMES = (
+    *("ink", "muted", "grid", "alarm", "line1", "line2", "line3", "line4", "line5", "line6", "line7", "line8"),
+    *("part-compute", "part-compute2", "part-optimizer", "part-data", "part-copy", "part-network", "part-bubble"),
+    *("part-other", "part-save", "part-check", "part-start"),
+)
+_INKS = {name: f"#{place:02x}fe{place:02x}" for place, name in enumerate(_NAMES)}
+LINES = tuple(f"line{number}" for number in range(1, 9))
+"""Colours of lines, in order; Okabe and Ito's, which colour-blind readers tell apart."""
+WIDTH, HEIGHT = 7.4, 2.9
+"""Inches of a chart, of 72 units each; text has 11 units, so that it can still be read on a telephone."""
+_LONGEST_LABEL = 22
+_TIME_UNITS = ((86400e3, "days"), (3600e3, "hours"), (60e3, "minutes"), (1e3, "seconds"))
+# Where the whole range is so many times the range of most points, a linear axis would show a spike and a flat line.
+_SPIKY = 8
+_CHARACTER = 6.6  # units of an average character, at the size of the text
+# Where two points are so many times as far apart as usual, nothing ran between them.
+_GAP = 10
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart.
+
+    Attributes:
+        title: what it shows.
+        svg: an `svg` element.
+        text: a sentence below it.
+        wide: whether it takes the whole width of the page.
+    """
+
+    title: str
+    svg: str
+    text: str = ""
+    wide: bool = False
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a chart.
+
+    Attributes:
+        label: stands at its end.
+        series: the points.
+        colour: one of `LINES`.
+    """
+
+    label: str
+    series: Series
+    colour: str = "line1"
+
+
+@dataclass(frozen=True)
+class Marks:
+    """What happened, at times in ms since 1970 and, where it is known, at steps.
+
+    Attributes:
+        restarts: starts of attempts after the first.
+        checkpoints: windows in which checkpoints were taken.
+        alarms: crashes, hangs and stops.
+    """
+
+    restarts: Sequence[tuple[float, float]] = ()
+    checkpoints: Sequence[tuple[float, float]] = ()
+    alarms: Sequence[tuple[float, float]] = ()
+
+
+def ink(name: str) -> str:
+    """The colour that matplotlib draws with for a colour of the page."""
+    return _INKS[name]
+
+
+def plain(text: str, length: int = 60) -> str:
+    """Text of a user's for a chart: on one line, without control characters, not too long."""
+    kept = "".join(each if unicodedata.category(each)[0] != "C" else " " for each in text)
+    return kept if len(kept) <= length else f"{kept[: length - 3]}..."
+
+
+@contextmanager
+def drawing(
+    width: float = WIDTH, height: float = HEIGHT, left: Sequence[str] = ("000,000",), right: Sequence[str] = ()
+) -> Iterator[tuple[Figure, Callable[[str], str]]]:
+    """A figure in the page's style, and the function that gives it as an `svg` element with a title.
+
+    Matplotlib's own layout would draw each figure twice more to find out how long its texts are.
+
+    Args:
+        width: in inches of 72 units.
+        height: the same.
+        left: texts to have room for on the left of the axes.
+        right: texts to have room for on the right.
+    """
+    from cycler import cycler
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    style: Any = {
+        "axes.prop_cycle": cycler(color=[ink(name) for name in LINES]),
+        "legend.frameon": False,
+        "svg.fonttype": "none",
+        "svg.hashsalt": "azureml-strategy",
+        "text.parse_math": False,
+        "font.family": "DejaVu Sans",
+        "font.size": 11,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.edgecolor": ink("muted"),
+        "axes.labelcolor": ink("muted"),
+        "axes.grid": True,
+        "axes.grid.axis": "y",
+        "axes.axisbelow": True,
+        "grid.color": ink("grid"),
+        "grid.linewidth": 0.8,
+        "text.color": ink("ink"),
+        "xtick.color": ink("muted"),
+        "ytick.color": ink("muted"),
+        "ytick.left": False,
+        "lines.linewidth": 1.8,
+        "lines.solid_capstyle": "round",
+        "path.simplify": False,  # the series are small already, and keep their extremes
+    }
+    with rc_context(style), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of letters that the font for measuring text does not have
+        figure = Figure(figsize=(width, height))
+        units_wide, units_high = 72 * width, 72 * height
+        figure.subplots_adjust(
+            left=(_room(left) + 10) / units_wide,
+            right=1 - (_room(right) + 14) / units_wide,
+            bottom=min(42 / units_high, 0.45),
+            top=max(1 - 22 / units_high, 0.55),
+        )
+        yield figure, lambda title: _svg(figure, title)
+
+
+def _room(texts: Sequence[str]) -> float:
+    """Units that the longest of these texts takes."""
+    return _CHARACTER * max(map(len, texts), default=0)
+
+
+def _svg(figure: Figure, title: str) -> str:
+    content = io.StringIO()
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    figure.savefig(content, format="svg", transparent=True, metadata=nothing)
+    drawn = content.getvalue()
+    drawn = drawn[drawn.index("<svg") :]
+    (viewed,) = re.findall(r'viewBox="[^"]*"', drawn)[:1]
+    drawn = re.sub(r"<svg[^>]*>", f'<svg {viewed} role="img" aria-label="{_attribute(title)}">', drawn, count=1)
+    # Several charts share one page, so their names must differ.
+    own = f"c{crc32((title + drawn).encode()):x}-"
+    drawn = re.sub(r'\bid="', f'id="{own}', drawn)
+    drawn = drawn.replace("url(#", f"url(#{own}").replace('href="#', f'href="#{own}').replace("xlink:href", "href")
+    drawn = re.sub(r' d="[^"]*"', _shorter, drawn)
+    drawn = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font: \1 var(--sans)", drawn)
+    drawn = drawn.replace("#000000", "var(--ink)")  # what the pictures of study and bench draw in black
+    for name, colour in _INKS.items():
+        drawn = drawn.replace(colour, f"var(--{name})")
+    return re.sub(r"<!--.*?-->|<metadata>.*?</metadata>|\n\s*", _space, drawn, flags=re.S)
+
+
+def _shorter(path: re.Match[str]) -> str:
+    """A path to a tenth of a unit, which is less than a pixel."""
+    return re.sub(r"(\.\d)\d+", r"\1", path[0])
+
+
+def _space(found: re.Match[str]) -> str:
+    return " " if found[0].startswith("\n") else ""
+
+
+def _attribute(text: str) -> str:
+    from html import escape
+
+    return escape(plain(text), quote=True)
+
+
+def line_chart(
+    title: str,
+    lines: Sequence[Line],
+    *,
+    unit: str = "",
+    over: str = "step",
+    start_ms: float = 0.0,
+    marks: Marks | None = None,
+    percent: bool = False,
+    from_zero: bool = False,
+    text: str = "",
+    wide: bool = False,
+) -> Chart:
+    """Draw metrics over steps or over time.
+
+    Args:
+        title: what it shows.
+        lines: at least one, each with a finite point.
+        unit: of the values.
+        over: `step` or `time`.
+        start_ms: where the time begins.
+        marks: what happened meanwhile.
+        percent: whether values from 0 to 1 are shown as percent.
+        from_zero: whether the axis begins at zero.
+        text: a sentence below the chart.
+        wide: whether it takes the whole width of the page.
+    """
+    places = {id(line): line.series.times_ms - start_ms if over == "time" else line.series.steps for line in lines}
+    scale, x_unit = _scale(over, max(float(each[-1]) for each in places.values()))
+    labels = [plain(line.label, _LONGEST_LABEL) for line in lines] if len(lines) > 1 else []
+    with drawing(WIDTH * (1.9 if wide else 1), right=labels) as (figure, finish):
+        axes = figure.add_subplot()
+        for line in lines:
+            _draw(axes, places[id(line)] / scale, line, gaps=over == "time")
+        _scale_values(axes, [line.series for line in lines], percent, from_zero)
+        axes.set_xlabel(x_unit)
+        axes.set_title(unit, loc="left", color=ink("muted"), fontsize=11)
+        if len(lines) > 1:
+            _label_ends(axes, lines)
+        if marks is not None:
+            draw_marks(axes, marks, lambda at: (at[0] - start_ms if over == "time" else at[1]) / scale)
+        return Chart(title, finish(title), text, wide)
+
+
+def _scale(over: str, largest: float) -> tuple[float, str]:
+    """What to divide places on an axis by, and what the axis then shows."""
+    if over == "step":
+        return 1.0, "step"
+    length, unit = next((each for each in _TIME_UNITS if largest >= 2 * each[0]), _TIME_UNITS[-1])
+    return length, f"{unit} since the start"
+
+
+def drawn_chart(title: str, draw: Callable[[Axes], None], x_unit: str, wide: bool = False) -> Chart:
+    """A chart of what a function draws with matplotlib's own colours, such as the pictures of a study.
+
+    Args:
+        title: what it shows.
+        draw: draws on the axes.
+        x_unit: what the horizontal axis shows.
+        wide: whether it takes the whole width of the page.
+    """
+    with drawing(WIDTH * (1.9 if wide else 1), HEIGHT * (1.3 if wide else 1), left=("000,000,00",)) as (figure, finish):
+        axes = figure.add_subplot()
+        draw(axes)
+        axes.set_xlabel(x_unit)
+        return Chart(title, finish(title), wide=wide)
+
+
+def _draw(axes: Axes, places: Any, line: Line, gaps: bool) -> None:
+    import numpy as np
+
+    colour, series = ink(line.colour), line.series
+    apart = np.diff(places)
+    cut = np.flatnonzero(apart > _GAP * np.median(apart)) + 1 if gaps and len(apart) else np.empty(0, int)
+    places, means, lows, highs = (
+        np.insert(each, cut, np.nan) for each in (places, series.means, series.lows, series.highs)
+    )
+    if not series.exact:
+        axes.fill_between(places, lows, highs, color=colour, alpha=0.22, linewidth=0)
+    alone = len(places) == 1
+    axes.plot(places, means, color=colour, marker="o" if len(places) <= 12 else None, ms=6 if alone else 3.5)
+
+
+def _scale_values(axes: Axes, all_series: Sequence[Series], percent: bool, from_zero: bool) -> None:
+    import numpy as np
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    low = min(float(each.lows.min()) for each in all_series)
+    high = max(float(each.highs.max()) for each in all_series)
+    form = FuncFormatter(lambda value, _: f"{100 * value:.3g}%" if percent else _short(value))
+    usual = np.quantile(np.concatenate([each.means for each in all_series]), (0.1, 0.9))
+    if from_zero and low >= 0:
+        axes.set_ylim(0, 1.12 * high if high > 0 else 1)
+    elif low > 0 and high > _SPIKY * low and high - low > _SPIKY * (usual[1] - usual[0]):
+        axes.set_yscale("log")
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_major_formatter(form)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
+
+
+def _short(value: float) -> str:
+    """A number for an axis."""
+    for length, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= length:
+            return f"{value / (1e3 if letter == 'k' else length):.4g}{letter}"
+    return f"{value:,.5g}"
+
+
+def _label_ends(axes: Axes, lines: Sequence[Line]) -> None:
+    """Write each label at the end of its line, spread so that none covers another."""
+    to_axes = axes.transScale + axes.transLimits
+    ends = [float(to_axes.transform((0 + axes.get_xlim()[0], line.series.means[-1]))[1]) for line in lines]
+    order = sorted(range(len(lines)), key=lambda index: ends[index])
+    height, place = 0.09, -1.0
+    for index in order:
+        place = max(place + height, min(ends[index], 1 - height * (len(lines) - 1 - order.index(index))))
+        line = lines[index]
+        axes.annotate(
+            plain(line.label, _LONGEST_LABEL),
+            (1, place),
+            xycoords="axes fraction",
+            xytext=(6, 0),
+            textcoords="offset points",
+            va="center",
+            color=ink(line.colour),
+            annotation_clip=False,
+        )
+
+
+def draw_marks(axes: Axes, marks: Marks, place: Callable[[tuple[float, float]], float]) -> None:
+    """Draw what happened, as lines with a word at their top; checkpoints as triangles on the axis.
+
+    Args:
+        axes: of a chart.
+        marks: what happened.
+        place: the place on the axis of something that happened.
+    """
+    style: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "va": "bottom"}
+    for at in marks.restarts:
+        axes.axvline(place(at), color=ink("muted"), linestyle=(0, (4, 3)), linewidth=1.2)
+        axes.annotate("restart", (place(at), 1), xytext=(0, 2), ha="center", color=ink("muted"), **style)
+    for at in marks.alarms:
+        axes.axvline(place(at), color=ink("alarm"), linewidth=1.6)
+        axes.annotate("stopped", (place(at), 1), xytext=(0, 2), ha="right", color=ink("alarm"), **style)
+    saved = [place(at) for at in marks.checkpoints]
+    if saved:
+        across = axes.get_xaxis_transform()
+        axes.plot(saved, [0.0] * len(saved), "^", ms=6, color=ink("ink"), transform=across, clip_on=False, zorder=3)

@@ -1,0 +1,226 @@
+"""Collects what is known of a run: from its MLflow store and its files, whoever has logged them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from azureml_strategy.cluster.redaction import redact, redact_text, without_secrets
+from azureml_strategy.reporting.artifacts import Artifacts
+from azureml_strategy.reporting.series import Series
+from azureml_strategy.reporting.stores import RunStore, StoredRun, open_store
+from azureml_strategy.tracking.events import Event
+from azureml_strategy.tracking.run import describe_store, locate
+from azureml_strategy.tracking.verdict import NAMES, PHASES
+
+# Charts of a run's own metrics, and of its counters. More would not be read, and the page has to stay small.
+_MOST_OWN, _MOST_SYSTEM = 16, 48
+# Where the time goes comes first: what is read last may be cut.
+_OURS = ("step/", "time/", "ranks/", "throughput/")
+_SUMMED_UP = ("summary/", "cost/", "bench/")
+_SYSTEM = "system/"
+_FIRST_OWN = re.compile(r"loss|acc|top|perplexity|error|score", re.I)
+_READ_S = 60.0
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """What each rank measured in each window of an attempt.
+
+    Attributes:
+        attempt: number of the attempt of the job.
+        ranks: rank, host, node and device of each.
+        windows: step, time and seconds of each window, in order.
+    """
+
+    attempt: int
+    ranks: list[dict[str, Any]]
+    windows: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """All that a page shows of a run. Texts are as they were logged and must be escaped.
+
+    Attributes:
+        run: the run as its store has it.
+        store: its store, without secrets.
+        open_with: command or address that shows the run in MLflow.
+        series: histories of metrics by name.
+        events: what happened, in order.
+        attempts: number of attempts of the job that left events.
+        ranks: by attempt.
+        network: content of `network.json`; empty if there is none.
+        config: content of `config.yaml`.
+        notes: what was left out of this record, and why.
+    """
+
+    run: StoredRun
+    store: str
+    open_with: str
+    series: Mapping[str, Series]
+    events: list[Event] = field(default_factory=list)
+    attempts: list[int] = field(default_factory=list)
+    ranks: list[Ranks] = field(default_factory=list)
+    network: Mapping[str, Any] = field(default_factory=dict)
+    config: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Parts of a step by the names in `verdict.NAMES`: those of the whole run, else the mean of its windows."""
+        found = {name: share for name in NAMES if (share := self._share(name)) is not None}
+        waited = self.metric("summary/data_wait_share", "throughput/data_wait_share")
+        return found if found or waited is None else {"data_wait": waited}
+
+    @property
+    def times(self) -> dict[str, float]:
+        """Seconds of the parts of the run by the names in `verdict.PHASES`, of all attempts, as far as it has come."""
+        return {name: seconds for name in PHASES if (seconds := self._seconds(name)) is not None}
+
+    @property
+    def ended_ms(self) -> float | None:
+        """The end, or the last sign of life of a run that has none, in ms since 1970."""
+        signs = [float(each.times_ms[-1]) for each in self.series.values() if len(each.times_ms)]
+        signs += [float(event.time_ms) for event in self.events]
+        return self.run.ended_ms or max(signs, default=None)
+
+    @property
+    def last_step(self) -> int | None:
+        """The largest step of which anything was logged; None if nothing was."""
+        steps = [float(each.steps[-1]) for name, each in self.series.items() if len(each.steps) and _counts(name)]
+        return round(max(steps)) if steps else None
+
+    def metric(self, *names: str) -> float | None:
+        """The last value of the first of these metrics that the run has."""
+        return next((self.run.metrics[name] for name in names if name in self.run.metrics), None)
+
+    def param(self, *names: str) -> str:
+        """The first of these parameters that the run has; empty if it has none."""
+        return next((self.run.params[name] for name in names if name in self.run.params), "")
+
+    def _seconds(self, name: str) -> float | None:
+        """The sum over attempts, each of which begins at zero again."""
+        series = self.series.get(f"time/{name}_s")
+        if series is None or not series.points:
+            return self.run.metrics.get(f"time/{name}_s")
+        order = np.argsort(series.times_ms, kind="stable")
+        times, seconds = series.times_ms[order], series.highs[order]
+        ends = np.unique([np.searchsorted(times, at) - 1 for at in self._resets()])
+        return float(seconds[ends[ends >= 0].astype(int)].sum() + seconds[-1])
+
+    def _resets(self) -> list[float]:
+        """When the time that was trained began at zero again, in ms since 1970."""
+        series = self.series.get("time/training_s")
+        if series is None:
+            return []
+        order = np.argsort(series.times_ms, kind="stable")
+        return list(series.times_ms[order][1:][np.diff(series.highs[order]) < 0])
+
+    def _share(self, name: str) -> float | None:
+        whole = self.run.metrics.get(f"summary/step/{name}_share")
+        windows = self.series.get(f"step/{name}_share")
+        if whole is not None or windows is None or not windows.points:
+            return whole
+        return float((windows.means * windows.counts).sum() / windows.points)
+
+
+def _counts(name: str) -> bool:
+    """Whether the metric's steps are those of the training: system metrics have steps of their own."""
+    return not name.startswith(_SYSTEM)
+
+
+def collect_run(run_id: str, tracking_uri: str, read_s: float = _READ_S, store: RunStore | None = None) -> RunRecord:
+    """Read a run. Only a run that cannot be found is an error; whatever else is missing stays out.
+
+    Args:
+        run_id: the run.
+        tracking_uri: its store.
+        read_s: seconds for reading metrics; what they do not suffice for is left out, and a note says so.
+        store: the store, if it is open already.
+
+    Raises:
+        ReportError: the store does not have the run, or does not answer.
+    """
+    store = store or open_store(tracking_uri)
+    run = store.run(run_id)
+    wanted, unwanted = choose_metrics(run.metrics)
+    series = store.series(run_id, wanted, read_s)
+    artifacts = Artifacts(run.artifact_uri, tracking_uri)
+    events = [(number, list(_events(text))) for number, text in artifacts.attempts("events", "jsonl")]
+    place = locate(tracking_uri, run.experiment, run.experiment_id, run.run_id, run.name)
+    return RunRecord(
+        run=replace(run, tags=_discreet(run.tags), params=_discreet(run.params)),
+        store=describe_store(tracking_uri),
+        open_with=without_secrets(place.open_with),
+        series=series,
+        events=sorted((each for _, some in events for each in some), key=lambda event: event.time_ms),
+        attempts=[number for number, _ in events],
+        ranks=[ranks for number, text in artifacts.attempts("ranks", "json") for ranks in _ranks(number, text)],
+        network=_mapping(artifacts.text("network.json")),
+        config=redact_text(artifacts.text("config.yaml") or ""),
+        notes=[*_notes(series, wanted, unwanted), *artifacts.problems],
+    )
+
+
+def _discreet(values: Mapping[str, str]) -> dict[str, str]:
+    """Without secrets: a stranger's logger may have recorded some."""
+    return {name: redact_text(str(redact(name, value))) for name, value in values.items()}
+
+
+def choose_metrics(names: Iterable[str]) -> tuple[list[str], int]:
+    """The metrics to read, the most important ones first, and how many others there are.
+
+    Args:
+        names: of all metrics of the run.
+    """
+    histories = [name for name in names if not name.startswith(_SUMMED_UP)]
+    ours = [name for name in histories if name.startswith(_OURS)]
+    system = [name for name in histories if name.startswith(_SYSTEM)]
+    own = [name for name in histories if name not in {*ours, *system, "epoch"}]
+    own.sort(key=lambda name: (not _FIRST_OWN.search(name), name))
+    wanted = [*ours, *own[:_MOST_OWN], *sorted(system)[:_MOST_SYSTEM]]
+    return wanted, len(own[_MOST_OWN:]) + len(system[_MOST_SYSTEM:])
+
+
+def _notes(series: Mapping[str, Series], wanted: list[str], unwanted: int) -> Iterator[str]:
+    if unwanted:
+        yield f"{unwanted} further metrics are in the store and not on this page."
+    unread = [name for name in wanted if name not in series]
+    if unread:
+        yield f"Not read, as the time for reading was up: {', '.join(unread[:5])}{' ...' * (len(unread) > 5)}."
+    cut = [name for name, each in series.items() if each.left_out is None]
+    if cut:
+        yield f"Read from the beginning only, as the store answered slowly: {', '.join(cut[:5])}."
+    if any(not each.exact for each in series.values()):
+        yield "A band in a chart joins several points: it reaches from their smallest to their largest value."
+
+
+def _events(text: str) -> Iterator[Event]:
+    """Read the lines that are whole; a run that was killed may have left half of one."""
+    for line in text.splitlines():
+        with suppress(ValueError, TypeError, KeyError):
+            content = json.loads(line)
+            text = redact_text(str(content["text"]))
+            yield Event(content["kind"], text, int(content["step"]), int(content["time_ms"]))
+
+
+def _ranks(attempt: int, text: str) -> Iterator[Ranks]:
+    content = _mapping(text)
+    ranks, windows = content.get("ranks"), content.get("windows")
+    if isinstance(ranks, list) and isinstance(windows, list):
+        whole = [each for each in windows if isinstance(each, dict) and "step" in each]
+        yield Ranks(attempt, [each for each in ranks if isinstance(each, dict)], whole)
+
+
+def _mapping(text: str | None) -> dict[str, Any]:
+    with suppress(ValueError):
+        content = json.loads(text or "{}")
+        return content if isinstance(content, dict) else {}
+    return {}

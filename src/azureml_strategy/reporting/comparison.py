@@ -1,0 +1,156 @@
+"""The page of several runs beside one another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from azureml_strategy.reporting.advice import NextStep, verdict_of
+from azureml_strategy.reporting.charts import LINES, Chart, Line, line_chart, plain
+from azureml_strategy.reporting.collect import RunRecord
+from azureml_strategy.reporting.formats import count, duration, figure, money
+from azureml_strategy.reporting.page import LegendEntry, Page, Section, Table
+from azureml_strategy.reporting.part_charts import PART_COLOURS, bars
+from azureml_strategy.tracking.verdict import NAMES
+
+_MOST_CHARTS = 16
+_MOST_RUNS = len(LINES)
+_RATES = ("summary/samples_per_second", "throughput/samples_per_second")
+
+
+def compare_page(records: Sequence[RunRecord]) -> Page:
+    """Make the page that compares runs.
+
+    Args:
+        records: two or more; charts show the first eight.
+    """
+    names = _names(records)
+    drawn = dict(list(zip(names, records, strict=True))[:_MOST_RUNS])
+    differing = _settings(records)
+    return Page(
+        title=" and ".join(names) if len(names) == 2 else count(len(names), "run"),
+        kicker="Comparison of runs",
+        headline=_headline(records, names),
+        verdict_tone="neutral",
+        facts=[f"{name}: run {record.run.run_id}" for name, record in zip(names, records, strict=True)],
+        steps=[NextStep(f"{name}", verdict_of(record).line) for name, record in zip(names, records, strict=True)][
+            :_MOST_RUNS
+        ],
+        sections=[
+            Section("Figures", tables=[Table(_figures(records), ("", *names), numbers=range(1, len(names) + 1))]),
+            _steps_section(drawn),
+            Section("Over the steps", charts=_charts(drawn)),
+            Section("Settings in which they differ", tables=[Table(differing, ("setting", *names))]),
+        ],
+        notes=[f"{name}: {note}" for name, record in zip(names, records, strict=True) for note in record.notes],
+    )
+
+
+def _names(records: Sequence[RunRecord]) -> list[str]:
+    """The names of the runs, with a part of the id where a name stands twice."""
+    names = [plain(record.run.name, 40) for record in records]
+    return [
+        f"{name} {record.run.run_id[:6]}" if names.count(name) > 1 else name
+        for name, record in zip(names, records, strict=True)
+    ]
+
+
+def _headline(records: Sequence[RunRecord], names: Sequence[str]) -> str:
+    rates = {
+        name: rate for name, record in zip(names, records, strict=True) if (rate := record.metric(*_RATES)) is not None
+    }
+    if len(rates) < 2:
+        return "Fewer than two of these runs measured their throughput."
+    fastest, slowest = max(rates, key=lambda name: rates[name]), min(rates, key=lambda name: rates[name])
+    if not rates[slowest] or rates[fastest] == rates[slowest]:
+        return "These runs are equally fast."
+    return (
+        f"{fastest} is the fastest: {rates[fastest] / rates[slowest] - 1:.0%} more samples per second than {slowest}."
+    )
+
+
+def _figures(records: Sequence[RunRecord]) -> list[list[str]]:
+    rows: list[tuple[str, Callable[[RunRecord], str]]] = [
+        ("status", lambda record: record.run.status.lower()),
+        ("samples per second", lambda record: _text(record.metric(*_RATES))),
+        ("per device", lambda record: _text(record.metric(*(f"{name}_per_device" for name in _RATES)))),
+        ("step, median ms", lambda record: _text(_times(1000, record.metric("summary/step_time_median_s")))),
+        ("MFU", lambda record: _percent(record.metric("summary/mfu", "throughput/mfu"))),
+        ("waiting for data", lambda record: _percent(record.shares.get("data_wait"))),
+        ("exposed communication", lambda record: _percent(record.shares.get("communication"))),
+        ("goodput", lambda record: _percent(record.metric("time/goodput"))),
+        ("devices", lambda record: _text(record.metric("summary/devices"))),
+        ("took", _took),
+        ("cost", lambda record: _cost(record, "cost/run")),
+        ("cost per million samples", lambda record: _cost(record, "cost/per_million_samples")),
+    ]
+    own = sorted({name for record in records for name in record.series if name.startswith("val")})[:8]
+    rows += [(name, partial(_last, name)) for name in own]
+    filled = [[title, *(value(record) for record in records)] for title, value in rows]
+    return [row for row in filled if any(row[1:])]
+
+
+def _took(record: RunRecord) -> str:
+    started, ended = record.run.started_ms, record.ended_ms
+    return "" if started is None or ended is None else duration((ended - started) / 1000)
+
+
+def _last(name: str, record: RunRecord) -> str:
+    return _text(record.run.metrics.get(name))
+
+
+def _times(factor: float, value: float | None) -> float | None:
+    return None if value is None else factor * value
+
+
+def _text(value: float | None) -> str:
+    return "" if value is None else figure(value)
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
+
+
+def _cost(record: RunRecord, name: str) -> str:
+    cost = record.metric(name)
+    return "" if cost is None else money(cost, record.run.tags.get("cost.currency", "USD"))
+
+
+def _steps_section(records: dict[str, RunRecord]) -> Section:
+    rows = {plain(name, 22): record.shares for name, record in records.items() if sum(record.shares.values()) > 0}
+    used = {part for shares in rows.values() for part in shares}
+    legend = {"A step": [LegendEntry(PART_COLOURS[part], NAMES[part], "") for part in NAMES if part in used]}
+    return Section("Where a step's time goes", charts=[bars("A step", rows)] if rows else [], legend=legend)
+
+
+def _charts(records: dict[str, RunRecord]) -> list[Chart]:
+    shared = [
+        name
+        for name in dict.fromkeys(name for record in records.values() for name in record.series)
+        if not name.startswith(("system/", "time/", "ranks/", "step/"))
+        and sum(bool(record.series[name].points) for record in records.values() if name in record.series) > 1
+    ]
+    shared.sort(key=lambda name: (name.startswith("throughput/"), "loss" not in name, name))
+    return [
+        line_chart(
+            name,
+            _lines(records, name),
+            percent=name.endswith(("_share", "/mfu")),
+            from_zero=name.startswith("throughput/"),
+        )
+        for name in shared[:_MOST_CHARTS]
+    ]
+
+
+def _lines(records: dict[str, RunRecord], name: str) -> list[Line]:
+    return [
+        Line(label, record.series[name], LINES[place])
+        for place, (label, record) in enumerate(records.items())
+        if name in record.series and record.series[name].points
+    ]
+
+
+def _settings(records: Sequence[RunRecord]) -> list[list[str]]:
+    names = sorted({name for record in records for name in record.run.params})
+    rows = [[name, *(record.run.params.get(name, "") for record in records)] for name in names]
+    return [row for row in rows if len(set(row[1:])) > 1]

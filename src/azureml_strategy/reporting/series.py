@@ -1,0 +1,132 @@
+"""Holds a metric's history in few buckets that keep every extreme, however many points the run has logged."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+BUCKETS = 400
+"""Most buckets of a series. A chart is about as many pixels wide, so more would not be seen."""
+# A SQL store has the largest float in place of infinity: mlflow.store.tracking.sqlalchemy_store, sanitize_metric_value.
+_INFINITE = sys.float_info.max
+
+
+@dataclass(frozen=True)
+class Series:
+    """The history of a metric. Each element is a bucket of neighbouring points; one of a single point is exact.
+
+    Attributes:
+        steps: middle of each bucket's steps, in order.
+        times_ms: middle of each bucket's times, in ms since 1970.
+        means: mean of each bucket's finite values.
+        lows: smallest finite value of each bucket.
+        highs: largest finite value of each bucket.
+        counts: number of finite values in each bucket.
+        missing: number of values that are NaN or infinite; they are in no bucket.
+        first_missing: step of the first of them; None if there is none.
+        left_out: number of points that the store has and that were not read; None if there are some, it is unknown how
+            many.
+    """
+
+    steps: Floats
+    times_ms: Floats
+    means: Floats
+    lows: Floats
+    highs: Floats
+    counts: Integers
+    missing: int = 0
+    first_missing: int | None = None
+    left_out: int | None = 0
+
+    @property
+    def points(self) -> int:
+        """Number of finite values that were read."""
+        return int(self.counts.sum())
+
+    @property
+    def exact(self) -> bool:
+        """Whether each bucket is one point."""
+        return bool(np.all(self.counts == 1))
+
+    @property
+    def last(self) -> float | None:
+        """Mean of the last bucket; None if there is no finite value."""
+        return float(self.means[-1]) if len(self.means) else None
+
+
+def reduce_points(
+    steps: Integers, times_ms: Integers, values: Floats, buckets: int = BUCKETS, left_out: int | None = 0
+) -> Series:
+    """Sort points by step and time, and put them into at most `buckets` buckets of nearly equal numbers of points.
+
+    Args:
+        steps: step of each point.
+        times_ms: time of each point.
+        values: value of each point, perhaps NaN or infinite.
+        buckets: most buckets.
+        left_out: see `Series`.
+    """
+    order = np.lexsort((times_ms, steps))
+    steps, times_ms, values = steps[order], times_ms[order], values[order]
+    finite = np.abs(values) < _INFINITE  # False for NaN
+    lost = steps[~finite]
+    steps, times_ms, values = steps[finite], times_ms[finite], values[finite]
+    starts = _starts(len(values), buckets)
+    counts = np.diff([*starts, len(values)]).astype(np.int64)
+    return Series(
+        steps=_means(steps, starts, counts),
+        times_ms=_means(times_ms, starts, counts),
+        means=_means(values, starts, counts),
+        lows=np.minimum.reduceat(values, starts) if len(starts) else np.empty(0),
+        highs=np.maximum.reduceat(values, starts) if len(starts) else np.empty(0),
+        counts=counts,
+        missing=len(lost),
+        first_missing=int(lost[0]) if len(lost) else None,
+        left_out=left_out,
+    )
+
+
+def _starts(points: int, buckets: int) -> Integers:
+    """Index of each bucket's first point."""
+    number = min(points, buckets)
+    return (np.arange(number) * points // max(number, 1)).astype(np.int64)
+
+
+def _means(values: NDArray[np.generic], starts: Integers, counts: Integers) -> Floats:
+    if not len(starts):
+        return np.empty(0)
+    # Divided before they are added, so that the sum of values near the largest float stays finite.
+    parts = values.astype(np.float64) / np.repeat(counts, counts)
+    return np.add.reduceat(parts, starts)
+
+
+def join(several: Sequence[Series], buckets: int = BUCKETS) -> Series:
+    """Put the same metric of several nodes or devices into one series, whose bands reach over all of them.
+
+    Args:
+        several: not empty.
+        buckets: most buckets of the result.
+    """
+    order = np.argsort(np.concatenate([each.times_ms for each in several]), kind="stable")
+
+    def joined(name: str) -> Floats:
+        return np.asarray(np.concatenate([getattr(each, name) for each in several])[order], np.float64)
+
+    starts = _starts(len(order), min(buckets, max(len(each.steps) for each in several)))
+    sizes = np.diff([*starts, len(order)]).astype(np.int64)
+    return Series(
+        steps=_means(joined("steps"), starts, sizes),
+        times_ms=_means(joined("times_ms"), starts, sizes),
+        means=_means(joined("means"), starts, sizes),
+        lows=np.minimum.reduceat(joined("lows"), starts) if len(starts) else np.empty(0),
+        highs=np.maximum.reduceat(joined("highs"), starts) if len(starts) else np.empty(0),
+        counts=np.add.reduceat(joined("counts"), starts).astype(np.int64) if len(starts) else np.empty(0, np.int64),
+        missing=sum(each.missing for each in several),
+    )

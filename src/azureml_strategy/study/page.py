@@ -1,0 +1,110 @@
+"""The page of a study: how speed and cost change with the size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from azureml_strategy.cluster.job import format_money
+from azureml_strategy.reporting.advice import NextStep
+from azureml_strategy.reporting.charts import drawn_chart
+from azureml_strategy.reporting.formats import count, figure
+from azureml_strategy.reporting.page import Page, Section, Table, Tile
+from azureml_strategy.reporting.stores import ReportError
+from azureml_strategy.study.options import StudyError
+from azureml_strategy.study.report import panels, study_columns
+from azureml_strategy.study.scaling import Row, Scaling, read_scaling
+
+# Below it, the larger size wastes more than it saves in time.
+_GOOD_EFFICIENCY = 0.8
+
+
+def study_page(content: Mapping[str, Any]) -> Page:
+    """Make the page of a study.
+
+    Args:
+        content: of the JSON file that `study` wrote.
+
+    Raises:
+        ReportError: it is no such file.
+    """
+    try:
+        scaling = read_scaling(content)
+    except StudyError as error:
+        raise ReportError(str(error)) from None
+    largest = _largest(scaling)
+    good = largest is not None and (largest.efficiency or 0) >= _GOOD_EFFICIENCY
+    charts = [drawn_chart(title, draw, "devices") for title, draw in panels(scaling).items()] if scaling.base else []
+    return Page(
+        title="Scaling study",
+        kicker="Report on a study",
+        headline=_headline(scaling, largest),
+        verdict=_explained(scaling, largest),
+        verdict_tone="good" if good else "" if largest else "neutral",
+        facts=[count(len(scaling.rows), "run"), f"counted in {scaling.unit}"],
+        tiles=list(_tiles(scaling, largest)),
+        steps=list(_steps(scaling, largest)),
+        sections=[Section("Against ideal scaling", charts=charts), Section("Each size", tables=[_table(scaling)])],
+        notes=[f"The runs differ in more than size: {', '.join(scaling.differences)}."] if scaling.differences else [],
+    )
+
+
+def _largest(scaling: Scaling) -> Row | None:
+    measured = [row for row in scaling.rows if row.efficiency is not None]
+    return max(measured, key=lambda row: row.figures.devices or 0, default=None)
+
+
+def _cheapest(scaling: Scaling) -> Row | None:
+    priced = [row for row in scaling.rows if row.figures.cost_per_million_samples is not None]
+    return min(priced, key=lambda row: row.figures.cost_per_million_samples or 0, default=None)
+
+
+def _headline(scaling: Scaling, largest: Row | None) -> str:
+    if scaling.base is None or largest is None:
+        return "No run of this study measured a throughput."
+    if largest.figures is scaling.base:
+        return f"One size was measured: {figure(scaling.base.samples_per_second or 0)} {scaling.unit} per second."
+    return (
+        f"{count(largest.figures.devices or 0, 'device')} are {largest.speed_up:.2g} times as fast as "
+        f"{scaling.base.devices}: {largest.efficiency:.0%} of ideal scaling."
+    )
+
+
+def _explained(scaling: Scaling, largest: Row | None) -> dict[str, str]:
+    cheapest, currency = _cheapest(scaling), scaling.currency
+    if cheapest is None or largest is None:
+        return {}
+    costs = cheapest.figures.cost_per_million_samples or 0
+    text = (
+        f"{count(cheapest.figures.devices or 0, 'device')}: {format_money(costs)} {currency} a million {scaling.unit}."
+    )
+    return {"The cheapest size": text}
+
+
+def _tiles(scaling: Scaling, largest: Row | None) -> Iterator[Tile]:
+    if largest is not None:
+        rate = figure(largest.figures.samples_per_second or 0)
+        yield Tile(f"{scaling.unit} per second", rate, f"on {count(largest.figures.devices or 0, 'device')}")
+        yield Tile("efficiency", f"{largest.efficiency:.0%}", "of the largest size")
+    cheapest = _cheapest(scaling)
+    if cheapest is not None:
+        cost = format_money(cheapest.figures.cost_per_million_samples or 0)
+        yield Tile(f"a million {scaling.unit}", f"{cost} {scaling.currency}", "at the cheapest size")
+
+
+def _steps(scaling: Scaling, largest: Row | None) -> Iterator[NextStep]:
+    failed = [row.figures for row in scaling.rows if row.figures.problem]
+    if failed:
+        problem = f"{failed[0].name or failed[0].run_id}: {failed[0].problem}."
+        yield NextStep("Look at the run that failed", f"{problem} `azureml-strategy report {failed[0].run_id}`")
+    if largest is not None and largest.figures is not scaling.base:
+        run = largest.figures.run_id
+        yield NextStep("See what the largest size waits for", f"`azureml-strategy report {run}` says it.")
+    if scaling.currency is None:
+        yield NextStep("Tell the study a price", "`azureml-strategy study --runs ID,ID --price-per-hour X` adds costs.")
+
+
+def _table(scaling: Scaling) -> Table:
+    columns = [each for each in study_columns(scaling) if any(each.value(row) for row in scaling.rows)]
+    rows = [[column.value(row) or "-" for column in columns] for row in scaling.rows]
+    return Table(rows, [column.heading for column in columns], numbers=range(len(columns)))

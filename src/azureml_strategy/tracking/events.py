@@ -1,0 +1,76 @@
+"""What happened in a run besides its metrics: warnings, preemptions, slow ranks. The page of the run shows them."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from azureml_strategy.cluster.job import read_job
+from azureml_strategy.cluster.redaction import redact_text
+from azureml_strategy.interfaces import RecordsEvents
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+# An artifact is sent whole each time, so it must stay small. The first events tell most, and the last ones the end.
+_FIRST, _LAST = 200, 200
+# Longer texts, such as tracebacks, are cut.
+_TEXT_LENGTH = 2000
+
+Kind = Literal["start", "stop", "crash", "hang", "slow_rank", "warning", "profile"]
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened.
+
+    Attributes:
+        kind: what sort of thing.
+        text: one or two sentences, without secrets.
+        step: the step at which metrics were logged then.
+        time_ms: when, in ms since 1970.
+    """
+
+    kind: Kind
+    text: str
+    step: int
+    time_ms: int = field(default_factory=lambda: int(time.time() * 1000))
+
+
+class EventLog:
+    """The events of this attempt of a job, of which it keeps the first and the last ones."""
+
+    def __init__(self) -> None:
+        self._first: list[Event] = []
+        self._last: deque[Event] = deque(maxlen=_LAST)
+
+    @property
+    def path(self) -> str:
+        """Its path among the run's artifacts; each attempt of a job has its own."""
+        job = read_job()
+        return f"events/attempt_{job.attempt if job is not None else 0}.jsonl"
+
+    def add(self, event: Event) -> None:
+        """Add an event."""
+        (self._first if len(self._first) < _FIRST else self._last).append(event)
+
+    def to_text(self) -> str:
+        """One line of JSON for each event, in order."""
+        return "".join(f"{json.dumps(asdict(event))}\n" for event in (*self._first, *self._last))
+
+
+def record_event(trainer: Trainer, kind: Kind, text: str) -> None:
+    """Keep an event with the run, by each logger that records events. It does nothing on ranks other than 0.
+
+    Args:
+        trainer: of the run.
+        kind: what sort of thing.
+        text: one or two sentences.
+    """
+    event = Event(kind, redact_text(text)[:_TEXT_LENGTH], trainer.global_step)
+    for logger in trainer.loggers:
+        if isinstance(logger, RecordsEvents):
+            logger.log_event(event)

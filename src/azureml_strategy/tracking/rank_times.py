@@ -1,0 +1,298 @@
+"""Gathers the times of all ranks over the control channel, and reports those that hold up the others."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import statistics
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from azureml_strategy.cluster.job import read_job
+from azureml_strategy.control.channel import Channel, StoreLostError, lease_channel
+from azureml_strategy.control.store import ControlStore
+from azureml_strategy.interfaces import HasStages
+from azureml_strategy.tracking.events import record_event
+from azureml_strategy.tracking.logger import JobMLFlowLogger
+from azureml_strategy.tracking.slow_ranks import Cause, RankWindow, Slowest, SlowRanks, describe, hint
+from azureml_strategy.tracking.step_meters import Part
+from azureml_strategy.tracking.step_timer import Step
+from azureml_strategy.tracking.tcp_links import Link, read_links
+
+log = logging.getLogger(__name__)
+
+# Between two messages of a rank, in seconds, and how many ranks the store serves in one.
+_INTERVAL_S, _RANKS_PER_SECOND = 2.0, 200
+# Windows in a message. Rank 0 reads them long before they are pushed out.
+_KEPT = 16
+# Windows in the artifact; of two that are joined, the slower times stay.
+_HISTORY = 500
+_CALL_S = 5.0
+_COMPUTING = (Part.FORWARD, Part.BACKWARD, Part.OPTIMIZER)
+_CALLBACKS = (Part.OTHER, Part.COPY)
+_WAITING = (Part.COMMUNICATION, Part.BUBBLE)
+
+
+class RankTimes:
+    """This rank's times in each window, and on rank 0 those of all ranks.
+
+    A rank writes its last windows under a key of its own, on the thread of the control channel. Rank 0 reads the keys
+    on its own. No rank waits for another, and a rank whose script has other loops than the rest disturbs nobody.
+
+    Args:
+        channel: of this process.
+        give_back: what to call in the end.
+        rank: this process's global rank.
+        world_size: number of ranks.
+        place: where this rank runs.
+        group: ranks with the same number do the same work.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        give_back: Callable[[], None],
+        rank: int,
+        world_size: int,
+        place: dict[str, Any],
+        group: int,
+    ) -> None:
+        self._store = ControlStore(channel, "azureml_strategy/rank_times", rank, [channel.id] * world_size, _CALL_S)
+        self._give_back = give_back
+        self._rank, self._world_size = rank, world_size
+        self._place, self._group = place, group
+        self._own: deque[RankWindow] = deque(maxlen=_KEPT)
+        self._changed = False
+        # Rank 0's name for this fit. A store may outlive a run, with the keys of a previous attempt.
+        self._fit = uuid.uuid4().hex if rank == 0 else None
+        self._places: dict[int, dict[str, Any]] = {}
+        self._windows: dict[int, dict[int, RankWindow]] = {}
+        self._complete: deque[tuple[int, list[RankWindow]]] = deque()
+        self._last = -1
+        self._links: tuple[float, dict[str, Link]] = time.perf_counter(), {}
+        self._busiest = 0.0, ""
+        self._lock = threading.Lock()
+        self._slow = SlowRanks()
+        self.history = History()
+        channel.every(max(_INTERVAL_S, world_size / _RANKS_PER_SECOND), self._exchange)
+        self._channel = channel
+
+    @classmethod
+    def join(cls, trainer: Trainer) -> RankTimes | None:
+        """Take part, without waiting for other ranks; None if there is no control channel."""
+        try:
+            leased = lease_channel(trainer.world_size)
+        except Exception as error:  # whatever it is, training can do without
+            log.debug("The ranks are not compared: %s: %s", type(error).__name__, error)
+            return None
+        if leased is None:
+            return None
+        channel, give_back = leased
+        strategy = trainer.strategy
+        place = {
+            "rank": trainer.global_rank,
+            "host": socket.gethostname(),
+            "node": trainer.node_rank,
+            "device": str(strategy.root_device),
+        }
+        group = strategy.pipeline_stage if isinstance(strategy, HasStages) else 0
+        return cls(channel, give_back, trainer.global_rank, trainer.world_size, place, group)
+
+    def add(self, steps: Sequence[Step], step: int) -> None:
+        """Keep this rank's times in a window.
+
+        Args:
+            steps: of the window.
+            step: at which it ends, the same on all ranks.
+        """
+        busy, peer = self._busiest
+        window = RankWindow(
+            step,
+            _median(steps, _COMPUTING),
+            _median(steps, (Part.DATA_WAIT,)),
+            _median(steps, _CALLBACKS),
+            _median(steps, _WAITING),
+            busy * statistics.median(each.seconds for each in steps),
+            peer,
+            self._group,
+        )
+        with self._lock:
+            self._own.append(window)
+            self._changed = True
+
+    def exchange(self) -> None:
+        """Write, or on rank 0 read, the last windows now."""
+        try:
+            self._exchange()
+        except StoreLostError as error:
+            log.debug("The last times of this rank are not told: %s", error)
+
+    def report(self, trainer: Trainer) -> dict[str, float]:
+        """Compare the ranks in the windows that are complete by now. Call it on rank 0.
+
+        Returns:
+            Metrics of the last window; empty if there is none. Ranks that hold up the others are named on the console
+            and in the events of the run.
+        """
+        metrics: dict[str, float] = {}
+        while self._complete:
+            step, windows = self._complete.popleft()
+            for slow in self._slow.add(windows):
+                text = describe(slow, self._where(slow.rank), self._at(slow.peer))
+                text = f"{text[0].upper()}{text[1:]}, in several windows up to step {step}. {hint(slow.cause)}"
+                log.warning(text)
+                record_event(trainer, "slow_rank", text)
+            self.history.add(windows, self._slow.slow)
+            metrics = _metrics(windows, len({rank for rank, _ in self._slow.slow}))
+        return metrics
+
+    def slowest(self) -> Slowest | None:
+        """The rank that took longest over the whole run, if one stands out; on rank 0."""
+        seen = self._slow.seen()
+        if not seen:
+            return None
+        worst, where = seen[0], self._where(seen[0].rank)
+        text = describe(worst, where, self._at(worst.peer))
+        return Slowest(f"rank {worst.rank} ({where})", text, worst.excess / (1 + worst.excess))
+
+    def keep(self, trainer: Trainer) -> None:
+        """Put the times of all ranks among the run's artifacts."""
+        if not self.history.windows:
+            return
+        job = read_job()
+        places = [self._places.get(rank, {"rank": rank}) for rank in range(self._world_size)]
+        text = json.dumps({"ranks": places, "windows": self.history.windows})
+        for logger in trainer.loggers:
+            if isinstance(logger, JobMLFlowLogger):
+                logger.log_text(text, f"ranks/attempt_{job.attempt if job is not None else 0}.json")
+
+    def close(self) -> None:
+        """Take part no more."""
+        self._channel.no_more(self._exchange)
+        self._give_back()
+
+    def _exchange(self) -> None:
+        """On the channel's thread: write this rank's windows; on rank 0, read those of all others."""
+        self._read_links()
+        if self._rank == 0:
+            self._read_all()
+            return
+        fit = self._store.get("fit")
+        with self._lock:
+            new = fit != self._fit
+            self._fit = fit
+            if fit is None or not (self._changed or new):
+                return
+            message = json.dumps([self._place, [list(each.__dict__.values()) for each in self._own]])
+            self._changed = False
+        self._store.set(f"{fit}/{self._rank}", message)
+
+    def _read_all(self) -> None:
+        if self._store.get("fit") != self._fit:
+            self._store.set("fit", str(self._fit))
+        keys = {f"{self._fit}/{rank}": rank for rank in range(1, self._world_size)}
+        told = self._store.get_all(list(keys))
+        with self._lock:
+            self._take(0, self._place, list(self._own))
+            for key, text in told.items():
+                if text is not None:
+                    place, windows = json.loads(text)
+                    self._take(keys[key], place, [RankWindow(*each) for each in windows])
+            for step in sorted(step for step, found in self._windows.items() if len(found) == self._world_size):
+                found = self._windows.pop(step)
+                self._last = step
+                self._complete.append((step, [found[rank] for rank in range(self._world_size)]))
+            # A rank whose clock had no whole step in a window never tells of it.
+            for step in sorted(self._windows)[:-_KEPT]:
+                del self._windows[step]
+
+    def _take(self, rank: int, place: dict[str, Any], windows: Sequence[RankWindow]) -> None:
+        self._places[rank] = place
+        for each in windows:
+            if each.step > self._last:
+                self._windows.setdefault(each.step, {})[rank] = each
+
+    def _read_links(self) -> None:
+        """See which connection was busiest since the last time, and for which share of it."""
+        port = os.environ.get("MASTER_PORT", "")
+        links = read_links(frozenset({int(port)}) if port.isdigit() else frozenset())
+        now, (then, before) = time.perf_counter(), self._links
+        self._links = now, links
+        busy = {peer: link.busy_s - before[peer].busy_s for peer, link in links.items() if peer in before}
+        peer = max(busy, key=lambda each: busy[each], default="")
+        self._busiest = (max(busy[peer], 0.0) / (now - then), peer) if busy else (0.0, "")
+        self._place["addresses"] = sorted({link.own for link in links.values()})
+
+    def _where(self, rank: int) -> str:
+        place = self._places.get(rank, {})
+        return f"{place.get('host')}, node {place.get('node')}, {place.get('device')}" if place else "unknown place"
+
+    def _at(self, address: str) -> str:
+        """The host that has an address, if only one has it."""
+        hosts = {place["host"] for place in self._places.values() if address in place.get("addresses", ())}
+        return f"{hosts.pop()} ({address})" if len(hosts) == 1 else address
+
+
+class History:
+    """The times of all ranks over the run, in a bounded number of windows.
+
+    Attributes:
+        windows: what the run's page draws: for each window the step, the time, and a number for each rank.
+    """
+
+    def __init__(self) -> None:
+        self.windows: list[dict[str, Any]] = []
+        self._joined = 1
+        self._pending = 0
+
+    def add(self, windows: Sequence[RankWindow], slow: set[tuple[int, Cause]]) -> None:
+        """Add the windows of all ranks that ended at one step."""
+        row: dict[str, Any] = {
+            "step": windows[0].step,
+            "time_ms": int(time.time() * 1000),
+            "compute_s": [round(each.compute_s, 6) for each in windows],
+            "data_wait_s": [round(each.data_wait_s, 6) for each in windows],
+            "communication_s": [round(each.communication_s, 6) for each in windows],
+            "slow": {str(rank): cause for rank, cause in slow},
+        }
+        if self._pending:
+            self.windows[-1] = _slower(self.windows[-1], row)
+        else:
+            self.windows.append(row)
+        self._pending = (self._pending + 1) % self._joined
+        if len(self.windows) > _HISTORY and not self._pending:
+            pairs = zip(self.windows[::2], [*self.windows[1::2], self.windows[-1]], strict=False)
+            self.windows = [_slower(first, second) for first, second in pairs]
+            self._joined *= 2
+
+
+def _slower(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Join two rows: the end of the second, and the slower time of each rank."""
+    joined = dict(second)
+    for name in ("compute_s", "data_wait_s", "communication_s"):
+        joined[name] = [max(pair) for pair in zip(first[name], second[name], strict=True)]
+    joined["slow"] = first["slow"] | second["slow"]
+    return joined
+
+
+def _median(steps: Sequence[Step], parts: Sequence[Part]) -> float:
+    return statistics.median(sum(step.parts[part] for part in parts) for step in steps)
+
+
+def _metrics(windows: Sequence[RankWindow], slow: int) -> dict[str, float]:
+    compute = [each.compute_s for each in windows]
+    return {
+        "ranks/compute_s_min": min(compute),
+        "ranks/compute_s_median": statistics.median(compute),
+        "ranks/compute_s_max": max(compute),
+        "ranks/data_wait_s_max": max(each.data_wait_s for each in windows),
+        "ranks/slow": float(slow),
+    }

@@ -1,0 +1,211 @@
+"""Follows one `fit`: what its steps and its wall clock are spent on, and which ranks are slower than the others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.loggers import Logger
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from azureml_strategy.cluster.job import read_job
+from azureml_strategy.tracking.logger import JobMLFlowLogger
+from azureml_strategy.tracking.rank_times import RankTimes
+from azureml_strategy.tracking.slow_ranks import Slowest
+from azureml_strategy.tracking.span_profiler import install, remove
+from azureml_strategy.tracking.step_breakdown import Breakdown, Phase
+from azureml_strategy.tracking.step_meters import (
+    DeviceMeter,
+    HostMeter,
+    Meter,
+    Part,
+    PlainMeter,
+    ReducerTimes,
+    host_meter,
+)
+from azureml_strategy.tracking.step_timer import Clock, Step
+from azureml_strategy.tracking.time_budget import STEPS_DONE, TimeBudget, WallClock, process_age_s
+
+# Steps between two that DDP's reducer measures, in a run that logs nothing; DDP's own default.
+_UNLOGGED_STEPS = 100
+# Set when the first `fit` of this process has begun: the time before belongs to it.
+_begun: list[float] = []
+
+
+class ManualBackward(Callback):
+    """Tells a breakdown of the backward passes of manual optimization, for which Lightning has no span.
+
+    Args:
+        breakdown: gets them.
+    """
+
+    def __init__(self, breakdown: Breakdown) -> None:
+        self._breakdown = breakdown
+
+    @override
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        self._breakdown.enter_after_hook("manual_backward")
+
+    @override
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._breakdown.leave_before_hook("manual_backward")
+
+
+class RunBreakdown:
+    """The breakdown of one `fit`, from `setup` on.
+
+    Args:
+        trainer: gets a profiler that tells the breakdown what runs, until `close`.
+        clock: the host's, in seconds.
+    """
+
+    def __init__(self, trainer: Trainer, clock: Callable[[], float]) -> None:
+        self._trainer = trainer
+        self._clock = clock
+        self._is_real = clock is time.perf_counter
+        self.breakdown = Breakdown(begun=self._begin(), clock=clock)
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        writers = [each.state_key for each in callbacks if isinstance(each, Checkpoint)]
+        self.breakdown.checkpoints_by(*(f"[Callback]{name}." for name in writers))
+        self._budget = TimeBudget(self.breakdown)
+        self._reducer: ReducerTimes | None = None
+        self._ranks: RankTimes | None = None
+        self._trains = self._is_over = False
+        self._final: WallClock | None = None
+        self.unknown: frozenset[Part] = frozenset()
+        install(trainer, self.breakdown)
+
+    def train(self, trainer: Trainer, clock: Clock, every: int, loggers: Sequence[Logger]) -> None:
+        """The steps begin soon. The process group exists.
+
+        Args:
+            trainer: in `on_train_start`.
+            clock: measures steps.
+            every: number of steps in a window.
+            loggers: those that the figures go to.
+        """
+        meter = self._meter(trainer, clock, every)
+        self.breakdown.measure_by(meter)
+        if self._reducer is None and not isinstance(meter, HostMeter):
+            self.unknown = frozenset({Part.COMMUNICATION})
+        self._budget = TimeBudget(self.breakdown, _steps_before(trainer, loggers))
+        if trainer.world_size > 1:
+            self._ranks = RankTimes.join(trainer)
+        if not trainer.lightning_module.automatic_optimization:
+            trainer.callbacks.append(ManualBackward(self.breakdown))  # type: ignore[attr-defined]
+
+    def batch_starts(self) -> None:
+        """The first batch ends the start-up."""
+        if not self._trains:
+            self._trains = True
+            self.breakdown.begin(Phase.TRAINING)
+
+    def step_done(self, steps: int) -> None:
+        """An optimizer step is done; `steps` is the number of all that the training has done."""
+        self._budget.step_done(steps)
+
+    def validation_starts(self) -> None:
+        """Validation starts. The one before training belongs to the start-up."""
+        if self._trains:
+            self.breakdown.begin(Phase.VALIDATION)
+
+    def validation_ends(self) -> None:
+        """Validation has ended."""
+        if self._trains:
+            self.breakdown.begin(Phase.TRAINING)
+
+    def window(self, steps: list[Step], step: int) -> list[Step]:
+        """Take the steps of a window, tell the other ranks, and return the steps with what only the reducer knows."""
+        steps = self.with_reducer(steps)
+        if self._ranks is not None and steps:
+            self._ranks.add(steps, step)
+        return steps
+
+    def with_reducer(self, steps: list[Step]) -> list[Step]:
+        """The steps, with the exposed communication that only DDP's reducer can tell from the backward pass."""
+        if self._reducer is None or not steps:
+            return steps
+        share = self._reducer.exposed_share()
+        return [step._replace(parts=_exposed(step.parts, share)) for step in steps]
+
+    def last_step_done(self, trainer: Trainer) -> None:
+        """The last step is done; the other ranks may still be in theirs."""
+        self.breakdown.begin(Phase.ENDING)
+        if self._ranks is not None and not trainer.is_global_zero:
+            self._ranks.exchange()
+
+    def end(self, trainer: Trainer, loggers: Sequence[Logger]) -> None:
+        """The last step of all ranks is done, as far as this one knows."""
+        if self._ranks is not None and trainer.is_global_zero:
+            self._ranks.exchange()
+        self.log(trainer, loggers, trainer.global_step)
+        if self._ranks is not None:
+            self._ranks.keep(trainer)
+
+    def slowest(self) -> Slowest | None:
+        """The rank that took longest over the whole run, if one stands out; on rank 0."""
+        return self._ranks.slowest() if self._ranks is not None else None
+
+    def log(self, trainer: Trainer, loggers: Sequence[Logger], step: int) -> None:
+        """Log what the wall clock went into, and what the ranks differ in."""
+        metrics = self._budget.read().as_metrics() | {STEPS_DONE: float(trainer.global_step)}
+        if self._ranks is not None:
+            metrics |= self._ranks.report(trainer)
+        for logger in loggers:
+            logger.log_metrics(metrics, step=step)
+
+    def wall_clock(self) -> WallClock:
+        """What the wall clock went into so far."""
+        return self._final or self._budget.read()
+
+    def close(self) -> None:
+        """Give the Trainer its own profiler back."""
+        if self._is_over:
+            return
+        self._is_over = True
+        self._final = self._budget.read()
+        remove(self._trainer)
+        callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
+        self._trainer.callbacks = [each for each in callbacks if not isinstance(each, ManualBackward)]  # type: ignore[attr-defined]
+        if self._ranks is not None:
+            self._ranks.close()
+        if isinstance(self.breakdown.meter, HostMeter):
+            self.breakdown.meter.close()
+            self.breakdown.measure_by(PlainMeter())
+
+    def _begin(self) -> float | None:
+        if not self._is_real or _begun:
+            return None
+        _begun.append(self._clock() - process_age_s())
+        return _begun[0]
+
+    def _meter(self, trainer: Trainer, clock: Clock, every: int) -> Meter:
+        model = trainer.strategy.model
+        device = trainer.strategy.root_device.type
+        if device == "cuda":
+            if isinstance(model, DistributedDataParallel):
+                self._reducer = ReducerTimes(model, every or _UNLOGGED_STEPS)
+            return DeviceMeter(clock)
+        return host_meter(trainer.world_size) if device == "cpu" and self._is_real else PlainMeter()
+
+
+def _exposed(parts: Sequence[float], share: float) -> list[float]:
+    """The parts of a step of whose backward pass this share was exposed communication."""
+    found = list(parts)
+    found[Part.BACKWARD] = (1 - share) * parts[Part.BACKWARD]
+    found[Part.COMMUNICATION] += share * parts[Part.BACKWARD]
+    return found
+
+
+def _steps_before(trainer: Trainer, loggers: Sequence[Logger]) -> float:
+    """Optimizer steps that previous attempts had done, if this one goes on with their run; known on rank 0."""
+    job = read_job()
+    goes_on = trainer.ckpt_path is not None or (job is not None and job.attempt > 0)
+    own = [each for each in loggers if isinstance(each, JobMLFlowLogger)]
+    if not goes_on or not own or not trainer.is_global_zero:
+        return 0.0
+    return own[0].metric_at_start(STEPS_DONE) or 0.0

@@ -1,0 +1,164 @@
+"""What was run: a name for the run, the command line that repeats it, and the git commit of its code."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from azureml_strategy.cluster.redaction import REDACTED, is_private_name, redact, redact_text
+
+COMMAND_TAG = "azureml_strategy.command"
+RECIPE_TAG = "azureml_strategy.recipe"
+OVERRIDES_TAG = "azureml_strategy.overrides"
+UNCOMMITTED_TAG = "azureml_strategy.git_uncommitted_changes"
+# mlflow.utils.mlflow_tags: MLFLOW_GIT_COMMIT, MLFLOW_GIT_BRANCH, MLFLOW_GIT_REPO_URL
+GIT_COMMIT, GIT_BRANCH, GIT_URL = (f"mlflow.source.git.{each}" for each in ("commit", "branch", "repoURL"))
+
+# The list of runs shows about half of it. MLflow's column of names holds 250 characters, Azure ML's 256.
+_NAME_LENGTH = 120
+# Where a run keeps things. It says nothing about what the run does, and is often a long path.
+_ABOUT_PLACES = ("output_dir", "resume", "hydra", "job", "tracking", "checkpoint")
+# An absolute or relative path, or an address, at the start of a value or of an item in it.
+_PATH = re.compile(r"(?:^|[\s,:\[({'\"])(?:~|\.{0,2})/|://|^\w:\\|^azureml:")
+# A repository on a slow network drive may take minutes.
+_GIT_TIMEOUT_S = 5.0
+
+
+def recipe_run_name(recipe: str, overrides: Sequence[str]) -> str:
+    """The recipe and what was changed in it: `resnet50_ddp model.learning_rate=0.1 trainer.max_epochs=3`.
+
+    It leaves out secrets, paths and keys that say only where things are kept. The same recipe and overrides always have
+    the same name. If it would exceed 120 characters, it ends with the number of further overrides.
+
+    Args:
+        recipe: name of the recipe.
+        overrides: in Hydra's notation.
+    """
+    told = [_printable(each) for each in overrides if _is_telling(each)]
+    name = _printable(recipe)[:_NAME_LENGTH]
+    for number, override in enumerate(told):
+        left = len(told) - number - 1
+        rest = f" +{left}" if left else ""
+        if len(f"{name} {override}{rest}") > _NAME_LENGTH:
+            more = f" +{left + 1}"
+            return f"{name[: _NAME_LENGTH - len(more)]}{more}"
+        name = f"{name} {override}"
+    return name
+
+
+def script_run_name(argv: Sequence[str] | None = None) -> str:
+    """The name of the running script's file, without its suffix: `train`.
+
+    It is the folder's name for a package that runs by its `__main__.py`, and `notebook` or `python` where no script
+    runs.
+
+    Args:
+        argv: by default `sys.argv`.
+    """
+    program = Path((sys.argv if argv is None else argv or [""])[0])
+    if program.stem in ("ipykernel_launcher", "colab_kernel_launcher"):
+        return "notebook"
+    stem = program.parent.name if program.stem == "__main__" else program.stem
+    return "python" if stem in ("", "-", "-c") else _printable(stem)[:_NAME_LENGTH]
+
+
+def command_text(words: Sequence[str]) -> str:
+    """A command line for a shell, without secrets."""
+    return shlex.join(_encodable(each) for each in _without_secrets(words))
+
+
+def script_command() -> str:
+    """The command line of this process, without secrets."""
+    words = getattr(sys, "orig_argv", None) or [sys.executable, *sys.argv]
+    return command_text([Path(words[0]).name, *words[1:]])
+
+
+def with_source_tags(tags: Mapping[str, str]) -> dict[str, str]:
+    """The tags, MLflow's own about the program that runs, and its command line and git commit.
+
+    Args:
+        tags: they win over what is found here. Those of a recipe name its command and commit already; MLflow would take
+            the commit of the folder that `azureml-strategy` is installed in.
+    """
+    from mlflow.tracking.context.registry import resolve_tags
+
+    if COMMAND_TAG not in tags:
+        script = Path(sys.argv[0] if sys.argv else "")
+        folder = script.parent if script.is_file() else Path()
+        tags = {COMMAND_TAG: script_command(), **git_tags(folder), **tags}
+    found: dict[str, str] = resolve_tags(dict(tags))
+    wrong = {GIT_COMMIT, GIT_BRANCH, GIT_URL} - tags.keys() if RECIPE_TAG in tags else ()
+    return {name: value for name, value in found.items() if name not in wrong}
+
+
+def git_tags(folder: Path) -> dict[str, str]:
+    """MLflow's tags of the git commit of a folder, and whether its checkout had uncommitted changes.
+
+    Files that git does not know are no changes. There are no tags if the folder is in no checkout, if git ignores the
+    folder, if it has no commit yet, or if git is missing or does not answer within five seconds.
+
+    Args:
+        folder: any folder.
+    """
+    status = _git(folder, "status", "--porcelain=v2", "--branch", "--untracked-files=no")
+    lines = (status or "").splitlines()
+    about = dict(line[2:].split(" ", 1) for line in lines if line.startswith("# branch."))
+    commit = about.get("branch.oid", "(initial)")
+    if commit == "(initial)" or _git(folder, "check-ignore", ".") is not None:
+        return {}
+    changed = any(not line.startswith("#") for line in lines)
+    tags = {GIT_COMMIT: commit, UNCOMMITTED_TAG: str(changed).lower()}
+    if about.get("branch.head", "(detached)") != "(detached)":
+        tags[GIT_BRANCH] = about["branch.head"]
+    address = (_git(folder, "remote", "get-url", "origin") or "").strip()
+    return tags | ({GIT_URL: address} if address else {})
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """What git prints; None if it fails."""
+    command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_GIT_TIMEOUT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout
+
+
+def _is_telling(override: str) -> bool:
+    key, _, value = override.lstrip("+~").partition("=")
+    if re.split("[./@]", key)[0] in _ABOUT_PLACES or _PATH.search(value.strip("'\"")):
+        return False
+    return REDACTED not in _without_secret(override)
+
+
+def _without_secrets(words: Sequence[str]) -> Iterator[str]:
+    """The words of a command line; the value of `--name value` goes by its name."""
+    for before, word in pairwise(["", *words]):
+        option = before.startswith("-") and "=" not in before and not word.startswith("-")
+        yield str(redact(before.lstrip("-"), word)) if option else _without_secret(word)
+
+
+def _without_secret(word: str) -> str:
+    """A word of a command line; the value of `key=value` goes by its key."""
+    key, separator, value = word.partition("=")
+    name = key.lstrip("+~-")
+    if not separator or not is_private_name(name):
+        return redact_text(word)
+    return f"{key}={redact(name, value)}"
+
+
+def _printable(text: str) -> str:
+    """The text in one line."""
+    return " ".join("".join(each if each.isprintable() else " " for each in text).split())
+
+
+def _encodable(text: str) -> str:
+    """The text with `?` for what no store takes: a path may hold bytes that are no text."""
+    return text.encode(errors="replace").decode()

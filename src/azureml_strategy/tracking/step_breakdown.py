@@ -1,0 +1,227 @@
+"""Tells where the time of a run goes: each moment belongs to one part, of a step or of the run.
+
+Lightning wraps each hook of strategies, modules, callbacks and data in `trainer.profiler`. `SpanProfiler` stands there
+and enters and leaves a line for each name. The time since the last entry or exit belongs to the line on top, so that
+all lines add up to the wall clock, whatever the hooks call.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from enum import IntEnum
+from typing import Any
+
+from azureml_strategy.tracking.step_meters import Meter, Part, PlainMeter
+
+# What the names of Lightning's spans, and of our pipeline's, mean. The others belong to what they are called in.
+_MEANINGS = tuple(
+    (re.compile(pattern), part)
+    for pattern, part in (
+        (r"\[_TrainingEpochLoop\]\.\w+_next", Part.DATA_WAIT),
+        (r"\[_EvaluationLoop\]\.\w+_next", Part.VALIDATION),
+        (r"\[Strategy\]\w+\.batch_to_device", Part.COPY),
+        (r"\[Strategy\]\w+\.training_step", Part.FORWARD),
+        (r"\[Strategy\]\w+\.backward|manual_backward", Part.BACKWARD),
+        (r"\[LightningModule\]\w+\.(optimizer_step|optimizer_zero_grad|configure_gradient_clipping)", Part.OPTIMIZER),
+        (r"optimizer_step", Part.OPTIMIZER),  # in manual optimization
+        (r"pipeline_schedule", Part.BUBBLE),
+        (r"pipeline_forward", Part.FORWARD),
+        (r"pipeline_backward", Part.BACKWARD),
+        (r"pipeline_reduce", Part.COMMUNICATION),
+        (r"save_checkpoint|\[\w+\].*\.on_(save|load)_checkpoint", Part.CHECKPOINT),
+        (r"\[(Callback|LightningModule|LightningDataModule)\].*\.(on_|lr_scheduler_step)\w*", Part.OTHER),
+        (r"run_training_(epoch|batch)", Part.OTHER),
+    )
+)
+# Those at whose ends a `Meter` reads more than the host's clock.
+_METERED = re.compile(
+    r"\[_TrainingEpochLoop\]\.\w+_next|\[Strategy\]\w+\.(batch_to_device|training_step|backward)"
+    r"|\[LightningModule\]\w+\.optimizer_step|optimizer_step|manual_backward|pipeline_\w+"
+)
+# A script may make a name of its own for each step. Beyond these, names share a line.
+_MOST_LINES = 1000
+
+
+class Phase(IntEnum):
+    """What a run does, which can make a part something else: a batch to the device is validation in validation."""
+
+    STARTUP = 0
+    TRAINING = 1
+    VALIDATION = 2
+    ENDING = 3
+
+
+def _routes() -> Iterator[list[int]]:
+    yield [Part.STARTUP] * len(Part)
+    yield list(Part)
+    for part in (Part.VALIDATION, Part.ENDING):
+        yield [Part.CHECKPOINT if each is Part.CHECKPOINT else part for each in Part]
+
+
+_ROUTES = tuple(_routes())
+
+
+class Line:
+    """The time of one named action, without what is called in it by other names. A context manager that is it.
+
+    Attributes:
+        name: of the action.
+        seconds: all its time so far.
+        calls: how often it was entered.
+    """
+
+    __slots__ = ("_breakdown", "_metered", "calls", "name", "part", "seconds")
+
+    def __init__(self, breakdown: Breakdown, name: str, part: Part | None, metered: bool) -> None:
+        self._breakdown = breakdown
+        self._metered = metered
+        self.name, self.part = name, part
+        self.seconds, self.calls = 0.0, 0
+
+    # These two run a hundred times a step, hence without further calls.
+    def __enter__(self) -> str:
+        run = self._breakdown
+        now = run.clock()
+        elapsed = now - run.last
+        run.last = now
+        run.top.seconds += elapsed
+        run.totals[run.route[run.part]] += elapsed
+        run.stack.append((run.top, run.part))
+        run.top = self
+        self.calls += 1
+        if self.part is not None:
+            run.part = self.part
+        if self._metered:
+            run.meter.enter(run.part)
+        return self.name
+
+    def __exit__(self, *exception: object) -> None:
+        run = self._breakdown
+        if run.top is not self:
+            run.unwind(self)
+            if run.top is not self:
+                return
+        if self._metered:
+            run.meter.leave()
+        now = run.clock()
+        elapsed = now - run.last
+        run.last = now
+        self.seconds += elapsed
+        run.totals[run.route[run.part]] += elapsed
+        run.top, run.part = run.stack.pop()
+
+
+class Breakdown:
+    """The time of a run by parts and by names, on the thread that made it.
+
+    Args:
+        meter: measures what the host's clock does not show.
+        begun: when the run began, by the clock: its start belongs to it.
+        clock: the host's, in seconds.
+
+    Attributes:
+        totals: seconds of each part so far, by the host's clock.
+    """
+
+    def __init__(
+        self, meter: Meter | None = None, begun: float | None = None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.clock = clock
+        self.meter: Meter = meter or PlainMeter()
+        self.lines: dict[str, Line] = {}
+        self.totals = [0.0] * len(Part)
+        self.route = _ROUTES[Phase.STARTUP]
+        self.top = self._base = Line(self, "rest of the loop", Part.OTHER, metered=False)
+        self.part = Part.OTHER
+        self.stack: list[tuple[Line, Part]] = []
+        self.last = clock() if begun is None else begun
+        self._thread = threading.get_ident()
+        self._checkpoints: tuple[str, ...] = ()
+        self._cut_at = list(self.totals)
+
+    def line(self, name: str) -> Line:
+        """The line of an action."""
+        found = self.lines.get(name)
+        return self._add(name) if found is None else found
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this thread is the one whose time this is."""
+        return threading.get_ident() == self._thread
+
+    def measure_by(self, meter: Meter) -> None:
+        """Use another meter from now on. Call it before training starts."""
+        self.meter = meter
+        for each in self.lines.values():
+            each._metered = self._is_metered(each.name, each.part)
+
+    def checkpoints_by(self, *callbacks: str) -> None:
+        """Count the hooks of these callbacks as checkpoints.
+
+        Args:
+            callbacks: the beginnings of their spans' names, such as `[Callback]ModelCheckpoint`.
+        """
+        self._checkpoints = callbacks
+
+    def begin(self, phase: Phase) -> None:
+        """The run does something else from now on."""
+        self.flush()
+        self.route = _ROUTES[phase]
+
+    def flush(self) -> None:
+        """Count the time until now."""
+        now = self.clock()
+        elapsed = now - self.last
+        self.last = now
+        self.top.seconds += elapsed
+        self.totals[self.route[self.part]] += elapsed
+
+    def cut_step(self) -> Any:
+        """A step ends now, and the next one begins: what the meter keeps of it."""
+        self.flush()
+        parts = [now - before for now, before in zip(self.totals, self._cut_at, strict=True)]
+        self._cut_at = list(self.totals)
+        return self.meter.cut(parts)
+
+    def unwind(self, line: Line) -> None:
+        """End the lines that were entered after this one and not left, as by `start` without `stop`."""
+        if not any(each is line for each, _ in self.stack):
+            return  # it has ended already
+        while self.top is not line:
+            self.top.__exit__()
+
+    def enter_after_hook(self, name: str) -> None:
+        """Enter a line, from a hook that Lightning has wrapped: it begins when the hook ends."""
+        line = self.line(name)
+        line.calls += 1
+        self.stack.append((line, self.part if line.part is None else line.part))
+        if line._metered:
+            self.meter.enter(self.stack[-1][1])
+
+    def leave_before_hook(self, name: str) -> None:
+        """Leave that line, from a later hook: it has ended when the hook began."""
+        line = self.line(name)
+        if self.stack and self.stack[-1][0] is line:
+            self.stack.pop()
+            if line._metered:
+                self.meter.leave()
+
+    def _add(self, name: str) -> Line:
+        if len(self.lines) >= _MOST_LINES:
+            name = "further names"
+            if name in self.lines:
+                return self.lines[name]
+        part = self._part_of(name)
+        self.lines[name] = Line(self, name, part, self._is_metered(name, part))
+        return self.lines[name]
+
+    def _part_of(self, name: str) -> Part | None:
+        if name.startswith(self._checkpoints) and self._checkpoints:
+            return Part.CHECKPOINT
+        return next((part for pattern, part in _MEANINGS if pattern.fullmatch(name)), None)
+
+    def _is_metered(self, name: str, part: Part | None) -> bool:
+        return part in self.meter.parts and _METERED.fullmatch(name) is not None

@@ -1,0 +1,223 @@
+"""What a step is spent on, and how to measure it: the host's clock, the kernel's for a CPU, or events on a GPU."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from enum import IntEnum
+from itertools import pairwise
+from typing import Any, Protocol
+
+from torch.nn.parallel import DistributedDataParallel
+
+from azureml_strategy.tracking.step_timer import Clock
+
+
+class Part(IntEnum):
+    """What time is spent on. The first eight are parts of a step."""
+
+    DATA_WAIT = 0
+    COPY = 1
+    FORWARD = 2
+    BACKWARD = 3
+    COMMUNICATION = 4
+    BUBBLE = 5
+    OPTIMIZER = 6
+    OTHER = 7
+    STARTUP = 8
+    VALIDATION = 9
+    CHECKPOINT = 10
+    ENDING = 11
+
+    @property
+    def label(self) -> str:
+        """The name in metrics."""
+        return self.name.lower()
+
+
+STEP_PARTS = tuple(Part)[:8]
+
+
+class Meter(Protocol):
+    """Measures at the ends of the main spans what the host's clock does not show."""
+
+    parts: frozenset[Part]
+
+    def enter(self, part: Part) -> None:
+        """A main span begins."""
+
+    def leave(self) -> None:
+        """The innermost main span ends."""
+
+    def cut(self, host: list[float]) -> Any:
+        """A step ends, and the next one begins.
+
+        Args:
+            host: seconds of each part of the step, by the host's clock. It belongs to the meter from now on.
+
+        Returns:
+            The step, for `seconds`.
+        """
+
+    def seconds(self, step: Any) -> list[float]:
+        """Seconds of each part of a step that the device has finished."""
+
+
+class HostMeter:
+    """Measures on a CPU how much of forward, backward and optimizer a rank waits for others.
+
+    While the ranks exchange gradients or parameters and nothing is left to compute, the training thread sleeps. The
+    kernel tells its time on a core and its time in the queue for one; what is left of the clock it slept. So a thread
+    that others keep off the cores does not count as waiting. This works for any strategy, and for waits in C++.
+
+    Not told apart: a `training_step` that sleeps or reads files, and, with several threads a rank and too few cores,
+    the wait for its other threads.
+    """
+
+    parts = frozenset({Part.FORWARD, Part.BACKWARD, Part.OPTIMIZER, Part.BUBBLE, Part.COMMUNICATION})
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        # proc(5): the nanoseconds on a core, and in the queue for one. The first is a tick late, so it is not used.
+        self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+        self._inside: list[Part] = []
+        self._slept = [0.0] * len(Part)
+        self._at = 0.0
+
+    def close(self) -> None:
+        """Release the file."""
+        os.close(self._file)
+
+    def enter(self, part: Part) -> None:
+        """A main span begins."""
+        self._read()
+        self._inside.append(part)
+
+    def leave(self) -> None:
+        """The innermost main span ends."""
+        self._read()
+        self._inside.pop()
+
+    def cut(self, host: list[float]) -> list[float]:
+        """A step ends. What the thread slept in forward, backward and optimizer is communication."""
+        for part in (Part.FORWARD, Part.BACKWARD, Part.OPTIMIZER):
+            waited = max(0.0, min(self._slept[part], host[part]))
+            host[part] -= waited
+            host[Part.COMMUNICATION] += waited
+        self._slept = [0.0] * len(Part)
+        return host
+
+    def seconds(self, step: list[float]) -> list[float]:
+        """The step itself: its times are known."""
+        return step
+
+    def _read(self) -> None:
+        queued_ns = int(os.pread(self._file, 64, 0).split()[1])
+        slept = self._clock() - time.thread_time() - queued_ns / 1e9
+        if self._inside:
+            self._slept[self._inside[-1]] += slept - self._at
+        self._at = slept
+
+
+class PlainMeter:
+    """Adds nothing to the host's clock: for one process, and where the kernel does not tell."""
+
+    parts: frozenset[Part] = frozenset()
+
+    def enter(self, part: Part) -> None:
+        """Do nothing."""
+
+    def leave(self) -> None:
+        """Do nothing."""
+
+    def cut(self, host: list[float]) -> list[float]:
+        """The host's times."""
+        return host
+
+    def seconds(self, step: list[float]) -> list[float]:
+        """The step itself."""
+        return step
+
+
+class DeviceMeter:
+    """Records the ends of the main spans in the GPU's stream, so that the times are the GPU's.
+
+    The host queues work far ahead of the GPU. A part gets the time between its marks on the GPU, so that a wait for
+    data shows up only if the GPU had nothing else to do.
+
+    Args:
+        clock: records the moments.
+    """
+
+    parts = frozenset(
+        {
+            *(Part.DATA_WAIT, Part.COPY, Part.FORWARD, Part.BACKWARD),
+            *(Part.OPTIMIZER, Part.BUBBLE, Part.COMMUNICATION),
+        }
+    )
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._inside = [Part.OTHER]
+        self._marks: list[tuple[Any, Part]] = [(clock.now(), Part.OTHER)]
+
+    def enter(self, part: Part) -> None:
+        """A main span begins."""
+        self._inside.append(part)
+        self._marks.append((self._clock.now(), part))
+
+    def leave(self) -> None:
+        """The innermost main span ends."""
+        self._inside.pop()
+        self._marks.append((self._clock.now(), self._inside[-1]))
+
+    def cut(self, host: list[float]) -> list[tuple[Any, Part]]:
+        """A step ends: its marks, with one at its end."""
+        end = self._clock.now()
+        marks, self._marks = self._marks, [(end, self._inside[-1])]
+        return [*marks, (end, Part.OTHER)]
+
+    def seconds(self, step: list[tuple[Any, Part]]) -> list[float]:
+        """The time between the marks."""
+        found = [0.0] * len(Part)
+        for (start, part), (end, _) in pairwise(step):
+            found[part] += self._clock.seconds(start, end)
+        return found
+
+
+def host_meter(world_size: int) -> Meter:
+    """The meter of a rank that trains on a CPU.
+
+    Args:
+        world_size: number of ranks. One alone waits for nobody.
+    """
+    if world_size > 1:
+        with suppress(OSError, ValueError, IndexError):  # another system, or a container that hides it
+            meter = HostMeter()
+            meter.enter(Part.OTHER)
+            meter.leave()
+            return meter
+    return PlainMeter()
+
+
+class ReducerTimes:
+    """What DDP's reducer says of its communication, on a GPU, where a step's marks cannot tell it from computing.
+
+    Args:
+        model: as the strategy has wrapped it.
+        every: number of steps from one measured step to the next. To read one, DDP waits for the GPU.
+    """
+
+    def __init__(self, model: DistributedDataParallel, every: int) -> None:
+        self._model = model
+        model._set_ddp_runtime_logging_sample_rate(every)  # type: ignore[no-untyped-call]
+
+    def exposed_share(self) -> float:
+        """The share of the last measured backward pass, 0 to 1, in which gradients were sent and nothing computed."""
+        # In nanoseconds: torch/csrc/distributed/c10d/logger.cpp.
+        found = self._model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+        exposed = found.get("backward_comm_time", 0) - found.get("backward_compute_comm_overlap_time", 0)
+        whole = found.get("backward_compute_time", 0) + exposed
+        return min(max(exposed / whole, 0.0), 1.0) if whole > 0 else 0.0

@@ -1,0 +1,137 @@
+"""Runs of any kind in a real SQLite store, read back."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+from mlflow.entities import RunTag
+from tests.reporting.example import SHARES, log_points, log_run
+
+from azureml_strategy.reporting import stores
+from azureml_strategy.reporting.collect import choose_metrics, collect_run
+from azureml_strategy.reporting.stores import DatabaseStore, ReportError, ServerStore, open_store
+
+NAMES = ["loss <b>&\"'", "Ωmega/ångström 中文", "a" * 250, "$x^2$_%", "with space"]
+
+
+@pytest.fixture
+def run_id(client: MlflowClient) -> str:
+    return str(client.create_run("0", run_name="mine").info.run_id)
+
+
+def test_what_a_job_has_left_is_all_there(store: str) -> None:
+    record = collect_run(log_run(store, windows=10), store)
+    assert record.run.status == "FINISHED"
+    assert record.shares == SHARES
+    assert record.last_step == 499
+    assert record.attempts == [0, 1]
+    assert [event.kind for event in record.events] == ["start", "start", "slow_rank", "warning"]
+    assert [len(each.windows) for each in record.ranks] == [5, 5]
+    assert record.network["nodes"][1]["host"] == "node-1"
+    assert record.config.startswith("seed: 42")
+    assert record.notes == []
+
+
+def test_times_are_added_up_over_attempts(store: str) -> None:
+    record = collect_run(log_run(store, windows=10), store)
+    assert record.times["training"] == pytest.approx(2 * 5 * 50 * 0.42)
+    assert record.times["startup"] == pytest.approx(2 * 62)
+    assert record.times["redone"] == pytest.approx(20)
+
+
+def test_a_database_and_mlflows_own_client_read_the_same(client: MlflowClient, store: str, run_id: str) -> None:
+    points = [("a", float(step % 7), step, 10 * step) for step in range(50)] + [("b", math.nan, 3, 3), ("b", 1.0, 4, 4)]
+    log_points(client, run_id, points)
+    client.log_batch(run_id, tags=[RunTag("odd", "<&>")])
+    mine, theirs = DatabaseStore(store), ServerStore(store)
+    first, second = mine.run(run_id), theirs.run(run_id)
+    assert vars(first) | {"metrics": None} == vars(second) | {"metrics": None}
+    assert repr(sorted(first.metrics.items())) == repr(sorted(second.metrics.items()))
+    read, again = mine.series(run_id, ["a", "b"], 60), theirs.series(run_id, ["a", "b"], 60)
+    for name in ("a", "b"):
+        assert {key: repr(value) for key, value in vars(read[name]).items()} == {
+            key: repr(value) for key, value in vars(again[name]).items()
+        }
+
+
+@pytest.mark.parametrize("with_steps", [True, False])
+def test_a_database_sums_many_points_up_with_their_extremes(
+    client: MlflowClient, store: str, run_id: str, monkeypatch: pytest.MonkeyPatch, with_steps: bool
+) -> None:
+    monkeypatch.setattr(stores, "_MOST_POINTS", 1000)
+    draw = random.Random(3)
+    values = [draw.gauss(0, 1) for _ in range(5000)]
+    values[1234], values[4321], values[77], values[99] = 50.0, -60.0, math.nan, math.inf
+    points = [("m", value, at if with_steps else 0, 1000 + at) for at, value in enumerate(values)]
+    log_points(client, run_id, points)
+    series = DatabaseStore(store).series(run_id, ["m"], 60)["m"]
+    finite = [value for value in values if math.isfinite(value)]
+    assert len(series.means) <= 400
+    assert series.points == len(finite)
+    assert (series.highs.max(), series.lows.min()) == (50.0, -60.0)
+    assert (series.missing, series.first_missing) == (2, 77 if with_steps else 0)
+    assert float((series.means * series.counts).sum()) == pytest.approx(sum(finite))
+
+
+def test_a_strangers_run_with_odd_names_and_values(client: MlflowClient, store: str, run_id: str) -> None:
+    names = [name for name in NAMES if "<" not in name and "$" not in name]  # what MLflow takes
+    log_points(client, run_id, [(name, value, 0, 5) for name in names for value in (math.nan, 1e308, -1e308)])
+    client.log_param(run_id, "api_key", "wJalrXUtnFEMI0815")
+    record = collect_run(run_id, store)
+    assert set(record.series) == set(names)
+    assert all(each.points == 2 and each.missing == 1 for each in record.series.values())
+    assert record.shares == {}
+    assert "wJalr" not in record.run.params["api_key"]
+
+
+def test_an_empty_run(store: str, run_id: str) -> None:
+    record = collect_run(run_id, store)
+    assert (record.last_step, record.ended_ms, record.series, record.events) == (None, None, {}, [])
+
+
+def test_half_written_artifacts_give_what_is_whole(client: MlflowClient, store: str, run_id: str) -> None:
+    whole = '{"kind": "crash", "text": "no", "step": 3, "time_ms": 5}'
+    client.log_text(run_id, f'{whole}\n{{"kind": "warn', "events/attempt_0.jsonl")
+    client.log_text(run_id, '{"ranks": [', "ranks/attempt_0.json")
+    client.log_text(run_id, "[]", "network.json")
+    record = collect_run(run_id, store)
+    assert [event.text for event in record.events] == ["no"]
+    assert (record.ranks, record.network) == ([], {})
+
+
+def test_time_that_is_up_leaves_metrics_out_and_says_so(client: MlflowClient, store: str, run_id: str) -> None:
+    log_points(client, run_id, [("loss", 1.0, 0, 0)])
+    record = collect_run(run_id, store, read_s=-1.0)
+    assert record.series == {}
+    assert record.notes == ["Not read, as the time for reading was up: loss."]
+    slow = collect_run(run_id, store, read_s=-1.0, store=ServerStore(store))
+    assert slow.notes == record.notes
+
+
+def test_ours_come_first_and_a_flood_of_metrics_is_cut() -> None:
+    wanted, others = choose_metrics(
+        ["zz", *(f"m{number}" for number in range(100)), "val/loss", "step/other_share", "summary/x", "system/cpu"]
+    )
+    assert wanted[:2] == ["step/other_share", "val/loss"]
+    assert "summary/x" not in wanted
+    assert wanted[-1] == "system/cpu"
+    assert others == 102 - 16
+
+
+def test_a_run_or_a_store_that_is_not_there(store: str, tmp_path: Path) -> None:
+    with pytest.raises(ReportError, match="has no run nobodys"):
+        collect_run("nobodys", store)
+    with pytest.raises(ReportError, match="has no run nobodys"):
+        collect_run("nobodys", store, store=ServerStore(store))
+    with pytest.raises(ReportError, match="There is no store"):
+        open_store(f"sqlite:///{tmp_path}/none.db")
+    assert not (tmp_path / "none.db").exists()
+    (tmp_path / "other.db").write_bytes(b"")
+    with pytest.raises(ReportError, match="does not answer"):
+        collect_run("any", f"sqlite:///{tmp_path}/other.db")
+    with pytest.raises(ReportError, match=r"does not answer: .*Check its address"):
+        collect_run("any", "http://127.0.0.1:9")

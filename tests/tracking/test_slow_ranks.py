@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from azureml_strategy.tracking.rank_times import History
+from azureml_strategy.tracking.slow_ranks import Cause, RankWindow, SlowRanks, compare, describe
+
+USUAL = RankWindow(step=9, compute_s=0.080, data_wait_s=0.001, callbacks_s=0.001, communication_s=0.018, link_s=0.02)
+
+
+def ranks(number: int, rank: int = -1, **slower: float) -> list[RankWindow]:
+    """Ranks that differ by one per cent at random, one of them slower."""
+    windows = []
+    for each in range(number):
+        noise = random.gauss(1, 0.01)
+        window = replace(USUAL, compute_s=USUAL.compute_s * noise, link_s=USUAL.link_s * noise)
+        windows.append(replace(window, **slower) if each == rank else window)
+    return windows
+
+
+@pytest.mark.parametrize("number", [2, 4, 512])
+@pytest.mark.parametrize(
+    ("cause", "slower"),
+    [
+        ("compute", {"compute_s": 0.080 * 1.3}),
+        ("data", {"data_wait_s": 0.030}),
+        ("callbacks", {"callbacks_s": 0.030}),
+        ("link", {"link_s": 0.050}),
+    ],
+)
+def test_a_rank_is_named_with_its_cause_after_several_windows(
+    number: int, cause: Cause, slower: dict[str, float]
+) -> None:
+    slow = SlowRanks()
+    named = [slow.add(ranks(number, number - 1, **slower)) for _ in range(12)]
+    assert [bool(each) for each in named] == [False, False, True] + [False] * 9
+    assert [(each.rank, each.cause) for each in named[2]] == [(number - 1, cause)]
+    assert named[2][0].excess == pytest.approx(0.3, abs=0.06)
+    assert slow.slow == {(number - 1, cause)}
+
+
+def test_ten_per_cent_are_seen_but_not_named() -> None:
+    slow = SlowRanks()
+    assert not any(slow.add(ranks(4, 2, compute_s=0.080 * 1.1)) for _ in range(40))
+    assert [(each.rank, each.cause) for each in slow.seen()] == [(2, "compute")]
+    assert slow.seen()[0].excess == pytest.approx(0.1, abs=0.03)
+
+
+@pytest.mark.parametrize("number", [2, 4, 512])
+def test_equal_ranks_are_not_named_nor_seen(number: int) -> None:
+    for _ in range(5):
+        slow = SlowRanks()
+        assert not any(slow.add(ranks(number)) for _ in range(30))
+        assert slow.seen() == []
+
+
+def test_one_slow_window_is_no_slow_rank() -> None:
+    slow = SlowRanks()
+    assert not any(slow.add(ranks(4, 1, **({"compute_s": 0.3} if window % 4 == 0 else {}))) for window in range(40))
+    assert slow.seen() == []
+
+
+def test_a_rank_that_recovers_is_named_again_when_it_is_slow_again() -> None:
+    slow = SlowRanks()
+    times = [0.12] * 5 + [0.08] * 5 + [0.12] * 5
+    named = [len(slow.add(ranks(4, 1, compute_s=each))) for each in times]
+    assert sum(named[:5]) == 1
+    assert sum(named[5:10]) == 0
+    assert sum(named[10:]) == 1
+
+
+def test_those_who_wait_are_not_the_slow_ones() -> None:
+    """Waiting ranks have a longer communication, and nothing else."""
+    slow = SlowRanks()
+    waiting = replace(USUAL, communication_s=0.9)
+    assert not any(slow.add([USUAL, waiting, waiting, waiting]) for _ in range(10))
+
+
+def test_stages_of_a_pipeline_are_compared_with_their_like() -> None:
+    first, last = replace(USUAL, group=0), replace(USUAL, group=1, compute_s=0.2)
+    assert list(compare([first, last])) == []  # one of each
+    assert list(compare([first, last, first, last])) == []
+    found = list(compare([first, last, first, replace(last, compute_s=0.3)]))
+    assert [(each.rank, each.cause) for each in found] == [(3, "compute")]
+
+
+def test_delays_too_short_to_matter_are_left_out() -> None:
+    tiny = replace(USUAL, compute_s=0.001, communication_s=0.0, link_s=0.0)
+    assert list(compare([tiny, replace(tiny, compute_s=0.002)])) == []
+
+
+def test_a_sentence_names_place_and_share() -> None:
+    found = next(compare([USUAL, replace(USUAL, compute_s=0.12)]))
+    assert describe(found, "node-1, node 1, cuda:0") == (
+        "rank 1 (node-1, node 1, cuda:0) holds up the others by 39% with computing"
+    )
+
+
+def test_the_history_keeps_the_extremes_in_a_bounded_number_of_windows() -> None:
+    history = History()
+    for step in range(10_000):
+        slower = {"compute_s": 5.0} if step == 7777 else {}
+        history.add([replace(each, step=step) for each in ranks(2, 1, **slower)], {(1, "compute")} if slower else set())
+    assert len(history.windows) <= 500
+    assert max(row["compute_s"][1] for row in history.windows) == 5.0
+    assert [row["slow"] for row in history.windows if row["slow"]] == [{"1": "compute"}]
+    steps = [row["step"] for row in history.windows]
+    assert steps == sorted(set(steps))
+    assert steps[-1] == 9999

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import pytest
+
+from azureml_strategy.tracking.step_breakdown import Breakdown, Phase
+from azureml_strategy.tracking.time_budget import TimeBudget, describe
+
+
+class Clock:
+    time = 0.0
+
+    def __call__(self) -> float:
+        return self.time
+
+
+def test_steps_of_a_previous_attempt_are_done_again() -> None:
+    """The job had done five steps when it was stopped; this attempt goes on behind the third."""
+    clock = Clock()
+    breakdown = Breakdown(clock=clock)
+    budget = TimeBudget(breakdown, steps_before=5)
+    clock.time += 10
+    breakdown.begin(Phase.TRAINING)
+    for step in (4, 5, 6, 7):
+        clock.time += 1
+        breakdown.flush()
+        budget.step_done(step)
+    breakdown.begin(Phase.VALIDATION)
+    clock.time += 4
+    found = budget.read()
+    assert (found.startup_s, found.redone_s, found.training_s, found.validation_s) == (10, 2, 2, 4)
+    assert found.wall_s == clock.time == 18
+    assert found.goodput == 2 / 18
+    assert found.as_metrics()["time/goodput"] == 2 / 18
+    assert sum(value for name, value in found.as_metrics().items() if name.endswith("_s")) == 2 * 18  # with the wall
+    assert describe(found) == "11.1% of 18 s (start-up 55.6%, validation 22.2%, work done again 11.1%)"
+
+
+def test_without_a_previous_attempt_nothing_is_done_again() -> None:
+    breakdown = Breakdown(clock=Clock())
+    budget = TimeBudget(breakdown)
+    budget.step_done(1)
+    assert budget.read().redone_s == 0
+    assert budget.read().goodput == pytest.approx(0)

@@ -1,0 +1,105 @@
+import math
+
+import pytest
+
+from azureml_strategy.tracking.verdict import NAMES, RunFacts, judge
+
+BUSY = {"data_wait": 0.01, "forward": 0.33, "backward": 0.62, "optimizer": 0.02, "other": 0.02}
+
+
+def with_share(name, share):
+    rest = (1 - share) / 2
+    return {"forward": rest, "backward": rest, name: share}
+
+
+def test_a_run_that_waits_for_data_is_told_so_with_its_workers_and_the_gain_by_amdahls_law():
+    verdict = judge(with_share("data_wait", 0.4), facts=RunFacts(loader_workers=2, cost=50.0))
+    assert verdict.part == "data_wait"
+    assert verdict.headline == "This run waits most for data: 40% of each step."
+    first = verdict.advice[0]
+    assert "with 2 workers a rank" in first.why
+    assert "data.num_workers" in first.action
+    assert first.speed_up == pytest.approx(1 / 0.6)
+    assert first.gain == "At most 67% faster, 20.00 USD less for this run."
+    assert verdict.line == f"{verdict.headline} {first.action} {first.gain}"
+
+
+def test_a_loader_without_workers_is_told_to_have_some():
+    first = judge(with_share("data_wait", 0.4), facts=RunFacts(loader_workers=0)).advice[0]
+    assert "no workers" in first.why
+    assert first.gain == "At most 67% faster."
+
+
+@pytest.mark.parametrize(
+    ("part", "advised"),
+    [
+        ("copy", "pin_memory"),
+        ("communication", "bench"),
+        ("bubble", "micro_batches"),
+        ("optimizer", "fused"),
+        ("other", "log_every_n_steps"),
+    ],
+)
+def test_each_part_has_its_own_advice(part, advised):
+    first = judge(with_share(part, 0.3)).advice[0]
+    assert first.part == part
+    assert advised in first.action
+
+
+def test_communication_over_sockets_between_nodes_leads_to_infiniband_and_ddp_to_compression():
+    shares = with_share("communication", 0.3)
+    assert "InfiniBand" in judge(shares, facts=RunFacts(nodes=2, transport="socket")).advice[0].action
+    ddp = judge(shares, facts=RunFacts(nodes=2, transport="ib", strategy="AzureMLDDPStrategy")).advice[0]
+    assert "gradient_compression=bf16" in ddp.action
+
+
+def test_a_slow_rank_takes_its_part_of_the_communication():
+    facts = RunFacts(slow_ranks=("rank 3 (node-1, cuda:0)",), slow_share=0.2)
+    verdict = judge(with_share("communication", 0.3), facts=facts)
+    assert verdict.headline == "This run waits most for rank 3 (node-1, cuda:0): 20% of each step."
+    assert {each.part: round(each.share, 6) for each in verdict.advice} == {"slow_rank": 0.2, "communication": 0.1}
+    assert "bench --pairs" in verdict.advice[0].action
+
+
+def test_a_run_that_computes_is_left_alone_unless_its_mfu_is_low():
+    assert judge(BUSY).headline == "This run waits for nothing that is worth a change: 95% of a step computes."
+    assert judge(BUSY, facts=RunFacts(mfu=0.45)).advice == ()
+    slow = judge(BUSY, facts=RunFacts(mfu=0.1, precision="32-true"))
+    assert slow.part == "computing"
+    assert slow.advice[0].share == pytest.approx(0.95 - 0.25)
+    assert "bf16-mixed" in slow.advice[0].action
+    assert "bf16-mixed" not in judge(BUSY, facts=RunFacts(mfu=0.1, precision="bf16-mixed")).advice[0].action
+
+
+def test_parts_of_the_run_are_weighed_against_parts_of_the_step():
+    times = {"training": 500.0, "validation": 400.0, "checkpoint": 100.0}
+    verdict = judge(with_share("data_wait", 0.3), times)
+    assert {each.part: round(each.share, 6) for each in verdict.advice} == {
+        "validation": 0.4,
+        "data_wait": 0.15,
+        "checkpoint": 0.1,
+    }
+    assert verdict.headline == "This run waits most for validation: 40% of its time."
+
+
+def test_start_up_counts_in_a_long_run_only():
+    assert judge(BUSY, {"startup": 20.0, "training": 10.0}).advice == ()
+    assert judge(BUSY, {"startup": 2000.0, "training": 1000.0}).part == "startup"
+
+
+@pytest.mark.parametrize("shares", [{}, {"data_wait": math.nan}, {"a stranger's": 0.5}])
+def test_without_shares_it_says_that_nothing_was_measured(shares):
+    verdict = judge(shares)
+    assert not verdict.measured
+    assert verdict.line == "This run did not measure where its time goes."
+
+
+def test_values_that_are_no_numbers_are_left_out():
+    verdict = judge(with_share("other", 0.3) | {"copy": math.nan}, {"training": 900.0, "validation": math.inf})
+    assert [each.part for each in verdict.advice] == ["other"]
+
+
+@pytest.mark.parametrize("part", NAMES)
+def test_a_step_of_one_part_alone_has_a_finite_gain(part):
+    for advice in judge({part: 1.0}).advice:
+        assert math.isfinite(advice.speed_up)
