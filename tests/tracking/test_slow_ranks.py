@@ -16,7 +16,7 @@ def ranks(number: int, rank: int = -1, **slower: float) -> list[RankWindow]:
     windows = []
     for each in range(number):
         noise = random.gauss(1, 0.01)
-        window = replace(USUAL, compute_s=USUAL.compute_s * noise, link_s=USUAL.link_s * noise)
+        window = replace(USUAL, compute_s=0.080 * noise, link_s=0.020 * noise)
         windows.append(replace(window, **slower) if each == rank else window)
     return windows
 
@@ -28,7 +28,7 @@ def ranks(number: int, rank: int = -1, **slower: float) -> list[RankWindow]:
         ("compute", {"compute_s": 0.080 * 1.3}),
         ("data", {"data_wait_s": 0.030}),
         ("callbacks", {"callbacks_s": 0.030}),
-        ("link", {"link_s": 0.050}),
+        ("link", {"link_s": 0.045}),
     ],
 )
 def test_a_rank_is_named_with_its_cause_after_several_windows(
@@ -87,6 +87,14 @@ def test_stages_of_a_pipeline_are_compared_with_their_like() -> None:
     assert [(each.rank, each.cause) for each in found] == [(3, "compute")]
 
 
+def test_links_are_compared_once_they_are_known_on_all_ranks() -> None:
+    slow = SlowRanks()
+    for known in [False] * 10 + [True] * 10:
+        found = ranks(2, 1, link_s=0.030)
+        slow.add(found if known else [found[0], replace(found[1], link_s=None)])
+    assert [(each.rank, each.cause) for each in slow.seen()] == [(1, "link")]
+
+
 def test_delays_too_short_to_matter_are_left_out() -> None:
     tiny = replace(USUAL, compute_s=0.001, communication_s=0.0, link_s=0.0)
     assert list(compare([tiny, replace(tiny, compute_s=0.002)])) == []
@@ -95,7 +103,7 @@ def test_delays_too_short_to_matter_are_left_out() -> None:
 def test_a_sentence_names_place_and_share() -> None:
     found = next(compare([USUAL, replace(USUAL, compute_s=0.12)]))
     assert describe(found, "node-1, node 1, cuda:0") == (
-        "rank 1 (node-1, node 1, cuda:0) holds up the others by 39% with computing"
+        "rank 1 (node-1, node 1, cuda:0) holds up the others by 49% with computing"
     )
 
 

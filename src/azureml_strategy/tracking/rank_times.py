@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 _INTERVAL_S, _RANKS_PER_SECOND = 2.0, 200
 # Windows in a message. Rank 0 reads them long before they are pushed out.
 _KEPT = 16
+# A link is judged over so many readings of its counters: one interval is too short for a steady figure.
+_LINK_READINGS = 4
 # Windows in the artifact; of two that are joined, the slower times stay.
 _HISTORY = 500
 _CALL_S = 5.0
@@ -77,9 +79,10 @@ class RankTimes:
         self._windows: dict[int, dict[int, RankWindow]] = {}
         self._complete: deque[tuple[int, list[RankWindow]]] = deque()
         self._last = -1
-        self._links: tuple[float, dict[str, Link]] = time.perf_counter(), {}
-        self._busiest = 0.0, ""
+        self._links: deque[tuple[float, dict[str, Link]]] = deque(maxlen=_LINK_READINGS)
+        self._busiest: tuple[float, str] | None = None
         self._lock = threading.Lock()
+        self._read_links()
         self._slow = SlowRanks()
         self.history = History()
         channel.every(max(_INTERVAL_S, world_size / _RANKS_PER_SECOND), self._exchange)
@@ -113,15 +116,15 @@ class RankTimes:
             steps: of the window.
             step: at which it ends, the same on all ranks.
         """
-        busy, peer = self._busiest
+        busiest = self._busiest
         window = RankWindow(
             step,
             _median(steps, _COMPUTING),
             _median(steps, (Part.DATA_WAIT,)),
             _median(steps, _CALLBACKS),
             _median(steps, _WAITING),
-            busy * statistics.median(each.seconds for each in steps),
-            peer,
+            busiest[0] * statistics.median(each.seconds for each in steps) if busiest is not None else None,
+            busiest[1] if busiest is not None else "",
             self._group,
         )
         with self._lock:
@@ -221,14 +224,18 @@ class RankTimes:
                 self._windows.setdefault(each.step, {})[rank] = each
 
     def _read_links(self) -> None:
-        """See which connection was busiest since the last time, and for which share of it."""
+        """See which connection was busiest in the last readings, and for which share of the time."""
+        now = time.perf_counter()
+        if self._links and now - self._links[-1][0] < _INTERVAL_S / 2:
+            return
         port = os.environ.get("MASTER_PORT", "")
         links = read_links(frozenset({int(port)}) if port.isdigit() else frozenset())
-        now, (then, before) = time.perf_counter(), self._links
-        self._links = now, links
+        self._links.append((now, links))
+        then, before = self._links[0]
         busy = {peer: link.busy_s - before[peer].busy_s for peer, link in links.items() if peer in before}
-        peer = max(busy, key=lambda each: busy[each], default="")
-        self._busiest = (max(busy[peer], 0.0) / (now - then), peer) if busy else (0.0, "")
+        if busy and now > then:
+            peer = max(busy, key=lambda each: busy[each])
+            self._busiest = max(busy[peer], 0.0) / (now - then), peer
         self._place["addresses"] = sorted({link.own for link in links.values()})
 
     def _where(self, rank: int) -> str:

@@ -10,7 +10,7 @@ import statistics
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 Cause = Literal["compute", "data", "callbacks", "link"]
 
@@ -19,6 +19,7 @@ Cause = Literal["compute", "data", "callbacks", "link"]
 SLOW_WINDOWS, LAST_WINDOWS = 3, 4
 # What is seen over a whole run: from this excess on, in this share of its windows.
 _SEEN_EXCESS, _SEEN_SHARE = 0.05, 0.75
+_CAUSES: tuple[Cause, ...] = get_args(Cause)
 # Shorter delays of a step are noise of the operating system.
 _SHORTEST_S = 0.002
 
@@ -33,7 +34,8 @@ class RankWindow:
         data_wait_s: waiting for a batch.
         callbacks_s: callbacks, loggers and the rest of the loop.
         communication_s: waiting for other ranks.
-        link_s: time that its connections had bytes under way which the network had not taken yet.
+        link_s: time that its connections had bytes under way which the network had not taken yet; None before it is
+            known.
         peer: address at the other end of the busiest one.
         group: ranks of one group do the same work, such as the replicas of a pipeline's stage.
     """
@@ -43,7 +45,7 @@ class RankWindow:
     data_wait_s: float
     callbacks_s: float
     communication_s: float
-    link_s: float = 0.0
+    link_s: float | None = None
     peer: str = ""
     group: int = 0
 
@@ -52,8 +54,13 @@ class RankWindow:
         """All that the others may wait for."""
         return self.compute_s + self.data_wait_s + self.callbacks_s
 
-    def of(self, cause: Cause) -> float:
-        """The time in which this cause shows."""
+    @property
+    def whole_s(self) -> float:
+        """The step."""
+        return self.own_s + self.communication_s
+
+    def of(self, cause: Cause) -> float | None:
+        """The time in which this cause shows; None if it is not known."""
         return {
             "compute": self.compute_s,
             "data": self.data_wait_s,
@@ -69,7 +76,7 @@ class SlowRank:
     Attributes:
         rank: the global rank.
         cause: what it is slow at.
-        excess: by how much it prolongs what the others need for a step by themselves; 0.3 is 30 %.
+        excess: by how much it prolongs the step; 0.3 is 30 %.
         peer: for a link, the address at its other end.
     """
 
@@ -88,7 +95,7 @@ class SlowRanks:
 
     def __init__(self, threshold: float = 0.15) -> None:
         self._threshold = threshold
-        self._windows = 0
+        self._windows: Counter[Cause] = Counter()
         self._recent: deque[set[tuple[int, Cause]]] = deque(maxlen=LAST_WINDOWS)
         self._named: set[tuple[int, Cause]] = set()
         self._excesses: dict[tuple[int, Cause], list[float]] = defaultdict(list)
@@ -103,7 +110,7 @@ class SlowRanks:
             The ranks that are named now, since they were slow in several windows. Each is named once, and again only
             after it was not slow any more.
         """
-        self._windows += 1
+        self._windows.update(cause for cause in _CAUSES if _is_known(windows, cause))
         found = {(each.rank, each.cause): each for each in compare(windows)}
         for key, each in found.items():
             if each.excess >= _SEEN_EXCESS:
@@ -123,7 +130,7 @@ class SlowRanks:
 
     def seen(self) -> list[SlowRank]:
         """The ranks that took longer in most windows of the run, also if by too little to be named; the worst first."""
-        often = {key: each for key, each in self._excesses.items() if len(each) >= _SEEN_SHARE * self._windows}
+        often = {key: each for key, each in self._excesses.items() if len(each) >= _SEEN_SHARE * self._windows[key[1]]}
         ranks = [SlowRank(rank, cause, statistics.median(each)) for (rank, cause), each in often.items()]
         return sorted(ranks, key=lambda each: -each.excess)
 
@@ -139,22 +146,28 @@ def compare(windows: Sequence[RankWindow]) -> Iterator[SlowRank]:
 
 
 def _compare(members: Sequence[tuple[int, RankWindow]]) -> Iterator[SlowRank]:
-    causes: tuple[Cause, ...] = ("compute", "data", "callbacks", "link")
-    usual = statistics.median(window.own_s for _, window in members)
-    whole = statistics.median(window.own_s + window.communication_s for _, window in members)
-    for cause in causes:
-        values = sorted(window.of(cause) for _, window in members)
-        for rank, window in members:
-            # A link delays only what is waited for: it is compared with the whole step.
-            base = whole if cause == "link" else usual
-            excess_s = window.of(cause) - _median_without(values, window.of(cause))
-            if excess_s >= _SHORTEST_S and base > 0:
-                yield SlowRank(rank, cause, excess_s / base, window.peer if cause == "link" else "")
+    whole = statistics.median(window.whole_s for _, window in members)
+    own = [window.own_s for _, window in members]
+    for cause in _CAUSES:
+        known = [(rank, window, value) for rank, window in members if (value := window.of(cause)) is not None]
+        if len(known) < len(members):
+            continue
+        values = [value for _, _, value in known]
+        for rank, window, value in known:
+            excess_s = value - _median_without(values, value)
+            # What the step would take without this delay; ranks that rarely meet do not wait for each other in it.
+            usual = max(whole - excess_s, _median_without(own, window.own_s))
+            if excess_s >= _SHORTEST_S and usual > 0:
+                yield SlowRank(rank, cause, excess_s / usual, window.peer if cause == "link" else "")
 
 
-def _median_without(ordered: Sequence[float], value: float) -> float:
+def _is_known(windows: Sequence[RankWindow], cause: Cause) -> bool:
+    return all(window.of(cause) is not None for window in windows)
+
+
+def _median_without(values: Sequence[float], value: float) -> float:
     """The median of all values but one."""
-    others = list(ordered)
+    others = list(values)
     others.remove(value)
     return statistics.median(others)
 
