@@ -10,17 +10,12 @@ trace, exposed communication is the time in which a collective runs and no opera
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import logging
 import os
 import tempfile
-import time
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +33,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from azureml_strategy.profiling.intervals import Intervals, intersect, subtract, total, union
 from azureml_strategy.strategies import AzureMLDDPStrategy
 from azureml_strategy.tracking import ThroughputCallback
+from azureml_strategy.tracking.step_meters import STEP_PARTS
+from azureml_strategy.tracking.step_timer import Step
+from azureml_strategy.tracking.summary import Totals
 
 NAME = "breakdown_accuracy"
 WIDTH, DEPTH, BATCH_SIZE = 768, 8, 192
@@ -78,7 +76,6 @@ class Traced(Callback):
 
     def __init__(self) -> None:
         self.exposed_s: list[float] = []
-        self.ends: list[float] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         trainer.strategy.model._set_ddp_runtime_logging_sample_rate(1)
@@ -91,7 +88,6 @@ class Traced(Callback):
             told = trainer.strategy.model._get_ddp_logging_data()
         exposed_ns = told.get("backward_comm_time", 0) - told.get("backward_compute_comm_overlap_time", 0)
         self.exposed_s.append(exposed_ns / 1e9)
-        self.ends.append(time.perf_counter())
 
     def on_train_end(self, *_: Any) -> None:
         self.profile.stop()
@@ -99,14 +95,11 @@ class Traced(Callback):
 
 def part_of(action: str) -> str:
     """The part that a span of Lightning's belongs to."""
-    if action.endswith("train_dataloader_next"):
-        return "data_wait"
-    names = {"training_step": "forward", "backward": "backward", "optimizer_step": "optimizer"}
-    kind, _, hook = action.partition("]")[2].partition(".")
-    del kind
-    if hook == "batch_to_device":
-        return "copy"
-    return names.get(hook, "other") if action.startswith("[Strategy]") else "other"
+    owner, _, hook = action.rpartition(".")
+    if hook in ("train_dataloader_next", "optimizer_step"):
+        return {"train_dataloader_next": "data_wait", "optimizer_step": "optimizer"}[hook]
+    names = {"batch_to_device": "copy", "training_step": "forward", "backward": "backward"}
+    return names.get(hook, "other") if owner.startswith("[Strategy]") else "other"
 
 
 def parts_of(trace: dict[str, Any]) -> dict[str, float]:
@@ -149,23 +142,21 @@ def parts_of(trace: dict[str, Any]) -> dict[str, float]:
     return seconds
 
 
-@contextmanager
-def measured_steps(throughput: ThroughputCallback) -> Iterator[list[list[float]]]:
-    """The parts of the compared steps, as our callback takes them."""
-    steps: list[list[float]] = []
-    take = throughput._account
+class Kept(ThroughputCallback):
+    """Keeps the parts of each step."""
 
-    def account(trainer: Trainer, taken: list[Any]) -> Any:
-        steps.extend(list(each.parts) for each in taken)
-        return take(trainer, taken)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.parts: list[list[float]] = []
 
-    throughput._account = account  # type: ignore[method-assign]
-    yield steps
+    def _account(self, trainer: Trainer, steps: list[Step]) -> Totals:
+        self.parts.extend([each.parts[part] for part in STEP_PARTS] for each in steps)
+        return super()._account(trainer, steps)
 
 
 def fit() -> dict[str, Any]:
     data = TensorDataset(torch.randn(2 * BATCH_SIZE * (LAST + 3), WIDTH))
-    throughput, traced = ThroughputCallback(minimum_window=LAST - FIRST + 1, warmup_steps=0), Traced()
+    throughput, traced = Kept(warmup_steps=0), Traced()
     trainer = Trainer(
         strategy=AzureMLDDPStrategy(bucket_cap_mb=4),
         max_steps=LAST + 2,
@@ -178,15 +169,12 @@ def fit() -> dict[str, Any]:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    with measured_steps(throughput) as steps:
-        trainer.fit(Wide(), DataLoader(data, BATCH_SIZE))
+    trainer.fit(Wide(), DataLoader(data, BATCH_SIZE))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         traced.profile.export_chrome_trace(str(path))
         by_torch = parts_of(json.loads(path.read_text()))
-    ours = [sum(each) for each in zip(*steps[FIRST : LAST + 1], strict=True)]
-    from azureml_strategy.tracking.step_meters import STEP_PARTS
-
+    ours = [sum(each) for each in zip(*throughput.parts[FIRST : LAST + 1], strict=True)]
     whole = sum(ours)
     return {
         "step_s": whole / (LAST - FIRST + 1),

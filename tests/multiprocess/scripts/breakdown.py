@@ -18,7 +18,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from azureml_strategy.models import GPTConfig, LanguageModel
 from azureml_strategy.tracking import ThroughputCallback
-from azureml_strategy.tracking.step_meters import ReducerTimes
+from azureml_strategy.tracking.step_meters import Part
+from azureml_strategy.tracking.step_timer import Step
+from azureml_strategy.tracking.summary import Totals
 
 
 def busy(seconds: float) -> None:
@@ -75,20 +77,31 @@ class Steps(Callback):
 
 
 class Reduced(Callback):
-    """The seconds of each backward pass in which gradients were sent and nothing computed, as the reducer says."""
+    """The seconds of each step in which gradients were sent and nothing computed, as the reducer says."""
 
     def __init__(self) -> None:
         self.exposed_s: list[float] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.times = ReducerTimes(trainer.strategy.model, 1)
+        trainer.strategy.model._set_ddp_runtime_logging_sample_rate(1)
 
-    def on_before_backward(self, *_: Any, **__: Any) -> None:
-        self.began = time.perf_counter()
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        # The reducer tells of the step before.
+        told = trainer.strategy.model._get_ddp_logging_data()
+        exposed_ns = told.get("backward_comm_time", 0) - told.get("backward_compute_comm_overlap_time", 0)
+        self.exposed_s.append(exposed_ns / 1e9)
 
-    def on_after_backward(self, *_: Any, **__: Any) -> None:
-        # The reducer tells of the step before, which is as long.
-        self.exposed_s.append(self.times.exposed_share() * (time.perf_counter() - self.began))
+
+class Kept(ThroughputCallback):
+    """Keeps the communication and the length of each step."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.waits: list[tuple[float, float]] = []
+
+    def _account(self, trainer: Trainer, steps: list[Step]) -> Totals:
+        self.waits.extend((each.parts[Part.COMMUNICATION], each.seconds) for each in steps)
+        return super()._account(trainer, steps)
 
 
 class Messages(logging.Handler):
@@ -119,7 +132,7 @@ def main(
     is_slow = rank == slow_rank
     model = Slowed(network, learning_rate=1e-3, warmup_steps=4, seed=3)
     model.extra_s = compute_s if is_slow else 0.0
-    throughput, clock = ThroughputCallback(minimum_window=every), Steps()
+    throughput, clock = Kept(minimum_window=every, warmup_steps=0), Steps()
     reduced = Reduced()
     trainer = quiet_trainer(
         strategy=STRATEGIES[strategy](),
@@ -149,9 +162,8 @@ def main(
         validation_s=clock.validation_s,
         slowest=slowest.text if slowest else "",
         named=[text for text in messages.texts if "holds up the others" in text],
-        reducer_s=reduced.exposed_s,
-        ranks=throughput._breakdown._ranks.history.windows,
-        own_profiler=type(trainer.profiler).__name__,
+        reducer_s=reduced.exposed_s[1:],
+        waits=throughput.waits,
     )
 
 
