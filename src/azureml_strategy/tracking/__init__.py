@@ -9,6 +9,7 @@ from azureml_strategy.lazy import lazy_attributes
 if TYPE_CHECKING:
     from azureml_strategy.tracking.cost import CostTracker
     from azureml_strategy.tracking.counters import NodeCounters
+    from azureml_strategy.tracking.head_space import DataHeadSpace
     from azureml_strategy.tracking.logger import JobMLFlowLogger
     from azureml_strategy.tracking.progress import ThroughputProgressBar
     from azureml_strategy.tracking.report import RunReport
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CostTracker",
+    "DataHeadSpace",
     "JobMLFlowLogger",
     "JobWandbLogger",
     "NodeCounters",
@@ -36,6 +38,7 @@ __getattr__ = lazy_attributes(
     __name__,
     {
         "CostTracker": "azureml_strategy.tracking.cost",
+        "DataHeadSpace": "azureml_strategy.tracking.head_space",
         "NodeCounters": "azureml_strategy.tracking.counters",
         "RunLocation": "azureml_strategy.tracking.run",
         "JobMLFlowLogger": "azureml_strategy.tracking.logger",

@@ -37,7 +37,9 @@ from azureml_strategy.training.run_page import ARTIFACT, config_text, page_name,
 from azureml_strategy.training.targets import drop_keys_of_old_targets, loggers_and_callbacks, make
 
 # Sections that say where things are, or that may differ between the attempts of a job.
-_NO_HYPERPARAMETERS = ("output_dir", "resume", "global_batch", "tracking", "checkpoint", "profile", "job")
+_NO_HYPERPARAMETERS = (
+    *("output_dir", "resume", "global_batch", "tracking", "checkpoint", "profile", "head_space", "job"),
+)
 
 log = logging.getLogger(__name__)
 # How long the processes that we started may take to end after this one failed. They may wait in a collective for it.
@@ -129,7 +131,7 @@ def train(config: DictConfig, command: str | None = None) -> dict[str, float]:
 
     Args:
         config: a composed recipe: `model`, `data`, `strategy`, `trainer`, `tracking`, `checkpoint`, `callbacks`,
-            `profile`, `seed`, `matmul_precision`, `output_dir`, `resume`, `global_batch`.
+            `profile`, `head_space`, `seed`, `matmul_precision`, `output_dir`, `resume`, `global_batch`.
         command: the command line that repeats this run, for its record; by default that of this process.
 
     Returns:

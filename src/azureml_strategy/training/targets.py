@@ -34,6 +34,7 @@ from azureml_strategy.training.recipes import RecipeError, near_matches
 
 HYDRA_OWN = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")
 """Keys beside a `_target_` that Hydra itself reads."""
+_CALLBACKS = ("tracking", "callbacks", "checkpoint", "profile", "head_space")
 
 log = logging.getLogger(__name__)
 _SHIPPED = "azureml-strategy"  # the name that our search-path plugin gives itself
@@ -312,17 +313,21 @@ def make(place: str, node: Any, **settings: Any) -> Any:
 
 
 def loggers_and_callbacks(config: DictConfig) -> tuple[list[Logger], list[Callback]]:
-    """Build the loggers and callbacks of `tracking`, `callbacks`, `checkpoint` and `profile`, in this order.
+    """Build the loggers and callbacks of a recipe's sections, in the order of `_CALLBACKS`.
 
     Each section is one object, or a mapping or list of objects, mappings and lists; `null` leaves one out. Any object
-    under `tracking` that is a logger is used as one, whatever its key.
+    under `tracking` that is a logger is used as one, whatever its key. A run that measures its head-space writes no
+    checkpoints.
 
     Raises:
         RecipeError: a section makes something else.
     """
     loggers: list[Logger] = []
     callbacks: list[Callback] = []
-    for section in ("tracking", "callbacks", "checkpoint", "profile"):
+    measures = OmegaConf.select(config, "head_space.steps") is not None
+    for section in _CALLBACKS:
+        if section == "checkpoint" and measures:
+            continue
         for place, made in _parts(section, config.get(section)):
             if isinstance(made, Logger) and section == "tracking":
                 loggers.append(made)
