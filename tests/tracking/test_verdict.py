@@ -1,8 +1,10 @@
+import inspect
 import math
 
 import pytest
+import torch
 
-from azureml_strategy.tracking.verdict import NAMES, RunFacts, judge
+from azureml_strategy.tracking.verdict import FUSED, NAMES, RunFacts, judge
 
 BUSY = {"data_wait": 0.01, "forward": 0.33, "backward": 0.62, "optimizer": 0.02, "other": 0.02}
 
@@ -103,3 +105,30 @@ def test_values_that_are_no_numbers_are_left_out():
 def test_a_step_of_one_part_alone_has_a_finite_gain(part):
     for advice in judge({part: 1.0}).advice:
         assert math.isfinite(advice.speed_up)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "advised", "kept_back"),
+    [
+        ("", "fused=True", "AdamW(fused"),
+        ("SGD", "Use SGD(fused=True) in configure_optimizers, or larger batches", "Adam"),
+        ("SGD(fused=True)", "Use larger batches", "fused"),
+        ("RMSprop", "Use larger batches", "fused"),
+        ("DeepSpeedCPUAdam", "Use larger batches", "fused"),
+    ],
+)
+def test_the_optimizer_that_the_run_has_is_named(optimizer, advised, kept_back):
+    action = judge(with_share("optimizer", 0.3), facts=RunFacts(optimizer=optimizer)).advice[0].action
+    assert advised in action
+    assert kept_back not in action
+
+
+def test_torch_has_the_fused_optimizers_that_are_named():
+    knowing = {
+        name
+        for name, each in vars(torch.optim).items()
+        if isinstance(each, type) and "fused" in inspect.signature(each).parameters
+    }
+    assert set(FUSED) <= knowing
+    for name in FUSED:
+        getattr(torch.optim, name)([torch.nn.Parameter(torch.ones(2))], lr=0.1, fused=True)

@@ -41,6 +41,7 @@ def facts_of(record: RunRecord) -> RunFacts:
         transport=record.run.tags.get("network.transport", ""),
         nodes=round(record.metric("summary/nodes") or len(record.network.get("nodes", ())) or 1),
         precision=record.param("trainer/precision", "precision"),
+        optimizer=record.run.tags.get("azureml_strategy.optimizer", ""),
         mfu=record.metric("summary/mfu", "throughput/mfu"),
         slow_ranks=slow,
         slow_share=share,

@@ -18,15 +18,17 @@ class Artifacts:
     Args:
         uri: the run's artifact URI.
         tracking_uri: the store of the run, through which a server hands out files.
+        since_ms: files of a folder that were written before are left out, as another run's; in ms since 1970.
 
     Attributes:
         problems: why files could not be read.
     """
 
-    def __init__(self, uri: str, tracking_uri: str) -> None:
+    def __init__(self, uri: str, tracking_uri: str, since_ms: int = 0) -> None:
         self._uri = uri.rstrip("/")
         self._tracking_uri = tracking_uri
         self._folder = _local_folder(uri)
+        self._since_s = since_ms / 1000
         self.problems: list[str] = []
 
     def text(self, path: str) -> str | None:
@@ -44,18 +46,23 @@ class Artifacts:
             if text is not None:
                 yield number, text
 
-    def _numbers(self, folder: str, suffix: str) -> list[int]:
+    def names(self, folder: str) -> list[str]:
+        """Return the names of the files in a folder; none if it is missing or unreadable."""
         try:
-            names = self._names(folder)
+            return self._names(folder)
         except Exception as error:  # as above
             self.problems.append(f"{folder} could not be read ({type(error).__name__}).")
             return []
+
+    def _numbers(self, folder: str, suffix: str) -> list[int]:
+        names = self.names(folder)
         stems = [name.removeprefix("attempt_").removesuffix(f".{suffix}") for name in names]
         return [int(stem) for stem in stems if stem.isdecimal()]
 
     def _names(self, folder: str) -> list[str]:
         if self._folder:
-            return [path.name for path in (self._folder / folder).glob("*")]
+            found = (self._folder / folder).glob("*")
+            return [path.name for path in found if path.stat().st_mtime >= self._since_s]
         from mlflow.artifacts import list_artifacts
 
         listed = list_artifacts(artifact_uri=f"{self._uri}/{folder}", tracking_uri=self._tracking_uri)

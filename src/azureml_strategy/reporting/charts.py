@@ -8,7 +8,7 @@ import unicodedata
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
@@ -30,6 +30,7 @@ LINES = tuple(f"line{number}" for number in range(1, 9))
 WIDTH, HEIGHT = 7.4, 2.9
 """Inches of a chart, of 72 units each; text has 11 units, so that it can still be read on a telephone."""
 _LONGEST_LABEL = 22
+_LARGEST = 1e300  # of a value in a chart
 _TIME_UNITS = ((86400e3, "days"), (3600e3, "hours"), (60e3, "minutes"), (1e3, "seconds"))
 # Where the whole range is so many times the range of most points, a linear axis would show a spike and a flat line.
 _SPIKY = 8
@@ -219,6 +220,9 @@ def line_chart(
         text: a sentence below the chart.
         wide: whether it takes the whole width of the page.
     """
+    lines = [replace(line, series=_drawable(line.series)) for line in lines]
+    from matplotlib.ticker import MaxNLocator
+
     places = {id(line): line.series.times_ms - start_ms if over == "time" else line.series.steps for line in lines}
     scale, x_unit = _scale(over, max(float(each[-1]) for each in places.values()))
     labels = [plain(line.label, _LONGEST_LABEL) for line in lines] if len(lines) > 1 else []
@@ -227,6 +231,11 @@ def line_chart(
         for line in lines:
             _draw(axes, places[id(line)] / scale, line, gaps=over == "time")
         _scale_values(axes, [line.series for line in lines], percent, from_zero)
+        only = {float(place) for each in places.values() for place in each}
+        if len(only) == 1:  # matplotlib would count hundredths of a step around it
+            axes.set_xticks([only.pop() / scale])
+        elif over == "step":
+            axes.xaxis.set_major_locator(MaxNLocator("auto", steps=(1, 2, 2.5, 5, 10), integer=True))
         axes.set_xlabel(x_unit)
         axes.set_title(unit, loc="left", color=ink("muted"), fontsize=11)
         if len(lines) > 1:
@@ -234,6 +243,14 @@ def line_chart(
         if marks is not None:
             draw_marks(axes, marks, lambda at: (at[0] - start_ms if over == "time" else at[1]) / scale)
         return Chart(title, finish(title), text, wide)
+
+
+def _drawable(series: Series) -> Series:
+    """A series whose values matplotlib can reckon with: the range of an axis must be a number too."""
+    import numpy as np
+
+    clipped = {name: np.clip(getattr(series, name), -_LARGEST, _LARGEST) for name in ("means", "lows", "highs")}
+    return replace(series, **clipped)
 
 
 def _scale(over: str, largest: float) -> tuple[float, str]:
@@ -294,6 +311,8 @@ def _scale_values(axes: Axes, all_series: Sequence[Series], percent: bool, from_
 
 def _short(value: float) -> str:
     """A number for an axis."""
+    if abs(value) >= 1e15:
+        return f"{value:.3g}"
     for length, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= length:
             return f"{value / (1e3 if letter == 'k' else length):.4g}{letter}"

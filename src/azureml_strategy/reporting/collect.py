@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import numpy as np
 
 from azureml_strategy.cluster.redaction import redact, redact_text, without_secrets
 from azureml_strategy.reporting.artifacts import Artifacts
+from azureml_strategy.reporting.profiles import RankProfile, read_profiles
 from azureml_strategy.reporting.series import Series
 from azureml_strategy.reporting.stores import RunStore, StoredRun, open_store
-from azureml_strategy.tracking.events import Event
+from azureml_strategy.tracking.events import Event, Kind
 from azureml_strategy.tracking.run import describe_store, locate
 from azureml_strategy.tracking.verdict import NAMES, PHASES
 
@@ -58,6 +62,7 @@ class RunRecord:
         ranks: by attempt.
         network: content of `network.json`; empty if there is none.
         config: content of `config.yaml`.
+        profiles: of the ranks that were profiled.
         notes: what was left out of this record, and why.
     """
 
@@ -70,12 +75,13 @@ class RunRecord:
     ranks: list[Ranks] = field(default_factory=list)
     network: Mapping[str, Any] = field(default_factory=dict)
     config: str = ""
+    profiles: list[RankProfile] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
     def shares(self) -> dict[str, float]:
         """Parts of a step by the names in `verdict.NAMES`: those of the whole run, else the mean of its windows."""
-        found = {name: share for name in NAMES if (share := self._share(name)) is not None}
+        found = {name: share for name in NAMES if (share := self._share(name)) is not None and 0 <= share <= 1}
         waited = self.metric("summary/data_wait_share", "throughput/data_wait_share")
         return found if found or waited is None else {"data_wait": waited}
 
@@ -87,19 +93,30 @@ class RunRecord:
     @property
     def ended_ms(self) -> float | None:
         """The end, or the last sign of life of a run that has none, in ms since 1970."""
-        signs = [float(each.times_ms[-1]) for each in self.series.values() if len(each.times_ms)]
+        signs = [float(each.last_ms) for each in self.series.values() if each.last_ms is not None]
         signs += [float(event.time_ms) for event in self.events]
         return self.run.ended_ms or max(signs, default=None)
 
     @property
     def last_step(self) -> int | None:
         """The largest step of which anything was logged; None if nothing was."""
-        steps = [float(each.steps[-1]) for name, each in self.series.items() if len(each.steps) and _counts(name)]
-        return round(max(steps)) if steps else None
+        return max(
+            (each.last_step for name, each in self.series.items() if each.last_step is not None and _counts(name)),
+            default=None,
+        )
+
+    @property
+    def steps(self) -> int | None:
+        """Number of steps that the training has done; None if it logged none."""
+        counted = self.metric("time/steps")
+        if counted is not None:
+            return round(counted)
+        return None if self.last_step is None else self.last_step + 1
 
     def metric(self, *names: str) -> float | None:
-        """The last value of the first of these metrics that the run has."""
-        return next((self.run.metrics[name] for name in names if name in self.run.metrics), None)
+        """The last value of the first of these metrics that the run has, without those that are NaN or infinite."""
+        values = (self.run.metrics[name] for name in names if name in self.run.metrics)
+        return next((value for value in values if abs(value) < sys.float_info.max), None)
 
     def param(self, *names: str) -> str:
         """The first of these parameters that the run has; empty if it has none."""
@@ -109,7 +126,7 @@ class RunRecord:
         """The sum over attempts, each of which begins at zero again."""
         series = self.series.get(f"time/{name}_s")
         if series is None or not series.points:
-            return self.run.metrics.get(f"time/{name}_s")
+            return self.metric(f"time/{name}_s")
         order = np.argsort(series.times_ms, kind="stable")
         times, seconds = series.times_ms[order], series.highs[order]
         ends = np.unique([np.searchsorted(times, at) - 1 for at in self._resets()])
@@ -124,7 +141,7 @@ class RunRecord:
         return list(series.times_ms[order][1:][np.diff(series.highs[order]) < 0])
 
     def _share(self, name: str) -> float | None:
-        whole = self.run.metrics.get(f"summary/step/{name}_share")
+        whole = self.metric(f"summary/step/{name}_share")
         windows = self.series.get(f"step/{name}_share")
         if whole is not None or windows is None or not windows.points:
             return whole
@@ -132,11 +149,17 @@ class RunRecord:
 
 
 def _counts(name: str) -> bool:
-    """Whether the metric's steps are those of the training: system metrics have steps of their own."""
-    return not name.startswith(_SYSTEM)
+    """Whether the metric's last step is one of the training: system metrics count for themselves, ours beyond it."""
+    return not name.startswith((_SYSTEM, "time/", "ranks/"))
 
 
-def collect_run(run_id: str, tracking_uri: str, read_s: float = _READ_S, store: RunStore | None = None) -> RunRecord:
+def collect_run(
+    run_id: str,
+    tracking_uri: str,
+    read_s: float = _READ_S,
+    store: RunStore | None = None,
+    folder: Path | None = None,
+) -> RunRecord:
     """Read a run. Only a run that cannot be found is an error; whatever else is missing stays out.
 
     Args:
@@ -144,6 +167,7 @@ def collect_run(run_id: str, tracking_uri: str, read_s: float = _READ_S, store: 
         tracking_uri: its store.
         read_s: seconds for reading metrics; what they do not suffice for is left out, and a note says so.
         store: the store, if it is open already.
+        folder: the run's output folder, if it is known: it may hold profiles that are not among the artifacts.
 
     Raises:
         ReportError: the store does not have the run, or does not answer.
@@ -153,25 +177,38 @@ def collect_run(run_id: str, tracking_uri: str, read_s: float = _READ_S, store: 
     wanted, unwanted = choose_metrics(run.metrics)
     series = store.series(run_id, wanted, read_s)
     artifacts = Artifacts(run.artifact_uri, tracking_uri)
+    places = [artifacts, *([Artifacts(str(folder.absolute()), "", run.started_ms or 0)] if folder is not None else [])]
     events = [(number, list(_events(text))) for number, text in artifacts.attempts("events", "jsonl")]
     place = locate(tracking_uri, run.experiment, run.experiment_id, run.run_id, run.name)
     return RunRecord(
-        run=replace(run, tags=_discreet(run.tags), params=_discreet(run.params)),
+        run=_discreet_run(run),
         store=describe_store(tracking_uri),
         open_with=without_secrets(place.open_with),
-        series=series,
+        series={redact_text(name): each for name, each in series.items()},
         events=sorted((each for _, some in events for each in some), key=lambda event: event.time_ms),
         attempts=[number for number, _ in events],
         ranks=[ranks for number, text in artifacts.attempts("ranks", "json") for ranks in _ranks(number, text)],
-        network=_mapping(artifacts.text("network.json")),
+        network=_network(artifacts.text("network.json")),
         config=redact_text(artifacts.text("config.yaml") or ""),
+        profiles=read_profiles(places),
         notes=[*_notes(series, wanted, unwanted), *artifacts.problems],
     )
 
 
+def _discreet_run(run: StoredRun) -> StoredRun:
+    """Without secrets: a stranger's logger may have recorded some, in names too."""
+    return replace(
+        run,
+        name=redact_text(run.name),
+        experiment=redact_text(run.experiment),
+        tags=_discreet(run.tags),
+        params=_discreet(run.params),
+        metrics={redact_text(name): value for name, value in run.metrics.items()},
+    )
+
+
 def _discreet(values: Mapping[str, str]) -> dict[str, str]:
-    """Without secrets: a stranger's logger may have recorded some."""
-    return {name: redact_text(str(redact(name, value))) for name, value in values.items()}
+    return {redact_text(name): redact_text(str(redact(name, value))) for name, value in values.items()}
 
 
 def choose_metrics(names: Iterable[str]) -> tuple[list[str], int]:
@@ -205,22 +242,47 @@ def _notes(series: Mapping[str, Series], wanted: list[str], unwanted: int) -> It
 def _events(text: str) -> Iterator[Event]:
     """Read the lines that are whole; a run that was killed may have left half of one."""
     for line in text.splitlines():
-        with suppress(ValueError, TypeError, KeyError):
+        with suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
             content = json.loads(line)
-            text = redact_text(str(content["text"]))
-            yield Event(content["kind"], text, int(content["step"]), int(content["time_ms"]))
+            if content["kind"] in get_args(Kind):
+                said = redact_text(str(content["text"]))
+                yield Event(content["kind"], said, int(content["step"]), int(content["time_ms"]))
 
 
 def _ranks(attempt: int, text: str) -> Iterator[Ranks]:
     content = _mapping(text)
     ranks, windows = content.get("ranks"), content.get("windows")
     if isinstance(ranks, list) and isinstance(windows, list):
-        whole = [each for each in windows if isinstance(each, dict) and "step" in each]
+        whole = [_window(each) for each in windows if isinstance(each, dict) and _is_number(each.get("step"))]
         yield Ranks(attempt, [each for each in ranks if isinstance(each, dict)], whole)
 
 
+def _window(given: dict[str, Any]) -> dict[str, Any]:
+    """A window of which only what can be read is left."""
+    slow, seconds = given.get("slow"), given.get("compute_s")
+    readable = isinstance(seconds, list) and all(map(_is_number, seconds))
+    return {**given, "slow": slow if isinstance(slow, dict) else {}, "compute_s": seconds if readable else []}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _network(text: str | None) -> dict[str, Any]:
+    """What `network.json` says of each node; of settings, those that can be read."""
+    content = redact("", _mapping(text))
+    nodes = [dict(each) for each in _dicts(content.get("nodes"))]
+    for node in nodes:
+        node |= {name: _dicts(node.get(name)) for name in ("settings", "kept")}
+    return {**content, "nodes": nodes} if nodes else {}
+
+
+def _dicts(values: Any) -> list[dict[str, Any]]:
+    return [each for each in values if isinstance(each, dict)] if isinstance(values, list) else []
+
+
 def _mapping(text: str | None) -> dict[str, Any]:
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         content = json.loads(text or "{}")
         return content if isinstance(content, dict) else {}
     return {}

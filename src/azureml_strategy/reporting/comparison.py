@@ -15,6 +15,7 @@ from azureml_strategy.tracking.verdict import NAMES
 
 _MOST_CHARTS = 16
 _MOST_RUNS = len(LINES)
+_LONGEST = 22  # characters of a line's label
 _RATES = ("summary/samples_per_second", "throughput/samples_per_second")
 
 
@@ -25,7 +26,7 @@ def compare_page(records: Sequence[RunRecord]) -> Page:
         records: two or more; charts show the first eight.
     """
     names = _names(records)
-    drawn = dict(list(zip(names, records, strict=True))[:_MOST_RUNS])
+    drawn = dict(list(zip(_labels(names), records, strict=True))[:_MOST_RUNS])
     differing = _settings(records)
     return Page(
         title=" and ".join(names) if len(names) == 2 else count(len(names), "run"),
@@ -52,6 +53,15 @@ def _names(records: Sequence[RunRecord]) -> list[str]:
     return [
         f"{name} {record.run.run_id[:6]}" if names.count(name) > 1 else name
         for name, record in zip(names, records, strict=True)
+    ]
+
+
+def _labels(names: Sequence[str]) -> list[str]:
+    """A label for each run, short enough for a chart: names of runs often differ at their ends, or not at all."""
+    short = [name if len(name) <= _LONGEST else f"{name[:9]}...{name[12 - _LONGEST :]}" for name in names]
+    return [
+        f"{place + 1}: {label[: _LONGEST - 4]}" if short.count(label) > 1 else label
+        for place, label in enumerate(short)
     ]
 
 
@@ -117,7 +127,7 @@ def _cost(record: RunRecord, name: str) -> str:
 
 
 def _steps_section(records: dict[str, RunRecord]) -> Section:
-    rows = {plain(name, 22): record.shares for name, record in records.items() if sum(record.shares.values()) > 0}
+    rows = {name: record.shares for name, record in records.items() if sum(record.shares.values()) > 0}
     used = {part for shares in rows.values() for part in shares}
     legend = {"A step": [LegendEntry(PART_COLOURS[part], NAMES[part], "") for part in NAMES if part in used]}
     return Section("Where a step's time goes", charts=[bars("A step", rows)] if rows else [], legend=legend)

@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 
 from azureml_strategy.cluster.job import format_money
 
+_LAST_MS = 253402300800000  # the end of the year 9999, beyond which Python has no dates
 _DAY_S, _HOUR_S, _MINUTE_S = 86400, 3600, 60
 
 
@@ -23,6 +24,8 @@ def duration(seconds: float) -> str:
 
 def moment(at_ms: float) -> str:
     """A time in ms since 1970, in UTC: `2026-11-23 14:05 UTC`."""
+    if not 0 <= at_ms < _LAST_MS:
+        return "an unknown time"
     return datetime.fromtimestamp(at_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.metadata import version
 from importlib.resources import files
@@ -122,6 +122,7 @@ class Page:
 def render(page: Page) -> str:
     """The page as HTML. Secrets are taken out where its texts are read."""
     shown = [each for each in page.sections if each.charts or any(table.rows for table in each.tables) or each.folded]
+    shown = [replace(each, tables=[table for table in each.tables if table.rows]) for each in shown]
     text = _template().render(page={**vars(page), "sections": shown}, version=version("azureml-strategy"))
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 

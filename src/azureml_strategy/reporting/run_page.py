@@ -54,15 +54,15 @@ def _why(verdict: Verdict) -> dict[str, str]:
 
 
 def _facts(record: RunRecord) -> Iterator[str]:
-    metrics, run = record.run.metrics, record.run
+    run, nodes, devices = record.run, record.metric("summary/nodes"), record.metric("summary/devices")
     if run.started_ms is not None:
         yield f"started {moment(run.started_ms)}"
     if run.started_ms is not None and record.ended_ms is not None:
         yield f"took {duration(max(0.0, record.ended_ms - run.started_ms) / 1000)}"
-    if "summary/nodes" in metrics and "summary/devices" in metrics:
-        yield f"{count(metrics['summary/nodes'], 'node')}, {count(metrics['summary/devices'], 'device')}"
-    if record.last_step is not None:
-        yield f"{record.last_step + 1:,} steps"
+    if nodes is not None and devices is not None:
+        yield f"{count(nodes, 'node')}, {count(devices, 'device')}"
+    if record.steps is not None:
+        yield count(record.steps, "step")
     if len(record.attempts) > 1:
         yield count(len(record.attempts), "attempt")
     yield f"run {run.run_id}"

@@ -15,12 +15,15 @@ from azureml_strategy.reporting.collect import RunRecord
 from azureml_strategy.reporting.formats import duration, figure, moment, money
 from azureml_strategy.reporting.page import LegendEntry, Section, Table, Text
 from azureml_strategy.reporting.part_charts import PART_COLOURS, bars, heat_map, stack
+from azureml_strategy.reporting.profile_section import profile_section
 from azureml_strategy.reporting.series import Series, join
 from azureml_strategy.tracking.verdict import NAMES, PHASES
 
 # Which part of the data a metric is of: those of one chart differ in this alone.
 _PART_OF_DATA = re.compile(r"^(?:train(?:ing)?|val(?:id(?:ation)?)?|eval|test)[/_.-]|[/_.-](?:step|epoch)$", re.I)
 _GPU = re.compile(r"gpu_\d+_")
+# What the hooks of a checkpoint callback take in a step without a checkpoint, and what the quickest one takes.
+_HOOK_S, _LEAST_SAVE_S = 2e-4, 5e-3
 _MOST_MARKS, _MOST_EVENTS = 200, 120
 _OURS = ("step/", "time/", "ranks/", "throughput/", "system/")
 
@@ -32,6 +35,7 @@ def run_sections(record: RunRecord) -> Iterator[Section]:
     yield _throughput(record, start_ms, marks)
     yield _own_metrics(record, marks)
     yield _ranks(record)
+    yield profile_section(record.profiles)
     yield _counters(record, start_ms, marks)
     yield _cost(record)
     yield _events(record)
@@ -50,7 +54,8 @@ def marks_of(record: RunRecord) -> Marks:
     saved: list[tuple[float, float]] = []
     series = record.series.get("time/checkpoint_s")
     if series is not None and len(series.means):
-        grew = np.diff(series.means, prepend=0.0) > 0
+        hooks = _HOOK_S * np.maximum(np.diff(series.steps, prepend=0.0), 0)
+        grew = np.diff(series.means, prepend=0.0) > _LEAST_SAVE_S + hooks
         saved = list(zip(series.times_ms[grew].tolist(), series.steps[grew].tolist(), strict=True))
     return Marks(
         restarts=[(event.time_ms, event.step) for event in starts[1:]][-_MOST_MARKS:],
@@ -190,13 +195,14 @@ def _counters(record: RunRecord, start_ms: float, marks: Marks) -> Section:
             *node, counter = name.split("/")[1:]
             device = _GPU.search(counter)
             label = " ".join([*node, *([device[0].strip("_").replace("_", " ")] if device else [])])
-            lines = groups.setdefault(_GPU.sub("gpu_", counter), [])
+            lines = groups.setdefault(_GPU.sub("gpu_", counter).replace("_", " "), [])
             lines.append(Line(label, series, LINES[len(lines) % len(LINES)]))
+    zero = [title for title, lines in groups.items() if not any(line.series.highs.any() for line in lines)]
+    without_saves = Marks(marks.restarts, (), marks.alarms)
     charts = [
-        _counter_chart(title.replace("_", " "), lines, start_ms, Marks(marks.restarts, (), marks.alarms))
-        for title, lines in groups.items()
+        _counter_chart(title, lines, start_ms, without_saves) for title, lines in groups.items() if title not in zero
     ]
-    return Section("Counters", charts=charts)
+    return Section("Counters", f"Zero all the time: {', '.join(zero)}." if zero else "", charts)
 
 
 def _counter_chart(title: str, lines: list[Line], start_ms: float, marks: Marks) -> Chart:
@@ -251,7 +257,7 @@ _SETUP = (
     *(("command", "azureml_strategy.command"), ("versions", "azureml_strategy.versions")),
     *(("git commit", "mlflow.source.git.commit"), ("started by", "mlflow.user"), ("source", "mlflow.source.name")),
     *(("VM size", "network.vm_size"), ("transport", "network.transport"), ("adapters", "network.hcas")),
-    ("GPUDirect RDMA", "network.gpudirect"),
+    *(("GPUDirect RDMA", "network.gpudirect"), ("optimizer", "azureml_strategy.optimizer")),
 )
 _PARAMS = (
     *(("strategy", "strategy/_target_"), ("precision", "trainer/precision"), ("model", "model/_target_")),
@@ -275,7 +281,7 @@ def _network(record: RunRecord) -> Iterator[tuple[str, str, str, str]]:
     """Each setting that some node has, with its reason; one row for nodes that have the same."""
     hosts: dict[tuple[str, str, str], list[str]] = {}
     for node in record.network.get("nodes", ()):
-        for each in [*node.get("settings", ()), *node.get("kept", ())]:
+        for each in (*node["settings"], *node["kept"]):
             row = (str(each.get("variable", "")), str(each.get("value", "")), str(each.get("reason", "")))
             hosts.setdefault(row, []).append(str(node.get("host", "")))
     for row, found in hosts.items():

@@ -31,6 +31,8 @@ class Series:
         counts: number of finite values in each bucket.
         missing: number of values that are NaN or infinite; they are in no bucket.
         first_missing: step of the first of them; None if there is none.
+        last_step: largest step of all points, NaN included; None if there are none.
+        last_ms: latest time of them, in ms since 1970.
         left_out: number of points that the store has and that were not read; None if there are some, it is unknown how
             many.
     """
@@ -43,6 +45,8 @@ class Series:
     counts: Integers
     missing: int = 0
     first_missing: int | None = None
+    last_step: int | None = None
+    last_ms: int | None = None
     left_out: int | None = 0
 
     @property
@@ -73,6 +77,7 @@ def reduce_points(
         buckets: most buckets.
         left_out: see `Series`.
     """
+    ends = (int(steps.max()), int(times_ms.max())) if len(steps) else (None, None)
     order = np.lexsort((times_ms, steps))
     steps, times_ms, values = steps[order], times_ms[order], values[order]
     finite = np.abs(values) < _INFINITE  # False for NaN
@@ -89,6 +94,8 @@ def reduce_points(
         counts=counts,
         missing=len(lost),
         first_missing=int(lost[0]) if len(lost) else None,
+        last_step=ends[0],
+        last_ms=ends[1],
         left_out=left_out,
     )
 

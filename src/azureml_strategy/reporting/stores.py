@@ -193,9 +193,9 @@ class DatabaseStore:
         points = _points("metrics")
         query = select(points.step, points.timestamp, points.value, points.is_nan)
         rows = self._rows(query.where(points.run_uuid == run_id, points.key == name))
-        values = [float("nan") if row.is_nan else float(row.value) for row in rows]
-        steps, times = [row.step for row in rows], [row.timestamp for row in rows]
-        return reduce_points(np.array(steps, np.int64), np.array(times, np.int64), np.array(values, np.float64))
+        steps, times, values, missing = zip(*rows, strict=True) if rows else ((), (), (), ())
+        numbers = np.where(np.array(missing, bool), np.nan, np.array(values, np.float64))
+        return reduce_points(np.array(steps, np.int64), np.array(times, np.int64), numbers)
 
     def _summed_up(self, run_id: str, name: str, size: _Size) -> Series:
         from sqlalchemy import func, select
@@ -224,6 +224,8 @@ class DatabaseStore:
             counts=rows[:, 7].astype(np.int64),
             missing=missing,
             first_missing=self._first_missing(run_id, name) if missing else None,
+            last_step=size.last_step,
+            last_ms=int(rows[:, 3].max()) if len(rows) else None,
         )
 
     def _first_missing(self, run_id: str, name: str) -> int | None:

@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning_utilities.core.rank_zero import rank_zero_only
 from rich.table import Table
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from azureml_strategy.cluster.data_parallel import data_parallel_size
@@ -54,6 +55,12 @@ class RunReport(Callback):
         self._started = time.monotonic()
         for logger in self._run_loggers(trainer):
             logger.log_tags(_size_tags(trainer))
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        optimizer = _optimizer(trainer)
+        for logger in self._run_loggers(trainer) if optimizer else ():
+            logger.log_tags({"azureml_strategy.optimizer": optimizer})
 
     @override
     @rank_zero_only
@@ -142,6 +149,7 @@ def _verdict(trainer: Trainer) -> Verdict:
         transport=network.kind if network else "",
         nodes=trainer.num_nodes,
         precision=str(trainer.precision),
+        optimizer=_optimizer(trainer),
         mfu=summary.mfu if summary else None,
         slow_ranks=(slow.place,) if slow else (),
         slow_share=slow.share if slow else 0.0,
@@ -150,6 +158,22 @@ def _verdict(trainer: Trainer) -> Verdict:
     )
     seconds = {name: getattr(clock, f"{name}_s") for name in PHASES} if clock else {}
     return judge(summary.shares if summary else {}, seconds, facts)
+
+
+def _optimizer(trainer: Trainer) -> str:
+    """The class of the run's optimizer, and whether it is fused; empty if there are several classes, or none."""
+    names = set()
+    for each in trainer.optimizers:
+        inner = _unwrapped(each)
+        fused = any(group.get("fused") for group in inner.param_groups)
+        names.add(f"{type(inner).__name__}{'(fused=True)' if fused else ''}")
+    return names.pop() if len(names) == 1 else ""
+
+
+def _unwrapped(optimizer: Optimizer) -> Optimizer:
+    """The optimizer inside of DeepSpeed's, or of others that keep it as `optimizer`."""
+    inner = getattr(optimizer, "optimizer", None)
+    return _unwrapped(inner) if isinstance(inner, Optimizer) else optimizer
 
 
 def _breakdown_rows(

@@ -19,6 +19,8 @@ _LONG_RUN_S = 600.0
 GOOD_MFU = 0.4
 """What large, well-tuned trainings reach: 38 to 43 % (Llama 3, https://arxiv.org/abs/2407.21783), 46 % (PaLM,
 https://arxiv.org/abs/2204.02311)."""
+FUSED = ("Adam", "AdamW", "SGD")
+"""Optimizers of torch that take `fused=True` on a CPU and on a GPU."""
 _WAITING = ("data_wait", "copy", "communication", "bubble", "optimizer", "other")
 _COMPUTING = ("forward", "backward")
 _OUTSIDE = ("startup", "validation", "checkpoint", "redone", "other")
@@ -56,6 +58,7 @@ class RunFacts:
         transport: what carries the traffic between nodes, as in the tag `network.transport`.
         nodes: number of nodes.
         precision: as the Trainer takes it, such as `bf16-mixed`.
+        optimizer: class of the optimizer, such as `SGD`, or `SGD(fused=True)` if it is fused already.
         mfu: model FLOPs utilisation, 0 to 1.
         slow_ranks: each rank that holds up the others, in words: `rank 3 (node-1, cuda:0)`.
         slow_share: part of a step for which the others wait for the slow ranks, 0 to 1.
@@ -68,6 +71,7 @@ class RunFacts:
     transport: str = ""
     nodes: int = 1
     precision: str = ""
+    optimizer: str = ""
     mfu: float | None = None
     slow_ranks: tuple[str, ...] = ()
     slow_share: float = 0.0
@@ -271,10 +275,14 @@ def _bubble(facts: RunFacts) -> tuple[str, str]:
 
 
 def _optimizer(facts: RunFacts) -> tuple[str, str]:
-    return (
-        "The update of the weights takes long beside forward and backward.",
-        "Use a fused optimizer (AdamW(fused=True)), or larger batches, so that there are fewer updates.",
-    )
+    why = "The update of the weights takes long beside forward and backward."
+    if not facts.optimizer:
+        known = f"with torch's {', '.join(FUSED[:-1])} or {FUSED[-1]} that is fused=True"
+        return why, f"Use a fused optimizer ({known}), or larger batches, so that there are fewer updates."
+    if facts.optimizer in FUSED:
+        fused = f"{facts.optimizer}(fused=True) in configure_optimizers"
+        return why, f"Use {fused}, or larger batches, so that there are fewer updates."
+    return why, "Use larger batches, so that there are fewer updates."
 
 
 def _other(facts: RunFacts) -> tuple[str, str]:

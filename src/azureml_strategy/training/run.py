@@ -21,6 +21,7 @@ from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, ProgressBar
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
+from typing_extensions import override
 
 from azureml_strategy.checkpoint.elastic import ElasticRestart
 from azureml_strategy.checkpoint.resume import ANY, AUTO, checkpoint_to_resume, told_to_children
@@ -159,8 +160,9 @@ def train(config: DictConfig, command: str | None = None) -> dict[str, float]:
     with _own_processes(trainer), told_to_children(chosen), _ended_record(trainer):
         try:
             trainer.fit(model, datamodule=data, ckpt_path=chosen)
-        finally:
+        except BaseException:
             _say_where_checkpoints_are(trainer)
+            raise
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
@@ -215,7 +217,12 @@ def _trainer(config: DictConfig, chosen: Path | None, launch: Launch | None) -> 
             **arguments,
             strategy=strategy,
             logger=loggers or False,
-            callbacks=[*callbacks, *_termination(launch), ElasticRestart(chosen, config.global_batch)],
+            callbacks=[
+                _CheckpointPlace(),
+                *callbacks,
+                *_termination(launch),
+                ElasticRestart(chosen, config.global_batch),
+            ],
             enable_checkpointing=any(isinstance(each, Checkpoint) for each in callbacks),
             enable_progress_bar=any(isinstance(each, ProgressBar) for each in callbacks),
             default_root_dir=config.output_dir,
@@ -261,6 +268,14 @@ def speaks_for_all(launch: Launch | PartialLaunch | None) -> bool:
         launch: this process's place in the job; None outside a distributed job.
     """
     return launch.rank == 0 if launch is not None else os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+class _CheckpointPlace(Callback):
+    """Says where the checkpoints are when the training has ended; the run's page, which comes later, is named last."""
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _say_where_checkpoints_are(trainer)
 
 
 def _say_where_checkpoints_are(trainer: Trainer) -> None:
