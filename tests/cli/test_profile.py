@@ -44,6 +44,14 @@ def test_nobody_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert main(["profile", str(tmp_path / "none")]) == 2
     assert "There is no folder" in capsys.readouterr().err
     assert main(["profile", str(tmp_path), "--timeout", "0"]) == 2
-    assert "has not been taken: does a job with ProfileSteps run there?" in capsys.readouterr().err
+    assert "has not been taken, and is withdrawn: does a job with ProfileSteps run there?" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []  # or else the next job there would take the request
+    (tmp_path / "profile.request").touch()
     assert main(["profile", str(tmp_path)]) == 2
     assert "waits to be taken already" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / ".profile.request.part").mkdir()
+    assert main(["profile", str(tmp_path)]) == 2
+    assert "profile.request cannot be written (Is a directory)." in capsys.readouterr().err

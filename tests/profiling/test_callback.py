@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
 import json
 import logging
+import pickle
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -23,6 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from azureml_strategy.lightning_internals import logged_step
 from azureml_strategy.profiling import ProfileSteps, upload
+from azureml_strategy.profiling.request import ProfileRequestError
 from azureml_strategy.tracking import JobMLFlowLogger, ThroughputCallback
 
 __all__ = ["_empty_store", "store"]  # fixtures
@@ -222,3 +225,31 @@ def test_ranks_that_do_not_exist() -> None:
 def test_nothing_happens_without_steps_and_requests() -> None:
     fit(ProfileSteps(on_request=False))
     assert not Path("profile").exists()
+
+
+def test_a_second_fit_leaves_the_first_ones_trace() -> None:
+    for batches in (1, 2):
+        fit(ProfileSteps(1, on_request=False), steps=3, accumulate_grad_batches=batches)
+    assert [traced(each)["aten::linear"] for each in ("step_1", "step_1_2")] == [1, 2]
+
+
+def test_summaries_do_not_get_mixed_up(capsys: pytest.CaptureFixture[str]) -> None:
+    fit(ProfileSteps("1-4", on_request=False), ProfileSteps("6-7", on_request=False))
+    printed = capsys.readouterr().out
+    assert "Profile of steps 1-4 " in printed
+    assert "Profile of steps 6-7 " in printed
+
+
+def test_a_training_may_be_copied_while_it_is_profiled() -> None:
+    profiling = ProfileSteps("1-3")
+    copies: list[ProfileSteps] = []
+    fit(profiling, At(2, lambda: copies.append(pickle.loads(pickle.dumps(copy.deepcopy(profiling))))), steps=5)
+    (copied,) = copies
+    fit(copied, steps=5)
+    assert marks(traced("steps_1-3")) == marks(traced("steps_1-3_2")) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("name", ["usr2", "SIGKILL", ""])
+def test_a_signal_that_there_is_not(name: str) -> None:
+    with pytest.raises(ProfileRequestError, match="is no signal that a process can catch"):
+        ProfileSteps(signal=name)

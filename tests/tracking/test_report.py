@@ -61,7 +61,7 @@ def test_says_when_nothing_was_measured(
     callbacks = [ThroughputCallback(warmup_steps=5), RunReport(metrics=["val/loss"])]
     make_trainer(callbacks=callbacks, limit_train_batches=3).fit(model, data)
     output = capsys.readouterr().out
-    assert "not measured: all steps were warm-up (5)" in output
+    assert "not measured: no step after the warm-up (5 steps)" in output
     assert "val/loss" in output
     assert "not logged" in output
 

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -8,11 +11,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.fabric.utilities import imports
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.profilers import SimpleProfiler
 
-from azureml_strategy.tracking import ThroughputCallback
+from azureml_strategy.tracking import ThroughputCallback, run_breakdown
 from azureml_strategy.tracking.run_breakdown import _exposed
 from azureml_strategy.tracking.span_profiler import SpanProfiler
 from azureml_strategy.tracking.step_breakdown import Breakdown, Phase
@@ -220,6 +224,59 @@ def test_the_scripts_own_profiler_gets_everything(model: Any, data: Any, make_tr
     assert asks.durations is own.recorded_durations
     assert trainer.profiler is own
     assert len(own.recorded_durations["run_training_batch"]) == 20
+
+
+class Labelled(SimpleProfiler):
+    """A profiler of a script, with a field of its own."""
+
+    label = ""
+
+
+class Labels(Callback):
+    """Sets a field of its profiler, and copies the profiler, while it trains."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert isinstance(trainer.profiler, Labelled)
+        assert isinstance(trainer.profiler, SpanProfiler)
+        trainer.profiler.label = "set in fit"  # type: ignore[unreachable]
+        self.copies = copy.deepcopy(trainer.profiler), pickle.loads(pickle.dumps(trainer.profiler))
+
+
+def test_what_a_script_does_to_its_profiler_stays(model: Any, data: Any, make_trainer: MakeTrainer) -> None:
+    own, labels = Labelled(), Labels()
+    make_trainer(callbacks=[ThroughputCallback(), labels], profiler=own, limit_val_batches=0).fit(model, data)
+    assert own.label == "set in fit"
+    assert [each.label for each in labels.copies] == ["set in fit"] * 2
+    assert {type(each) for each in labels.copies} == {SpanProfiler}
+
+
+class Replaces(Callback):
+    """Puts another profiler in place while it trains."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        trainer.profiler = SimpleProfiler()  # type: ignore[attr-defined]
+
+
+def test_a_profiler_put_in_place_within_fit_hides_the_parts(model: Any, data: Any, make_trainer: MakeTrainer) -> None:
+    throughput = ThroughputCallback(warmup_steps=0)
+    trainer = make_trainer(callbacks=[throughput, Replaces()], limit_val_batches=0)
+    trainer.fit(model, data)
+    summary = throughput.summary()
+    assert summary is not None
+    assert summary.shares == {}  # not: all is spent in loggers and callbacks
+    assert type(trainer.profiler) is SimpleProfiler
+
+
+def test_a_notebooks_start_up_begins_with_its_fit(
+    model: Any, data: Any, make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(imports, "_IS_INTERACTIVE", True)
+    monkeypatch.setattr(run_breakdown, "_begun", [])
+    throughput, begun = ThroughputCallback(), time.perf_counter()
+    make_trainer(callbacks=[throughput], limit_val_batches=0).fit(model, data)
+    wall = throughput.wall_clock()
+    assert wall is not None
+    assert wall.wall_s <= time.perf_counter() - begun
 
 
 def test_the_profiler_is_given_back_after_an_exception(model: Any, data: Any, make_trainer: MakeTrainer) -> None:

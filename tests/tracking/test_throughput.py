@@ -237,6 +237,18 @@ def test_a_resumed_fit_is_measured_by_itself(
     check(callback.summary(), steps=8)
 
 
+def test_a_fit_without_steps_does_not_repeat_the_figures_before(
+    timed: Any, clock: Clock, make_trainer: MakeTrainer, data: DataLoader
+) -> None:
+    throughput = ThroughputCallback(warmup_steps=0, clock=clock)
+    trainer = make_trainer(callbacks=[throughput], max_epochs=1)
+    trainer.fit(timed, data)
+    assert throughput.summary() is not None
+    trainer.fit(timed, data)  # all its epochs are done
+    assert throughput.summary() is None
+    assert throughput.latest is None
+
+
 def test_negative_warm_up_is_refused() -> None:
     with pytest.raises(ValueError, match="warmup_steps=-1"):
         ThroughputCallback(warmup_steps=-1)

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from azureml_strategy.tracking.step_breakdown import Breakdown, Phase
-from azureml_strategy.tracking.time_budget import TimeBudget, describe
+from azureml_strategy.tracking.time_budget import TimeBudget, describe, process_age_s
 
 
 class Clock:
@@ -41,3 +43,11 @@ def test_without_a_previous_attempt_nothing_is_done_again() -> None:
     budget.step_done(1)
     assert budget.read().redone_s == 0
     assert budget.read().goodput == pytest.approx(0)
+
+
+@pytest.mark.parametrize("stat", [None, "", "1 (a) b) S 1", "not ) what proc says"])
+def test_a_process_whose_start_is_hidden(tmp_path: Path, stat: str | None) -> None:
+    (tmp_path / "self").mkdir()
+    if stat is not None:
+        (tmp_path / "self/stat").write_text(stat)
+    assert process_age_s(tmp_path) == 0.0

@@ -45,19 +45,36 @@ def _run(options: argparse.Namespace) -> int:
         return fail(f"There is no folder {options.folder}. Name the folder of the run, its output_dir.")
     if request.exists():
         return fail(f"{request} waits to be taken already. Delete it if no job runs there.")
-    answer.unlink(missing_ok=True)
-    part = options.folder / f".{REQUEST}.part"
-    part.write_text(_words(options), encoding="utf-8")
-    part.replace(request)
+    try:
+        answer.unlink(missing_ok=True)
+        part = options.folder / f".{REQUEST}.part"
+        part.write_text(_words(options), encoding="utf-8")
+        part.replace(request)
+    except OSError as error:
+        return fail(f"{request} cannot be written ({error.strerror}). Run this where the folder can be written to.")
     deadline = time.monotonic() + options.timeout
-    while not answer.exists() and time.monotonic() < deadline:
-        time.sleep(_PAUSE_SECONDS)
+    try:
+        while not answer.exists() and time.monotonic() < deadline:
+            time.sleep(_PAUSE_SECONDS)
+    finally:  # the next job in this folder would take what nobody waits for any more
+        withdrawn = _withdraw(request)
     if not answer.exists():
-        taken = "has not been taken: does a job with ProfileSteps run there?" if request.exists() else "has no answer."
-        return fail(f"After {options.timeout:.0f} s the request {taken}")
+        why = "not been taken, and is withdrawn: does a job with ProfileSteps run there?"
+        return fail(
+            f"After {options.timeout:.0f} s the request has {why if withdrawn else 'been taken, but not answered.'}"
+        )
     text = answer.read_text(encoding="utf-8").strip()
     print_text(text)
     return 1 if "refused:" in text else 0
+
+
+def _withdraw(request: Path) -> bool:
+    """Delete a request, and return whether it was there still."""
+    try:
+        request.unlink()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _words(options: argparse.Namespace) -> str:

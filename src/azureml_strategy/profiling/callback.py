@@ -20,7 +20,7 @@ from azureml_strategy.control.gather import meet
 from azureml_strategy.control.store import ControlStore
 from azureml_strategy.hang_detection.alarm import run_folder
 from azureml_strategy.lightning_internals import accumulates, logged_step
-from azureml_strategy.profiling.listener import ProfileListener, SignalListener
+from azureml_strategy.profiling.listener import ProfileListener, SignalListener, check_signal
 from azureml_strategy.profiling.request import (
     Details,
     Profile,
@@ -42,6 +42,8 @@ _REQUESTED_STEPS = 5
 # How long the end of the training waits for traces to be written; and after an exception or SIGTERM, when Azure gives
 # a node 30 seconds in all.
 _END_SECONDS, _EXCEPTION_SECONDS = 120.0, 10.0
+# What this callback has while it trains.
+_OF_A_TRAINING = ("_session", "_store", "_uploader", "_writer", "_listener", "_signals")
 
 
 class ProfileSteps(Callback):
@@ -75,7 +77,7 @@ class ProfileSteps(Callback):
             it.
 
     Raises:
-        ProfileRequestError: steps or ranks cannot be read.
+        ProfileRequestError: steps or ranks cannot be read, or there is no such signal.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class ProfileSteps(Callback):
         self._asked = None if steps is None else Profile(*parse_steps(steps), self._default.ranks, details)
         self._folder = folder
         self._on_request = on_request
-        self._signal = signal
+        self._signal = signal if signal is None else check_signal(signal)
         self._plans: list[Profile] = []  # in order; the same on all ranks, but for the ranks that have refused
         self._session: Session | None = None
         self._store: ControlStore | None = None
@@ -173,6 +175,10 @@ class ProfileSteps(Callback):
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._close(_EXCEPTION_SECONDS)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Threads, connections and the recording belong to this process: a script may copy its Trainer in a hook.
+        return {**vars(self), "_plans": [], **dict.fromkeys(_OF_A_TRAINING)}
 
     def _drop_missed(self, trainer: Trainer, step: int | None) -> None:
         """Drop the plans whose steps do not come any more, and say so.

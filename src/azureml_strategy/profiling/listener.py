@@ -188,6 +188,19 @@ class SignalListener:
             signal.signal(self._number, signal.SIG_DFL)
 
 
+def check_signal(name: str) -> str:
+    """Return the name of a signal that a process can catch.
+
+    Raises:
+        ProfileRequestError: it is none.
+    """
+    if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP"):
+        raise ProfileRequestError(
+            f"signal={name} is no signal that a process can catch: write signal=SIGUSR1, or null."
+        )
+    return name
+
+
 def _is_used(number: signal.Signals) -> bool:
     """Whether this process catches or ignores a signal. Python does not know of handlers in C, as faulthandler's."""
     if signal.getsignal(number) is not signal.SIG_DFL:

@@ -7,8 +7,10 @@ import logging
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ log = logging.getLogger(__name__)
 # Time for one trace to be read and compressed, on a slow disk.
 _SUMMARY_SECONDS = 600.0
 _SHOWN = 8
+# One trace after the other, whichever fit or callback it is of: they share the file of the summary.
+_writing = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -73,15 +77,20 @@ class ProfileWriter:
         thread.start()
 
     def wait(self, seconds: float) -> bool:
-        """Wait until everything is written and uploaded; return whether it is."""
+        """Wait until everything is written and uploaded, for this time in all; return whether it is."""
+        deadline = time.monotonic() + seconds
         for thread in self._threads:
-            thread.join(seconds)
+            thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
     def _write(self, session: Session, plan: Profile, done: Callable[[str], None]) -> None:
+        with _writing:
+            self._write_alone(session, plan, done)
+
+    def _write_alone(self, session: Session, plan: Profile, done: Callable[[str], None]) -> None:
         steps = plan.steps
         try:
-            plain = self._folder / f"trace_rank_{self._rank}_{steps.replace(' ', '_')}.json"
+            plain = self._free_path(f"trace_rank_{self._rank}_{steps.replace(' ', '_')}")
             session.write(plain)
             kept = self._sum_up(plain, plan.last)
             where = self._uploader.send(kept.files)
@@ -92,6 +101,11 @@ class ProfileWriter:
             text = redact_text(f"{type(error).__name__}: {error}")
             log.warning("The profile of %s of rank %d cannot be kept: %s", steps, self._rank, text)
             done(f"the profile of {steps} of rank {self._rank} cannot be kept: {text}")
+
+    def _free_path(self, name: str) -> Path:
+        """Where no trace lies yet: a second fit, or another run in this folder, counts its steps from 0 again."""
+        paths = (self._folder / f"{name}{f'_{number}' if number > 1 else ''}.json" for number in count(1))
+        return next(each for each in paths if not each.exists() and not each.with_name(f"{each.name}.gz").exists())
 
     def _sum_up(self, plain: Path, last: int) -> Kept:
         summary = self._folder / f"summary_rank_{self._rank}.json"

@@ -87,7 +87,7 @@ class RunReport(Callback):
         if throughput and summary:
             rows = [*_throughput_rows(summary, throughput.unit, trainer.world_size), *rows]
         elif throughput:
-            rows.insert(0, ("throughput", f"not measured: all steps were warm-up ({throughput.warmup_steps})"))
+            rows.insert(0, ("throughput", f"not measured: no step after the warm-up ({throughput.warmup_steps} steps)"))
         if cost:
             rows += _cost_rows(cost, summary, throughput.unit if throughput else "")
         rows += _breakdown_rows(throughput, summary)

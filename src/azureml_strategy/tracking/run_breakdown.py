@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from azureml_strategy.cluster.job import read_job
+from azureml_strategy.lightning_internals import is_interactive
 from azureml_strategy.tracking.logger import JobMLFlowLogger
 from azureml_strategy.tracking.rank_times import RankTimes
 from azureml_strategy.tracking.slow_ranks import Slowest
@@ -178,7 +179,8 @@ class RunBreakdown:
             self.breakdown.measure_by(PlainMeter())
 
     def _begin(self) -> float | None:
-        if not self._is_real or _begun:
+        # A notebook's kernel may have idled, or done something else, for hours.
+        if not self._is_real or _begun or is_interactive():
             return None
         _begun.append(self._clock() - process_age_s())
         return _begun[0]

@@ -17,15 +17,26 @@ class SpanProfiler(Profiler):
     """Enters and leaves a line of a breakdown for each action, on the training thread, and passes everything on.
 
     Args:
-        own: the Trainer's profiler until now. Everything that a script asks this one for comes from it.
+        own: the Trainer's profiler until now. A script that asks this one for something gets it from there, and what it
+            sets is set there. For `isinstance` this one is of that class, too.
         breakdown: gets the actions.
     """
 
+    own: Profiler
+    _breakdown: Breakdown
+    _is_alone: bool
+
     def __init__(self, own: Profiler, breakdown: Breakdown) -> None:
         # Not the base class's constructor: a script that asks for `dirpath` or `filename` gets those of its own.
-        self.own = own
-        self._breakdown = breakdown
-        self._is_alone = type(own) is PassThroughProfiler
+        vars(self).update(own=own, _breakdown=breakdown, _is_alone=type(own) is PassThroughProfiler)
+
+    @property  # type: ignore[misc] # a callback may look whether its profiler is of its class
+    def __class__(self) -> type[Profiler]:  # type: ignore[override]
+        return type(self.own)
+
+    @override
+    def __reduce__(self) -> tuple[type[SpanProfiler], tuple[Profiler, Breakdown]]:
+        return SpanProfiler, (self.own, self._breakdown)
 
     @override
     def profile(self, action_name: str) -> AbstractContextManager[str]:  # type: ignore[override] # not a generator
@@ -70,9 +81,11 @@ class SpanProfiler(Profiler):
         """Do nothing: the base class would tear the script's own profiler down, which has yet to describe its run."""
 
     def __getattr__(self, name: str) -> Any:
-        if name == "own":  # of a copy that is not complete yet
-            raise AttributeError(name)
         return getattr(self.own, name)
+
+    @override
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.own, name, value)
 
     @contextmanager
     def _both(self, line: Line) -> Iterator[str]:

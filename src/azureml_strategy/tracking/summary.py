@@ -144,7 +144,7 @@ def summarize(
 
 def _shares(parts: Sequence[float], unknown: frozenset[Part]) -> dict[str, float]:
     whole = sum(parts)
-    if not whole:
+    if not whole or whole == parts[Part.OTHER]:  # a script that replaces the profiler within `fit` hides the others
         return {}
     shown = [part for part in STEP_PARTS if part not in unknown and (parts[part] or part is not Part.BUBBLE)]
     return {part.label: parts[part] / whole for part in shown}

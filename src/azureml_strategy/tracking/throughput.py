@@ -146,6 +146,8 @@ class ThroughputCallback(Callback):
         self._peak = self.peak_flops or peak_flops(trainer.strategy.root_device, str(trainer.precision))
         self._flops = flops_of(pl_module) if self._peak and stage == "fit" else None
         if stage == "fit":
+            # Here, since a fit whose steps are all done already starts no training.
+            self._totals, self._step_times, self._steps, self.latest = Totals(), array("d"), 0, None
             self._close_breakdown()  # of a previous run that failed in a way that calls no hook
             self._breakdown = RunBreakdown(trainer, self._clock)
 
@@ -160,7 +162,6 @@ class ThroughputCallback(Callback):
             self._breakdown.train(trainer, clock, self._window, self._loggers(trainer))
             self._unknown = self._breakdown.unknown
         self._recorder = StepRecorder(clock, self._breakdown.breakdown if self._breakdown is not None else None)
-        self._totals, self._step_times, self._steps, self.latest = Totals(), array("d"), 0, None
         self._ranks, self._replicas = trainer.world_size, data_parallel_size(trainer)
 
     @override

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -102,13 +103,19 @@ def describe(clock: WallClock) -> str:
     return f"{clock.goodput:.1%} of {clock.wall_s:,.0f} s" + (f" ({lost})" if lost else "")
 
 
-def process_age_s() -> float:
-    """Seconds since this process started; 0 on other systems than Linux, which do not show it."""
+def process_age_s(proc: str | Path = "/proc") -> float:
+    """Seconds since this process started; 0 on systems that do not show it.
+
+    Args:
+        proc: mount point of procfs.
+    """
     if not sys.platform.startswith("linux"):
         return 0.0
-    # proc(5): field 22 of stat is the start in clock ticks since boot; the name in parentheses may hold spaces.
-    stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(stat[19]) / os.sysconf("SC_CLK_TCK")
+    with suppress(OSError, IndexError, ValueError):  # a container may hide it
+        # proc(5): field 22 of stat is the start in clock ticks since boot; the name in parentheses may hold spaces.
+        stat = (Path(proc) / "self/stat").read_text().rpartition(")")[2].split()
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - int(stat[19]) / os.sysconf("SC_CLK_TCK"))
+    return 0.0
 
 
 def _training_s(totals: list[float]) -> float:
