@@ -157,7 +157,7 @@ def figures_of(found: list[dict[str, Any]]) -> Figures:
 def main() -> None:
     made = parser(__doc__, NAME)
     made.add_argument("--trials", type=int, default=30, help="of each case")
-    made.add_argument("--steps", type=int, default=80, help="in a trial")
+    made.add_argument("--steps", type=int, default=60, help="in a trial")
     made.add_argument("--causes", nargs="+", default=list(CAUSES))
     made.add_argument("--excesses", type=float, nargs="+", default=[0.1, 0.3])
     made.add_argument("--bandwidth", help=argparse.SUPPRESS)  # given to the job's processes

@@ -282,3 +282,10 @@ def test_messages_keep_their_types() -> None:
         from_json('{"Popen": {"args": "touch here"}}')
     with pytest.raises(ValueError, match="is no constant"):
         from_json('{"torch": "load"}')
+
+
+@pytest.mark.parametrize("other", [True, ("HangWatch", (None, "", 1))])
+def test_ranks_with_other_callbacks_are_told_so(monkeypatch: pytest.MonkeyPatch, other: Any) -> None:
+    monkeypatch.setattr(exchanging, "gather", lambda value: [value, other])
+    with pytest.raises(RuntimeError, match="This rank has ProfileSteps, but rank 1 has not"):
+        exchanging.meet("ProfileSteps", 0, 2, None)

@@ -252,7 +252,7 @@ class BackgroundWriter:
 
     def connect(self, trainer: Trainer) -> None:
         """Connect the ranks' threads, or connect them again; a collective."""
-        met: Meeting[None] = meet(trainer.global_rank, trainer.world_size, None)
+        met: Meeting[None] = meet("JobCheckpoint", trainer.global_rank, trainer.world_size, None)
         self._disconnect()
         if met.store is not None:
             self._threads = StoreExchange(met.store)

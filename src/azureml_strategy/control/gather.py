@@ -78,26 +78,27 @@ class Meeting(Generic[Value]):
     outside: list[int]
 
 
-def meet(rank: int, world_size: int, value: Value | None, timeout_s: float = 60.0) -> Meeting[Value]:
+def meet(who: str, rank: int, world_size: int, value: Value | None, timeout_s: float = 60.0) -> Meeting[Value]:
     """Meet the other ranks, and open a store that they share. This is a collective.
 
     Every rank must call it, whatever has failed there before. All get a store, or none does. Its keys are new: the
     store's server may outlive a run, as torchrun's does, with a previous attempt's keys.
 
     Args:
+        who: the class that calls it, for the error.
         rank: this process's global rank.
         world_size: number of ranks of this Trainer, which may run alone while a process group exists.
         value: what to tell the others.
         timeout_s: how long a call of the store may take, in seconds.
 
     Raises:
-        RuntimeError: the collective has failed, as another rank has ended.
+        RuntimeError: the collective has failed, as another rank has ended, or is elsewhere.
     """
     lease = _lease(world_size)
     channel, give_back = lease or (None, lambda: None)
-    own = (channel.id if channel is not None else None, uuid.uuid4().hex, value)
+    own = channel.id if channel is not None else None, uuid.uuid4().hex, value
     try:
-        met = [own] if world_size == 1 else gather(own)
+        met = [own] if world_size == 1 else _together(who, gather((who, own)))
     except RuntimeError:
         give_back()
         raise
@@ -109,6 +110,21 @@ def meet(rank: int, world_size: int, value: Value | None, timeout_s: float = 60.
         return Meeting(None, told, outside)
     name = f"azureml_strategy/{met[0][1]}"
     return Meeting(ControlStore(channel, name, rank, processes, timeout_s, give_back), told, outside)
+
+
+def _together(who: str, gathered: list[Any]) -> list[Any]:
+    """What all ranks told in this meeting.
+
+    Raises:
+        RuntimeError: a rank was in another collective at that moment.
+    """
+    elsewhere = [rank for rank, each in enumerate(gathered) if not isinstance(each, tuple) or each[0] != who]
+    if elsewhere:
+        raise RuntimeError(
+            f"This rank has {who}, but rank {elsewhere[0]} has not, or not in the same place. The ranks wait for one "
+            "another there: give the Trainers of all ranks the same callbacks in the same order."
+        )
+    return [own for _, own in gathered]
 
 
 def _lease(world_size: int) -> tuple[Channel, Callable[[], None]] | None:

@@ -109,7 +109,7 @@ class HangWatch(IsolatedCallback):
         # All ranks must reach the meeting, even if this fails on one of them.
         ready = Attempt(lambda: _member(trainer))
         try:
-            met = meet(trainer.global_rank, trainer.world_size, ready.value, self._dead_after_s)
+            met = meet("HangWatch", trainer.global_rank, trainer.world_size, ready.value, self._dead_after_s)
         except RuntimeError as error:
             if not _OF_OTHERS.search(str(error)):
                 raise

@@ -175,7 +175,7 @@ class TerminateTogether(IsolatedCallback):
         # If this fails on one rank, the others must not wait for it. The meeting is a collective, which notices at once
         # that another rank has ended.
         ready = Attempt(lambda: self._prepare(trainer))
-        met = meet(trainer.global_rank, trainer.world_size, ready.fault is None)
+        met = meet("TerminateTogether", trainer.global_rank, trainer.world_size, ready.fault is None)
         if ready.fault is not None or met.store is None or not all(met.told):
             if met.store is not None:
                 met.store.close()

@@ -119,7 +119,7 @@ class ProfileSteps(Callback):
         if not self._plans and not self._on_request:
             return
         self._drop_missed(trainer, logged_step(trainer))
-        self._store = meet(trainer.global_rank, trainer.world_size, True).store
+        self._store = meet("ProfileSteps", trainer.global_rank, trainer.world_size, True).store
         folder = run_folder(trainer) if self._folder is None else Path(self._folder)
         self._uploader = Uploader(trainer, self._store)
         self._writer = ProfileWriter(folder, trainer.global_rank, self._uploader)

@@ -236,7 +236,7 @@ def _meet(trainer: Trainer) -> ControlStore | None:
     """Meet the other ranks, if there are other nodes; None if there are not, or some rank has no connection."""
     if trainer.num_nodes == 1 or not dist.is_available() or not dist.is_initialized():
         return None
-    met: Meeting[None] = meet(trainer.global_rank, trainer.world_size, None, _STORE_S)
+    met: Meeting[None] = meet("NodeCounters", trainer.global_rank, trainer.world_size, None, _STORE_S)
     if met.store is None:
         rank_zero_info("Counters of the first node alone are recorded: there is no connection to the rendezvous store.")
     return met.store
