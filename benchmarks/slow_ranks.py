@@ -35,6 +35,7 @@ NAME = "slow_ranks"
 CAUSES = {"compute": "with computing", "data": "with waiting for its data", "link": "with its network link"}
 COMPUTE_S, WIDTH, BATCH_SIZE = 0.06, 600, 8
 GRADIENT_BITS = 32 * (WIDTH * WIDTH + WIDTH)
+NAMED = 0.15  # from this excess on, a rank is named while it trains
 MBIT = 400  # of a link, in a second
 
 
@@ -119,7 +120,8 @@ def run_rank(options: argparse.Namespace) -> list[dict[str, Any]]:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     usual = fit(options.steps)["step_s"]
     cases = [("", 0.0), *((cause, excess) for cause in options.causes for excess in options.excesses)]
-    trials = [(case, number % ranks) for number in range(options.trials) for case in cases]
+    counts = [options.seen_trials if 0 < excess < NAMED else options.trials for _, excess in cases]
+    trials = [(case, number % ranks) for case, count in zip(cases, counts, strict=True) for number in range(count)]
     random.Random(0).shuffle(trials)  # alike on all ranks: a drift of the machine meets all cases
     found = []
     for (cause, excess), slow in trials:
@@ -133,7 +135,7 @@ def run_rank(options: argparse.Namespace) -> list[dict[str, Any]]:
 def judge(trial: dict[str, Any]) -> str:
     """What the run said: `right`, `wrong` or `nothing`."""
     named = [text.lower() for text in trial["named"]]
-    seen = named if trial["excess"] != 0.1 else [trial["seen"].lower()] * bool(trial["seen"])
+    seen = named if not 0 < trial["excess"] < NAMED else [trial["seen"].lower()] * bool(trial["seen"])
     if not seen:
         return "nothing"
     starts, words = f"rank {trial['slow']} (", CAUSES.get(trial["cause"])
@@ -157,7 +159,8 @@ def figures_of(found: list[dict[str, Any]]) -> Figures:
 def main() -> None:
     made = parser(__doc__, NAME)
     made.add_argument("--trials", type=int, default=30, help="of each case")
-    made.add_argument("--steps", type=int, default=60, help="in a trial")
+    made.add_argument("--seen-trials", type=int, default=10, help="of each case at an excess that is seen only")
+    made.add_argument("--steps", type=int, default=50, help="in a trial")
     made.add_argument("--causes", nargs="+", default=list(CAUSES))
     made.add_argument("--excesses", type=float, nargs="+", default=[0.1, 0.3])
     made.add_argument("--bandwidth", help=argparse.SUPPRESS)  # given to the job's processes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -253,11 +254,14 @@ class ProfileSteps(Callback):
         return tried.value
 
     def _close(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
         if self._session is not None:  # of a training that has ended within the warm-up
             Attempt(self._session.stop)
         if self._writer is not None and not self._writer.wait(seconds):
             log.warning("The profile is still being written after %.0f s; the training ends without it.", seconds)
-        for each in (self._signals, self._listener, self._store):
+        if self._listener is not None:
+            self._listener.close(max(0.0, deadline - time.monotonic()))
+        for each in (self._signals, self._store):
             if each is not None:
                 each.close()
         self._plans, self._session, self._writer = [], None, None

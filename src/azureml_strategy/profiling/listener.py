@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 
 # Time between two looks, of rank 0 at its folder and of each rank at the control store.
 _LOOK_SECONDS = 1.0
-# How long the end of a training waits for the other ranks to write their traces, and its pause between two looks.
-_LAST_SECONDS, _PAUSE_SECONDS = 30.0, 0.05
+# The pause between two looks at the end of a training, which waits for the other ranks' traces.
+_PAUSE_SECONDS = 0.05
 
 
 class ProfileListener:
@@ -94,15 +94,19 @@ class ProfileListener:
         """Ask for a profile of this rank; a handler of signals."""
         self._signals += 1
 
-    def close(self) -> None:
-        """Take no further requests. A request that was not granted is refused."""
+    def close(self, seconds: float) -> None:
+        """Take no further requests. A request that was not granted is refused.
+
+        Args:
+            seconds: how long to wait for the other ranks to write their traces.
+        """
+        deadline = time.monotonic() + seconds
         self._over.set()
         self._agreement.close()
         if self._thread.is_alive():
             self._thread.join(2 * _LOOK_SECONDS)
         if self._own is not None and self._by_file:
             self._answer("refused: the training has ended.")
-        deadline = time.monotonic() + _LAST_SECONDS
         with suppress(StoreLostError):
             while self._awaited and time.monotonic() < deadline:
                 self._collect()
