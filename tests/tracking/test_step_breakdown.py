@@ -377,6 +377,21 @@ def test_the_reducers_share_is_taken_from_the_backward_pass() -> None:
 
 def test_parts_of_a_step_are_those_of_metrics() -> None:
     assert [part.label for part in STEP_PARTS] == [
-        *("data_wait", "copy", "forward", "backward"),
+        *("data_wait", "copy", "forward", "forward_wait", "backward"),
         *("communication", "bubble", "optimizer", "other"),
     ]
+
+
+@pytest.mark.parametrize(("forward_sends", "part"), [(True, Part.COMMUNICATION), (False, Part.FORWARD_WAIT)])
+def test_what_sleeps_in_forward_is_gradients_only_where_the_strategy_sends_there(
+    forward_sends: bool, part: Part
+) -> None:
+    meter = HostMeter(forward_sends)
+    breakdown = Breakdown(meter)
+    breakdown.begin(Phase.TRAINING)
+    with breakdown.line("[Strategy]DDPStrategy.training_step"):
+        time.sleep(0.05)
+    parts = breakdown.cut_step()
+    meter.close()
+    assert parts[part] >= 0.045
+    assert parts[Part.FORWARD] < sum(parts) / 2

@@ -151,6 +151,7 @@ def _after_nonsense(record: RunRecord) -> Iterator[NextStep]:
 _TITLES = {
     "data_wait": "Feed the device faster",
     "copy": "Copy less, or earlier",
+    "forward_wait": "Wait less in training_step",
     "communication": "Talk less, or over a faster network",
     "bubble": "Fill the pipeline",
     "optimizer": "Make the update cheaper",

@@ -14,6 +14,7 @@ PART_COLOURS: Mapping[str, str] = {
     "data_wait": "part-data",
     "copy": "part-copy",
     "forward": "part-compute",
+    "forward_wait": "part-save",
     "backward": "part-compute2",
     "communication": "part-network",
     "bubble": "part-bubble",

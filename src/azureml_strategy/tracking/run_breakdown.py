@@ -192,7 +192,11 @@ class RunBreakdown:
             if isinstance(model, DistributedDataParallel):
                 self._reducer = ReducerTimes(model, every or _UNLOGGED_STEPS)
             return DeviceMeter(clock)
-        return host_meter(trainer.world_size) if device == "cpu" and self._is_real else PlainMeter()
+        if device != "cpu" or not self._is_real:
+            return PlainMeter()
+        # DDP sends in the forward pass only to make buffers alike, such as those of BatchNorm.
+        forward_sends = not isinstance(model, DistributedDataParallel) or bool(model.will_sync_module_buffers())
+        return host_meter(trainer.world_size, forward_sends)
 
 
 def _exposed(parts: Sequence[float], share: float) -> list[float]:

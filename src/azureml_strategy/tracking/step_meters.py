@@ -16,20 +16,21 @@ from azureml_strategy.tracking.step_timer import Clock
 
 
 class Part(IntEnum):
-    """What time is spent on. The first eight are parts of a step."""
+    """What time is spent on. The first nine are parts of a step."""
 
     DATA_WAIT = 0
     COPY = 1
     FORWARD = 2
-    BACKWARD = 3
-    COMMUNICATION = 4
-    BUBBLE = 5
-    OPTIMIZER = 6
-    OTHER = 7
-    STARTUP = 8
-    VALIDATION = 9
-    CHECKPOINT = 10
-    ENDING = 11
+    FORWARD_WAIT = 3
+    BACKWARD = 4
+    COMMUNICATION = 5
+    BUBBLE = 6
+    OPTIMIZER = 7
+    OTHER = 8
+    STARTUP = 9
+    VALIDATION = 10
+    CHECKPOINT = 11
+    ENDING = 12
 
     @property
     def label(self) -> str:
@@ -37,7 +38,7 @@ class Part(IntEnum):
         return self.name.lower()
 
 
-STEP_PARTS = tuple(Part)[:8]
+STEP_PARTS = tuple(Part)[:9]
 
 
 class Meter(Protocol):
@@ -72,14 +73,24 @@ class HostMeter:
     kernel tells its time on a core and its time in the queue for one; what is left of the clock it slept. So a thread
     that others keep off the cores does not count as waiting. This works for any strategy, and for waits in C++.
 
-    Not told apart: a `training_step` that sleeps or reads files, and, with several threads a rank and too few cores,
-    the wait for its other threads.
+    Where the strategy sends nothing in the forward pass, such waits are a part of their own: `training_step` waits for
+    files, processes or locks, or for other ranks in collectives of the script. Elsewhere they are not told apart, nor
+    is, with several threads a rank and too few cores, the wait for its other threads.
+
+    Args:
+        forward_sends: whether ranks wait for one another in the forward pass.
+        clock: the host's, in seconds.
     """
 
     parts = frozenset({Part.FORWARD, Part.BACKWARD, Part.OPTIMIZER, Part.BUBBLE, Part.COMMUNICATION})
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, forward_sends: bool = True, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
+        self._waits = {
+            Part.FORWARD: Part.COMMUNICATION if forward_sends else Part.FORWARD_WAIT,
+            Part.BACKWARD: Part.COMMUNICATION,
+            Part.OPTIMIZER: Part.COMMUNICATION,
+        }
         # proc(5): the nanoseconds on a core, and in the queue for one. The first is a tick late, so it is not used.
         self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
         self._inside: list[Part] = []
@@ -101,11 +112,11 @@ class HostMeter:
         self._inside.pop()
 
     def cut(self, host: list[float]) -> list[float]:
-        """A step ends. What the thread slept in forward, backward and optimizer is communication."""
-        for part in (Part.FORWARD, Part.BACKWARD, Part.OPTIMIZER):
+        """A step ends. What the thread slept in forward, backward and optimizer, it waited."""
+        for part, wait in self._waits.items():
             waited = max(0.0, min(self._slept[part], host[part]))
             host[part] -= waited
-            host[Part.COMMUNICATION] += waited
+            host[wait] += waited
         self._slept = [0.0] * len(Part)
         return host
 
@@ -187,15 +198,16 @@ class DeviceMeter:
         return found
 
 
-def host_meter(world_size: int) -> Meter:
+def host_meter(world_size: int, forward_sends: bool = True) -> Meter:
     """The meter of a rank that trains on a CPU.
 
     Args:
         world_size: number of ranks. One alone waits for nobody.
+        forward_sends: whether ranks wait for one another in the forward pass.
     """
     if world_size > 1:
         with suppress(OSError, ValueError, IndexError):  # another system, or a container that hides it
-            meter = HostMeter()
+            meter = HostMeter(forward_sends)
             meter.enter(Part.OTHER)
             meter.leave()
             return meter

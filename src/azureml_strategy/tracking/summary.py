@@ -142,9 +142,13 @@ def summarize(
     )
 
 
+# Shown only where there is some.
+_RARE = (Part.FORWARD_WAIT, Part.BUBBLE)
+
+
 def _shares(parts: Sequence[float], unknown: frozenset[Part]) -> dict[str, float]:
     whole = sum(parts)
     if not whole or whole == parts[Part.OTHER]:  # a script that replaces the profiler within `fit` hides the others
         return {}
-    shown = [part for part in STEP_PARTS if part not in unknown and (parts[part] or part is not Part.BUBBLE)]
+    shown = [part for part in STEP_PARTS if part not in unknown and (parts[part] or part not in _RARE)]
     return {part.label: parts[part] / whole for part in shown}

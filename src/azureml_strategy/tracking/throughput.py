@@ -74,7 +74,7 @@ class ThroughputCallback(Callback):
     | throughput/step_time_median_s, throughput/step_time_p95_s | of rank 0, in seconds |
     | throughput/data_wait_share | 0 to 1, mean over ranks |
     | throughput/mfu | 0 to 1: the model's FLOPs over what all devices can do; not for an unknown GPU, nor on a CPU |
-    | step/data_wait_share, copy, forward, backward, communication, bubble, optimizer, other | parts of it, 0 to 1 |
+    | step/data_wait_share, copy, forward, forward_wait, backward, communication, bubble, ... | parts of it, 0 to 1 |
     | ranks/compute_s_min, _median, _max, ranks/data_wait_s_max, ranks/slow | what ranks differ in |
     | time/startup_s, training_s, validation_s, checkpoint_s, redone_s, other_s, wall_s, goodput | of the run so far |
 

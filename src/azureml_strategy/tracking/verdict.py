@@ -21,7 +21,7 @@ GOOD_MFU = 0.4
 https://arxiv.org/abs/2204.02311)."""
 FUSED = ("Adam", "AdamW", "SGD")
 """Optimizers of torch that take `fused=True` on a CPU and on a GPU."""
-_WAITING = ("data_wait", "copy", "communication", "bubble", "optimizer", "other")
+_WAITING = ("data_wait", "copy", "forward_wait", "communication", "bubble", "optimizer", "other")
 _COMPUTING = ("forward", "backward")
 _OUTSIDE = ("startup", "validation", "checkpoint", "redone", "other")
 
@@ -29,6 +29,7 @@ NAMES: Mapping[str, str] = {
     "data_wait": "waiting for data",
     "copy": "copying to the device",
     "forward": "forward",
+    "forward_wait": "waiting in forward",
     "backward": "backward",
     "communication": "exposed communication",
     "bubble": "pipeline bubble",
@@ -227,6 +228,7 @@ def _slow_rank(share: float, training: float, facts: RunFacts) -> Advice:
 _WAITED_FOR = {
     "data_wait": "data",
     "copy": "copies to the device",
+    "forward_wait": "something in training_step",
     "communication": "gradients from other ranks",
     "bubble": "other pipeline stages",
     "optimizer": "the optimizer",
@@ -250,6 +252,14 @@ def _copy(facts: RunFacts) -> tuple[str, str]:
     return (
         "Batches are copied while nothing computes.",
         "Set pin_memory=True in the DataLoader, and send smaller data: uint8 images, normalized on the device.",
+    )
+
+
+def _forward_wait(facts: RunFacts) -> tuple[str, str]:
+    return (
+        "The training thread sleeps in training_step, which sends no gradients: it waits for files, a process, a lock, "
+        "or for other ranks in a collective of its own.",
+        "Move reading into the data set, and use self.log(sync_dist=True) once an epoch. profile.steps shows where.",
     )
 
 
@@ -295,6 +305,7 @@ def _other(facts: RunFacts) -> tuple[str, str]:
 _STEP_ADVICE: Mapping[str, Callable[[RunFacts], tuple[str, str]]] = {
     "data_wait": _data_wait,
     "copy": _copy,
+    "forward_wait": _forward_wait,
     "communication": _communication,
     "bubble": _bubble,
     "optimizer": _optimizer,
