@@ -3,10 +3,11 @@
     python benchmarks/breakdown_overhead.py
 
 Two ranks train a tiny model under DDP on gloo, in turns: bare, with our `ThroughputCallback` and `NodeCounters`, with
-Lightning's `profiler="simple"` and `DeviceStatsMonitor`. The cost is the processor time of the training thread over
-that of the bare run. Of the steps between two windows the middle 80 % count, so that a step in which the machine did
-something else does not; a step that ends a window has the cost of the window, which is shared among its steps.
-All cases log into a CSV file, so that the cost of a tracking server does not hide it.
+Lightning's `profiler="simple"` and `DeviceStatsMonitor`, and with TraceML's callback where `traceml-ai` is installed
+(alone, without its launcher, which would send what it records; its patches stay in the process). The cost is the
+processor time of the training thread over that of the bare run. Of the steps between two windows the middle 80 % count,
+so that a step in which the machine did something else does not; a step that ends a window has the cost of the window,
+which is shared among its steps. All cases log into a CSV file, so that the cost of a tracking server does not hide it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import time
 import warnings
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -38,6 +40,7 @@ from azureml_strategy.tracking import NodeCounters, ThroughputCallback
 
 BATCH_SIZE = 16
 WINDOW = 50
+TRACEML = "traceml"
 STEP_S = 0.05  # the step that the cost is compared with
 NAME = "breakdown_overhead"
 
@@ -83,6 +86,11 @@ def arguments(who: str) -> dict[str, Any]:
         return {"callbacks": []}
     if who == "ours":
         return {"callbacks": [ThroughputCallback(), NodeCounters()]}
+    if who == TRACEML:
+        from traceml_ai.integrations import lightning as traceml
+
+        traceml.init()
+        return {"callbacks": [traceml.TraceMLCallback()]}
     return {"callbacks": [DeviceStatsMonitor()], "profiler": "simple"}
 
 
@@ -115,7 +123,8 @@ def run_rank(options: argparse.Namespace) -> dict[str, list[float]]:
     os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
     # What every Trainer of a job has by itself is the same in all cases.
     cases: dict[str, Callable[[], float]] = {
-        who: partial(fit, who, options.steps) for who in ("bare", "ours", "simple")
+        who: partial(fit, who, options.steps)
+        for who in ("bare", "ours", "simple", *([TRACEML] if find_spec("traceml_ai") else []))
     }
     return interleave(cases, options.rounds)
 
