@@ -34,10 +34,13 @@ def test_the_parts_add_up(run_job: RunJob, strategy: str) -> None:
         assert ("bubble" in shares) == (strategy == "pipeline")
         seconds = [value for name, value in wall.items() if name.endswith("_s") and name != "time/wall_s"]
         assert sum(seconds) == pytest.approx(wall["time/wall_s"])
-        # By the test's own clock: the fit, without the process's start; and its parts.
+        # By the test's own clock: the fit, without the process's start; and its parts. On a loaded machine, a process
+        # may stand still between the two clocks.
         assert wall["time/wall_s"] > result["fit_s"] * 0.99
-        assert wall["time/validation_s"] == pytest.approx(result["validation_s"], rel=0.05)
-        assert wall["time/training_s"] + wall["time/validation_s"] == pytest.approx(result["training_s"], rel=0.05)
+        assert wall["time/validation_s"] == pytest.approx(result["validation_s"], rel=0.05, abs=0.5)
+        assert wall["time/training_s"] + wall["time/validation_s"] == pytest.approx(
+            result["training_s"], rel=0.05, abs=0.5
+        )
 
 
 @pytest.mark.exhaustive

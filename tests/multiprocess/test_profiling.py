@@ -64,12 +64,22 @@ def test_traces_of_both_ranks_and_their_exposed_communication(profiled: Profiled
         (reduced,) = [each for each in summary["collectives"] if each["name"] == "all_reduce"]
         assert reduced["calls"] >= 6
         assert any(each["name"] == "aten::addmm" for each in summary["operators"])
+        assert 0 <= reduced["exposed_s"] <= reduced["total_s"]
+    assert job.output.count("Profile of steps 4-9 on rank 0") == 1
+
+
+@pytest.mark.exhaustive
+def test_exposed_communication_is_what_the_reducer_says(profiled: Profiled) -> None:
+    job = profiled("steps", "4-9")
+    for rank in (0, 1):
+        summary = profiled.summary(rank)
+        (reduced,) = [each for each in summary["collectives"] if each["name"] == "all_reduce"]
         # DDP tells of a step in the next one. It takes the time in which the call of a collective blocks for overlap.
         by_ddp = sum(job.results[rank]["exposed"][5:11])
-        blocked = sum(each["dur"] for each in profiled.traced(name) if each["name"] == "c10d::allreduce_") / 1e6
+        events = profiled.traced(f"trace_rank_{rank}_steps_4-9.json.gz")
+        blocked = sum(each["dur"] for each in events if each["name"] == "c10d::allreduce_") / 1e6
         difference = (reduced["exposed_s"] - blocked - by_ddp) / summary["window_s"]
         assert abs(difference) < 0.1, (rank, reduced["exposed_s"], blocked, by_ddp, summary["window_s"])
-    assert job.output.count("Profile of steps 4-9 on rank 0") == 1
 
 
 def test_a_request_while_they_train(profiled: Profiled) -> None:

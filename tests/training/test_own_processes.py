@@ -58,7 +58,8 @@ def test_each_job_is_run_once_by_both_ranks(tmp_path: Path) -> None:
     assert output.count("Launching 2 jobs") == 1
 
 
-@pytest.mark.parametrize("mode", ["null", pytest.param("MULTIRUN", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mode", ["null", "MULTIRUN"])
 def test_a_job_that_fails_on_one_rank_leaves_the_next_alone(tmp_path: Path, mode: str) -> None:
     """Asked for in the file, a sweep has no flag that has to be left out of the second process's command."""
     flags = ["-m"] if mode == "null" else []
