@@ -35,6 +35,7 @@ from lightning.pytorch.callbacks import DeviceStatsMonitor
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, TensorDataset
 
+from azureml_strategy.cluster.environ import CALLBACKS_SWITCH
 from azureml_strategy.strategies import AzureMLDDPStrategy
 from azureml_strategy.tracking import NodeCounters, ThroughputCallback
 
@@ -121,7 +122,7 @@ def run_rank(options: argparse.Namespace) -> dict[str, list[float]]:
     warnings.filterwarnings("ignore")
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
-    # What every Trainer of a job has by itself is the same in all cases.
+    os.environ[CALLBACKS_SWITCH] = "off"  # a job would measure the bare training by itself
     cases: dict[str, Callable[[], float]] = {
         who: partial(fit, who, options.steps)
         for who in ("bare", "ours", "simple", *([TRACEML] if find_spec("traceml_ai") else []))
