@@ -293,7 +293,8 @@ def training_source(trainer: Trainer) -> DataLoaderSource:
 
 def accumulates(trainer: Trainer) -> bool:
     """Tell whether the optimizer does not step after this batch."""
-    return trainer.fit_loop._should_accumulate()
+    # The usual case first: Lightning asks the loaders for their lengths to tell the last batch.
+    return trainer.accumulate_grad_batches != 1 and trainer.fit_loop._should_accumulate()
 
 
 def reload_epoch(trainer: Trainer) -> float:

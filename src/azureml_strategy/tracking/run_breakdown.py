@@ -105,9 +105,10 @@ class RunBreakdown:
             self._trains = True
             self.breakdown.begin(Phase.TRAINING)
 
-    def step_done(self, steps: int) -> None:
-        """An optimizer step is done; `steps` is the number of all that the training has done."""
-        self._budget.step_done(steps)
+    def step_done(self, trainer: Trainer) -> None:
+        """An optimizer step is done."""
+        if self._budget.may_redo:
+            self._budget.step_done(trainer.global_step)
 
     def validation_starts(self) -> None:
         """Validation starts. The one before training belongs to the start-up."""

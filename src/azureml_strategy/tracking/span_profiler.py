@@ -29,6 +29,8 @@ class SpanProfiler(Profiler):
     def __init__(self, own: Profiler, breakdown: Breakdown) -> None:
         # Not the base class's constructor: a script that asks for `dirpath` or `filename` gets those of its own.
         vars(self).update(own=own, _breakdown=breakdown, _is_alone=type(own) is PassThroughProfiler)
+        if self._is_alone:  # the usual case, with no call in between
+            vars(self)["profile"] = breakdown.span
 
     @property  # type: ignore[misc] # a callback may look whether its profiler is of its class
     def __class__(self) -> type[Profiler]:  # type: ignore[override]
@@ -40,12 +42,9 @@ class SpanProfiler(Profiler):
 
     @override
     def profile(self, action_name: str) -> AbstractContextManager[str]:  # type: ignore[override] # not a generator
-        run = self._breakdown
-        if not run.is_here:
+        if not self._breakdown.is_here:
             return self.own.profile(action_name)
-        # Without a generator it takes less time than the profiler that does nothing.
-        line = run.line(action_name)
-        return line if self._is_alone else self._both(line)
+        return self._both(self._breakdown.line(action_name))
 
     @override
     def start(self, action_name: str) -> None:

@@ -8,10 +8,12 @@ all lines add up to the wall clock, whatever the hooks call.
 from __future__ import annotations
 
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from enum import IntEnum
+from operator import sub
+from threading import get_ident
 from typing import Any
 
 from azureml_strategy.tracking.step_meters import Meter, Part, PlainMeter
@@ -81,18 +83,19 @@ class Line:
         self.name, self.part = name, part
         self.seconds, self.calls = 0.0, 0
 
-    # These two run a hundred times a step, hence without further calls.
+    # These two run a hundred times a step, hence without further calls. Most actions belong to the part that they are
+    # called in, so the parts are added up only where another begins.
     def __enter__(self) -> str:
         run = self._breakdown
         now = run.clock()
-        elapsed = now - run.last
+        run.top.seconds += now - run.last
         run.last = now
-        run.top.seconds += elapsed
-        run.totals[run.route[run.part]] += elapsed
         run.stack.append((run.top, run.part))
         run.top = self
         self.calls += 1
-        if self.part is not None:
+        if self.part is not None and self.part is not run.part:
+            run.totals[run.route[run.part]] += now - run.since
+            run.since = now
             run.part = self.part
         if self._metered:
             run.meter.enter(run.part)
@@ -107,11 +110,13 @@ class Line:
         if self._metered:
             run.meter.leave()
         now = run.clock()
-        elapsed = now - run.last
+        self.seconds += now - run.last
         run.last = now
-        self.seconds += elapsed
-        run.totals[run.route[run.part]] += elapsed
-        run.top, run.part = run.stack.pop()
+        run.top, part = run.stack.pop()
+        if part is not run.part:
+            run.totals[run.route[run.part]] += now - run.since
+            run.since = now
+            run.part = part
 
 
 class Breakdown:
@@ -137,10 +142,17 @@ class Breakdown:
         self.top = self._base = Line(self, "rest of the loop", Part.OTHER, metered=False)
         self.part = Part.OTHER
         self.stack: list[tuple[Line, Part]] = []
-        self.last = clock() if begun is None else begun
-        self._thread = threading.get_ident()
+        self.last = self.since = clock() if begun is None else begun
+        self._thread = get_ident()
         self._checkpoints: tuple[str, ...] = ()
         self._cut_at = list(self.totals)
+
+    def span(self, name: str) -> AbstractContextManager[str]:
+        """What to enter for an action: its line, or on another thread nothing."""
+        if get_ident() != self._thread:
+            return nullcontext(name)
+        found = self.lines.get(name)
+        return self._add(name) if found is None else found
 
     def line(self, name: str) -> Line:
         """The line of an action."""
@@ -150,7 +162,7 @@ class Breakdown:
     @property
     def is_here(self) -> bool:
         """Whether this thread is the one whose time this is."""
-        return threading.get_ident() == self._thread
+        return get_ident() == self._thread
 
     def measure_by(self, meter: Meter) -> None:
         """Use another meter from now on. Call it before training starts."""
@@ -174,16 +186,15 @@ class Breakdown:
     def flush(self) -> None:
         """Count the time until now."""
         now = self.clock()
-        elapsed = now - self.last
-        self.last = now
-        self.top.seconds += elapsed
-        self.totals[self.route[self.part]] += elapsed
+        self.top.seconds += now - self.last
+        self.totals[self.route[self.part]] += now - self.since
+        self.last = self.since = now
 
     def cut_step(self) -> Any:
         """A step ends now, and the next one begins: what the meter keeps of it."""
         self.flush()
-        parts = [now - before for now, before in zip(self.totals, self._cut_at, strict=True)]
-        self._cut_at = list(self.totals)
+        parts = list(map(sub, self.totals, self._cut_at))
+        self._cut_at = self.totals.copy()
         return self.meter.cut(parts)
 
     def unwind(self, line: Line) -> None:

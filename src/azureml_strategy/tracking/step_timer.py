@@ -162,6 +162,6 @@ class StepRecorder:
 
     def _measure(self, samples: int, flops: float, moments: list[Any], parts: Any) -> Step:
         between = self._clock.seconds
-        waited = sum(between(end, ready) for end, ready in zip(moments[0:-1:2], moments[1::2], strict=True))
+        waited = sum(map(between, moments[0:-1:2], moments[1::2]))
         known = self._breakdown.meter.seconds(parts) if self._breakdown is not None else ()
         return Step(samples, between(moments[0], moments[-1]), waited, flops, known)

@@ -49,9 +49,12 @@ def _leading_dimension(batch: Any) -> int | None:
         return batch.shape[0] if batch.ndim else None
     if isinstance(batch, Mapping):
         batch = tuple(batch.values())
-    if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
-        found = (_leading_dimension(item) for item in batch)
-        return next((samples for samples in found if samples is not None), None)
+    # The first two are the usual ones, and quicker to tell than any sequence.
+    if isinstance(batch, (list, tuple, Sequence)) and not isinstance(batch, (str, bytes)):
+        for item in batch:
+            samples = _leading_dimension(item)
+            if samples is not None:
+                return samples
     return None
 
 
@@ -186,7 +189,7 @@ class ThroughputCallback(Callback):
         self._steps += 1
         self._recorder.step_done(keep=self._steps > self.warmup_steps)
         if self._breakdown is not None:
-            self._breakdown.step_done(trainer.global_step)
+            self._breakdown.step_done(trainer)
         # Lightning logs `self.log` values at this step, which is the same on every rank.
         step = logged_step(trainer)
         if self._window and (step + 1) % self._window == 0:
@@ -266,13 +269,14 @@ class ThroughputCallback(Callback):
     def _account(self, trainer: Trainer, steps: list[Step]) -> Totals:
         """Add the steps of all ranks to the totals of the run, and return the sums of these steps."""
         self._step_times.extend(step.seconds for step in steps)
+        parts = tuple(map(sum, zip(*(step.parts for step in steps), strict=True))) or (0.0,) * len(Part)
         mine = Totals(
             len(steps),
             sum(step.samples for step in steps),
             sum(step.seconds for step in steps),
             sum(step.waited_s for step in steps),
             sum(step.flops for step in steps),
-            tuple(sum(step.parts[part] for step in steps) for part in STEP_PARTS) if self._breakdown else (),
+            parts[: len(STEP_PARTS)] if self._breakdown else (),
         )
         totals = mine if self._ranks == 1 else self._over_ranks(trainer, mine)
         self._totals = self._totals.plus(totals)

@@ -59,12 +59,16 @@ class TimeBudget:
     Args:
         breakdown: of this attempt.
         steps_before: optimizer steps that previous attempts had done.
+
+    Attributes:
+        may_redo: whether steps may be some that a previous attempt had done.
     """
 
     def __init__(self, breakdown: Breakdown, steps_before: float = 0.0) -> None:
         self._breakdown = breakdown
         self._steps_before = steps_before
         self._redone_s = 0.0
+        self.may_redo = steps_before > 0
 
     def step_done(self, steps: int) -> None:
         """An optimizer step is done.
@@ -72,7 +76,8 @@ class TimeBudget:
         Args:
             steps: number of all steps that the training has done, with those before its checkpoint.
         """
-        if steps <= self._steps_before:
+        self.may_redo = steps <= self._steps_before
+        if self.may_redo:
             self._redone_s = _training_s(self._breakdown.totals)
 
     def read(self) -> WallClock:
