@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor
 from mlflow.tracking import MlflowClient
 
@@ -53,6 +54,27 @@ def test_the_table_and_the_final_metrics(
     assert "| val/top1 | 0.7500 |" in description
     assert metrics["summary/samples_per_second"] == summary.samples_per_second
     assert metrics["summary/data_wait_share"] == summary.data_wait_share
+
+
+class Slow(Callback):
+    def on_train_batch_end(self, *_: Any) -> None:
+        time.sleep(0.02)
+
+
+def test_a_callback_that_takes_most_of_the_steps_is_named(
+    store: str,
+    client: MlflowClient,
+    model: Any,
+    data: Any,
+    make_trainer: MakeTrainer,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    logger = JobMLFlowLogger("the-experiment", tracking_uri=store)
+    make_trainer(logger=logger, callbacks=[ThroughputCallback(), RunReport(), Slow()]).fit(model, data, data)
+    tags = client.get_run(logger.run_id).data.tags
+    assert tags["azureml_strategy.longest_hook"].startswith("Slow.on_train_batch_end, 2")
+    assert "Look at Slow.on_train_batch_end, 2" in " ".join(capsys.readouterr().out.split())
+    assert "Look at Slow.on_train_batch_end, 2" in tags["azureml_strategy.verdict"]
 
 
 def test_says_when_nothing_was_measured(

@@ -143,6 +143,24 @@ def test_a_script_that_names_each_step_does_not_fill_the_memory(run: Breakdown) 
     assert len(run.lines) <= 1001
 
 
+def test_the_longest_hook_of_the_steps_is_found(run: Breakdown, clock: Clock) -> None:
+    assert run.longest_hook() is None
+    run.checkpoints_by("[Callback]ModelCheckpoint")
+    for name, seconds in {
+        "[Callback]ModelCheckpoint{'monitor': 'loss.end'}.on_train_batch_end": 9,
+        "[Callback]main.<locals>.Ema{'key': 'a.b'}.on_train_batch_end": 3,
+        "[LightningModule]Mine.on_before_optimizer_step": 2,
+        "[Callback]Mine.on_validation_batch_end": 9,
+        "[LightningModule]Mine.optimizer_step": 9,
+    }.items():
+        with run.line(name):
+            clock.time += seconds
+    found = run.longest_hook()
+    assert found is not None
+    assert found[0] == "Ema.on_train_batch_end"
+    assert found[1].seconds == 3
+
+
 def test_another_thread_is_left_alone(run: Breakdown, clock: Clock) -> None:
     own = SimpleProfiler()
     profiler = SpanProfiler(own, run)

@@ -26,6 +26,12 @@ def test_a_run_that_waits_for_data_is_told_so_with_its_workers_and_the_gain_by_a
     assert verdict.line == f"{verdict.headline} {first.action} {first.gain}"
 
 
+def test_the_hook_that_takes_the_rest_is_named():
+    verdict = judge(with_share("other", 0.4), facts=RunFacts(hook="Ema.on_train_batch_end, 4.1 ms a call"))
+    assert "Ema.on_train_batch_end, 4.1 ms a call" in verdict.line
+    assert "log_every_n_steps" in judge(with_share("other", 0.4)).line
+
+
 def test_a_loader_without_workers_is_told_to_have_some():
     first = judge(with_share("data_wait", 0.4), facts=RunFacts(loader_workers=0)).advice[0]
     assert "no workers" in first.why

@@ -42,6 +42,7 @@ def facts_of(record: RunRecord) -> RunFacts:
         nodes=round(record.metric("summary/nodes") or len(record.network.get("nodes", ())) or 1),
         precision=record.param("trainer/precision", "precision"),
         optimizer=record.run.tags.get("azureml_strategy.optimizer", ""),
+        hook=record.run.tags.get("azureml_strategy.longest_hook", ""),
         mfu=record.metric("summary/mfu", "throughput/mfu"),
         slow_ranks=slow,
         slow_share=share,

@@ -71,6 +71,9 @@ class RunReport(Callback):
             self._log_summary(trainer, summary, throughput.unit)
         rows, remarks, verdict = self.rows(trainer), self.remarks(trainer), _verdict(trainer)
         loggers = self._run_loggers(trainer)
+        hook = throughput.longest_hook() if throughput else ""
+        for logger in loggers if hook else ():
+            logger.log_tags({"azureml_strategy.longest_hook": hook})
         if verdict.measured:
             remarks.insert(0, verdict.line)
             for logger in loggers:
@@ -150,6 +153,7 @@ def _verdict(trainer: Trainer) -> Verdict:
         nodes=trainer.num_nodes,
         precision=str(trainer.precision),
         optimizer=_optimizer(trainer),
+        hook=throughput.longest_hook() if throughput else "",
         mfu=summary.mfu if summary else None,
         slow_ranks=(slow.place,) if slow else (),
         slow_share=slow.share if slow else 0.0,

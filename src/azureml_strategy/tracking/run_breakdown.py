@@ -33,6 +33,8 @@ from azureml_strategy.tracking.time_budget import STEPS_DONE, TimeBudget, WallCl
 
 # Steps between two that DDP's reducer measures, in a run that logs nothing; DDP's own default.
 _UNLOGGED_STEPS = 100
+# A hook is named if this share of what belongs to no other part of the steps is its.
+_MOST = 0.5
 # Set when the first `fit` of this process has begun: the time before belongs to it.
 _begun: list[float] = []
 
@@ -151,6 +153,13 @@ class RunBreakdown:
     def slowest(self) -> Slowest | None:
         """The rank that took longest over the whole run, if one stands out; on rank 0."""
         return self._ranks.slowest() if self._ranks is not None else None
+
+    def longest_hook(self) -> str:
+        """What most of the rest of the steps went into: `Ema.on_train_batch_end, 4.1 ms a call`; empty if no hook."""
+        name, line = self.breakdown.longest_hook() or ("", None)
+        if line is None or not line.seconds or line.seconds < _MOST * self.breakdown.totals[Part.OTHER]:
+            return ""
+        return f"{name}, {1e3 * line.seconds / line.calls:,.1f} ms a call"
 
     def log(self, trainer: Trainer, loggers: Sequence[Logger], step: int) -> None:
         """Log what the wall clock went into, and what the ranks differ in."""

@@ -43,6 +43,10 @@ _METERED = re.compile(
     r"\[_TrainingEpochLoop\]\.\w+_next|\[Strategy\]\w+\.(batch_to_device|training_step|backward)"
     r"|\[LightningModule\]\w+\.optimizer_step|optimizer_step|manual_backward|pipeline_\w+"
 )
+# The hooks of callbacks and modules in a step: their class, without the arguments in a callback's state key, and name.
+_HOOK = re.compile(
+    r"\[(?:Callback|LightningModule)\]([^{]*)(?:\{.*\})?\.(on_train_batch_(?:start|end)|on_(?:before|after)_\w+)"
+)
 # A script may make a name of its own for each step. Beyond these, names share a line.
 _MOST_LINES = 1000
 
@@ -196,6 +200,15 @@ class Breakdown:
         parts = list(map(sub, self.totals, self._cut_at))
         self._cut_at = self.totals.copy()
         return self.meter.cut(parts)
+
+    def longest_hook(self) -> tuple[str, Line] | None:
+        """The hook of a callback or module that took longest of those in steps, and its name: `Ema.on_train_batch_end`.
+
+        On a GPU it is the host's time, too.
+        """
+        found = ((_HOOK.fullmatch(line.name), line) for line in self.lines.values() if line.part is Part.OTHER)
+        hooks = [(f"{match[1].rpartition('.')[2]}.{match[2]}", line) for match, line in found if match]
+        return max(hooks, key=lambda hook: hook[1].seconds, default=None)
 
     def unwind(self, line: Line) -> None:
         """End the lines that were entered after this one and not left, as by `start` without `stop`."""

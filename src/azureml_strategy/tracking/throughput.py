@@ -236,6 +236,10 @@ class ThroughputCallback(Callback):
         """The rank that took longest over the whole run, on rank 0; None if none stands out."""
         return self._breakdown.slowest() if self._breakdown is not None else None
 
+    def longest_hook(self) -> str:
+        """The hook that most of `step/other_share` went into, and its time; empty if no single one did."""
+        return self._breakdown.longest_hook() if self._breakdown is not None else ""
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_breakdown": None}  # it belongs to a run of this process
 
