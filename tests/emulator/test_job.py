@@ -103,7 +103,8 @@ def test_the_run_is_where_mlflow_tracking_uri_says(
     client = MlflowClient(uri)
     experiment = client.get_experiment_by_name("mine")
     assert experiment is not None
-    assert [run.info.status for run in client.search_runs([experiment.experiment_id])] == ["FINISHED"]
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "python")
     assert not os.path.exists("mlflow.db")
 
 

@@ -46,6 +46,12 @@ def test_ethernet_is_a_choice() -> None:
     assert job["resources"]["instance_count"] == 2
 
 
+def test_the_name_on_its_page_tells_what_was_changed_in_the_recipe() -> None:
+    job = rendered("resnet50_ddp", SIZE, "data.batch_size=64", "cluster.num_nodes=2", "checkpoint.save_top_k=1")
+    assert job["display_name"].startswith("resnet50_ddp data.batch_size=64, 2 x ")
+    assert job["experiment_name"] == "resnet50_ddp"
+
+
 def test_everything_that_azure_ml_is_told() -> None:
     job = rendered(
         "resnet50_ddp",

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from azureml_strategy.tracking.source import (
+    command_run_name,
     command_text,
     git_tags,
     recipe_run_name,
@@ -40,7 +42,7 @@ def commit() -> str:
     [
         (["model.learning_rate=0.1", "trainer.max_epochs=3"], "r model.learning_rate=0.1 trainer.max_epochs=3"),
         (["+vars.x=1", "~callbacks", "model=gpt/tiny"], "r +vars.x=1 ~callbacks model=gpt/tiny"),
-        (["output_dir=a", "tracking.logger.run_name=x", "tracking=console", "checkpoint.every_minutes=1"], "r"),
+        (["output_dir=a", "tracking.logger.run_name=x", "tracking=console", "cluster.num_nodes=2"], "r"),
         (["data.root=/d", "a=~/x", "b='./x y'", "c=[1,/d]", "d={e: ../f}", "e=https://f", "f=azureml:g@latest"], "r"),
         (["++vars.api_key=abcdefgh", f"vars.x={TOKEN}", "vars.db.password=1"], "r"),
         (["a=naïve\n\tμ\x00", "b=\udcff"], "r a=naïve μ b="),
@@ -67,6 +69,25 @@ def test_the_name_of_a_recipe_s_run(overrides: list[str], name: str) -> None:
 )
 def test_the_name_of_a_script_s_run(argv: list[str], name: str) -> None:
     assert script_run_name(argv) == name
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        ("azureml-strategy train resnet50_ddp seed=1 tracking=console", "resnet50_ddp seed=1"),
+        ("/venv/bin/azureml-strategy train own/digits.yaml ~callbacks --config-dir=c -m", "digits ~callbacks"),
+        ("azureml-strategy train", "train"),
+        ("azureml-strategy bench --pairs", "bench"),
+        ("azureml-strategy", "azureml-strategy"),
+        ("python train.py --lr 0.1", "train"),
+        ("/usr/bin/python3.11 -u a/fit.py", "fit"),
+        ("python -m package.train --lr 0.1", "train"),
+        ("python -c 'print()'", "python"),
+        ("./run.sh", "run"),
+    ],
+)
+def test_the_name_of_a_command_s_run(command: str, name: str) -> None:
+    assert command_run_name(shlex.split(command)) == name
 
 
 def test_a_command_line_for_a_shell_without_secrets() -> None:

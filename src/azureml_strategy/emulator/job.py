@@ -30,6 +30,7 @@ from azureml_strategy.emulator.nodes import EmulationError, IsolatedNodes, reser
 from azureml_strategy.emulator.processes import Outcome, PowerCut, Process, run_together
 from azureml_strategy.tracking.batch import Batch, End
 from azureml_strategy.tracking.run import RunRequest
+from azureml_strategy.tracking.source import command_run_name
 from azureml_strategy.tracking.spool import Spool, command
 from azureml_strategy.tracking.store import StoreAwayError, StoreRefusedError, one_attempt_client, store_errors
 
@@ -68,13 +69,14 @@ class _OpenRun(EmulatedRun):
 
 
 @contextmanager
-def mlflow_run(isolated: bool) -> Iterator[_OpenRun]:
+def mlflow_run(isolated: bool, name: str) -> Iterator[_OpenRun]:
     """Open a run in the store of MLFLOW_TRACKING_URI, or in `mlflow.db` in this folder.
 
     An exception inside the block closes the run as `FAILED`.
 
     Args:
         isolated: whether the nodes can reach only files, not a server.
+        name: of the run.
 
     Raises:
         EmulationError: the nodes could not reach the store, or the store does not answer or refuses.
@@ -85,7 +87,7 @@ def mlflow_run(isolated: bool) -> Iterator[_OpenRun]:
             f"Isolated nodes cannot reach {redact_text(uri)}. Leave MLFLOW_TRACKING_URI unset, or set it to "
             "sqlite:///mlflow.db, or leave --isolate out."
         )
-    run = _open(uri, os.environ.get("MLFLOW_EXPERIMENT_NAME", _EXPERIMENT))
+    run = _open(uri, os.environ.get("MLFLOW_EXPERIMENT_NAME", _EXPERIMENT), name)
     try:
         yield run
     except BaseException:
@@ -93,19 +95,19 @@ def mlflow_run(isolated: bool) -> Iterator[_OpenRun]:
         raise
 
 
-def _open(uri: str, name: str) -> _OpenRun:
+def _open(uri: str, experiment_name: str, name: str) -> _OpenRun:
     try:
         with store_errors():
             client = one_attempt_client(uri)
-            experiment = client.get_experiment_by_name(name)
-            experiment_id = experiment.experiment_id if experiment else client.create_experiment(name)
-            run_id = client.create_run(experiment_id).info.run_id
+            experiment = client.get_experiment_by_name(experiment_name)
+            experiment_id = experiment.experiment_id if experiment else client.create_experiment(experiment_name)
+            run_id = client.create_run(experiment_id, run_name=name).info.run_id
     except (StoreAwayError, StoreRefusedError) as error:
         raise EmulationError(
             f"No run can be opened in {redact_text(uri)}, which a job needs: {error}. Start that server, or unset "
             "MLFLOW_TRACKING_URI to log into mlflow.db here."
         ) from None
-    return _OpenRun(run_id, name, experiment_id, uri, client)
+    return _OpenRun(run_id, experiment_name, experiment_id, uri, client)
 
 
 @dataclass(frozen=True)
@@ -254,7 +256,7 @@ def emulate_run(job: EmulatedJob) -> Emulated:
         raise EmulationError(f"There is no program {job.command[0]!r}. Write the command as without emulation.")
     network = IsolatedNodes(job.nodes, job.bandwidth) if job.isolate else None
     ports = nullcontext(DEFAULT_PORT) if job.isolate else reserved_port()  # isolated nodes have their own ports
-    with mlflow_run(isolated=job.isolate) as run, network or nullcontext(), ports as port:
+    with mlflow_run(job.isolate, command_run_name(job.command)) as run, network or nullcontext(), ports as port:
         _announce(job, run)
         outcome = _run_preempted(job, run, port) if job.preemption else _run(job, run, network, port)
         run_status = {0: "FINISHED", 130: "KILLED", 141: "KILLED", 143: "KILLED"}.get(outcome.exit_code, "FAILED")

@@ -29,7 +29,7 @@ class JobPlan:
     """A job before it is rendered.
 
     Attributes:
-        name: what the experiment, the display name and the job's own name are made from.
+        name: what the experiment and the job's own name are made from.
         command: the command line of each process, for a shell.
         cluster: where the job runs.
         job: the job's settings in Azure ML.
@@ -39,6 +39,7 @@ class JobPlan:
         variables: environment variables of ours, beside `job.environment_variables`.
         notes: lines for the user: what was chosen for them.
         sweep: the search whose trials run this; None for one job.
+        title: what the display name, which MLflow shows as the run's, is made from; by default `name`.
     """
 
     name: str
@@ -51,6 +52,7 @@ class JobPlan:
     variables: Mapping[str, str] = field(default_factory=dict)
     notes: Sequence[str] = ()
     sweep: Sweep | None = None
+    title: str | None = None
 
     def snapshot(self) -> Snapshot | None:
         """List the files that the job gets; None if it needs no code.

@@ -23,6 +23,7 @@ from azureml_strategy.jobs.plan import (
 )
 from azureml_strategy.jobs.service_errors import JobError
 from azureml_strategy.jobs.settings import ClusterSettings, JobSettings, read_section
+from azureml_strategy.tracking.source import recipe_run_name
 from azureml_strategy.training.checks import compose_recipe, target_nodes
 from azureml_strategy.training.recipes import Recipe, RecipeError, find_recipe, near_matches
 from azureml_strategy.training.resolvers import register_resolvers
@@ -66,6 +67,7 @@ class JobRecipe:
             tags={"recipe": self.recipe.name},
             notes=self.sweep.warnings() if self.sweep else (),
             sweep=self.sweep,
+            title=recipe_run_name(self.recipe.name, self.overrides),
         )
 
 

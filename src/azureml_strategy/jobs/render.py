@@ -165,7 +165,7 @@ def _display_name(plan: JobPlan, size: VMSize | None) -> str | None:
     if plan.job.plain:
         return None
     where = size.short_name if size else plan.cluster.compute
-    return f"{plan.name}, {plan.cluster.num_nodes} x {where}"
+    return f"{plan.title or plan.name}, {plan.cluster.num_nodes} x {where}"
 
 
 def _tags(plan: JobPlan, size: VMSize | None) -> dict[str, str]:

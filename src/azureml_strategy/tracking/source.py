@@ -21,8 +21,8 @@ GIT_COMMIT, GIT_BRANCH, GIT_URL = (f"mlflow.source.git.{each}" for each in ("com
 
 # The list of runs shows about half of it. MLflow's column of names holds 250 characters, Azure ML's 256.
 _NAME_LENGTH = 120
-# Where a run keeps things. It says nothing about what the run does, and is often a long path.
-_ABOUT_PLACES = ("output_dir", "resume", "hydra", "job", "tracking", "checkpoint")
+# Where a run runs and keeps things. It says nothing about what the run does, and is often a long path.
+_ABOUT_PLACES = ("output_dir", "resume", "hydra", "job", "cluster", "tracking", "checkpoint")
 # An absolute or relative path, or an address, at the start of a value or of an item in it.
 _PATH = re.compile(r"(?:^|[\s,:\[({'\"])(?:~|\.{0,2})/|://|^\w:\\|^azureml:")
 # A repository on a slow network drive may take minutes.
@@ -32,8 +32,9 @@ _GIT_TIMEOUT_S = 5.0
 def recipe_run_name(recipe: str, overrides: Sequence[str]) -> str:
     """The recipe and what was changed in it: `resnet50_ddp model.learning_rate=0.1 trainer.max_epochs=3`.
 
-    It leaves out secrets, paths and keys that say only where things are kept. The same recipe and overrides always have
-    the same name. If it would exceed 120 characters, it ends with the number of further overrides.
+    It leaves out secrets, paths and keys that say only where it runs and where things are kept. The same recipe and
+    overrides always have the same name. If it would exceed 120 characters, it ends with the number of further
+    overrides.
 
     Args:
         recipe: name of the recipe.
@@ -65,6 +66,23 @@ def script_run_name(argv: Sequence[str] | None = None) -> str:
         return "notebook"
     stem = program.parent.name if program.stem == "__main__" else program.stem
     return "python" if stem in ("", "-", "-c") else _printable(stem)[:_NAME_LENGTH]
+
+
+def command_run_name(words: Sequence[str]) -> str:
+    """The name of a command's run, as the command itself would give it: that of its recipe, script or program.
+
+    Args:
+        words: such as `azureml-strategy train resnet50_ddp seed=1`, `python train.py --lr 0.1` or `python -m tool`.
+    """
+    match [Path(words[0]).name, *words[1:]]:
+        case ["azureml-strategy", "train", recipe, *rest]:
+            overrides = [each for each in rest if "=" in each or each.startswith("~")]
+            return recipe_run_name(Path(recipe).stem, [each for each in overrides if not each.startswith("-")])
+        case ["azureml-strategy", verb, *_]:
+            return script_run_name([verb])
+        case [_, "-m", module, *_]:
+            return script_run_name([module.rpartition(".")[2]])
+    return script_run_name([next((each for each in words if each.endswith(".py")), words[0])])
 
 
 def command_text(words: Sequence[str]) -> str:
