@@ -212,6 +212,11 @@ def test_a_file_of_this_machine_is_sent_once_the_server_is_back(
     assert [each.path for each in client.list_artifacts(run.info.run_id, "profile")] == ["profile/trace.json.gz"]
 
 
+def test_a_file_that_another_process_removes_meanwhile_is_none(tmp_path: Path) -> None:
+    (tmp_path / "mlflow-1.unsent.jsonl").symlink_to(tmp_path / "gone")
+    assert find_spools(tmp_path) == []
+
+
 def _upload_all(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     while find_spools(folder):  # the logger's thread may be faster than the command
         _upload(capsys, str(folder))

@@ -175,7 +175,11 @@ def find_spools(folder: Path, deep: bool = True) -> list[Spool]:
         deep: whether to search its subfolders as well.
     """
     paths = [folder] if folder.is_file() else folder.glob(f"{'**/' if deep else ''}*{_SUFFIX}")
-    return [Spool(path) for path in sorted(paths, key=lambda path: path.stat().st_mtime)]
+    ages: dict[Path, float] = {}
+    for path in paths:
+        with suppress(FileNotFoundError):  # another process has sent and removed it since
+            ages[path] = path.stat().st_mtime
+    return [Spool(path) for path in sorted(ages, key=ages.__getitem__)]
 
 
 def _as_line(kind: str, item: Any) -> dict[str, Any]:
