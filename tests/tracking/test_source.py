@@ -42,7 +42,8 @@ def commit() -> str:
     [
         (["model.learning_rate=0.1", "trainer.max_epochs=3"], "r model.learning_rate=0.1 trainer.max_epochs=3"),
         (["+vars.x=1", "~callbacks", "model=gpt/tiny"], "r +vars.x=1 ~callbacks model=gpt/tiny"),
-        (["output_dir=a", "tracking.logger.run_name=x", "tracking=console", "cluster.num_nodes=2"], "r"),
+        (["output_dir=a", "tracking.logger.run_name=x", "tracking=console", "checkpoint.every_minutes=1"], "r"),
+        (["cluster=nc24ads_a100_v4", "cluster.num_nodes=2"], "r"),
         (["data.root=/d", "a=~/x", "b='./x y'", "c=[1,/d]", "d={e: ../f}", "e=https://f", "f=azureml:g@latest"], "r"),
         (["++vars.api_key=abcdefgh", f"vars.x={TOKEN}", "vars.db.password=1"], "r"),
         (["a=naïve\n\tμ\x00", "b=\udcff"], "r a=naïve μ b="),

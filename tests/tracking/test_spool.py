@@ -215,6 +215,9 @@ def test_a_file_of_this_machine_is_sent_once_the_server_is_back(
 def test_a_file_that_another_process_removes_meanwhile_is_none(tmp_path: Path) -> None:
     (tmp_path / "mlflow-1.unsent.jsonl").symlink_to(tmp_path / "gone")
     assert find_spools(tmp_path) == []
+    sent = Spool(tmp_path / "mlflow-2.unsent.jsonl")
+    assert not sent.hold()
+    assert not sent.path.exists()
 
 
 def _upload_all(capsys: pytest.CaptureFixture[str], folder: Path) -> None:

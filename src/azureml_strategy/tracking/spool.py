@@ -54,6 +54,7 @@ class Spool:
         """
         spool = cls(folder / f"mlflow-{request.start_id}{_SUFFIX}")
         folder.mkdir(parents=True, exist_ok=True)
+        spool.path.touch()
         spool.hold()
         run = {name: value for name, value in asdict(request).items() if name != "tracking_uri"}
         run["tags"] = {name: redact_text(value) for name, value in run["tags"].items()}
@@ -62,7 +63,10 @@ class Spool:
 
     def hold(self) -> bool:
         """Lock the file for this process; return False if it is gone, or if another process writes or sends it now."""
-        file = self.path.open("ab+")
+        try:  # without O_CREAT: a file that was sent and removed must not come back, empty
+            file = os.fdopen(os.open(self.path, os.O_RDWR | os.O_APPEND), "ab+")
+        except FileNotFoundError:
+            return False
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -280,7 +284,7 @@ class Leftovers:
             del self._spools[0]
 
     def _send(self, spool: Spool) -> None:
-        if not spool.path.exists() or not spool.hold():
+        if not spool.hold():
             return
         try:
             upload(spool, self._uri)
@@ -309,7 +313,7 @@ def upload_all(folder: Path, address: Callable[[str], str], tell: Callable[[str]
 def _upload_and_tell(spool: Spool, address: Callable[[str], str], tell: Callable[[str], None]) -> bool:
     try:
         if not spool.hold():
-            tell(f"{spool.path}: another process writes or sends it just now.")
+            tell(f"{spool.path}: another process writes or sends it just now, or has sent it.")
             return False
         run_id = upload(spool, address(spool.store))
     except (OSError, ValueError, TrackingError, StoreAwayError, StoreRefusedError) as error:
