@@ -1,0 +1,135 @@
+"""The index of a packed data set: where each sample lies in its shards, what it is, and its checksum.
+
+A packed set is a folder of tar files in WebDataset's convention, `KEY.jpg` beside `KEY.cls`, and one `index.npz`. A
+tar is only a row of files with a header each, so that a sample is read by its offset, without the tar's own code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+from numpy.typing import NDArray
+
+INDEX_NAME = "index.npz"
+# Version of the layout. A newer one is refused, as this code would misread it.
+_VERSION = 1
+_ARRAYS = {"shard": np.uint32, "offset": np.int64, "length": np.uint32, "label": np.int32, "checksum": np.uint32}
+
+
+class ShardIndexError(ValueError):
+    """An index is missing, damaged or contradicts its shards. The message says which and what to do."""
+
+
+@dataclass(frozen=True, eq=False)
+class ShardIndex:
+    """A packed data set, sample by sample: 24 bytes each, in arrays that worker processes share.
+
+    Attributes:
+        kind: what a record is: `images` (encoded: JPEG, PNG, ...), `raw` (uint8 pixels, height x width x 3, in numpy's
+            .npy format), or `tokens` (a run of tokens in .npy format).
+        shards: names of the tar files, relative to the folder of the set.
+        sizes: int64 `(shards,)`, bytes of each.
+        shard: uint32 `(samples,)`, the number of the shard that holds a sample. It never falls: samples lie in the
+            order of the shards.
+        offset: int64 `(samples,)`, where the record begins in its shard, bytes. It rises within a shard.
+        length: uint32 `(samples,)`, bytes of the record.
+        label: int32 `(samples,)`, the number of the class; 0 where there are none.
+        checksum: uint32 `(samples,)`, CRC-32 of the record, as zlib's.
+        classes: names of the classes; the place of a class is its label.
+        facts: what else was recorded when the set was packed, JSON only: `resize`, `quality`, `dtype`, ...
+        digest: hash of all of the above. It tells one set, and one version of a set, from another.
+    """
+
+    kind: str
+    shards: tuple[str, ...]
+    sizes: NDArray[np.int64]
+    shard: NDArray[np.uint32]
+    offset: NDArray[np.int64]
+    length: NDArray[np.uint32]
+    label: NDArray[np.int32]
+    checksum: NDArray[np.uint32]
+    classes: tuple[str, ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse an index that cannot be true.
+
+        Raises:
+            ShardIndexError: a record lies outside of its shard, or the arrays do not belong together.
+        """
+        if len({len(getattr(self, name)) for name in _ARRAYS}) != 1 or len(self.sizes) != len(self.shards):
+            raise ShardIndexError("its arrays have different lengths")
+        if not len(self):
+            raise ShardIndexError("it holds no samples")
+        if int(self.shard.max()) >= len(self.shards) or bool((self.shard[1:] < self.shard[:-1]).any()):
+            raise ShardIndexError("its samples name shards that are not there, or are not in the order of the shards")
+        if bool((self.offset + self.length > self.sizes[self.shard]).any()) or int(self.offset.min()) < 0:
+            raise ShardIndexError("a sample lies outside of its shard")
+
+    def __len__(self) -> int:
+        return len(self.shard)
+
+    @property
+    def digest(self) -> str:
+        """Sixteen hexadecimal digits."""
+        digest = hashlib.sha256(self._header().encode())
+        for name in ("sizes", *_ARRAYS):
+            digest.update(np.ascontiguousarray(getattr(self, name)).data)
+        return digest.hexdigest()[:16]
+
+    def name(self, number: int) -> str:
+        """Say where a sample lies, for a message: `train-000003.tar, byte 1536`."""
+        return f"{self.shards[self.shard[number]]}, byte {self.offset[number]}"
+
+    def save(self, path: Path) -> None:
+        """Write the index, all or nothing."""
+        arrays = {name: getattr(self, name) for name in ("sizes", *_ARRAYS)}
+        scratch = path.with_name(f".{path.name}.{id(self)}")
+        with scratch.open("wb") as file:
+            np.savez(file, header=np.frombuffer(self._header().encode(), np.uint8), **arrays)
+        scratch.replace(path)
+
+    def _header(self) -> str:
+        parts = {"version": _VERSION, "kind": self.kind, "shards": self.shards, "classes": self.classes}
+        return json.dumps({**parts, "facts": dict(self.facts)}, sort_keys=True)
+
+
+def load_index(source: Path | bytes, where: str = "") -> ShardIndex:
+    """Read an index.
+
+    Args:
+        source: the file, or its content.
+        where: how to call it in a message; the path by default.
+
+    Raises:
+        ShardIndexError: there is none, or it is damaged, or of a newer version of this package.
+    """
+    where = where or (str(source) if isinstance(source, Path) else "The index")
+    try:
+        with np.load(source if isinstance(source, Path) else io.BytesIO(source), allow_pickle=False) as file:
+            header = json.loads(file["header"].tobytes())
+            arrays = {name: file[name].astype(kind, copy=False) for name, kind in _ARRAYS.items()}
+            sizes = file["sizes"].astype(np.int64, copy=False)
+        if header["version"] > _VERSION:
+            raise ShardIndexError(
+                f"it has layout {header['version']}, and this azureml-strategy reads layout {_VERSION}: upgrade it"
+            )
+        classes, facts = tuple(header["classes"]), header["facts"]
+        return ShardIndex(header["kind"], tuple(header["shards"]), sizes, **arrays, classes=classes, facts=facts)
+    except FileNotFoundError as error:
+        raise ShardIndexError(
+            f"There is no {where}. Pack the data set: azureml-strategy data pack SRC OUT. The folder OUT has it."
+        ) from error
+    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, BadZipFile) as error:
+        raise ShardIndexError(
+            f"{where} cannot be used: {error}. Copy it again from where the set was packed, or remove it, and the "
+            "shards are indexed anew."
+        ) from error
