@@ -16,6 +16,7 @@ from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
+from isal.isal_zlib import crc32
 from numpy.typing import NDArray
 
 INDEX_NAME = "index.npz"
@@ -133,3 +134,23 @@ def load_index(source: Path | bytes, where: str = "") -> ShardIndex:
             f"{where} cannot be used: {error}. Copy it again from where the set was packed, or remove it, and the "
             "shards are indexed anew."
         ) from error
+
+
+class RecordError(OSError):
+    """A record of a packed set cannot be had, or is damaged. The message names its shard and place."""
+
+
+def check_record(index: ShardIndex, number: int, content: bytes) -> bytes | RecordError:
+    """Return a record as it was packed, or the error that says what is wrong with it.
+
+    Args:
+        index: of the set.
+        number: of the sample.
+        content: what was read at its place.
+    """
+    expected = int(index.length[number])
+    if len(content) != expected:
+        return RecordError(f"{index.name(number)}: the shard ends after {len(content)} of {expected} bytes")
+    if crc32(content) != index.checksum[number]:
+        return RecordError(f"{index.name(number)}: its {expected} bytes do not have the checksum of the index")
+    return content
