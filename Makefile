@@ -20,7 +20,7 @@ OLDEST_TESTS = tests/strategies tests/training/test_conf.py tests/checkpoint/tes
 demo: .venv/installed
 	.venv/bin/azureml-strategy emulate --nodes 2 -- .venv/bin/azureml-strategy train resnet50_ddp
 
-test: .venv-test/oldest/installed
+test: .venv-test/oldest/installed .venv-test/azurite/installed
 	@$(MAKE) --no-print-directory --jobs 2 lint test-oldest
 	.venv-test/bin/python -m pytest $(EVERY_CORE) --durations 25
 
@@ -28,7 +28,7 @@ test: .venv-test/oldest/installed
 test-oldest: .venv-test/oldest/installed
 	PYTHONPATH=$(CURDIR)/.venv-test/oldest .venv-test/bin/python -m pytest -q -W ignore $(OLDEST_TESTS)
 
-test-all: lint
+test-all: lint .venv-test/azurite/installed
 	.venv-test/bin/python -m pytest $(EVERY_CORE) -m "" --hypothesis-profile random
 
 soak: .venv-test/installed
@@ -54,6 +54,13 @@ lint: .venv-test/installed
 	rm -rf .venv-test/oldest
 	.venv-test/bin/pip install --quiet --disable-pip-version-check --no-compile --no-deps --target .venv-test/oldest -r tests/oldest.txt
 	touch $@
+
+# Azurite, Microsoft's emulator of Blob Storage; the tests that need it are skipped where it is not.
+.venv-test/azurite/installed: .venv-test/installed tests/azurite/package-lock.json
+	@mkdir -p $(@D)
+	@cp tests/azurite/package.json tests/azurite/package-lock.json $(@D)
+	@(cd $(@D) && npm ci --ignore-scripts --omit=dev --omit=optional --no-audit --no-fund --loglevel=error && touch installed) || \
+		echo "Azurite could not be installed (is npm there?): the tests of Blob Storage will be skipped."
 
 clean:
 	rm -rf .venv .venv-test build dist outputs multirun mlflow.db mlruns

@@ -116,10 +116,10 @@ def _leaves_no_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
 
 
 def _counts(child: psutil.Process) -> bool:
-    """Whether a live child is the test's: multiprocessing's trackers live as long as the interpreter."""
+    """Whether a live child is the test's: multiprocessing's trackers and the Blob server outlive it."""
     try:
         command = " ".join(child.cmdline())
-        return child.is_running() and not any(name in command for name in ("resource_tracker", "forkserver"))
+        return child.is_running() and not any(name in command for name in ("resource_tracker", "forkserver", "azurite"))
     except psutil.NoSuchProcess:
         return False
 

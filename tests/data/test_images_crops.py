@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from azureml_strategy.data.images import centre_crop, random_crop
+from azureml_strategy.data.crops import centre_crop, random_crop, window_crop
 
 _SIDE = st.integers(1, 5000)
 
@@ -55,3 +55,20 @@ def test_the_centre_is_a_square_in_the_centre(width: int, height: int, share: fl
     assert crop.width == crop.height == pytest.approx(min(width, height) * share)
     assert crop.left + crop.width / 2 == pytest.approx(width / 2)
     assert crop.top + crop.height / 2 == pytest.approx(height / 2)
+
+
+@given(_SIDE, _SIDE, st.integers(1, 600), st.integers())
+def test_a_window_is_a_square_of_whole_pixels_within_the_image(width: int, height: int, size: int, seed: int) -> None:
+    crop = window_crop(width, height, size, True, random.Random(seed))
+    assert crop.width == crop.height == min(width, height, size)
+    assert all(isinstance(side, int) for side in crop[:4])
+    assert 0 <= crop.left <= width - crop.width
+    assert 0 <= crop.top <= height - crop.height
+
+
+def test_windows_cover_the_image_and_half_of_them_are_mirrored() -> None:
+    rng = random.Random(0)
+    crops = [window_crop(260, 258, 256, True, rng) for _ in range(2000)]
+    assert {crop.left for crop in crops} == set(range(5))
+    assert {crop.top for crop in crops} == set(range(3))
+    assert 0.45 < sum(crop.flip for crop in crops) / len(crops) < 0.55

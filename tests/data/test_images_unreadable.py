@@ -6,7 +6,7 @@ import multiprocessing
 
 import pytest
 
-from azureml_strategy.data.images import UnreadableImages, UnreadableImagesError
+from azureml_strategy.data.unreadable import UnreadableImages, UnreadableImagesError
 
 
 def _path(index: int) -> str:

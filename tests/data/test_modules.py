@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from tests.data.tar_sets import write_set
 from torch import Tensor
 
 from azureml_strategy.data import DataFolderError, ImageFolderDataModule
@@ -121,6 +123,26 @@ def test_folders_of_different_classes_are_refused(root: Path, write_images: Writ
     write_images(root / "val" / "c", 1)
     with pytest.raises(DataFolderError, match=r"train has 2 class folders and .*val has 3; only in one of them: c\."):
         _module(root).setup("fit")
+
+
+@pytest.mark.parametrize("stage", ["validate", "test"])
+def test_testing_alone_compares_the_classes_with_training_too(
+    root: Path, write_images: WriteImages, stage: str
+) -> None:
+    write_images(root / "train" / "aa", 1)
+    with pytest.raises(DataFolderError, match=r"train has 3 class folders and .*val has 2; only in one of them: aa\."):
+        _module(root).setup(stage)
+    for folder, classes in (("train", ["a", "b", "c"]), ("val", ["a", "c"])):
+        samples = [(f"{number}.jpg", b"x", number) for number in range(2)]
+        write_set(root / "packed" / folder, [samples], classes)
+    with pytest.raises(DataFolderError, match=r"train has 3 class folders and .*val has 2; only in one of them: b\."):
+        _module(root / "packed").setup(stage)
+    shutil.rmtree(root / "packed" / "train")
+    shutil.rmtree(root / "train")
+    for place in (root, root / "packed"):
+        module = _module(place)
+        module.setup(stage)
+        assert module.num_classes == 2, "where there is no training set, there is nothing to compare with"
 
 
 @pytest.mark.timeout(200)

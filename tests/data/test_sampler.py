@@ -2,15 +2,18 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import TensorDataset
+from numpy.typing import NDArray
+from torch.utils.data import Dataset, Sampler, SequentialSampler, TensorDataset
 
-from azureml_strategy.data import EvaluationSampler, ResumableLoader, ResumableSampler, TrainingSampler
+from azureml_strategy.data import EvaluationSampler, PlannedLoader, ResumableLoader, ResumableSampler, TrainingSampler
 from azureml_strategy.data.sampler import default_num_workers, global_seed, replica, require
 from azureml_strategy.data.synthetic import RepeatedBatch
 
@@ -20,6 +23,11 @@ def _loader(workers: int = 0, epoch: int = 0) -> ResumableLoader:
     sampler = ResumableSampler(rows, 1, 0, seed=7)
     sampler.set_epoch(epoch)
     return ResumableLoader(rows, sampler=sampler, batch_size=4, num_workers=workers)
+
+
+def _place(loader: ResumableLoader) -> tuple[int, int]:
+    state = loader.state_dict()
+    return state["epoch"], state["samples"]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -41,7 +49,7 @@ def test_only_the_pass_that_was_left_goes_on_in_its_middle(workers: int) -> None
     again.load_state_dict(stopped.state_dict())
     rest, once_more = list(again), list(again)
     assert len(rest) < len(once_more) == 10
-    assert again.state_dict() == {"epoch": 2, "samples": 40}
+    assert _place(again) == (2, 40)
 
 
 def test_images_go_on_with_the_draws_of_their_epoch() -> None:
@@ -157,3 +165,76 @@ def test_workers_share_the_cores_that_this_process_may_use() -> None:
     finally:
         os.sched_setaffinity(0, allowed)
     assert default_num_workers(1) == min(len(allowed), 16)
+
+
+class _Cursor(Sampler[int]):
+    """Each pass reads the next part of the data, so that to ask it twice would skip one."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.at += 2
+        return iter(range(self.at - 2, self.at))
+
+    def __len__(self) -> int:
+        return 2
+
+
+class _Told(Dataset[int]):
+    """Takes note of what comes."""
+
+    def __init__(self) -> None:
+        self.told: list[list[int]] = []
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def expect(self, numbers: NDArray[np.int64], following: NDArray[np.int64]) -> None:
+        self.told.append(numbers.tolist())
+
+    def reached(self, position: int) -> None:
+        pass
+
+
+def test_a_sampler_that_must_not_be_asked_twice_is_asked_once() -> None:
+    data = _Told()
+    loader = PlannedLoader(data, sampler=_Cursor(), batch_size=2)
+    assert [batch.tolist() for _ in range(3) for batch in loader] == [[0, 1], [2, 3], [4, 5]]
+    assert data.told == []
+    assert [batch.tolist() for batch in PlannedLoader(data, batch_size=3)] == [[0, 1, 2], [3, 4, 5]]
+    assert data.told == [[0, 1, 2, 3, 4, 5]]
+
+
+def test_a_checkpoint_of_another_order_is_told() -> None:
+    stopped, rows = _loader(epoch=1), TensorDataset(torch.arange(40))
+    for _, _ in zip(range(3), stopped, strict=False):
+        pass
+    state = stopped.state_dict()
+    other = ResumableLoader(rows, sampler=ResumableSampler(rows, 1, 0, seed=8), batch_size=4)
+    with pytest.warns(UserWarning, match=r"after 12 samples of epoch 1, .*seed 7 is now 8.* read twice"):
+        other.load_state_dict(state)
+    other = ResumableLoader(rows, sampler=TrainingSampler(rows, 1, 0, seed=7), batch_size=4)
+    with pytest.warns(UserWarning, match=r"shuffle ResumableSampler is now TrainingSampler"):
+        other.load_state_dict(state)
+    _loader().load_state_dict(state)
+    _loader().load_state_dict({"epoch": 1, "samples": 12})  # of a checkpoint before this was told
+
+
+def test_an_epoch_that_was_told_and_has_not_begun_is_at_its_start() -> None:
+    loader = _loader(epoch=0)
+    list(loader)
+    assert _place(loader) == (0, 40)
+    loader.sampler.set_epoch(1)
+    assert _place(loader) == (1, 0)
+
+
+def test_with_overfit_batches_it_is_torchs_loader() -> None:
+    rows = TensorDataset(torch.arange(40))
+    loader = ResumableLoader(rows, sampler=SequentialSampler(rows), batch_size=4)  # type: ignore[arg-type]
+    assert len(list(loader)) == 10
+    loader.load_state_dict(loader.state_dict())
+    assert next(iter(loader))[0].tolist() == [0, 1, 2, 3]

@@ -98,11 +98,11 @@ def test_a_loader_says_what_it_gave_and_goes_on_there(tmp_path: Path, workers: i
     batches = iter(first)
     for _ in range(7):
         next(batches)
-    assert first.state_dict() == {"epoch": 0, "samples": 7 * 2 * 2}
+    assert first.state_dict()["samples"] == 7 * 2 * 2
     second = loader(1, 4)
     second.load_state_dict(first.state_dict())
     assert [batch[0][:, 0].tolist() for batch in second] == whole[7:]
-    assert second.state_dict() == {"epoch": 0, "samples": 100}
+    assert second.state_dict()["samples"] == 100
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""data upload|register|attach|show: manages training data in Blob Storage."""
+"""data pack|upload|register|attach|show: packs training data, and manages it in Blob Storage."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from azureml_strategy.cli.data_packing import add_pack, is_packed, show_packed
 from azureml_strategy.cli.verbs import (
     Verbs,
     add_create_options,
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 
 _EPILOG = """\
 examples:
-  azureml-strategy data upload /data/imagenet --name imagenet
+  azureml-strategy data pack /data/imagenet /data/packed --resize 256
+  azureml-strategy data upload /data/packed --name imagenet
   azureml-strategy data register azureml://datastores/premium/paths/imagenet/ --name imagenet
   azureml-strategy data attach premium --account fastimages --container training
 """
@@ -34,7 +36,8 @@ examples:
 
 def add_to(verbs: Verbs) -> None:
     """Add the verb and its options."""
-    group = add_group(verbs, "data", "upload, register or show training data")
+    group = add_group(verbs, "data", "pack, upload, register or show training data")
+    add_pack(group)
     upload = add_verb(
         group,
         "upload",
@@ -59,9 +62,16 @@ def add_to(verbs: Verbs) -> None:
     _add_asset_options(register)
     _add_attach(group)
     show = add_verb(
-        group, "show", _show, help="show data", description="Show a data asset's versions, or all there is."
+        group,
+        "show",
+        _show,
+        help="show data, or check a packed set",
+        description="Show a data asset's versions, or all there is. Show and check a packed set.",
+        epilog=_EPILOG,
     )
-    show.add_argument("name", nargs="?", metavar="NAME", help="of a data asset; all and the datastores by default")
+    what = "of a data asset, all and the datastores by default; or the folder or address of a packed set, to check it"
+    show.add_argument("name", nargs="?", metavar="NAME", help=what)
+    show.add_argument("--quick", action="store_true", help="of a packed set read only a thousand records, not all")
     add_workspace_options(show)
 
 
@@ -142,6 +152,8 @@ def _attach(options: argparse.Namespace) -> int:
 
 @refusing
 def _show(options: argparse.Namespace) -> int:
+    if options.name and is_packed(options.name):
+        return show_packed(options.name, options.quick)
     from azureml_strategy.jobs.storage import list_data, show_data
     from azureml_strategy.tracking.tables import render_table
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import random
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from PIL import Image
 from typing_extensions import override
 
-from azureml_strategy.data.folders import DataFolderError
+from azureml_strategy.data.folders import DataFolderError, user_cache
 from azureml_strategy.data.modules import ImageFolderDataModule
 from azureml_strategy.data.sampler import require
 
@@ -18,6 +20,7 @@ _PIXELS = 32
 _BRIGHTEST = 16  # the digits have 17 grey levels
 _QUALITY = 95
 _SPLIT_SEED = 0
+_SHARD_BYTES = 250_000  # seven for training: enough for a window of some
 _FOLDER = "validation-"  # followed by the fraction
 
 
@@ -36,6 +39,8 @@ class DigitsDataModule(ImageFolderDataModule):
             costs less than transferring them between processes.
         validation_fraction: share of the digits for validation, the same ones in each run.
         minimum_scale: the smallest share of an image's area that a training crop may have.
+        shards: pack the files into shards and read those, as for a large set.
+        decoder: `simplejpeg`, `pillow`, or `auto`.
 
     Raises:
         ValueError: an argument is out of range.
@@ -50,13 +55,16 @@ class DigitsDataModule(ImageFolderDataModule):
         num_workers: int | None = 0,
         validation_fraction: float = 0.2,
         minimum_scale: float = 0.7,
+        shards: bool = False,
+        decoder: str = "auto",
     ) -> None:
         rule = "between 0 and 1, both left out"
         require("validation_fraction", validation_fraction, 0 < validation_fraction < 1, rule)
         self.validation_fraction = validation_fraction
+        # Each fraction gets a folder of its own.
+        self.files = _place(root) / f"{_FOLDER}{validation_fraction:g}"
         super().__init__(
-            # Each fraction gets a folder of its own.
-            _place(root) / f"{_FOLDER}{validation_fraction:g}",
+            self.files.with_name(f"{self.files.name}-shards") if shards else self.files,
             image_size=image_size,
             batch_size=batch_size,
             num_workers=num_workers,
@@ -64,12 +72,15 @@ class DigitsDataModule(ImageFolderDataModule):
             minimum_scale=minimum_scale,
             flip=False,
             evaluation_centre=1.0,
+            decoder=decoder,
         )
 
     @override
     def prepare_data(self) -> None:
-        """Write the files unless they exist."""
-        write_digits(self.root, self.validation_fraction)
+        """Write the files unless they exist, and pack them."""
+        write_digits(self.files, self.validation_fraction)
+        if self.root != self.files:
+            pack_digits(self.files, Path(self.root))
 
 
 def _place(root: str | os.PathLike[str] | None) -> Path:
@@ -78,7 +89,7 @@ def _place(root: str | os.PathLike[str] | None) -> Path:
     A missing folder, or one of other images, is refused: a misspelt name would go unnoticed.
     """
     if root is None:
-        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "azureml_strategy" / "digits"
+        return user_cache() / "digits"
     folder = Path(root).expanduser()
     others = [each.name for each in sorted(folder.glob("*")) if not each.name.startswith((_FOLDER, "."))]
     if folder.is_dir() and not others:
@@ -94,19 +105,45 @@ def _place(root: str | os.PathLike[str] | None) -> Path:
 def write_digits(folder: Path, validation_fraction: float) -> None:
     """Write the digits as `folder/{train,val}/{0..9}/NNNN.jpg`, all or nothing.
 
-    They are written beside the folder and renamed into place, so a killed process leaves no incomplete data set. If
-    several processes write at once, on any number of nodes, the first one wins and the others use its files.
-
     Args:
         folder: target; left as it is if it exists.
         validation_fraction: share of the digits for `val`.
     """
+    with _all_or_nothing(folder) as scratch:
+        if scratch is not None:
+            _write_files(scratch, validation_fraction)
+
+
+def pack_digits(files: Path, folder: Path) -> None:
+    """Pack the digits into shards, `folder/{train,val}`, all or nothing.
+
+    Args:
+        files: what `write_digits` has written.
+        folder: target; left as it is if it exists.
+    """
+    from azureml_strategy.data.packing.images import ImageForm
+    from azureml_strategy.data.packing.pack import Packing, pack
+    from azureml_strategy.data.packing.sources import find_images
+
+    with _all_or_nothing(folder) as scratch:
+        if scratch is not None:
+            pack(Packing(find_images(files, ImageForm()), scratch, {}, _SHARD_BYTES))
+
+
+@contextmanager
+def _all_or_nothing(folder: Path) -> Iterator[Path | None]:
+    """Give a place to write a folder at, beside it, and rename it in the end; None if the folder exists.
+
+    A killed process leaves no incomplete data set. If several processes write at once, on any number of nodes, the
+    first one wins and the others use its files.
+    """
     if folder.is_dir():
+        yield None
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".digits-") as scratch:
         written = Path(scratch) / folder.name
-        _write_files(written, validation_fraction)
+        yield written
         try:
             written.rename(folder)
         except OSError:

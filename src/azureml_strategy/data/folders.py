@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from lightning.pytorch.utilities import rank_zero_warn
 from numpy.typing import NDArray
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
@@ -57,7 +56,7 @@ def scan_class_folders(root: str | os.PathLike[str]) -> ClassFolders:
         DataFolderError: the folder does not exist, has no class folders, or none of them has images.
     """
     root = os.path.expanduser(os.fspath(root))
-    classes = _class_names(root)
+    classes = class_names(root)
     with ThreadPoolExecutor(max_workers=16) as pool:  # listing a mounted folder mostly waits for the network
         listed = list(pool.map(lambda name: _image_names(root, name), classes))
     names = [name for folder in listed for name in folder]
@@ -66,16 +65,28 @@ def scan_class_folders(root: str | os.PathLike[str]) -> ClassFolders:
         raise DataFolderError(f"The data folder {root} has {seen}. {_HINT}")
     empty = [name for name, folder in zip(classes, listed, strict=True) if not folder]
     if empty:
+        from lightning.pytorch.utilities import rank_zero_warn  # slow to import, and seldom needed
+
         rank_zero_warn(f"{len(empty)} of {len(classes)} class folders in {root} have no image: {_first(empty)}")
     labels = np.repeat(np.arange(len(classes)), [len(folder) for folder in listed])
     return ClassFolders(root, tuple(classes), np.array(names, dtype=np.bytes_), labels)
 
 
+def user_cache() -> Path:
+    """Return the folder of this package in the user's cache: `~/.cache`, or XDG_CACHE_HOME."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "azureml_strategy"
+
+
 def resolve_root(root: str | os.PathLike[str] | None, input_name: str | None, environ: Mapping[str, str]) -> Path:
-    """Return the folder of a data set: `root` as given, or where Azure ML mounted the job's input `input_name`.
+    """Return the folder of a data set, as `resolve_place` does."""
+    return Path(resolve_place(root, input_name, environ))
+
+
+def resolve_place(root: str | os.PathLike[str] | None, input_name: str | None, environ: Mapping[str, str]) -> str:
+    """Return where a data set is: `root` as given, or where Azure ML mounted the job's input `input_name`.
 
     Args:
-        root: a folder.
+        root: a folder, or an address.
         input_name: name of an input of the job. Azure ML writes its mount point to AZURE_ML_INPUT_<name>.
         environ: the process's environment variables.
 
@@ -87,7 +98,7 @@ def resolve_root(root: str | os.PathLike[str] | None, input_name: str | None, en
         seen = "neither" if root is None else f"both root={os.fspath(root)!r} and input_name={input_name!r}"
         raise ValueError(f"A data set needs either `root` or `input_name`, and {seen} was given. {_HINT}")
     if root is not None:
-        return Path(root)
+        return os.fspath(root)
     variable = f"{_INPUT_PREFIX}{input_name}"
     if variable not in environ:
         known = sorted(name.removeprefix(_INPUT_PREFIX) for name in environ if name.startswith(_INPUT_PREFIX))
@@ -97,10 +108,15 @@ def resolve_root(root: str | os.PathLike[str] | None, input_name: str | None, en
             f"`inputs: {{{input_name}: {{type: uri_folder, path: ...}}}}` to the job, or give the folder: "
             "data.root=..."
         )
-    return Path(environ[variable])
+    return environ[variable]
 
 
-def _class_names(root: str) -> list[str]:
+def class_names(root: str | os.PathLike[str]) -> list[str]:
+    """Return the names of the class folders in a folder, sorted.
+
+    Raises:
+        DataFolderError: the folder does not exist, or has no class folders.
+    """
     if not os.path.isdir(root):
         raise DataFolderError(f"There is no data folder {root}. {_HINT}")
     with os.scandir(root) as entries:

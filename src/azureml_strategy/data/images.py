@@ -1,313 +1,439 @@
-"""Image data sets for training and evaluation: decoding, cropping, and counting of unreadable images."""
+"""Image data sets for training and evaluation: whole batches, decoded and cropped; unreadable images are counted."""
 
 from __future__ import annotations
 
-import math
 import os
 import random
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from itertools import repeat
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from PIL import Image
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate, get_worker_info
 from typing_extensions import override
 
-from azureml_strategy.data.folders import scan_class_folders
+from azureml_strategy.data.crops import Crop, centre_crop, random_crop, window_crop
+from azureml_strategy.data.decoding import choose_decoder
+from azureml_strategy.data.folders import ClassFolders, scan_class_folders
+from azureml_strategy.data.storage import StorageError
+from azureml_strategy.data.unreadable import UnreadableImages, UnreadableImagesError
 
-_NAMED = 5
+__all__ = [
+    "IGNORED_LABEL",
+    "EvaluationImages",
+    "FolderSource",
+    "ImageBatch",
+    "ImageFolder",
+    "RecordSource",
+    "TrainingImages",
+    "UnreadableImagesError",
+    "collate_images",
+]
 
-# The content decides the format, not the file name. Pillow's other decoders are never offered a file.
-_FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
-# Aspect ratios of random crops: Szegedy et al. 2014, section 6 (https://arxiv.org/abs/1409.4842).
-_ASPECT_RATIOS = (3 / 4, 4 / 3)
-_ATTEMPTS = 10
 # The label that torch's cross_entropy ignores.
 IGNORED_LABEL = -100
+# Records that are in memory at a time before they are decoded. A batch may hold hundreds of photographs of 5 MB.
+_RECORDS_AT_ONCE = 64
+# In place of the first draw of a data set.
+_NOTHING_DRAWN, _NOT_WATCHED = -1, -2
+_SAME_CROPS = (
+    "Image {draw} was drawn a second time as a draw of epoch 0, and is cropped and mirrored as before: by plain "
+    "indices, which DataLoader(images, shuffle=True) gives, all epochs are alike. Type: "
+    "sampler = TrainingSampler(images, num_replicas=1, rank=0, seed=0); "
+    "loader = ResumableLoader(images, sampler=sampler, batch_size=...); and before each epoch, as a Trainer does by "
+    "itself, sampler.set_epoch(epoch)."
+)
 
 
-class UnreadableImagesError(RuntimeError):
-    """More images are unreadable than allowed, or all of them are."""
+class RecordSource(Protocol):
+    """Where the records of a data set come from: `FolderSource`, or `ShardedImages` for packed shards."""
+
+    @property
+    def root(self) -> str:
+        """The folder or the address of the data set."""
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes; the place of a class is its label."""
+
+    @property
+    def labels(self) -> NDArray[Any]:
+        """The label of each record, integers."""
+
+    def __len__(self) -> int: ...
+
+    def name(self, number: int) -> str:
+        """Say where a record lies, for a message."""
+
+    def read(self, numbers: Sequence[int]) -> list[bytes | Exception]:
+        """Return records in the order asked for; in place of one that cannot be had or is damaged, the error."""
+
+    def expect(self, numbers: NDArray[np.int64], following: NDArray[np.int64]) -> None:
+        """Take note of what this process and its workers read in this pass, and in the next one."""
+
+    def reached(self, position: int) -> None:
+        """Take note of how many records of the pass have been handed out."""
+
+    def close(self) -> None:
+        """Let go of files and connections. They are opened again if it is read once more."""
 
 
-class UnreadableImages:
-    """Tracks which images of a data set could not be read.
-
-    The marks lie in shared memory, so the worker processes of a DataLoader and the process that started them see the
-    same ones. An image counts once, however many epochs and workers meet it.
-
-    Args:
-        total: number of images.
-        maximum: how many may be unreadable before it is an error.
-        path: maps the index of an image to its path.
-    """
-
-    def __init__(self, total: int, maximum: int, path: Callable[[int], str]) -> None:
-        self._marks: Tensor = torch.zeros(total, dtype=torch.bool).share_memory_()  # type: ignore[no-untyped-call]
-        self._maximum = maximum
-        self._path = path
-
-    def __contains__(self, index: int) -> bool:
-        return bool(self._marks[index])
-
-    def __len__(self) -> int:
-        return int(self._marks.sum())
-
-    def add(self, index: int, error: Exception) -> None:
-        """Count an image, and warn with its path and the reason.
-
-        Raises:
-            UnreadableImagesError: more than `maximum` images are unreadable, or all of them.
-        """
-        self._marks[index] = True
-        reason = f"{type(error).__name__}: {error}"
-        count, total = len(self), len(self._marks)
-        if count > self._maximum or count == total:
-            raise UnreadableImagesError(self._complaint(count, total, reason)) from error
-        warnings.warn(
-            f"Skipped an unreadable image: {self._path(index)} ({reason}). "
-            f"{count} of {total} so far, max_unreadable={self._maximum}.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-
-    def _complaint(self, count: int, total: int, reason: str) -> str:
-        first = [self._path(int(index)) for index in self._marks.nonzero()[:_NAMED]]
-        return (
-            f"{count} of {total} images cannot be read, and max_unreadable={self._maximum}. The first of them: "
-            f"{', '.join(first)}. The last reason: {reason}. Check that the data was copied or mounted completely "
-            "and may be read by this user; delete or repair these files, or allow more: data.max_unreadable=..."
-        )
-
-
-def decode_image(path: str, size: int, choose_crop: Callable[[int, int], Crop]) -> Tensor:
-    """Read a crop of an image file, resized to a square.
-
-    If the crop allows it, a JPEG is decoded at a half, a quarter or an eighth of its size, which costs correspondingly
-    less. Greyscale, palette, CMYK, transparent and 16-bit images become RGB. EXIF rotation is ignored, as in the
-    published results on ImageNet.
-
-    Args:
-        path: of the file.
-        size: width and height of the result, pixels.
-        choose_crop: maps width and height of the image, pixels, to the crop.
-
-    Returns:
-        uint8 `(3, size, size)`.
-
-    Raises:
-        Exception: of many types; Pillow has no common one for files that it cannot read.
-    """
-    with Image.open(path, formats=_FORMATS) as image:
-        width, height = image.size
-        crop = choose_crop(width, height)
-        # Decode the smallest whole image in which the crop still has `size` pixels a side.
-        image.draft(None, (math.ceil(size * width / crop.width), math.ceil(size * height / crop.height)))
-        box = _scaled_box(crop, (width, height), image.size)
-        square = _rgb(image).resize((size, size), Image.Resampling.BILINEAR, box=box)
-    if crop.flip:
-        square = square.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-    return torch.from_numpy(np.array(square)).permute(2, 0, 1)
-
-
-def _scaled_box(crop: Crop, seen: tuple[int, int], decoded: tuple[int, int]) -> tuple[float, float, float, float]:
-    """Return left, top, right and bottom of the crop in the decoded image, which may be smaller than the original."""
-    across, down = decoded[0] / seen[0], decoded[1] / seen[1]
-    # Rounding must not push an edge out of the image: Pillow refuses that.
-    right = min((crop.left + crop.width) * across, decoded[0])
-    bottom = min((crop.top + crop.height) * down, decoded[1])
-    return crop.left * across, crop.top * down, right, bottom
-
-
-def _rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I"):  # 16 bits a pixel; Pillow's conversion would clip them at 255
-        image = image.convert("I").point(lambda value: value * (1 / 257)).convert("L")
-    return image if image.mode == "RGB" else image.convert("RGB")
-
-
-class Crop(NamedTuple):
-    """A rectangle of an image, in its pixels, and whether to mirror it."""
-
-    left: float
-    top: float
-    width: float
-    height: float
-    flip: bool = False
-
-
-def random_crop(width: int, height: int, minimum_scale: float, flip: bool, rng: random.Random) -> Crop:
-    """Return a crop of random area and aspect ratio, as torchvision's RandomResizedCrop, mirrored half the time.
-
-    Args:
-        width: of the image, pixels.
-        height: of the image, pixels.
-        minimum_scale: the smallest share of the image's area, above 0 and up to 1; 0.08 for ImageNet.
-        flip: whether to mirror at all.
-        rng: source of randomness.
-
-    Returns:
-        A crop within the image. If none of ten attempts fits, as in an extremely long image, it is the largest centred
-        crop of an allowed aspect ratio.
-    """
-    mirrored = flip and rng.random() < 0.5
-    for _ in range(_ATTEMPTS):
-        area = width * height * rng.uniform(minimum_scale, 1.0)
-        ratio = math.exp(rng.uniform(math.log(_ASPECT_RATIOS[0]), math.log(_ASPECT_RATIOS[1])))
-        crop_width, crop_height = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
-        if 0 < crop_width <= width and 0 < crop_height <= height:
-            left, top = rng.randint(0, width - crop_width), rng.randint(0, height - crop_height)
-            return Crop(left, top, crop_width, crop_height, mirrored)
-    widest, tallest = min(width, height * _ASPECT_RATIOS[1]), min(height, width / _ASPECT_RATIOS[0])
-    return _centred(width, height, widest, tallest)._replace(flip=mirrored)
-
-
-def centre_crop(width: int, height: int, share: float) -> Crop:
-    """Return a square in the centre of an image.
-
-    Args:
-        width: of the image, pixels.
-        height: of the image, pixels.
-        share: side of the square divided by the image's shorter side. 0.875 is the usual evaluation on ImageNet: resize
-            the shorter side to 256 pixels, then cut out 224.
-    """
-    side = min(width, height) * share
-    return _centred(width, height, side, side)
-
-
-def _centred(width: int, height: int, crop_width: float, crop_height: float) -> Crop:
-    return Crop((width - crop_width) / 2, (height - crop_height) / 2, crop_width, crop_height)
-
-
-class ImageFolder(Dataset[tuple[Tensor, int]], ABC):
-    """Images in class folders, decoded on access.
+class FolderSource:
+    """Image files in class folders as records.
 
     Args:
         root: the folder that holds the class folders: `root/class/image.jpg`.
-        image_size: width and height of the images returned, pixels.
-        max_unreadable: how many images may be unreadable before it is an error; each process counts its own.
 
     Raises:
         DataFolderError: the folder is missing, or has no class folders or no images.
     """
 
-    def __init__(self, root: str | os.PathLike[str], image_size: int, max_unreadable: int) -> None:
+    def __init__(self, root: str | os.PathLike[str]) -> None:
         self.folders = scan_class_folders(root)
-        self.image_size = image_size
-        self.unreadable = UnreadableImages(len(self), max_unreadable, self.folders.path)
+
+    @property
+    def root(self) -> str:
+        """The folder that holds the class folders."""
+        return self.folders.root
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of the classes; the index of a class is its label."""
+        """Names of the classes; the place of a class is its label."""
         return self.folders.classes
+
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        """The label of each file."""
+        return self.folders.labels
 
     def __len__(self) -> int:
         return len(self.folders.names)
 
-    @abstractmethod
+    def name(self, number: int) -> str:
+        """Return the path of a file."""
+        return self.folders.path(number)
+
+    def read(self, numbers: Sequence[int]) -> list[bytes | Exception]:
+        """Return the contents of files; in place of one that cannot be read, the error."""
+        return [self._read(number) for number in numbers]
+
+    def expect(self, numbers: NDArray[np.int64], following: NDArray[np.int64]) -> None:
+        """Do nothing: the operating system keeps what it has memory for."""
+
+    def reached(self, position: int) -> None:
+        """Do nothing, as in `expect`."""
+
+    def close(self) -> None:
+        """Do nothing: no file stays open."""
+
+    def _read(self, number: int) -> bytes | Exception:
+        try:
+            return Path(self.folders.path(number)).read_bytes()
+        except OSError as error:
+            return error
+
+
+class ImageBatch(Sequence[tuple[Tensor, int]]):
+    """A batch in one piece of memory, which is also a sequence of its samples.
+
+    Attributes:
+        images: uint8 `(N, 3, size, size)`, in channels_last.
+        labels: int64 `(N,)`.
+    """
+
+    def __init__(self, images: Tensor, labels: Tensor) -> None:
+        self.images = images
+        self.labels = labels
+
     @override
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        """Return an image, uint8 `(3, image_size, image_size)`, and its label."""
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @override
+    def __getitem__(self, place: Any) -> Any:
+        return self.images[place], int(self.labels[place])
+
+
+def collate_images(samples: Sequence[Any]) -> Any:
+    """Return the images and labels of an `ImageBatch` as they are, and other samples as torch's `default_collate`."""
+    return (samples.images, samples.labels) if isinstance(samples, ImageBatch) else default_collate(list(samples))
+
+
+class ImageFolder(Dataset[tuple[Tensor, int]], ABC):
+    """Images of a source of records, decoded on access.
+
+    torch's DataLoader asks for a batch at a time, by `__getitems__`. With `collate_fn=collate_images`, the batch that
+    was decoded is what arrives; torch's own collate function works as well, but copies the images once more.
+
+    Args:
+        root: the folder that holds the class folders, `root/class/image.jpg`, or a source of records.
+        image_size: width and height of the images returned, pixels.
+        max_unreadable: how many images may be unreadable before it is an error; each process counts its own.
+        decoder: `simplejpeg`, `pillow`, or `auto`, simplejpeg if it is installed.
+
+    Raises:
+        DataFolderError: the folder is missing, or has no class folders or no images.
+        ModuleNotFoundError: simplejpeg is asked for and not installed.
+        ValueError: there is no such decoder.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str] | RecordSource,
+        image_size: int,
+        max_unreadable: int,
+        decoder: str = "auto",
+    ) -> None:
+        self.decode = choose_decoder(decoder)
+        self.source: RecordSource = FolderSource(root) if isinstance(root, (str, os.PathLike)) else root
+        self.image_size = image_size
+        self.unreadable = UnreadableImages(len(self), max_unreadable, self.source.name)
+
+    @property
+    def folders(self) -> ClassFolders:
+        """The class folders, of a data set that has them.
+
+        Raises:
+            TypeError: it has another source of records.
+        """
+        if not isinstance(self.source, FolderSource):
+            raise TypeError(f"These images come from {type(self.source).__name__}, which has no class folders.")
+        return self.source.folders
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes; the index of a class is its label."""
+        return self.source.classes
+
+    @property
+    def digest(self) -> str | None:
+        """Hash of a packed set's index, by which a resumed run sees that the set is another one; None for folders."""
+        return getattr(self.source, "digest", None)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    @abstractmethod
+    def candidates(self, draw: int) -> Iterator[int]:
+        """Yield the indices of the images that may be the sample of a draw: the first that can be read is."""
 
     @abstractmethod
     def crop(self, width: int, height: int, draw: int) -> Crop:
         """Return the part of an image to use. Width and height are the image's, in pixels."""
 
-    def read(self, index: int, draw: int) -> tuple[Tensor, int] | None:
-        """Return the image and its label, or None if the image cannot be read, which is counted.
+    @override
+    def __getitem__(self, draw: int) -> tuple[Tensor, int]:
+        """Return an image, uint8 `(3, image_size, image_size)`, and its label."""
+        sample: tuple[Tensor, int] = self.__getitems__([draw])[0]
+        return sample
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        """Yield each image once. A draw has no end, and Python would go on with what `__getitem__` takes."""
+        return (self[number] for number in range(len(self)))
+
+    def __getitems__(self, draws: Sequence[int]) -> ImageBatch:
+        """Return a batch of images and labels. A sample without candidates is blank and has the label -100.
 
         Raises:
-            UnreadableImagesError: more than `max_unreadable` images cannot be read.
+            UnreadableImagesError: more than `max_unreadable` images cannot be read, or none can.
+            StorageError: the storage of the records cannot be reached, or refuses.
         """
-        if index in self.unreadable:
-            return None
+        pixels = _allocate(len(draws), self.image_size)
+        labels = torch.full((len(draws),), IGNORED_LABEL, dtype=torch.int64, device="cpu")
+        batch = ImageBatch(pixels.permute(0, 3, 1, 2), labels)
+        for first in range(0, len(draws), _RECORDS_AT_ONCE):
+            places = range(first, min(first + _RECORDS_AT_ONCE, len(draws)))
+            pending = {place: self.candidates(draws[place]) for place in places}
+            while pending:
+                pending = self._try_candidates(pending, draws, pixels.numpy(), labels.numpy())
+        return batch
+
+    def expect(self, numbers: NDArray[np.int64], following: NDArray[np.int64]) -> None:
+        """Tell the source which draws come in this pass, and in the next one."""
+        self.source.expect(self.indices(numbers), self.indices(following))
+
+    def reached(self, position: int) -> None:
+        """Tell the source how many samples of the pass have been handed out."""
+        self.source.reached(position)
+
+    def close(self) -> None:
+        """Let the source close its files and connections."""
+        self.source.close()
+
+    @abstractmethod
+    def indices(self, draws: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the images of draws, without substitutes."""
+
+    def _try_candidates(
+        self,
+        pending: dict[int, Iterator[int]],
+        draws: Sequence[int],
+        pixels: NDArray[np.uint8],
+        labels: NDArray[np.int64],
+    ) -> dict[int, Iterator[int]]:
+        """Write the next candidate of each place into the batch, and return the places where none could be read."""
+        candidates = {place: self._next_candidate(more) for place, more in pending.items()}
+        numbers = {place: number for place, number in candidates.items() if number is not None}
+        records = self.source.read(list(numbers.values()))
+        for record in records:
+            # Storage that cannot be reached says nothing of an image: to go on would train on substitutes.
+            if isinstance(record, StorageError):
+                raise record
+        failed = [
+            place
+            for (place, number), record in zip(numbers.items(), records, strict=True)
+            if not self._decode(number, draws[place], record, pixels[place])
+        ]
+        for place in failed:
+            pixels[place] = 0  # of what was decoded before the error
+        for place in numbers.keys() - set(failed):
+            labels[place] = self.source.labels[numbers[place]]
+        return {place: pending[place] for place in failed}
+
+    def _next_candidate(self, candidates: Iterator[int]) -> int | None:
+        # Terminates where candidates are endless: an error is raised before all images are marked as unreadable.
+        return next((number for number in candidates if number not in self.unreadable), None)
+
+    def _decode(self, number: int, draw: int, record: bytes | Exception, square: NDArray[np.uint8]) -> bool:
+        """Decode a record, and return whether it can be: if not, it is counted."""
         try:
-            path = self.folders.path(index)
-            image = decode_image(path, self.image_size, lambda width, height: self.crop(width, height, draw))
+            if isinstance(record, Exception):
+                raise record
+            self.decode(record, lambda width, height: self.crop(width, height, draw), square)
         except Exception as error:  # Pillow's decoders raise anything: OSError, SyntaxError, struct.error, ...
-            self.unreadable.add(index, error)
-            return None
-        return image, int(self.folders.labels[index])
+            if number not in self.unreadable:  # twice in this batch
+                self.unreadable.add(number, error)
+            return False
+        return True
 
 
 class TrainingImages(ImageFolder):
     """Randomly cropped and mirrored images. Another image replaces an unreadable one.
 
-    Randomness depends only on the seed and the draw, not on the number of workers or processes, nor on whether the run
-    was interrupted. Ranks that share a replica therefore read the same.
+    Randomness depends only on the seed and the draw, not on the batch, the number of workers or processes, nor on
+    whether the run was interrupted. Ranks that share a replica therefore read the same.
+
+    A sample is taken by its draw, `epoch * len(self) + index`, as `TrainingSampler` counts, so that an image is cropped
+    differently in each epoch. A plain index is a draw of epoch 0; a warning tells where a second epoch comes by such.
 
     Args:
-        root: the folder that holds the class folders: `root/class/image.jpg`.
+        root: the folder that holds the class folders, `root/class/image.jpg`, or a source of records.
         image_size: width and height of the images returned, pixels.
         max_unreadable: how many images may be unreadable before it is an error.
         minimum_scale: the smallest share of an image's area that a crop may have.
         flip: mirror half of the images.
         seed: of crops, mirroring and substitutes.
+        crop: `resized`, a part of random size and shape; or `window`, a random square of `image_size` pixels as they
+            are, for images that were resized when they were packed.
+        decoder: `simplejpeg`, `pillow`, or `auto`, simplejpeg if it is installed.
     """
 
     def __init__(
         self,
-        root: str | os.PathLike[str],
+        root: str | os.PathLike[str] | RecordSource,
         image_size: int = 224,
         max_unreadable: int = 100,
         minimum_scale: float = 0.08,
         flip: bool = True,
         seed: int = 0,
+        crop: str = "resized",
+        decoder: str = "auto",
     ) -> None:
-        super().__init__(root, image_size, max_unreadable)
+        if crop not in ("resized", "window"):
+            raise ValueError(f"crop={crop!r}, but it must be resized or window.")
+        super().__init__(root, image_size, max_unreadable, decoder)
         self.minimum_scale = minimum_scale
         self.flip = flip
         self.seed = seed
+        self.resized = crop == "resized"
+        # In memory that worker processes share: a plain DataLoader has new ones in each epoch.
+        self._first = torch.full((), _NOTHING_DRAWN, dtype=torch.int64, device="cpu")
+        self._first.share_memory_()  # type: ignore[no-untyped-call]
 
     @override
-    def __getitem__(self, draw: int) -> tuple[Tensor, int]:
-        """Return an image and its label.
+    def expect(self, numbers: NDArray[np.int64], following: NDArray[np.int64]) -> None:
+        if len(following) and following.min() >= len(self):  # a sampler that counts epochs, if it starts once more, too
+            self._first.fill_(_NOT_WATCHED)
+        super().expect(numbers, following)
 
-        Args:
-            draw: `epoch * len(self) + index`, as `TrainingSampler` counts, so that an image is cropped differently in
-                each epoch. A plain index is a draw of epoch 0.
-        """
-        sample = self.read(draw % len(self), draw)
+    @override
+    def __getitems__(self, draws: Sequence[int]) -> ImageBatch:
+        first = int(self._first)
+        if first == _NOTHING_DRAWN and len(draws):
+            self._first.fill_(draws[0] if draws[0] < len(self) else _NOT_WATCHED)
+        elif first >= 0 and first in draws:
+            self._first.fill_(_NOT_WATCHED)
+            warnings.warn(_SAME_CROPS.format(draw=first), RuntimeWarning, stacklevel=2)
+        return super().__getitems__(draws)
+
+    @override
+    def candidates(self, draw: int) -> Iterator[int]:
+        yield draw % len(self)
         substitutes = random.Random(f"{self.seed}/{draw}/substitutes")
-        while sample is None:  # terminates: `read` raises once no image can be read
-            sample = self.read(substitutes.randrange(len(self)), draw)
-        return sample
+        while True:
+            yield substitutes.randrange(len(self))
 
     @override
     def crop(self, width: int, height: int, draw: int) -> Crop:
         rng = random.Random(f"{self.seed}/{draw}")
-        return random_crop(width, height, self.minimum_scale, self.flip, rng)
+        if self.resized:
+            return random_crop(width, height, self.minimum_scale, self.flip, rng)
+        return window_crop(width, height, self.image_size, self.flip, rng)
+
+    @override
+    def indices(self, draws: NDArray[np.int64]) -> NDArray[np.int64]:
+        return draws % len(self)
 
 
 class EvaluationImages(ImageFolder):
     """The centres of the images. A blank image with the label -100 replaces an unreadable one.
 
+    `images[len(images)]` is blank, too: samplers pad with it.
+
     Args:
-        root: the folder that holds the class folders: `root/class/image.jpg`.
+        root: the folder that holds the class folders, `root/class/image.jpg`, or a source of records.
         image_size: width and height of the images returned, pixels.
         max_unreadable: how many images may be unreadable before it is an error.
         centre: side of the evaluated square divided by the image's shorter side.
+        decoder: `simplejpeg`, `pillow`, or `auto`, simplejpeg if it is installed.
     """
 
     def __init__(
         self,
-        root: str | os.PathLike[str],
+        root: str | os.PathLike[str] | RecordSource,
         image_size: int = 224,
         max_unreadable: int = 100,
         centre: float = 0.875,
+        decoder: str = "auto",
     ) -> None:
-        super().__init__(root, image_size, max_unreadable)
+        super().__init__(root, image_size, max_unreadable, decoder)
         self.centre = centre
 
     @override
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        """Return an image and its label, or a blank image for `index == len(self)`, with which samplers pad."""
-        sample = self.read(index, draw=index) if index < len(self) else None
-        return sample or (torch.zeros(3, self.image_size, self.image_size, dtype=torch.uint8), IGNORED_LABEL)
+    def candidates(self, draw: int) -> Iterator[int]:
+        return repeat(draw, 1 if draw < len(self) else 0)
 
     @override
     def crop(self, width: int, height: int, draw: int) -> Crop:
         return centre_crop(width, height, self.centre)
+
+    @override
+    def indices(self, draws: NDArray[np.int64]) -> NDArray[np.int64]:
+        return draws[draws < len(self)]
+
+
+def _allocate(count: int, size: int) -> Tensor:
+    """Return blank images to write to, uint8 `(count, size, size, 3)`."""
+    if get_worker_info() is None:
+        return torch.zeros(count, size, size, 3, dtype=torch.uint8, device="cpu")
+    # In memory that the worker shares with the main process, as torch's default_collate does: from anywhere else they
+    # would be copied to it. The operating system gives it out blank.
+    images = torch.empty(0, dtype=torch.uint8, device="cpu")
+    images.set_(images.untyped_storage()._new_shared(count * size * size * 3, device="cpu"))  # type: ignore[no-untyped-call]
+    return images.view(count, size, size, 3)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sized
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, SequentialSampler
 from typing_extensions import override
 
 # More decoding processes than this only wait for one another. On a 96-core Azure VM each GPU gets 12.
@@ -40,9 +43,7 @@ class ResumableSampler(DistributedSampler[int]):
 
     @override
     def __iter__(self) -> Iterator[int]:
-        order = self.order()[self.first_sample :]
-        complete = len(order) - len(order) % self.num_replicas
-        return iter(order[self.rank : complete : self.num_replicas].tolist())
+        return iter(self._share(self.order()[self.first_sample :]).tolist())
 
     def order(self) -> Tensor:
         """Return the samples of the epoch, int64, in the order of torch's DistributedSampler."""
@@ -54,13 +55,70 @@ class ResumableSampler(DistributedSampler[int]):
         epoch, samples = self.resume_at
         return samples if epoch == self.epoch else 0
 
+    def depends_on(self) -> dict[str, Any]:
+        """Return what the order depends on, beside the epoch."""
+        return {"shuffle": type(self).__name__, "seed": self.seed, "length": self._samples}
 
-class ResumableLoader(DataLoader[Any]):
+    def following(self) -> Tensor:
+        """Return what this replica reads in the next epoch, int64."""
+        epoch = self.epoch
+        try:
+            self.epoch = epoch + 1
+            return self._share(self.order())
+        finally:
+            self.epoch = epoch
+
+    def _share(self, order: Tensor) -> Tensor:
+        complete = len(order) - len(order) % self.num_replicas
+        return order[self.rank : complete : self.num_replicas]
+
+
+@runtime_checkable
+class ReadsAhead(Protocol):
+    """A data set that can fetch what will be read, if it is told: packed shards behind the cache of the node."""
+
+    def expect(self, numbers: NDArray[np.int64], following: NDArray[np.int64]) -> None:
+        """Take note of what this process and its workers read in this pass, and in the next one."""
+
+    def reached(self, position: int) -> None:
+        """Take note of how many samples of the pass have been handed out."""
+
+
+class PlannedLoader(DataLoader[Any]):
+    """A DataLoader that tells its data set which samples come next, so that they are fetched before they are needed.
+
+    It does so with samplers of this package, and torch's sequential and distributed ones: their order is the same
+    however often it is asked for. With another sampler it is torch's DataLoader.
+    """
+
+    @override
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's names the iterator's class
+        data = self.dataset
+        if not (isinstance(data, ReadsAhead) and self._may_ask_twice()):
+            yield from super().__iter__()
+            return
+        numbers = np.fromiter(self.sampler, np.int64)
+        following = getattr(self.sampler, "following", None)
+        data.expect(numbers, numbers if following is None else following().numpy())
+        for given, batch in enumerate(super().__iter__(), start=1):
+            # Told when it is handed out: worker processes are some batches ahead.
+            data.reached(given * (self.batch_size or 1))
+            yield batch
+
+    def _may_ask_twice(self) -> bool:
+        ours = isinstance(self.sampler, (ResumableSampler, EvaluationSampler))
+        return ours or type(self.sampler) in (SequentialSampler, DistributedSampler)
+
+
+class ResumableLoader(PlannedLoader):
     """A DataLoader that can resume in the middle of an epoch, also on another number of replicas.
 
-    Lightning saves `state_dict` with a checkpoint and gives it back to `load_state_dict`. The loader draws from its own
-    random numbers. torch's draws one of the process's in each epoch: a resumed epoch begins once more, which would
-    shift all later draws.
+    Lightning saves `state_dict` with a checkpoint and gives it back to `load_state_dict`. Where the samples of a step
+    change in number, Lightning has to be told as well how many steps are left: `JobCheckpoint` and `ElasticRestart` do.
+    The loader draws from its own random numbers. torch's draws one of the process's in each epoch: a resumed epoch
+    begins once more, which would shift all later draws.
+
+    With `overfit_batches`, Lightning puts a sequential sampler in place of the own one. Then it is torch's DataLoader.
 
     Args:
         dataset: what to read.
@@ -70,15 +128,19 @@ class ResumableLoader(DataLoader[Any]):
     """
 
     sampler: ResumableSampler
-    _given = _begun_at = 0
+    _given = _begun_at = _epoch = 0
 
     def __init__(self, dataset: Dataset[Any], *, sampler: ResumableSampler, batch_size: int, **options: Any) -> None:
-        options = {"generator": torch.Generator().manual_seed(sampler.seed), "drop_last": True, **options}
+        seed = getattr(sampler, "seed", global_seed())
+        options = {"generator": torch.Generator().manual_seed(seed), "drop_last": True, **options}
         super().__init__(dataset, sampler=sampler, batch_size=batch_size, **options)
 
     @override
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's names the iterator's class
-        self._given, self._begun_at = 0, self.sampler.first_sample
+        if not isinstance(self.sampler, ResumableSampler):
+            yield from super().__iter__()
+            return
+        self._given, self._begun_at, self._epoch = 0, self.sampler.first_sample, self.sampler.epoch
         for batch in super().__iter__():
             # Resume in this pass only: a loader that is shorter than another one restarts within the epoch.
             self.sampler.resume_at = (0, 0)
@@ -86,17 +148,34 @@ class ResumableLoader(DataLoader[Any]):
             self._given += 1
             yield batch
 
-    def state_dict(self) -> dict[str, int]:
-        """Return the epoch and how many of its samples, over all replicas, were read."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return the epoch, how many of its samples, over all replicas, were read, and what their order depends on."""
+        if not isinstance(self.sampler, ResumableSampler):
+            return {"epoch": 0, "samples": 0}
         assert self.batch_size is not None
         samples = self._begun_at + self._given * self.batch_size * self.sampler.num_replicas
-        return {"epoch": self.sampler.epoch, "samples": samples}
+        if self.sampler.epoch != self._epoch:  # the next epoch was told, and has not begun
+            samples = self.sampler.first_sample
+        return {"epoch": self.sampler.epoch, "samples": samples, "order": self._order()}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Start the epoch of `state` after its samples."""
-        self._given, self._begun_at = 0, state["samples"]
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Start the epoch of `state` after its samples. Warn where they were samples of another order."""
+        if not isinstance(self.sampler, ResumableSampler):
+            return
+        self._given, self._begun_at, self._epoch = 0, state["samples"], state["epoch"]
         self.sampler.resume_at = (state["epoch"], state["samples"])
         self.sampler.set_epoch(state["epoch"])  # Lightning tells the epoch only after the workers have started
+        before, now = state.get("order", {}), self._order()
+        changed = [f"{name} {before[name]} is now {now.get(name)}" for name in before if before[name] != now.get(name)]
+        if changed and state["samples"]:
+            rank_zero_warn(
+                f"The checkpoint was written after {state['samples']} samples of epoch {state['epoch']}, in an order "
+                f"that is not the present one: {'; '.join(changed)}. So some samples of this epoch are read twice, and "
+                "others not at all. Go on with what the run began with, or accept it for this epoch."
+            )
+
+    def _order(self) -> dict[str, Any]:
+        return {**self.sampler.depends_on(), "data": getattr(self.dataset, "digest", None)}
 
 
 class TrainingSampler(ResumableSampler):
@@ -109,6 +188,44 @@ class TrainingSampler(ResumableSampler):
     @override
     def order(self) -> Tensor:
         return super().order() + self.epoch * self._samples
+
+
+class WindowSampler(TrainingSampler):
+    """Shuffles shards, and their samples within a window of some shards, for a set that no disk here can hold.
+
+    At any time, samples are drawn from `window` shards: a disk that holds these few serves the training while each
+    shard is read once an epoch. Like the full shuffle, the order depends on seed and epoch alone.
+
+    The shards lie in a random order one after the other. A sample's place is drawn evenly between the beginning of
+    the shard that lies `window - 1` shards before its own and the end of its own; sorted, these places are the order.
+
+    Args:
+        dataset: what to draw from.
+        num_replicas: how many replicas read different samples.
+        rank: which of them this is.
+        seed: of the shuffling; the same on all ranks.
+        shards: the number of each sample's shard, `(samples,)`.
+        window: how many shards are drawn from at a time.
+    """
+
+    def __init__(
+        self, dataset: Sized, num_replicas: int, rank: int, seed: int, shards: NDArray[Any], window: int
+    ) -> None:
+        super().__init__(dataset, num_replicas, rank, seed)
+        self._shards = torch.from_numpy(shards.astype(np.int64))
+        self._window = window
+
+    @override
+    def depends_on(self) -> dict[str, Any]:
+        return {**super().depends_on(), "window": self._window}
+
+    @override
+    def order(self) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        place = torch.randperm(int(self._shards.max()) + 1, generator=generator)[self._shards].double()
+        first = (place - self._window + 1).clamp(min=0)
+        drawn = first + (place + 1 - first) * torch.rand(self._samples, generator=generator, dtype=torch.float64)
+        return drawn.argsort(stable=True) + self.epoch * self._samples
 
 
 class EvaluationSampler(DistributedSampler[int]):

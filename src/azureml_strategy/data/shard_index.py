@@ -11,6 +11,7 @@ import io
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -20,6 +21,8 @@ from isal.isal_zlib import crc32
 from numpy.typing import NDArray
 
 INDEX_NAME = "index.npz"
+# The fact that names the tars, with sizes and times, of which an index was made that was not packed with them.
+MADE_OF = "made_of"
 # Version of the layout. A newer one is refused, as this code would misread it.
 _VERSION = 1
 _ARRAYS = {"shard": np.uint32, "offset": np.int64, "length": np.uint32, "label": np.int32, "checksum": np.uint32}
@@ -46,7 +49,7 @@ class ShardIndex:
         checksum: uint32 `(samples,)`, CRC-32 of the record, as zlib's.
         classes: names of the classes; the place of a class is its label.
         facts: what else was recorded when the set was packed, JSON only: `resize`, `quality`, `dtype`, ...
-        digest: hash of all of the above. It tells one set, and one version of a set, from another.
+        digest: hash of all of the above but `MADE_OF`. It tells one set, and one version of a set, from another.
     """
 
     kind: str
@@ -78,10 +81,12 @@ class ShardIndex:
     def __len__(self) -> int:
         return len(self.shard)
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Sixteen hexadecimal digits."""
-        digest = hashlib.sha256(self._header().encode())
+        # Copies of the same tars have other times on each node.
+        facts = {name: value for name, value in self.facts.items() if name != MADE_OF}
+        digest = hashlib.sha256(self._header(facts).encode())
         for name in ("sizes", *_ARRAYS):
             digest.update(np.ascontiguousarray(getattr(self, name)).data)
         return digest.hexdigest()[:16]
@@ -95,12 +100,12 @@ class ShardIndex:
         arrays = {name: getattr(self, name) for name in ("sizes", *_ARRAYS)}
         scratch = path.with_name(f".{path.name}.{id(self)}")
         with scratch.open("wb") as file:
-            np.savez(file, header=np.frombuffer(self._header().encode(), np.uint8), **arrays)
+            np.savez(file, header=np.frombuffer(self._header(self.facts).encode(), np.uint8), **arrays)
         scratch.replace(path)
 
-    def _header(self) -> str:
+    def _header(self, facts: Mapping[str, Any]) -> str:
         parts = {"version": _VERSION, "kind": self.kind, "shards": self.shards, "classes": self.classes}
-        return json.dumps({**parts, "facts": dict(self.facts)}, sort_keys=True)
+        return json.dumps({**parts, "facts": dict(facts)}, sort_keys=True)
 
 
 def load_index(source: Path | bytes, where: str = "") -> ShardIndex:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,28 +14,32 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
+from azureml_strategy.data.folders import resolve_root
 from azureml_strategy.data.images import IGNORED_LABEL
 from azureml_strategy.data.sampler import (
     EvaluationSampler,
+    PlannedLoader,
     ResumableLoader,
     ResumableSampler,
     global_seed,
     replica,
     require,
 )
+from azureml_strategy.data.shard_index import INDEX_NAME
+from azureml_strategy.data.sharded_tokens import PackedText, ShardedTokens
 from azureml_strategy.data.tokens import (
-    ByteTokenizer,
     CorpusError,
-    FileTokenizer,
     TokenFiles,
-    Tokenizer,
     find_corpus,
+    make_tokenizer,
     map_tokens,
     read_manifest,
     token_folder,
     write_tokens,
 )
-from azureml_strategy.huggingface.sources import find_source
+
+if TYPE_CHECKING:
+    from azureml_strategy.data.readers import ShardReader
 
 # Seconds that a worker may take for one batch. A mount that stopped answering must end the run, not stall it forever.
 _BATCH_TIMEOUT = 600
@@ -103,7 +107,8 @@ class TextDataModule(LightningDataModule):
     Validation has its own documents, which are the test set as well. Exactly one replica reads each of their sequences.
 
     Args:
-        root: a folder of text, or one file.
+        root: a folder of text, or one file; or a text that `azureml-strategy data pack --text` has packed: its folder,
+            or its address, `az://container/path` for example. A packed text gives the same batches.
         input_name: instead of `root`, the name of an input of the Azure ML job, mounted or downloaded.
         pattern: which files below the folder are documents.
         tokenizer: a `tokenizer.json` of the `tokenizers` library, or the folder or hub id of a model that has one; None
@@ -114,8 +119,10 @@ class TextDataModule(LightningDataModule):
         batch_size: sequences per step and process.
         num_workers: reading processes per dataloader. 0 reads in the training process, which costs less than
             transferring such small samples between processes.
-        validation_fraction: share of the documents for validation; 0 for no validation.
-        cache: folder where the tokens are kept, also for later runs.
+        validation_fraction: share of the documents for validation; 0 for no validation. That of a packed text was
+            chosen when it was packed.
+        cache: folder where the tokens are kept, also for later runs, and what was read of a packed text in Blob
+            Storage.
 
     Raises:
         ValueError: an argument is out of range.
@@ -153,12 +160,13 @@ class TextDataModule(LightningDataModule):
         self.validation_fraction = validation_fraction
         self.cache = Path(cache).expanduser()
         self.vocab_size: int | None = None
-        self._files: TokenFiles | None = None
+        self._files: TokenFiles | PackedText | None = None
 
     @override
     def prepare_data(self) -> None:
-        """Write the tokens unless they exist."""
-        self._locate(write=True)
+        """Write the tokens unless they exist, or were packed."""
+        if self._packed() is None:
+            self._locate(write=True)
 
     @override
     def setup(self, stage: str) -> None:
@@ -168,9 +176,17 @@ class TextDataModule(LightningDataModule):
             CorpusError: there are too few tokens for one sequence, or they differ from those of rank 0.
         """
         if self._files is None:
-            self._files = read_manifest(self._locate(write=False))
+            packed = self._packed()
+            self._files = read_manifest(self._locate(write=False)) if packed is None else self._open(packed)
             self._check_tokens(self._files)
             self._check_same_everywhere(self._files)
+
+    @override
+    def teardown(self, stage: str) -> None:
+        """Let go of the files of a packed text, and of the node's cache."""
+        if isinstance(self._files, PackedText):
+            for reader in self._files.readers.values():
+                reader.close()
 
     @override
     def train_dataloader(self) -> ResumableLoader:
@@ -196,32 +212,59 @@ class TextDataModule(LightningDataModule):
         if not self.validation_fraction:
             return []
         sequences = self._sequences("val")
-        return DataLoader(sequences, sampler=EvaluationSampler(sequences, *replica(self.trainer)), **self._reading())
+        return PlannedLoader(sequences, sampler=EvaluationSampler(sequences, *replica(self.trainer)), **self._reading())
 
     @override
     def test_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]] | list[Any]:
         """Return the same as for validation."""
         return self.val_dataloader()
 
+    def open_reader(self, address: str) -> ShardReader:
+        """Open a packed set: a folder, or an address in Blob Storage, which is kept in `cache` as it is read."""
+        from azureml_strategy.data.readers import choose_cache, open_reader
+        from azureml_strategy.data.storage import is_remote
+
+        return open_reader(address, choose_cache(self.cache / "shards", None) if is_remote(address) else None)
+
+    def _packed(self) -> str | None:
+        """The folder or address of a packed text; None for text."""
+        from azureml_strategy.data.storage import is_remote
+
+        if self.root is None and self.input_name is None:
+            return None
+        if self.root is not None and is_remote(os.fspath(self.root)):
+            return os.fspath(self.root).rstrip("/")
+        folder = resolve_root(self.root, self.input_name, os.environ).expanduser()
+        return str(folder) if (folder / "train" / INDEX_NAME).is_file() else None
+
+    def _open(self, packed: str) -> PackedText:
+        readers = {"train": self.open_reader(f"{packed}/train")}
+        if self.validation_fraction:
+            if not readers["train"].index.facts.get("validation_fraction"):
+                raise CorpusError(
+                    f"{packed} was packed without validation. Set data.validation_fraction=0, or pack the text with "
+                    f"--validation-fraction {self.validation_fraction}."
+                )
+            readers["val"] = self.open_reader(f"{packed}/val")
+        text = PackedText(readers)
+        if self.tokenizer is not None:
+            text.check_tokenizer(make_tokenizer(self.tokenizer, self.end_of_text).identity)
+        self.vocab_size = text.vocab_size
+        return text
+
     def _locate(self, write: bool) -> Path:
         corpus = find_corpus(self.root, self.input_name, self.pattern, os.environ)
-        tokenizer = self._make_tokenizer()
+        tokenizer = make_tokenizer(self.tokenizer, self.end_of_text)
         self.vocab_size = tokenizer.vocab_size
         folder = token_folder(self.cache, corpus, tokenizer, self.validation_fraction)
         if write:
             write_tokens(folder, corpus, tokenizer, self.validation_fraction)
         return folder
 
-    def _make_tokenizer(self) -> Tokenizer:
-        if self.tokenizer is None:
-            return ByteTokenizer()
-        path = Path(self.tokenizer).expanduser()
-        if path.suffix != ".json":
-            path = find_source(self.tokenizer).folder / "tokenizer.json"
-        return FileTokenizer(path, self.end_of_text)
-
-    def _sequences(self, part: str) -> TokenSequences:
+    def _sequences(self, part: str) -> TokenSequences | ShardedTokens:
         assert self._files is not None, "setup() opens the tokens"
+        if isinstance(self._files, PackedText):
+            return ShardedTokens(self._files.readers[part], self.sequence_length)
         return TokenSequences(self._files.path(part), self._files.dtype, self.sequence_length)
 
     def _reading(self) -> dict[str, Any]:
@@ -236,9 +279,10 @@ class TextDataModule(LightningDataModule):
             "timeout": _BATCH_TIMEOUT if workers else 0,
         }
 
-    def _check_tokens(self, files: TokenFiles) -> None:
+    def _check_tokens(self, files: TokenFiles | PackedText) -> None:
         needed = self.sequence_length + 1
-        parts = {"training": files.train, "validation": files.val if self.validation_fraction else needed}
+        validation = files.count("val") if self.validation_fraction else needed
+        parts = {"training": files.count("train"), "validation": validation}
         for purpose, tokens in parts.items():
             if tokens < needed:
                 raise CorpusError(
@@ -247,7 +291,7 @@ class TextDataModule(LightningDataModule):
                     "or change data.validation_fraction."
                 )
 
-    def _check_same_everywhere(self, files: TokenFiles) -> None:
+    def _check_same_everywhere(self, files: TokenFiles | PackedText) -> None:
         if self.trainer is None:
             return
         first = self.trainer.strategy.broadcast(files.digest)

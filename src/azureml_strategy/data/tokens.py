@@ -54,6 +54,10 @@ class TokenFiles:
         """Return the file of `train` or `val`."""
         return self.folder / f"{part}.bin"
 
+    def count(self, part: str) -> int:
+        """Return the number of tokens for `train` or `val`."""
+        return {"train": self.train, "val": self.val}[part]
+
 
 def token_folder(cache: Path, corpus: Corpus, tokenizer: Tokenizer, validation_fraction: float) -> Path:
     """Return the folder for these documents, this tokenizer and this split. It changes if any of them does."""
@@ -201,6 +205,26 @@ class FileTokenizer(Tokenizer):
                 "convert the file, leave it out by data.pattern, or read bytes: data.tokenizer=null."
             ) from error
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids + self._end, dtype=self.dtype)
+
+
+def make_tokenizer(name: str | os.PathLike[str] | None, end_of_text: str | None) -> Tokenizer:
+    """Make a tokenizer from what the user gave.
+
+    Args:
+        name: a `tokenizer.json`, or the folder or hub id of a model that has one; None for bytes.
+        end_of_text: the token that follows each document; None for none. Bytes have their own.
+
+    Raises:
+        CorpusError: the file or the token does not exist, or the library is missing.
+    """
+    if name is None:
+        return ByteTokenizer()
+    path = Path(name).expanduser()
+    if path.suffix != ".json":
+        from azureml_strategy.huggingface.sources import find_source  # imports Lightning, which bytes do not need
+
+        path = find_source(name).folder / "tokenizer.json"
+    return FileTokenizer(path, end_of_text)
 
 
 def _load(path: Path) -> Any:

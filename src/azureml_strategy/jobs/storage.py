@@ -55,7 +55,8 @@ class DataSurvey:
         return (
             f"{self.files:,} files of {self.size / self.files / 1000:,.0f} KB on average cost a request each, in the "
             "upload and in every epoch that does not find them on the node's disk. Pack them into tar shards of some "
-            "100 MB, or put them on premium storage, and give the job a size with a local disk."
+            "100 MB, azureml-strategy data pack SRC OUT, or put them on premium storage and give the job a size with a "
+            "local disk."
         )
 
     def __str__(self) -> str:
@@ -76,7 +77,7 @@ def survey_data(path: Path) -> DataSurvey:
     names = [name.lower() for name, _, _ in entries]
     folders = {folder for _, _, folder in entries}
     kind = "files"
-    if all(name.endswith((*_SHARDS, ".json", ".idx", ".txt")) for name in names) and any(
+    if all(name.endswith((*_SHARDS, ".npz", ".json", ".idx", ".txt")) for name in names) and any(
         name.endswith(_SHARDS) for name in names
     ):
         kind = "shards"

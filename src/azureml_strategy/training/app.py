@@ -63,9 +63,12 @@ def _content_errors() -> tuple[type[Exception], ...]:
     """Errors in the content of a recipe that only a run can find."""
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-    from azureml_strategy.data import CorpusError, DataFolderError
+    from azureml_strategy.data import CorpusError, DataFolderError, ShardIndexError, StorageError
 
-    return (DataFolderError, CorpusError, MisconfigurationException, OmegaConfBaseException)
+    return (
+        *(DataFolderError, CorpusError, ShardIndexError, StorageError),
+        *(MisconfigurationException, OmegaConfBaseException),
+    )
 
 
 def _check_folder(config: DictConfig, arguments: Sequence[str]) -> None:

@@ -1,0 +1,432 @@
+"""A set of shards, seen through the cache server of this node. Training processes and their workers use it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from azureml_strategy.control.process import this_process
+from azureml_strategy.data.node_cache.blocks import BlockTable, make_blocks
+from azureml_strategy.data.node_cache.cache_folder import Files, Shared, map_shared
+from azureml_strategy.data.node_cache.protocol import (
+    CacheSettings,
+    Frame,
+    Meeting,
+    NodeCacheError,
+    encode,
+    map_counters,
+    meeting,
+    receive_from,
+)
+from azureml_strategy.data.shard_index import RecordError, ShardIndex, check_record, load_index
+from azureml_strategy.data.storage import StorageError, is_remote
+from azureml_strategy.data.storage.variables import storage_variables
+
+__all__ = ["CacheSettings", "NodeCache", "NodeCacheError"]
+
+# A server that says nothing for so long stands still; while it works it says so every 20 seconds.
+_PATIENCE_SECONDS = 600.0
+# A server that was killed is started again so often for one request.
+_STARTS = 3
+# A new server reads its libraries first, from a disk that may be slow on a new node.
+_START_SECONDS = 120.0
+# Bytes of records that one request asks for.
+_AT_ONCE = 64 << 20
+_LAST_WORDS = 2000
+_ALIKE = 0.05
+
+_all: weakref.WeakSet[NodeCache]
+_count = itertools.count()
+
+
+class NodeCache:
+    """The records of a set, from the cache of this node, or from storage by its server.
+
+    It may be pickled, and used after a fork: each process has its own connection. The server lives as long as the
+    process that made this object, or others that did.
+
+    Args:
+        address: of the folder with the shards, as of `data.storage.open_storage`.
+        settings: of the cache. All processes of a node that name the same folder share one server; the first one's
+            limit counts.
+
+    Raises:
+        NodeCacheError: the server cannot be started, or cannot use the set. The message says why.
+    """
+
+    def __init__(self, address: str, settings: CacheSettings) -> None:
+        folder = settings.folder.expanduser().resolve() if settings.folder else None
+        self._settings = CacheSettings(folder, settings.limit, settings.block_bytes)
+        self._address = address if is_remote(address) else str(Path(address).expanduser().resolve())
+        self._owner = asdict(this_process(0, 0))
+        # What tells this object and its copies in workers from others.
+        self._reader = f"{os.getpid()}-{next(_count)}"
+        self._digest = ""  # a copy in a worker has that of the first: both read one version of the set
+        self._begin()
+        self._connected()
+
+    def _begin(self) -> None:
+        self._lock = threading.RLock()
+        self._link: _Link | None = None
+        self._index: ShardIndex | None = None
+        self._table: BlockTable | None = None
+        self._longest = 0
+        self._expected: tuple[NDArray[np.int64], int] | None = None
+        _all.add(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("_settings", "_address", "_owner", "_reader", "_digest")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
+
+    @property
+    def index(self) -> ShardIndex:
+        """Where each sample lies: the set's own index, or what the server has made of its tar files."""
+        if self._index is None:
+            with self._lock:
+                self._connected()
+        assert self._index is not None
+        return self._index
+
+    def read(self, numbers: Sequence[int]) -> list[bytes | Exception]:
+        """Read records.
+
+        Args:
+            numbers: of the samples.
+
+        Returns:
+            the records, in this order, each with the checksum that it was packed with. In place of one that is damaged
+            there is a `RecordError`, and in place of one that storage does not give a `StorageError`.
+        """
+        with self._lock:
+            wanted = np.asarray(numbers, np.int64)
+            if len(wanted) and not 0 <= wanted.min() <= wanted.max() < len(self.index):
+                raise IndexError(f"The set has {len(self.index)} samples, numbered from 0.")
+            found: dict[int, bytes | Exception] = {}
+            for place in self._pieces(wanted):
+                self._read(wanted, place, found)
+        return [found[place] for place in range(len(wanted))]
+
+    def expect(self, numbers: NDArray[np.int64], following: NDArray[np.int64]) -> None:
+        """Tell which samples this rank will read, in order, so that they are fetched before.
+
+        Args:
+            numbers: of the pass that begins now.
+            following: of the next pass.
+
+        Raises:
+            NodeCacheError: the server cannot be had.
+        """
+        with self._lock:
+            self._expected = (np.concatenate([numbers, following]).astype(np.int64, copy=False), len(numbers))
+            self._request({"ask": "expect", "length": len(numbers)}, self._expected[0].tobytes())
+
+    def reached(self, position: int) -> None:
+        """Tell how many samples of this pass have been handed out. It costs some microseconds."""
+        with self._lock:
+            link = self._link
+            if link is None or link.pid != os.getpid() or link.has_ended():
+                try:  # so that a new server knows what to prefetch; what fails here fails again where it is told
+                    link = self._connected()
+                except NodeCacheError:
+                    return
+            link.counters[link.slot, 0] = position
+
+    def statistics(self) -> dict[str, int]:
+        """Return what the server has done so far: requests to storage, bytes fetched, blocks stored and evicted.
+
+        Raises:
+            NodeCacheError: the server cannot be had.
+        """
+        with self._lock:
+            return dict(self._request({"ask": "statistics"}).header["statistics"])
+
+    def close(self) -> None:
+        """End the connection. The server ends with its last one. What is used after this connects anew."""
+        with self._lock:
+            link, self._link = self._link, None
+            if link is not None:
+                link.close()
+
+    def _pieces(self, wanted: NDArray[np.int64]) -> Iterator[list[int]]:
+        """Cut what is wanted into requests."""
+        if len(wanted) * self._longest <= _AT_ONCE:
+            yield list(range(len(wanted)))
+            return
+        size = np.cumsum(self.index.length[wanted].astype(np.int64)) // _AT_ONCE
+        for piece in np.split(np.arange(len(wanted)), np.flatnonzero(np.diff(size)) + 1):
+            yield piece.tolist()
+
+    def _read(self, wanted: NDArray[np.int64], places: list[int], found: dict[int, bytes | Exception]) -> None:
+        try:
+            link = self._connected()
+            absent, damaged = self._from_cache(link, wanted, places, found)
+            while absent or damaged:
+                asked = absent + damaged
+                frame = self._request({"ask": "read", "damaged": len(damaged)}, wanted[asked].tobytes())
+                there = self._from_answer(wanted, asked, frame, found)
+                absent, damaged = [], [*itertools.chain(*self._from_cache(self._connected(), wanted, there, found))]
+            link = self._connected()
+            link.counters[link.slot, 1] += len(places)
+        except NodeCacheError as error:
+            found.update({place: error for place in places if place not in found})
+
+    def _from_cache(
+        self, link: _Link, wanted: NDArray[np.int64], places: list[int], found: dict[int, bytes | Exception]
+    ) -> tuple[list[int], list[int]]:
+        """Read what is in the cache; return the places of what is not there, and of what is damaged there."""
+        if link.cached is None or self._table is None:
+            return places, []
+        index, numbers = self.index, wanted[places]
+        absent, damaged = [], []
+        blocks = self._table.of[numbers]
+        present = link.cached.present[blocks] != 0
+        link.cached.used[blocks[present]] = time.monotonic_ns()
+        # Lists: one number of an array at a time costs a tenth of what the read itself does.
+        columns = (numbers, present, index.shard[numbers], index.length[numbers], index.offset[numbers])
+        rows = zip(places, *(column.tolist() for column in columns), strict=True)
+        for place, number, there, shard, length, offset in rows:
+            if not there:
+                absent.append(place)
+                continue
+            try:
+                record = check_record(index, number, os.pread(link.files[shard], length, offset))
+            except OSError:  # a failing disk: the server has other ways
+                damaged.append(place)
+                continue
+            if isinstance(record, RecordError):
+                damaged.append(place)
+            else:
+                found[place] = record
+        return absent, damaged
+
+    def _from_answer(
+        self, wanted: NDArray[np.int64], asked: list[int], frame: Frame, found: dict[int, bytes | Exception]
+    ) -> list[int]:
+        """Take the records of an answer; return the places of those that are in the cache by now."""
+        there, at, payload = [], 0, memoryview(frame.payload)
+        for row, (place, size) in enumerate(zip(asked, frame.header["sizes"], strict=True)):
+            number = int(wanted[place])
+            if size >= 0:
+                found[place] = check_record(self.index, number, bytes(payload[at : at + size]))
+                at += size
+            elif str(row) in frame.header["errors"]:
+                found[place] = StorageError(f"{self.index.name(number)}: {frame.header['errors'][str(row)]}")
+            else:
+                there.append(place)
+        return there
+
+    def _request(self, header: dict[str, Any], payload: bytes = b"") -> Frame:
+        """Ask the server, which is started again where it has ended.
+
+        Raises:
+            NodeCacheError: it cannot answer, or ends again and again.
+        """
+        for _ in range(_STARTS + 1):
+            link = self._connected()
+            try:
+                return link.request(header, payload)
+            except (EOFError, ConnectionError):
+                self.close()
+        raise NodeCacheError(
+            f"The cache server of this node has ended {_STARTS + 1} times while it was asked for `{header['ask']}`. "
+            f"{_last_words(link.place)}"
+        )
+
+    def _connected(self) -> _Link:
+        """Return this process's connection, a new one where there is none."""
+        link = self._link
+        if link is not None and link.pid == os.getpid() and not link.has_ended():
+            return link
+        self.close()
+        for _ in range(_STARTS + 1):
+            link = _Link(_connect(self._settings))
+            try:
+                self._open(link)
+            except (EOFError, ConnectionError):
+                link.close()
+                continue
+            except BaseException:
+                link.close()
+                raise
+            self._link = link
+            return link
+        raise NodeCacheError(
+            f"The cache server of this node has ended {_STARTS + 1} times while it opened {self._address}. "
+            f"{_last_words(meeting(self._settings.folder))}"
+        )
+
+    def _open(self, link: _Link) -> None:
+        own = self._owner["pid"] == os.getpid()
+        # The server was perhaps started by another job, with another account's variables.
+        environ = storage_variables(os.environ if is_remote(self._address) else {})
+        who = {"owner": self._owner, "own": own, "reader": self._reader}
+        asked = {"ask": "open", "address": self._address, "environ": environ, "known": self._digest, **who}
+        facts = link.request(asked).header
+        if self._digest and facts["digest"] != self._digest:
+            raise NodeCacheError(
+                f"{self._address} is another set than when this training began: its index has changed. Start again."
+            )
+        # A limit that was measured, as a share of what is free, differs a little from one process to the next.
+        if own and facts["cached"] and abs(facts["limit"] - self._settings.limit) > _ALIKE * facts["limit"]:
+            warnings.warn(
+                f"The cache in {self._settings.folder} is in use already with limit={facts['limit']}, which stays; "
+                f"limit={self._settings.limit} is not used. Give all jobs of a node the same, or other folders.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        if self._index is None:
+            self._index, self._digest = load_index(Path(facts["index"])), facts["digest"]
+            self._longest = int(self._index.length.max())
+        if facts["cached"]:
+            self._table = self._table or make_blocks(self._index, facts["block_bytes"])
+            link.use(Path(facts["cached"]), self._index, len(self._table))
+        if self._expected is not None and own:
+            link.request({"ask": "expect", "length": self._expected[1]}, self._expected[0].tobytes())
+
+
+class _Link:
+    """A process's connection to the server, and the files that it maps."""
+
+    def __init__(self, connection: tuple[socket.socket, Meeting]) -> None:
+        self.pid = os.getpid()
+        self._socket, self.place = connection
+        self._file: IO[bytes] = self._socket.makefile("rb")
+        self._poll = select.poll()
+        self._poll.register(self._socket, select.POLLIN)
+        self.counters = map_counters(self.place.slots)
+        self.slot = 0
+        self.cached: Shared | None = None
+        self.files: Any = None
+
+    def use(self, folder: Path, index: ShardIndex, blocks: int) -> None:
+        """Read from the cache, too."""
+        self.cached, self.files = map_shared(folder, blocks), Files(folder, index.shards, os.O_RDONLY)
+
+    def request(self, header: dict[str, Any], payload: bytes = b"") -> Frame:
+        """Ask, and wait for the answer.
+
+        Raises:
+            EOFError, ConnectionError: the server has ended.
+            NodeCacheError: it cannot answer, or stands still.
+        """
+        try:
+            self._socket.sendall(encode(header, payload))
+            self._socket.sendall(payload)
+            frame = receive_from(self._file)
+            while "working" in frame.header:
+                frame = receive_from(self._file)
+        except TimeoutError as error:
+            self.close()
+            raise NodeCacheError(
+                f"The cache server of this node has said nothing for {_PATIENCE_SECONDS:.0f} seconds: it was stopped, "
+                f"or its disk hangs. {_last_words(self.place)}"
+            ) from error
+        for notice in frame.header.get("notices", ()):
+            warnings.warn(notice, RuntimeWarning, stacklevel=2)
+        if "error" in frame.header:
+            raise NodeCacheError(frame.header["error"])
+        self.slot = frame.header.get("slot", self.slot)
+        return frame
+
+    def has_ended(self) -> bool:
+        """Whether the server has closed the connection."""
+        # Between a question and the next nothing else can come.
+        return bool(self._poll.poll(0))
+
+    def close(self) -> None:
+        """End the connection."""
+        self._file.close()
+        self._socket.close()
+        if self.files is not None:
+            self.files.close()
+
+
+def _connect(settings: CacheSettings) -> tuple[socket.socket, Meeting]:
+    """Connect to the server; start it if there is none."""
+    place = meeting(settings.folder)
+    until = time.monotonic() + _START_SECONDS
+    while time.monotonic() < until:
+        connection = _try(place)
+        if connection is not None:
+            return connection, place
+        _start(settings, place)
+        # Another process's server may be about to listen; or ours was the faster one, and connects at once.
+        connection = _try(place)
+        if connection is not None:
+            return connection, place
+        time.sleep(0.05)
+    raise NodeCacheError(
+        f"The cache server of this node does not answer at {place.socket} after {_START_SECONDS:.0f} seconds. "
+        f"{_last_words(place)}"
+    )
+
+
+def _try(place: Meeting) -> socket.socket | None:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(_PATIENCE_SECONDS)
+    try:
+        connection.connect(str(place.socket))
+    except (FileNotFoundError, ConnectionRefusedError):
+        connection.close()
+        return None
+    return connection
+
+
+def _start(settings: CacheSettings, place: Meeting) -> None:
+    """Start a server. Of several that are started at once, one serves, and the others end."""
+    told = {**asdict(settings), "folder": str(settings.folder) if settings.folder else None}
+    command = [sys.executable, "-m", "azureml_strategy.data.node_cache", json.dumps(told)]
+    with place.log.open("ab") as log:
+        # In a session of its own: Ctrl-C ends the training, which needs the server until then.
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=log,
+            start_new_session=True,
+            check=False,
+        )
+    if done.returncode:
+        raise NodeCacheError(f"The cache server of this node cannot start. {_last_words(place)}")
+
+
+def _last_words(place: Meeting) -> str:
+    try:
+        text = place.log.read_text(errors="replace")[-_LAST_WORDS:].strip()
+    except OSError:
+        text = ""
+    return (
+        f"It said last: {text}" if text else f"It left no message in {place.log}: it was killed, as for want of memory."
+    )
+
+
+_all = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """A child's copy of a connection would keep it open after its owner's end; and its lock may be held by nobody."""
+    for each in list(_all):
+        each._lock = threading.RLock()
+        each.close()
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -1,0 +1,164 @@
+"""Which blocks make room for others: those that are needed last (Belady 1966), as the orders of all ranks are known."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from azureml_strategy.data.node_cache.cache_folder import CachedSet, CacheFolder
+from azureml_strategy.data.node_cache.orders import NEVER, Orders
+
+# The choice is made for this share of the cache at once. It costs some 100 ms for a million blocks; and what is chosen
+# stays right, but for blocks that were read meanwhile, which would have been better still.
+_SHARE = 64
+
+
+class Ordered(NamedTuple):
+    """A set, as the choice sees it.
+
+    Attributes:
+        cached: its blocks.
+        orders: its uses to come.
+        in_use: whether any process has it open.
+    """
+
+    cached: CachedSet
+    orders: Orders
+    in_use: bool
+
+
+class _Victim(NamedTuple):
+    cached: CachedSet
+    block: int
+    next_use: int
+
+
+class Evictor:
+    """Makes room in the cache. One thread uses it.
+
+    A set whose order nobody has told, and one that is not read just now, such as validation during training, is
+    needed after the current pass. Of blocks that are needed equally late, the one that was not read for longest goes.
+
+    Args:
+        folder: of the cache.
+        sets: gives the sets as they are now.
+    """
+
+    def __init__(self, folder: CacheFolder, sets: Callable[[], Collection[Ordered]]) -> None:
+        self._folder, self._sets = folder, sets
+        self._victims: deque[_Victim] = deque()
+        self._uses: dict[CachedSet, NDArray[np.int64]] = {}
+        self._chosen_at = self._offered = 0
+        self._changed = False
+        self.evicted = 0
+
+    def forget(self) -> None:
+        """The orders have changed. Any thread may tell."""
+        self._changed = True
+
+    def make_room(self, cached: CachedSet, block: int) -> bool:
+        """Evict what is needed later than a block, until the block fits.
+
+        Returns:
+            False if it does not fit: all else is needed earlier.
+
+        Raises:
+            OSError: the disk is broken.
+        """
+        need = cached.cost(block)
+        self._offered += need
+        while self._folder.bytes + need > self._folder.limit:
+            if not self._folder.remove_old() and not self._evict_for(cached, block):
+                return False
+        return True
+
+    def shrink(self) -> None:
+        """Evict until the limit holds, of what an earlier job has left.
+
+        Raises:
+            OSError: the disk is broken.
+        """
+        while self._folder.bytes > self._folder.limit:
+            if self._folder.remove_old():
+                continue
+            victim = self._last_needed()
+            if victim is None:
+                return
+            self._evict(victim)
+
+    def _evict_for(self, cached: CachedSet, block: int) -> bool:
+        victim = self._last_needed(cached)
+        if victim is None or victim.next_use < self._uses[cached][block]:
+            return False
+        self._evict(victim)
+        return True
+
+    def _evict(self, victim: _Victim) -> None:
+        self._victims.popleft()
+        victim.cached.remove(victim.block)
+        self.evicted += 1
+
+    def _last_needed(self, known: CachedSet | None = None) -> _Victim | None:
+        """The next victim; it stays the next until it is evicted."""
+        share = self._folder.limit // _SHARE
+        is_new = known is not None and known not in self._uses
+        if not self._victims or is_new or self._offered > share or self._changed:
+            self._choose(max(share, 1))
+        while self._victims:
+            victim = self._victims[0]
+            shared = victim.cached.shared
+            # One that was read since is not what it was chosen for.
+            if shared.present[victim.block] and shared.used[victim.block] <= self._chosen_at:
+                return victim
+            self._victims.popleft()
+        return None
+
+    def _choose(self, size: int) -> None:
+        """Choose victims of so many bytes, the best first."""
+        self._chosen_at, self._offered, self._changed = time.monotonic_ns(), 0, False
+        sets = list(self._sets())
+        self._uses = dict(zip((each.cached for each in sets), _next_uses(sets), strict=True))
+        there = [np.flatnonzero(each.cached.shared.present) for each in sets]
+        blocks = np.concatenate([*there, np.empty(0, np.int64)]).astype(np.int64)
+        owner = np.repeat(np.arange(len(sets)), [len(each) for each in there])
+        uses = np.concatenate([self._uses[each.cached][at] for each, at in zip(sets, there, strict=True)] or [blocks])
+        used = np.concatenate([each.cached.shared.used[at] for each, at in zip(sets, there, strict=True)] or [blocks])
+        best = _furthest(uses, used, 1 + len(blocks) * size // max(self._folder.bytes, 1))
+        self._victims = deque(
+            _Victim(sets[number].cached, block, use)
+            for number, block, use in zip(owner[best].tolist(), blocks[best].tolist(), uses[best].tolist(), strict=True)
+        )
+
+
+def _next_uses(sets: Collection[Ordered]) -> list[NDArray[np.int64]]:
+    """When the blocks of each set are needed next, in samples of a rank from now."""
+    told = [each for each in sets if each.orders and each.in_use]
+    current = max(told, key=lambda each: int(each.cached.shared.used.max()), default=None)
+    later = current.orders.remaining() if current else 0
+    found = []
+    for each in sets:
+        uses = each.orders.next_use()
+        if not each.in_use:
+            uses[:] = NEVER
+        elif not each.orders:
+            uses[:] = later
+        elif each is not current:
+            uses += later
+        found.append(uses)
+    return found
+
+
+def _furthest(uses: NDArray[np.int64], used: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    """The places of the blocks that are needed last, the last first; of equal ones, that were not read for longest."""
+    if not len(uses):
+        return np.empty(0, np.int64)
+    span = max(int(used.max() - used.min()), 1)
+    key = np.minimum(uses, 1 << 23) + 0.999 * (used.max() - used) / span
+    count = min(count, len(key))
+    best = np.argpartition(key, len(key) - count)[len(key) - count :]
+    return best[np.argsort(key[best])[::-1]]

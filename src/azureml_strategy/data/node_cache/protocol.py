@@ -1,0 +1,142 @@
+"""How the clients and the server of a node's cache find and understand one another."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import stat
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from azureml_strategy.data.storage import StorageError
+
+# A record of this many bytes or more is a block of its own. It costs a byte of presence and eight of its last use.
+BLOCK_BYTES = 64 << 10
+# sun_path of sockaddr_un has 108 bytes, unix(7).
+_LONGEST_SOCKET = 107
+# A header lists one number a record, and the message of each record that cannot be had.
+LONGEST_HEADER = 16 << 20
+# A server that works on a request says so this often.
+WORKING_SECONDS = 20.0
+# Processes of a node that may use one server at once; each has two counters in shared memory.
+SLOTS = 1 << 14
+
+
+class NodeCacheError(StorageError):
+    """The node's cache server cannot be started, or does not answer. The message says what it told last."""
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """Where a node keeps what it has fetched.
+
+    Args:
+        folder: on a local disk; None keeps nothing, and each record is fetched whenever it is read.
+        limit: bytes that the cache may take there.
+        block_bytes: records are fetched and evicted in runs of so many bytes; a larger record is a run of its own.
+    """
+
+    folder: Path | None = None
+    limit: int = 0
+    block_bytes: int = BLOCK_BYTES
+
+
+class Frame(NamedTuple):
+    """A message: a line of JSON, and bytes."""
+
+    header: dict[str, Any]
+    payload: bytes | bytearray
+
+
+class Meeting(NamedTuple):
+    """The files by which processes of one user on one machine find the server of one cache folder."""
+
+    socket: Path
+    lock: Path
+    log: Path
+    slots: Path
+
+
+def meeting(folder: Path | None) -> Meeting:
+    """Return where the server of a cache folder is met; without a folder, that of this job.
+
+    Raises:
+        NodeCacheError: the place belongs to somebody else, or its path is too long for a socket.
+    """
+    # Two jobs without a cache share nothing, and may have different rights.
+    what = f"folder {folder.resolve()}" if folder else f"job {os.environ.get('AZUREML_RUN_ID', '')}"
+    place = _private_folder() / hashlib.sha256(what.encode()).hexdigest()[:12]
+    found = Meeting(*(place.with_suffix(suffix) for suffix in (".sock", ".lock", ".log", ".slots")))
+    if len(os.fsencode(found.socket)) > _LONGEST_SOCKET:
+        raise NodeCacheError(
+            f"{found.socket} is too long for a Unix socket (107 bytes). Set TMPDIR to a shorter path, such as /tmp."
+        )
+    return found
+
+
+def _private_folder() -> Path:
+    folder = Path(tempfile.gettempdir()) / f"azureml-strategy-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise NodeCacheError(
+            f"{folder} is not a folder that belongs to this user alone, so the cache server cannot be met there. "
+            "Remove it, or set TMPDIR to another folder."
+        )
+    return folder
+
+
+def encode(header: dict[str, Any], payload: bytes | memoryview = b"") -> bytes:
+    """Return a message as it is sent, but for its payload, which follows.
+
+    Args:
+        header: what JSON can say.
+        payload: whose length the header tells.
+    """
+    return json.dumps({**header, "bytes": memoryview(payload).nbytes}).encode() + b"\n"
+
+
+async def receive(reader: asyncio.StreamReader) -> Frame | None:
+    """Read a message; None where the other side has ended."""
+    line = await reader.readline()
+    if not line.endswith(b"\n"):
+        return None
+    header = json.loads(line)
+    return Frame(header, await reader.readexactly(header["bytes"]))
+
+
+def receive_from(file: IO[bytes]) -> Frame:
+    """Read a message from a connection.
+
+    Raises:
+        EOFError: the other side has ended.
+    """
+    line = file.readline()
+    if not line.endswith(b"\n"):
+        raise EOFError("the connection ended")
+    header = json.loads(line)
+    payload = bytearray(header["bytes"])
+    view = memoryview(payload)
+    while len(view):
+        count = file.readinto(view)  # type: ignore[attr-defined]  # BufferedReader has it
+        if not count:
+            raise EOFError("the connection ended in the middle of a message")
+        view = view[count:]
+    return Frame(header, payload)
+
+
+def numbers_of(payload: bytes | bytearray) -> NDArray[np.int64]:
+    """Return the numbers that a payload holds."""
+    return np.frombuffer(payload, np.int64)
+
+
+def map_counters(path: Path) -> NDArray[np.int64]:
+    """Map the counters of all clients: int64 `(SLOTS, 2)`, samples handed out of a pass, and samples read."""
+    return np.asarray(np.memmap(path, np.int64, "r+", shape=(SLOTS, 2)))

@@ -1,0 +1,1 @@
+"""Packs images and text into tar shards with an index, and checks what was packed."""

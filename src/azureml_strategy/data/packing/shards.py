@@ -1,0 +1,274 @@
+"""Writes the tar shards of a packed set one by one: each is read back before it gets its name."""
+
+from __future__ import annotations
+
+import json
+import os
+import tarfile
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+from isal.isal_zlib import crc32
+from numpy.typing import NDArray
+
+from azureml_strategy.data.shard_index import ShardIndex
+
+# What two header blocks and their padding add to a sample on average: 512 for each header, 256 of padding for the
+# record, and 512 for the label with its padding.
+SAMPLE_OVERHEAD = 512 + 256 + 1024
+_BLOCK = 512
+_ARRAYS = {"offset": np.int64, "length": np.uint32, "label": np.int32, "checksum": np.uint32}
+
+
+class PackError(ValueError):
+    """A data set cannot be packed, or not as it was asked for. The message says what to type instead."""
+
+
+class UnreadableError(ValueError):
+    """A sample of the source cannot be read. It is left out, and counted."""
+
+
+class Record(NamedTuple):
+    """What a shard holds of a sample.
+
+    Attributes:
+        suffix: of its name, without a dot: `jpg`, `npy`.
+        content: the bytes.
+        label: number of its class; None for none.
+    """
+
+    suffix: str
+    content: bytes
+    label: int | None
+
+
+class Records(ABC):
+    """The samples of a source, as they are packed. It is pickled into worker processes, so it must be small.
+
+    Attributes:
+        kind: as `ShardIndex.kind`.
+        noun: what its samples are called in messages.
+        shuffled: whether they are shuffled before they are dealt to shards.
+        classes: names of the classes.
+    """
+
+    kind: str
+    noun: str
+    shuffled: bool
+    classes: tuple[str, ...]
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of samples."""
+
+    @abstractmethod
+    def record(self, number: int) -> Record:
+        """Make the record of a sample.
+
+        Raises:
+            UnreadableError: the sample is damaged.
+            OSError: the source cannot be read at all.
+        """
+
+    @abstractmethod
+    def name(self, number: int) -> str:
+        """Say which sample this is, for a message: its path below the source."""
+
+    @abstractmethod
+    def mean_bytes(self, order: NDArray[np.int64]) -> float:
+        """Return the bytes of a record on average. `order` is the samples in the order in which they are packed."""
+
+    @abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """Return what the index records of them, JSON only."""
+
+
+class TarWriter:
+    """Writes files into a tar in the USTAR format, which every reader knows, and says where each one begins.
+
+    Args:
+        file: the tar, opened for writing.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._position = 0
+
+    def add(self, name: str, content: bytes) -> int:
+        """Add a file, without an owner or a time, so that the same content is the same tar.
+
+        Returns:
+            Where its content begins, bytes.
+        """
+        member = tarfile.TarInfo(name)
+        member.size = len(content)
+        member.mode = 0o644
+        start = self._position + _BLOCK
+        self._file.write(member.tobuf(tarfile.USTAR_FORMAT))
+        self._file.write(content)
+        self._file.write(bytes(-len(content) % _BLOCK))
+        self._position = start + len(content) + -len(content) % _BLOCK
+        return start
+
+    def end(self) -> None:
+        """Write the mark of the end: two empty blocks, up to a whole number of tar's 20 blocks."""
+        self._file.write(bytes(2 * _BLOCK + -(self._position + 2 * _BLOCK) % tarfile.RECORDSIZE))
+
+
+@dataclass(frozen=True)
+class ShardTask:
+    """One shard to write.
+
+    Attributes:
+        records: the samples of the set.
+        order: file of the samples' numbers, in the order in which they are packed.
+        start: place in that order of the shard's first sample.
+        stop: place after its last one.
+        target: the tar.
+        work: folder for the tar while it is written, and for what the index needs of it.
+    """
+
+    records: Records
+    order: Path
+    start: int
+    stop: int
+    target: Path
+    work: Path
+
+    @property
+    def _kept(self) -> Path:
+        return self.work / f"{self.target.name}.npz"
+
+    def is_done(self) -> bool:
+        """Whether the shard is complete, from this run or an earlier one."""
+        return self.target.is_file() and self._kept.is_file() and self.read().size == self.target.stat().st_size
+
+    def read(self) -> PackedShard:
+        """Return what the index needs of the shard."""
+        with np.load(self._kept) as file:
+            header = json.loads(file["header"].tobytes())
+            return PackedShard(
+                self.target.name, header["size"], header["unreadable"], *(file[each] for each in _ARRAYS)
+            )
+
+    def run(self, advance: Callable[[], None]) -> None:
+        """Write the shard, all or nothing. `advance` is called after each sample.
+
+        Raises:
+            PackError: it does not read back as it was written.
+            OSError: the source cannot be read, or the shard not be written.
+        """
+        # With the process's number: one that was killed may still be ending.
+        scratch = self.work / f"{self.target.name}.{os.getpid()}"
+        try:
+            with scratch.open("wb+") as file:
+                shard = self._write(file, advance)
+                file.flush()
+                os.fsync(file.fileno())
+                _verify(file, shard)
+            self._keep(shard)
+            scratch.replace(self.target)
+        finally:
+            scratch.unlink(missing_ok=True)
+
+    def _write(self, file: BinaryIO, advance: Callable[[], None]) -> PackedShard:
+        rows: list[tuple[int, int, int, int]] = []
+        unreadable: list[str] = []
+        tar = TarWriter(file)
+        for number in np.load(self.order, mmap_mode="r")[self.start : self.stop].tolist():
+            try:
+                suffix, content, label = self.records.record(number)
+            except UnreadableError as error:
+                unreadable.append(f"{self.records.name(number)} ({error})")
+            else:
+                offset = tar.add(f"{number:08}.{suffix}", content)
+                if label is not None:
+                    tar.add(f"{number:08}.cls", str(label).encode())
+                rows.append((offset, len(content), label or 0, crc32(content)))
+            advance()
+        tar.end()
+        columns = np.array(rows, np.int64).reshape(-1, len(_ARRAYS)).T
+        arrays = (column.astype(kind) for column, kind in zip(columns, _ARRAYS.values(), strict=True))
+        return PackedShard(self.target.name, file.tell(), unreadable, *arrays)
+
+    def _keep(self, shard: PackedShard) -> None:
+        header = json.dumps({"size": shard.size, "unreadable": shard.unreadable}).encode()
+        arrays = {name: getattr(shard, name) for name in _ARRAYS}
+        with write_whole(self._kept) as file:
+            np.savez(file, header=np.frombuffer(header, np.uint8), **arrays)
+
+
+@dataclass(frozen=True, eq=False)
+class PackedShard:
+    """What the index needs of a shard; the arrays are as those of `ShardIndex`.
+
+    Attributes:
+        name: of the tar.
+        size: bytes of the tar.
+        unreadable: samples that were left out, each with the reason.
+    """
+
+    name: str
+    size: int
+    unreadable: list[str]
+    offset: NDArray[np.int64]
+    length: NDArray[np.uint32]
+    label: NDArray[np.int32]
+    checksum: NDArray[np.uint32]
+
+
+class write_whole:  # noqa: N801 - used like a function
+    """A file that has its name only once it is complete and on disk: `with write_whole(path) as file`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._scratch = path.with_name(f".{path.name}.{os.getpid()}")
+        self._file: BinaryIO
+
+    def __enter__(self) -> BinaryIO:
+        self._file = self._scratch.open("wb")
+        return self._file
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+            self._file.close()
+            if kind is None:
+                self._scratch.replace(self._path)
+        finally:
+            self._scratch.unlink(missing_ok=True)
+
+
+def join_shards(shards: Sequence[PackedShard], records: Records, facts: dict[str, Any]) -> ShardIndex:
+    """Return the index of a set of shards."""
+    arrays = {name: np.concatenate([getattr(shard, name) for shard in shards]) for name in _ARRAYS}
+    return ShardIndex(
+        records.kind,
+        tuple(shard.name for shard in shards),
+        np.array([shard.size for shard in shards], np.int64),
+        np.repeat(np.arange(len(shards), dtype=np.uint32), [len(shard.offset) for shard in shards]),
+        **arrays,
+        classes=records.classes,
+        facts=facts,
+    )
+
+
+def _verify(file: BinaryIO, shard: PackedShard) -> None:
+    """Read the records back from the disk, not from memory, and compare their checksums."""
+    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    for offset, length, checksum in _places(shard):
+        if crc32(os.pread(file.fileno(), length, offset)) != checksum:
+            raise PackError(
+                f"{shard.name} was written, but its bytes {offset} to {offset + length} read back otherwise: the disk "
+                "or its controller is damaged. Pack to another disk."
+            )
+
+
+def _places(shard: PackedShard) -> Iterator[tuple[int, int, int]]:
+    return zip(shard.offset.tolist(), shard.length.tolist(), shard.checksum.tolist(), strict=True)

@@ -1,0 +1,344 @@
+"""Unpacks the images of a Hugging Face data set, Parquet or Arrow files, so that they can be read in any order."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from typing_extensions import override
+
+from azureml_strategy.data.folders import EXTENSIONS
+from azureml_strategy.data.packing.images import ImageForm, ImageRecords, Samples, read_classes
+from azureml_strategy.data.packing.shards import PackError, Records, write_whole
+from azureml_strategy.data.packing.sources import Part, by_split, file_digest
+from azureml_strategy.data.packing.workers import Task
+
+if TYPE_CHECKING:
+    import pyarrow
+
+_SUFFIXES = (".parquet", ".arrow")
+_IMAGE_COLUMNS = ("image", "img")
+_LABEL_COLUMNS = ("label", "labels", "fine_label")
+# Rows that are in memory at once; a row holds an image.
+_ROWS = 64
+
+
+class Columns(NamedTuple):
+    """The columns of a table that are packed, and the names of the classes; none if the labels are only numbers."""
+
+    image: str
+    label: str
+    classes: tuple[str, ...]
+
+
+@dataclass
+class TablePart(Part):
+    """The tables of a split.
+
+    Attributes:
+        source: the folder of the data set.
+        names: paths of its files below the source, in their order.
+        form: what becomes of each image.
+    """
+
+    source: Path
+    names: list[str]
+    form: ImageForm
+
+    @cached_property
+    def digest(self) -> str:  # type: ignore[override]
+        """See `Part`."""
+        return file_digest(self.source, self.names)
+
+    @property
+    def count(self) -> int:  # type: ignore[override]
+        """Rows of all files."""
+        return sum(count_rows(self.source / name) for name in self.names)
+
+    @cached_property
+    def columns(self) -> Columns:
+        """The columns, which are the same in all files.
+
+        Raises:
+            PackError: they are not, or it is unclear which are meant.
+        """
+        first, *others = [(name, find_columns(self.source / name)) for name in self.names]
+        for name, columns in others:
+            if columns != first[1]:
+                raise PackError(
+                    f"{name} has other columns or classes than {first[0]}: are these two data sets? Give one."
+                )
+        return first[1]
+
+    @override
+    def tasks(self, work: Path) -> Sequence[Task]:
+        if (work / "samples").is_dir():
+            return ()
+        unpacked = work / "unpacked"
+        unpacked.mkdir(parents=True, exist_ok=True)
+        names = enumerate(self.names)
+        return [UnpackTask(self.source / name, self.columns, unpacked / f"{number:06}") for number, name in names]
+
+    @override
+    def examples(self) -> Iterator[bytes]:
+        for image, _ in read_rows(self.source / self.names[0], self.columns):
+            content = _content(image)
+            if content is not None:
+                yield content
+
+    @override
+    def records(self, work: Path, workers: int) -> Records:
+        folder = work / "samples"
+        if not folder.is_dir():
+            self._samples(work / "unpacked").save(folder)
+        return ImageRecords(str(work / "unpacked"), read_classes(folder), "row", folder, self.form)
+
+    def _samples(self, unpacked: Path) -> Samples:
+        files = [f"{number:06}" for number in range(len(self.names))]
+        tables = [np.load(unpacked / f"{name}.npz") for name in files]
+        rows = [len(table["length"]) for table in tables]
+        length, label = (np.concatenate([table[name] for table in tables]) for name in ("length", "label"))
+        offset = np.concatenate([np.cumsum(table["length"]) - table["length"] for table in tables])
+        classes = self.columns.classes or tuple(str(number) for number in range(int(label.max()) + 1))
+        self._check_labels(label, classes)
+        return Samples(
+            str(unpacked),
+            classes,
+            np.array([name.encode() for name in files], np.bytes_),
+            np.array([os.fsencode(name) for name in self.names], np.bytes_),
+            np.repeat(np.arange(len(files), dtype=np.uint32), rows),
+            offset,
+            length,
+            label,
+            np.concatenate([np.arange(count) for count in rows]),
+            unit="row",
+        )
+
+    def _check_labels(self, label: np.ndarray[Any, Any], classes: Sequence[str]) -> None:
+        if int(label.min()) < 0 or int(label.max()) >= len(classes):
+            raise PackError(
+                f"The labels in column {self.columns.label} of {self.names[0]} are from {label.min()} to "
+                f"{label.max()}, and there are {len(classes)} classes. Images without a label (-1) cannot be packed: "
+                "leave this split out."
+            )
+
+
+@dataclass(frozen=True)
+class UnpackTask:
+    """The images of one file of a data set, to be written side by side into one file.
+
+    Attributes:
+        table: the Parquet or Arrow file.
+        columns: which of its columns.
+        target: the file to write; what lies where is written beside it, as `.npz`, last.
+    """
+
+    table: Path
+    columns: Columns
+    target: Path
+
+    @property
+    def _kept(self) -> Path:
+        return self.target.with_suffix(".npz")
+
+    def is_done(self) -> bool:
+        """Whether an earlier run has unpacked it."""
+        return self._kept.is_file()
+
+    def run(self, advance: Callable[[], None]) -> None:
+        """Unpack it, all or nothing.
+
+        Raises:
+            PackError: a row has no image or no label in it.
+        """
+        lengths: list[int] = []
+        labels: list[int] = []
+        with write_whole(self.target) as file:
+            for image, label in read_rows(self.table, self.columns):
+                content = _content(image)
+                if content is None or label is None:
+                    raise PackError(self._missing(len(lengths), image, "image" if content is None else "label"))
+                file.write(content)
+                lengths.append(len(content))
+                labels.append(label)
+                advance()
+        with write_whole(self._kept) as file:
+            np.savez(file, length=np.array(lengths, np.int64), label=np.array(labels, np.int32))
+
+    def _missing(self, row: int, image: Any, what: str) -> str:
+        path = image.get("path") if isinstance(image, Mapping) else None
+        pointed = f", only the path {path}: save it with the images inside, `embed_table_storage`" if path else ""
+        return (
+            f"{self.table}: row {row} has no {what} in it{pointed}. Fill it in, or filter the row out, and pack again."
+        )
+
+
+def _content(image: Any) -> bytes | None:
+    """The image file in a cell: of an image column, or of one of plain bytes."""
+    return image.get("bytes") if isinstance(image, Mapping) else image
+
+
+def find_tables(source: Path, form: ImageForm) -> dict[str, Part]:
+    """Find the Parquet or Arrow files of a Hugging Face data set below a folder; nothing if there are none.
+
+    Raises:
+        PackError: it is unclear what to pack, or pyarrow is missing.
+    """
+    names = _table_names(source)
+    if not names:
+        return {}
+    parts = {split: TablePart(source, own, form) for split, own in by_split(names, source).items()}
+    if len({part.columns for part in parts.values()}) > 1:
+        raise PackError(f"{source}: training and validation have other columns or classes. Is this one data set?")
+    return dict(parts)
+
+
+def _table_names(source: Path) -> list[str]:
+    found: list[str] = []
+    for folder, folders, files in os.walk(source):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        if not any(name.endswith(_SUFFIXES) for name in files):
+            if any(name.lower().endswith(EXTENSIONS) for name in files):
+                return found  # class folders: there may be thousands more, and listing a mount takes time
+            continue
+        place = Path(folder).relative_to(source)
+        found += [str(place / name) for name in _own_tables(Path(folder), files)]
+    return found
+
+
+def _own_tables(folder: Path, files: Sequence[str]) -> list[str]:
+    """The tables of a data set in a folder, without what `map` and `filter` keep beside them."""
+    if "state.json" not in files:  # not of `save_to_disk`
+        return sorted(name for name in files if name.endswith(_SUFFIXES) and not name.startswith((".", "cache-")))
+    state = json.loads((folder / "state.json").read_text())
+    if state.get("_indices_data_files"):
+        raise PackError(
+            f"{folder} is a selection of rows: write it out by `dataset.flatten_indices().save_to_disk(...)`."
+        )
+    return [file["filename"] for file in state["_data_files"]]
+
+
+def find_columns(table: Path) -> Columns:
+    """Return which columns of a table hold the image and the label.
+
+    Raises:
+        PackError: it is unclear.
+    """
+    schema = _schema(table)
+    features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {}).get("features") or {}
+    if not features and (table.parent / "dataset_info.json").is_file():
+        features = json.loads((table.parent / "dataset_info.json").read_text()).get("features") or {}
+    kinds = {name: feature.get("_type") for name, feature in features.items() if isinstance(feature, dict)}
+    images = [field.name for field in schema if _holds_images(field)]
+    labels = [name for name in schema.names if kinds.get(name) == "ClassLabel"]
+    image = _choose("image", _IMAGE_COLUMNS, images, images, table, schema.names)
+    label = _choose("label", _LABEL_COLUMNS, schema.names, labels, table, schema.names)
+    return Columns(image, label, _class_names(features.get(label), schema.field(label), table))
+
+
+def _holds_images(field: pyarrow.Field) -> bool:
+    import pyarrow
+
+    kind = field.type
+    if pyarrow.types.is_struct(kind):
+        return bool(kind.get_field_index("bytes") >= 0)
+    return bool(pyarrow.types.is_binary(kind) or pyarrow.types.is_large_binary(kind))
+
+
+def _choose(
+    what: str, names: Sequence[str], known: Sequence[str], likely: Sequence[str], table: Path, columns: Sequence[str]
+) -> str:
+    named = next((name for name in names if name in known), None)
+    if named is not None:
+        return named
+    if len(likely) == 1:
+        return likely[0]
+    raise PackError(
+        f"It is unclear which column of {table} is the {what}. Its columns: {', '.join(columns)}. Rename the one that "
+        f"you mean to `{names[0]}`: dataset.rename_column(..., {names[0]!r})."
+    )
+
+
+def _class_names(feature: Any, field: pyarrow.Field, table: Path) -> tuple[str, ...]:
+    import pyarrow
+
+    if not pyarrow.types.is_integer(field.type):
+        raise PackError(
+            f"The labels in column {field.name} of {table} are of type {field.type}, not numbers of classes. Convert "
+            f"them: dataset.class_encode_column({field.name!r})."
+        )
+    return tuple(feature.get("names") or ()) if isinstance(feature, dict) else ()
+
+
+def _schema(table: Path) -> pyarrow.Schema:
+    _require_pyarrow(table)
+    import pyarrow
+    import pyarrow.ipc
+    import pyarrow.parquet
+
+    try:
+        if table.suffix == ".parquet":
+            return pyarrow.parquet.read_schema(table)
+        with pyarrow.memory_map(str(table)) as file:
+            return pyarrow.ipc.open_stream(file).schema
+    except pyarrow.ArrowException as error:
+        raise PackError(f"{table} cannot be read: {error}. Download the data set again.") from error
+
+
+def count_rows(table: Path) -> int:
+    """Return the number of rows of a table, without reading its images."""
+    import pyarrow
+    import pyarrow.ipc
+    import pyarrow.parquet
+
+    if table.suffix == ".parquet":
+        return int(pyarrow.parquet.read_metadata(table).num_rows)
+    with pyarrow.memory_map(str(table)) as file:
+        return sum(batch.num_rows for batch in pyarrow.ipc.open_stream(file))
+
+
+def read_rows(table: Path, columns: Columns) -> Iterator[tuple[Any, int | None]]:
+    """Return image and label of each row, a few rows in memory at once.
+
+    Raises:
+        PackError: the file is damaged.
+    """
+    import pyarrow
+
+    try:
+        for batch in _batches(table, columns):
+            for start in range(0, batch.num_rows, _ROWS):
+                part = batch.slice(start, _ROWS)
+                yield from zip(part[columns.image].to_pylist(), part[columns.label].to_pylist(), strict=True)
+    except (pyarrow.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise PackError(f"{table} cannot be read: {error}. Download the data set again.") from error
+
+
+def _batches(table: Path, columns: Columns) -> Iterator[pyarrow.RecordBatch]:
+    import pyarrow
+    import pyarrow.ipc
+    import pyarrow.parquet
+
+    if table.suffix == ".parquet":
+        with pyarrow.parquet.ParquetFile(table) as file:
+            yield from file.iter_batches(_ROWS, columns=[columns.image, columns.label])
+        return
+    with pyarrow.memory_map(str(table)) as mapped:
+        yield from pyarrow.ipc.open_stream(mapped)
+
+
+def _require_pyarrow(table: Path) -> None:
+    try:
+        import pyarrow  # noqa: F401
+    except ImportError as error:
+        raise PackError(
+            f"{table.name} is read by pyarrow, which is not installed: pip install 'azureml-strategy[data]'"
+        ) from error

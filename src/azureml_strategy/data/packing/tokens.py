@@ -1,0 +1,216 @@
+"""Packs text as tokens: runs of equal length in the order of the documents, where any sequence has its place."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import override
+
+from azureml_strategy.data.packing.shards import PackError, Record, Records, write_whole
+from azureml_strategy.data.packing.sources import Part
+from azureml_strategy.data.packing.workers import Task
+from azureml_strategy.data.tokens import Corpus, Tokenizer, make_tokenizer
+
+# Bytes of a record: large enough to read at the rate of the storage, small enough to read for one sequence.
+RUN_BYTES = 64 * 2**10
+# Bytes of the documents that are encoded at once by one process.
+_GROUP_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class TokenizerChoice:
+    """How text becomes tokens, as the user said it. Each process makes the tokenizer itself.
+
+    Attributes:
+        name: a file, folder or hub id; None for bytes.
+        end_of_text: the token that follows each document.
+    """
+
+    name: str | None
+    end_of_text: str | None
+
+    def make(self) -> Tokenizer:
+        """Make the tokenizer."""
+        return make_tokenizer(self.name, self.end_of_text)
+
+
+@dataclass
+class TokenPart(Part):
+    """The documents for training, or for validation.
+
+    Attributes:
+        documents: their paths, in order.
+        choice: how they become tokens.
+        facts: what the index records of the tokenizer and the split.
+        digest: see `Part`.
+    """
+
+    documents: Sequence[Path]
+    choice: TokenizerChoice
+    facts: dict[str, Any]
+    digest: str
+
+    @property
+    def count(self) -> int:  # type: ignore[override]
+        """Number of documents."""
+        return len(self.documents)
+
+    @override
+    def tasks(self, work: Path) -> Sequence[Task]:
+        folder = work / "tokens"
+        folder.mkdir(exist_ok=True)
+        groups = enumerate(_groups(self.documents))
+        return [EncodeTask(group, self.choice, folder / f"{number:06}.bin") for number, group in groups]
+
+    @override
+    def examples(self) -> Iterator[bytes]:
+        return (document.read_bytes() for document in self.documents)
+
+    @override
+    def records(self, work: Path, workers: int) -> Records:
+        records = TokenRecords(work / "tokens", json.dumps(self.facts))
+        if not len(records):
+            raise PackError(f"{self.documents[0]} and what follows it have no tokens. Is it the right tokenizer?")
+        return records
+
+
+@dataclass(frozen=True)
+class EncodeTask:
+    """Documents that lie one after the other, to be written as tokens.
+
+    Attributes:
+        documents: their paths.
+        choice: how they become tokens.
+        target: the file of their tokens.
+    """
+
+    documents: tuple[Path, ...]
+    choice: TokenizerChoice
+    target: Path
+
+    def is_done(self) -> bool:
+        """Whether an earlier run has written them."""
+        return self.target.is_file()
+
+    def run(self, advance: Callable[[], None]) -> None:
+        """Write them, all or nothing.
+
+        Raises:
+            CorpusError: a document cannot be read as text.
+        """
+        tokenizer = self.choice.make()
+        with write_whole(self.target) as file:
+            for document in self.documents:
+                file.write(tokenizer.encode(document).tobytes())
+                advance()
+
+
+@dataclass(frozen=True)
+class TokenRecords(Records):
+    """Runs of tokens.
+
+    Attributes:
+        folder: of the files that `EncodeTask` has written.
+        described: JSON of what the index records of the tokenizer.
+    """
+
+    folder: Path
+    described: str
+    kind = "tokens"
+    noun = "runs of tokens"
+    shuffled = False
+    classes = ()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"folder": self.folder, "described": self.described}
+
+    @cached_property
+    def _dtype(self) -> np.dtype[Any]:
+        return np.dtype(str(json.loads(self.described)["dtype"]))
+
+    @cached_property
+    def _files(self) -> tuple[list[Path], list[int]]:
+        """The files of tokens, and the number of the first token of each, and of the one after the last."""
+        paths = sorted(self.folder.glob("*.bin"))
+        counts = (path.stat().st_size // self._dtype.itemsize for path in paths)
+        return paths, list(accumulate(counts, initial=0))
+
+    @property
+    def _run(self) -> int:
+        return RUN_BYTES // self._dtype.itemsize
+
+    @override
+    def __len__(self) -> int:
+        return -(-self._files[1][-1] // self._run)
+
+    @override
+    def record(self, number: int) -> Record:
+        written = io.BytesIO()
+        np.save(written, self._tokens(number * self._run, (number + 1) * self._run))
+        return Record("npy", written.getvalue(), None)
+
+    def _tokens(self, start: int, stop: int) -> NDArray[Any]:
+        paths, starts = self._files
+        first = int(np.searchsorted(starts, start, side="right")) - 1
+        parts = []
+        for path, begins, ends in zip(paths[first:], starts[first:], starts[first + 1 :], strict=False):
+            if begins >= stop:
+                break
+            place = max(start, begins) - begins
+            count = min(stop, ends) - begins - place
+            parts.append(np.fromfile(path, self._dtype, count, offset=place * self._dtype.itemsize))
+        return np.concatenate(parts)
+
+    @override
+    def name(self, number: int) -> str:
+        return f"run {number}"
+
+    @override
+    def mean_bytes(self, order: NDArray[np.int64]) -> float:
+        return RUN_BYTES
+
+    @override
+    def facts(self) -> dict[str, Any]:
+        return {**json.loads(self.described), "tokens": self._files[1][-1], "run": self._run}
+
+
+def find_text(corpus: Corpus, choice: TokenizerChoice, validation_fraction: float) -> dict[str, Part]:
+    """Return the documents for training and for validation, as `TextDataModule` splits them.
+
+    Raises:
+        CorpusError: no document is left for training, or there is no such tokenizer.
+    """
+    tokenizer = choice.make()
+    facts = {
+        "dtype": tokenizer.dtype.name,
+        "tokenizer": tokenizer.identity,
+        "vocab_size": tokenizer.vocab_size,
+        "validation_fraction": validation_fraction,
+    }
+    digest = hashlib.sha256(repr((corpus.identity(), tokenizer.identity, validation_fraction)).encode()).hexdigest()
+    parts = zip(("train", "val"), corpus.split(validation_fraction), strict=True)
+    return {name: TokenPart(documents, choice, facts, digest) for name, documents in parts if documents}
+
+
+def _groups(documents: Sequence[Path]) -> Iterator[tuple[Path, ...]]:
+    group: list[Path] = []
+    size = 0
+    for document in documents:
+        group.append(document)
+        size += os.path.getsize(document)
+        if size >= _GROUP_BYTES:
+            yield tuple(group)
+            group, size = [], 0
+    if group:
+        yield tuple(group)

@@ -1,0 +1,36 @@
+"""Opens images by Pillow, and makes RGB of them: for decoding, for packing, and for users' own transforms.
+
+Without torch: processes that pack do not load it.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+# The content decides the format, not the file name. Pillow's other decoders are never offered a file.
+_FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
+
+
+def open_image(content: bytes) -> Image.Image:
+    """Open an image file, without decoding it.
+
+    Raises:
+        PIL.UnidentifiedImageError: it has another format, or is none. Pillow raises other exceptions, too.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        return Image.open(io.BytesIO(content), formats=_FORMATS)
+    except UnidentifiedImageError:  # it names the address of a BytesIO
+        raise UnidentifiedImageError(f"{len(content)} bytes that are no JPEG, PNG, WEBP or BMP image") from None
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Return an image of any mode in RGB, 8 bits a channel."""
+    if image.mode.startswith("I"):  # 16 bits a pixel; Pillow's conversion would clip them at 255
+        image = image.convert("I").point(lambda value: value * (1 / 257)).convert("L")
+    return image if image.mode == "RGB" else image.convert("RGB")

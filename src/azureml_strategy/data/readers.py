@@ -1,0 +1,273 @@
+"""Reads the records of a packed set: from a folder or mount directly, or through the cache of the node."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+import shlex
+import shutil
+import tempfile
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from azureml_strategy.data.folders import user_cache
+from azureml_strategy.data.node_cache.client import CacheSettings, NodeCache
+from azureml_strategy.data.shard_index import (
+    INDEX_NAME,
+    MADE_OF,
+    RecordError,
+    ShardIndex,
+    ShardIndexError,
+    check_record,
+    load_index,
+)
+from azureml_strategy.data.storage import is_remote
+from azureml_strategy.data.tar_index import index_tars, is_indexed
+from azureml_strategy.network.doctor.disks import read_mounts
+
+# The share of a disk's free space that the cache takes unless told otherwise: checkpoints and logs need some, too.
+_SHARE = 0.9
+_CACHE_FOLDER = "azureml-strategy-cache"
+# Files that a process keeps open. A set may have thousands of shards, and a process may open 1,024 files by default.
+_MOST_OPEN = 200
+# What an index that was made of tar files tells of them, among its facts.
+
+
+class ShardReader(Protocol):
+    """Reads records of a packed set, in any process: it may be pickled, and used after a fork."""
+
+    @property
+    def index(self) -> ShardIndex:
+        """Where each record lies."""
+
+    def read(self, numbers: Sequence[int]) -> list[bytes | Exception]:
+        """Return records in the order asked for, each verified; in place of one that cannot be had, the error."""
+
+    def expect(self, numbers: NDArray[np.int64], following: NDArray[np.int64]) -> None:
+        """Tell what this process and its workers will read: in this pass through the data, and in the next one."""
+
+    def reached(self, position: int) -> None:
+        """Tell how many samples of the pass have been handed out."""
+
+    def close(self) -> None:
+        """Let go of files and connections."""
+
+
+class FolderReader:
+    """Reads records out of the shards in a folder or a mount.
+
+    Args:
+        folder: the folder of the set.
+        index: of the set; by default what lies in the folder, or is made once of its tar files.
+
+    Raises:
+        ShardIndexError: the index is damaged, there are no shards, or they are not those of the index.
+    """
+
+    def __init__(self, folder: Path, index: ShardIndex | None = None) -> None:
+        self._folder = folder
+        self._index = _verified_index(folder) if index is None else index
+        self._files: OrderedDict[int, int] = OrderedDict()
+
+    def __reduce__(self) -> tuple[type[FolderReader], tuple[Path, ShardIndex]]:
+        return FolderReader, (self._folder, self._index)  # open files do not travel
+
+    @property
+    def index(self) -> ShardIndex:
+        """Where each record lies."""
+        return self._index
+
+    def read(self, numbers: Sequence[int]) -> list[bytes | Exception]:
+        """Return records in the order asked for, each verified; in place of one that cannot be had, the error."""
+        return [self._read(int(number)) for number in numbers]
+
+    def expect(self, numbers: NDArray[np.int64], following: NDArray[np.int64]) -> None:
+        """Do nothing: the operating system keeps what it has memory for."""
+
+    def reached(self, position: int) -> None:
+        """Do nothing, as in `expect`."""
+
+    def close(self) -> None:
+        """Close the files."""
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+    def _read(self, number: int) -> bytes | Exception:
+        index = self._index
+        try:
+            # pread leaves the file's position alone, so that processes which share it after a fork are not disturbed.
+            content = os.pread(
+                self._file(int(index.shard[number])), int(index.length[number]), int(index.offset[number])
+            )
+        except OSError as error:
+            # Without the number: a full table of open files, say, is no fault of this record.
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+                raise
+            return RecordError(f"{index.name(number)}: {error.strerror or error}")
+        return check_record(index, number, content)
+
+    def _file(self, shard: int) -> int:
+        file = self._files.get(shard)
+        if file is None:
+            file = os.open(self._folder / self._index.shards[shard], os.O_RDONLY | os.O_CLOEXEC)
+            if len(self._files) >= _MOST_OPEN:
+                os.close(self._files.popitem(last=False)[1])
+            self._files[shard] = file
+        self._files.move_to_end(shard)
+        return file
+
+
+def find_index(folder: Path) -> ShardIndex:
+    """Return the index of a folder of shards. Tar files that have none are read once, and the index is kept.
+
+    It is kept beside them, or where that is not allowed in `azureml_strategy/shards` of the user's cache. It names the
+    files that it was made of, and is made anew where one of them was changed, added or removed since. The index of a
+    set that was packed is taken as it is.
+
+    Raises:
+        ShardIndexError: the index is damaged, or there are neither an index nor tar files that can be indexed.
+    """
+    own = folder / INDEX_NAME
+    if own.is_file() or not any(folder.glob("*.tar")):
+        _refuse_what_is_no_set(folder)
+        index = load_index(own)
+        if MADE_OF not in index.facts or index.facts[MADE_OF] == _indexed_files(folder):
+            return index
+    files = _indexed_files(folder)
+    kept = _kept_index(folder, files)
+    if kept.is_file():
+        return load_index(kept)
+    index = index_tars(folder)
+    index = replace(index, facts={**index.facts, MADE_OF: files})
+    try:
+        index.save(own)
+    except OSError:  # a mount that is read-only, most often
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        index.save(kept)
+    return index
+
+
+def _indexed_files(folder: Path) -> list[list[str | int]]:
+    """Name, size in bytes and time of the last change in nanoseconds of each file that an index is made of."""
+    with os.scandir(folder) as entries:
+        names = sorted((entry.name, entry.stat()) for entry in entries if is_indexed(entry.name))
+    return [[name, facts.st_size, facts.st_mtime_ns] for name, facts in names]
+
+
+def _kept_index(folder: Path, files: list[list[str | int]]) -> Path:
+    """Where the index of these tar files is kept if not beside them. Another file, size or time is another index."""
+    name = hashlib.sha256(repr((str(folder.absolute()), files)).encode()).hexdigest()[:16]
+    return user_cache() / "shards" / f"{name}.npz"
+
+
+def _verified_index(folder: Path) -> ShardIndex:
+    """Find the index of a folder, and refuse one whose shards do not lie there, by their names and sizes."""
+    index = find_index(folder)
+    with os.scandir(folder) as entries:
+        seen = {entry.name: entry.stat().st_size for entry in entries if entry.name.endswith(".tar")}
+    expected = dict(zip(index.shards, index.sizes.tolist(), strict=True))
+    added = sorted(name for name in seen if name not in expected and is_indexed(name))
+    for name in (*expected, *added):
+        if seen.get(name) != expected.get(name):
+            there = f"has {seen[name]:,} bytes" if name in seen else "is missing"
+            told = f"has {expected[name]:,} bytes" if name in expected else "is not of the set"
+            anew = f"; or rm {shlex.quote(str(folder / INDEX_NAME))}, and the shards are indexed as they are"
+            raise ShardIndexError(
+                f"{folder}: {name} {there}, but by {INDEX_NAME} it {told}. Copy the folder again from where the set "
+                f"was packed{anew if index.kind != 'tokens' else ''}."
+            )
+    return index
+
+
+def _refuse_what_is_no_set(folder: Path) -> None:
+    if not folder.is_dir():
+        raise ShardIndexError(
+            f"There is no folder {folder}. Give the folder that azureml-strategy data pack SRC OUT wrote."
+        )
+    sets = [each.parent for each in sorted(folder.glob(f"*/{INDEX_NAME}"))]
+    if sets and not (folder / INDEX_NAME).is_file():
+        raise ShardIndexError(
+            f"{folder} holds the packed sets {', '.join(each.name for each in sets)}. Name one: {sets[0]}"
+        )
+
+
+def is_packed(root: str) -> bool:
+    """Whether this is a packed set, or an address, where only a packed set can be read; not a folder of files."""
+    folder = Path(root).expanduser()
+    return is_remote(root) or (folder / INDEX_NAME).is_file() or next(folder.glob("*.tar"), None) is not None
+
+
+def join(root: str | os.PathLike[str], folder: str) -> str:
+    """Return the place of a folder below another one, or below an address."""
+    place = os.fspath(root)
+    return f"{place.rstrip('/')}/{folder}" if is_remote(place) else str(Path(place).expanduser() / folder)
+
+
+def open_reader(root: str, cache: CacheSettings | None) -> ShardReader:
+    """Open a packed set.
+
+    Args:
+        root: a folder, or an address of Blob Storage.
+        cache: the cache of the node; None reads a folder directly, and an address by streaming.
+
+    Raises:
+        ShardIndexError: there is no such set, or it is damaged.
+        StorageError: the storage cannot be reached, or refuses.
+    """
+    if cache is None and not is_remote(root):
+        return FolderReader(Path(root).expanduser())
+    return NodeCache(root, cache or CacheSettings(folder=None, limit=0))
+
+
+def choose_cache(folder: str | os.PathLike[str] | None, limit: int | str | None) -> CacheSettings | None:
+    """Return the settings of a cache as a configuration names it.
+
+    Args:
+        folder: a folder; `auto` for this node's local disk with the most free space; None for no cache.
+        limit: bytes, as a number or as `500GB`; None for nine tenths of what is free, and of what the cache holds.
+
+    Raises:
+        ValueError: the limit is no number of bytes.
+    """
+    if folder is None:
+        return None
+    place = _roomiest_disk() / _CACHE_FOLDER if folder == "auto" else Path(folder).expanduser()
+    return CacheSettings(folder=place.absolute(), limit=_available(place) if limit is None else parse_bytes(limit))
+
+
+def parse_bytes(size: int | str) -> int:
+    """Return a number of bytes: 1000, `100MB`, `1.5 TB`, `64MiB`.
+
+    Raises:
+        ValueError: it is none.
+    """
+    found = re.fullmatch(r"([\d_]+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", str(size).strip(), re.IGNORECASE)
+    number = 0.0
+    if found:
+        power = "KMGT".index(found[2].upper()) + 1 if found[2] else 0
+        number = float(found[1]) * (1024 if found[3] else 1000) ** power
+    if not 1 <= number < 2**63:
+        raise ValueError(f"{size!r} is no number of bytes. Write one, as 500GB, 1.5TB or 1000000.")
+    return int(number)
+
+
+def _roomiest_disk() -> Path:
+    """The writable place with the most free space that is mounted from a local disk, or else the temporary folder."""
+    places = [Path(mount.target) for mount in read_mounts(Path("/proc")) if mount.is_disk and not mount.read_only]
+    places = [each for each in places if each != Path("/") and each.is_dir() and os.access(each, os.W_OK)]
+    temporary = Path(tempfile.gettempdir())
+    return max([temporary, *places], key=lambda place: shutil.disk_usage(place).free)
+
+
+def _available(place: Path) -> int:
+    existing = next(each for each in (place, *place.absolute().parents) if each.is_dir())
+    held = sum(path.stat().st_blocks * 512 for path in place.rglob("*") if path.is_file())
+    return int(_SHARE * (shutil.disk_usage(existing).free + held))

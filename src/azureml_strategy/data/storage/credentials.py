@@ -1,0 +1,180 @@
+"""Who reads Blob Storage: a key or a signature from the environment, or else the job's identity."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from typing_extensions import override
+
+from azureml_strategy.cluster.redaction import redact_text
+from azureml_strategy.data.storage import StorageError
+from azureml_strategy.data.storage.addresses import EMULATOR_ACCOUNT, uses_emulator
+from azureml_strategy.data.storage.variables import storage_variables
+
+if TYPE_CHECKING:
+    from azure.core.credentials import TokenCredential
+    from obstore.store import AzureCredential
+
+_lending = threading.Lock()
+_SCOPE = "https://storage.azure.com/.default"
+# Printed in the documentation of Azurite; every emulator has it.
+_EMULATOR_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+_KEY, _SAS, _CONNECTION = "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_TOKEN", "AZURE_STORAGE_CONNECTION_STRING"
+
+
+class Credential(ABC):
+    """What signs the requests to an account. obstore calls it, and again before what it gave expires.
+
+    Attributes:
+        name: how a message calls it; never the secret.
+        problem: why it could not be had when it was asked for last, a sentence; None if it could.
+    """
+
+    name: str
+    problem: str | None = None
+
+    @abstractmethod
+    async def __call__(self) -> AzureCredential:
+        """Give it."""
+
+
+class FixedCredential(Credential):
+    """An account key or a shared access signature, which somebody has set."""
+
+    def __init__(self, name: str, given: AzureCredential) -> None:
+        self.name = name
+        self._given = given
+
+    @override
+    async def __call__(self) -> AzureCredential:
+        return self._given
+
+
+class IdentityCredential(Credential):
+    """Tokens of Entra ID, for the identity of the job or of the user."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+        self._identity: TokenCredential | None = None
+        self.name = "the user's identity" if _on_behalf(environ) else "the identity that azure-identity found"
+
+    @override
+    async def __call__(self) -> AzureCredential:
+        return await asyncio.to_thread(self._fetch)
+
+    def forget(self) -> None:
+        """Have the next call ask for another token: the service has rejected the last one."""
+        self._identity = None  # and the tokens that it keeps
+
+    def _fetch(self) -> AzureCredential:
+        from azure.core.exceptions import AzureError
+
+        try:
+            with lent_variables(self._environ):
+                identity = self._identity = self._identity or find_identity(self._environ)
+                token = identity.get_token(_SCOPE)
+        except (AzureError, StorageError) as error:
+            self.problem = redact_text(str(error), self._environ).strip().splitlines()[0]
+            raise
+        self.problem = None
+        return {"token": token.token, "expires_at": datetime.fromtimestamp(token.expires_on, UTC)}
+
+
+@contextmanager
+def lent_variables(environ: Mapping[str, str]) -> Iterator[None]:
+    """Let the Azure libraries see the variables of the job that storage is read for, not those of this process.
+
+    Only Python's view of them changes: threads of other libraries may read the environment itself at any time. One
+    thread at once; the others wait for their turn.
+
+    Args:
+        environ: environment variables.
+    """
+    with _lending:
+        own = os.environ
+        kept = {name: value for name, value in own.items() if name not in storage_variables(own)}
+        os.environ = {**kept, **storage_variables(environ)}  # type: ignore[assignment]  # noqa: B003
+        try:
+            yield
+        finally:
+            os.environ = own  # noqa: B003
+
+
+def find_identity(environ: Mapping[str, str]) -> TokenCredential:
+    """Find the identity that this process has in Azure. Nothing is asked yet.
+
+    In a job that runs with its user's identity, that. Else azure-identity's chain: a service principal from the
+    variables, the managed identity of the cluster, the az command.
+
+    Args:
+        environ: environment variables. The Azure libraries read those of `lent_variables` for the rest.
+
+    Raises:
+        StorageError: a library is not installed.
+    """
+    logging.getLogger("azure.identity").setLevel(logging.CRITICAL)  # what failed is told by our own error
+    if _on_behalf(environ):
+        try:
+            from azure.ai.ml.identity import AzureMLOnBehalfOfCredential
+        except ImportError as error:
+            raise StorageError(
+                "This job runs with its user's identity, and what asks for it is not installed. Type: "
+                "pip install 'azureml-strategy[azure]'"
+            ) from error
+        return AzureMLOnBehalfOfCredential()
+    try:
+        from azure.identity import DefaultAzureCredential
+    except ImportError as error:
+        raise StorageError(
+            "What signs in to Azure is not installed. Type: pip install 'azureml-strategy[data]'"
+        ) from error
+    # Azure ML names the cluster's identity by the first; azure-identity reads the second by itself.
+    client = environ.get("DEFAULT_IDENTITY_CLIENT_ID") or environ.get("AZURE_CLIENT_ID")
+    return DefaultAzureCredential(managed_identity_client_id=client)
+
+
+def find_credential(account: str, environ: Mapping[str, str]) -> Credential:
+    """Choose what reads an account: its key, a signature, a connection string, or else an identity.
+
+    A key or signature that the environment says is another account's is not used: this account would refuse it.
+
+    Args:
+        account: name of the storage account.
+        environ: environment variables.
+    """
+    owner = environ.get("AZURE_STORAGE_ACCOUNT_NAME") or environ.get("AZURE_STORAGE_ACCOUNT") or account
+    if owner == account and environ.get(_KEY):
+        return _key(_KEY, environ[_KEY])
+    if owner == account and environ.get(_SAS):
+        return _signature(_SAS, environ[_SAS])
+    parts = dict(re.findall(r"([A-Za-z]+)=([^;]*)", environ.get(_CONNECTION, "")))
+    if parts.get("AccountName", account) == account:
+        if parts.get("AccountKey"):
+            return _key(_CONNECTION, parts["AccountKey"])
+        if parts.get("SharedAccessSignature"):
+            return _signature(_CONNECTION, parts["SharedAccessSignature"])
+    if account == EMULATOR_ACCOUNT and uses_emulator(environ):
+        return _key("the emulator's key", _EMULATOR_KEY)
+    return IdentityCredential(environ)
+
+
+def _key(name: str, key: str) -> Credential:
+    return FixedCredential(name, {"access_key": key.strip(), "expires_at": None})
+
+
+def _signature(name: str, signature: str) -> Credential:
+    return FixedCredential(name, {"sas_token": signature.strip().lstrip("?"), "expires_at": None})
+
+
+def _on_behalf(environ: Mapping[str, str]) -> bool:
+    """Whether Azure ML gives the job its user's tokens: the variables that AzureMLOnBehalfOfCredential reads."""
+    return bool(environ.get("OBO_ENDPOINT")) or environ.get("AZUREML_DATAPREP_TOKEN_PROVIDER") == "sparkobo"

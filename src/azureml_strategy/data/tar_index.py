@@ -1,0 +1,408 @@
+"""Indexes WebDataset tar files that were packed by something else and have no index: each is read once."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import re
+import tarfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, cast
+
+import numpy as np
+from isal.isal_zlib import crc32
+from numpy.typing import NDArray
+from typing_extensions import Buffer, override
+
+from azureml_strategy.data.shard_index import ShardIndex, ShardIndexError
+
+if TYPE_CHECKING:
+    from azureml_strategy.data.storage import Storage
+
+IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "bmp")
+CLASSES_NAME = "classes.txt"
+# Bytes that are asked for at once: storage answers large ranges at the rate of the network.
+_RANGE = 8 * 2**20
+# Shards that are read at once from storage.
+_AT_ONCE = 8
+# First bytes of what is no plain tar: https://en.wikipedia.org/wiki/List_of_file_signatures
+_COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+_COMPRESSED_NAMES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
+_AGAIN = "Copy it again, or pack the data set anew: azureml-strategy data pack SRC OUT."
+_SPLIT = re.compile(r"(?:^|[^a-z])(train|val|validation|valid|test)(?![a-z])", re.IGNORECASE)
+
+Read = Callable[[int, int], Buffer]
+
+
+class ShardSamples(NamedTuple):
+    """The samples of one shard; the arrays are as those of `ShardIndex`.
+
+    Attributes:
+        raw: whether they are pixels in numpy's format, not image files.
+        labels: of the samples as their files give them: numbers, or names of classes.
+        suffix: of the files that give them: `cls` or `json`.
+        others: beside `.cls` files, the labels that `.json` files give, None where there are none; nothing else.
+    """
+
+    offset: NDArray[np.int64]
+    length: NDArray[np.uint32]
+    checksum: NDArray[np.uint32]
+    labels: Sequence[int | str]
+    raw: bool
+    suffix: str
+    others: Sequence[int | str | None]
+
+
+def index_tars(folder: Path, workers: int = 1, names: Iterable[str] | None = None) -> ShardIndex:
+    """Index the tar files directly in a folder.
+
+    Args:
+        folder: with tar files of `KEY.jpg` (or .jpeg, .png, .webp, .bmp; .npy for pixels) beside `KEY.cls` or
+            `KEY.json`, and a `classes.txt` where the classes have names: a line each, in the order of their labels.
+        workers: processes that read.
+        names: of the files to index; all tar files by default.
+
+    Raises:
+        ShardIndexError: there are no tar files, or one is truncated, compressed, or holds something else.
+    """
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
+    shards = shard_names(sizes, str(folder)) if names is None else sorted(names)
+    paths = [folder / name for name in shards]
+    if workers == 1:
+        found = list(map(_index_file, paths))
+    else:
+        with ProcessPoolExecutor(min(workers, len(paths)), get_context("spawn")) as pool:
+            found = list(pool.map(_index_file, paths))
+    text = (folder / CLASSES_NAME).read_text("utf-8") if CLASSES_NAME in sizes else None
+    return _join(shards, sizes, found, text)
+
+
+async def index_storage(storage: Storage) -> ShardIndex:
+    """Index the tar files of a storage, as `index_tars`. Every byte is read once, by large ranges.
+
+    Raises:
+        ShardIndexError: as of `index_tars`.
+        StorageError: the storage cannot be reached, or refuses.
+    """
+    sizes = await storage.list()
+    shards = shard_names(sizes, storage.address)
+    loop = asyncio.get_running_loop()
+    at_once = asyncio.Semaphore(_AT_ONCE)
+
+    async def index(name: str) -> ShardSamples:
+        def read(start: int, length: int) -> Buffer:
+            return asyncio.run_coroutine_threadsafe(storage.read(name, start, length), loop).result()
+
+        async with at_once:
+            return await asyncio.to_thread(index_shard, read, sizes[name], name)
+
+    found = await asyncio.gather(*(index(name) for name in shards))
+    text = None
+    if CLASSES_NAME in sizes:
+        text = bytes(await storage.read(CLASSES_NAME, 0, sizes[CLASSES_NAME])).decode("utf-8")
+    return _join(shards, sizes, found, text)
+
+
+def is_indexed(name: str) -> bool:
+    """Whether an index is made of a file of this name: a tar, or the names of the classes."""
+    return name == CLASSES_NAME or (name.endswith(".tar") and not name.startswith("."))
+
+
+def shard_names(files: Iterable[str], where: str) -> list[str]:
+    """Return the tar files among the files of a set, sorted.
+
+    Raises:
+        ShardIndexError: there are none, or they are of training and of validation.
+    """
+    files = list(files)
+    shards = sorted(name for name in files if is_indexed(name) and name != CLASSES_NAME)
+    if not shards:
+        compressed = sorted(name for name in files if name.endswith(_COMPRESSED_NAMES))
+        raise ShardIndexError(
+            f"{where} holds compressed tar files ({compressed[0]}), in which no sample can be read by its place. "
+            "Decompress them: gunzip, unxz or zstd -d; images are compressed already."
+            if compressed
+            else f"There is no tar file in {where}. Pack the data set: azureml-strategy data pack SRC OUT."
+        )
+    splits = {split_of(name) for name in shards} - {None}
+    if len(splits) > 1:
+        raise ShardIndexError(
+            f"{where} holds shards of {' and '.join(sorted(filter(None, splits)))}, which are several sets. Move each "
+            "into a folder of its own, or pack them: azureml-strategy data pack SRC OUT makes OUT/train and OUT/val."
+        )
+    return shards
+
+
+def split_of(name: str) -> str | None:
+    """Return the split that the last such word of a path tells: `train`, `val` or `test`; None if there is none."""
+    found = _SPLIT.findall(name)
+    if not found:
+        return None
+    word = str(found[-1]).lower()
+    return "val" if word.startswith("val") else word
+
+
+def index_shard(read: Read, size: int, name: str) -> ShardSamples:
+    """Index one tar, whatever its headers are: USTAR, GNU or pax.
+
+    Args:
+        read: returns `length` bytes from `start`: `read(start, length)`.
+        size: of the tar, bytes.
+        name: of the tar, for messages.
+
+    Raises:
+        ShardIndexError: it is truncated, compressed, or holds something else than labelled images.
+    """
+    with io.BufferedReader(_Ranges(read, size), _RANGE) as file:
+        return _index(cast(BinaryIO, file), size, name)
+
+
+def _index_file(path: Path) -> ShardSamples:
+    with path.open("rb", buffering=_RANGE) as file:
+        return _index(file, path.stat().st_size, path.name)
+
+
+class _Ranges(io.RawIOBase):
+    """A file that is read by ranges from somewhere else."""
+
+    def __init__(self, read: Read, size: int) -> None:
+        self._read = read
+        self._size = size
+        self._position = 0
+
+    @override
+    def readable(self) -> bool:
+        return True
+
+    @override
+    def seekable(self) -> bool:
+        return True
+
+    @override
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        return self._position
+
+    def readinto(self, buffer: Buffer) -> int:
+        view = memoryview(buffer)
+        length = max(0, min(len(view), self._size - self._position))
+        if length:
+            view[:length] = self._read(self._position, length)
+        self._position += length
+        return length
+
+
+@dataclass
+class _Found:
+    """What the files of one shard are, by the keys of their samples."""
+
+    shard: str
+    records: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    suffixes: set[str] = field(default_factory=set)
+    classes: dict[str, int | str] = field(default_factory=dict)
+    described: dict[str, int | str] = field(default_factory=dict)
+
+    def add(self, name: str, offset: int, content: bytes) -> None:
+        key, suffix = _split_name(name)
+        if suffix in IMAGE_SUFFIXES or suffix == "npy":
+            if key in self.records:
+                raise self.error(name, "a second image of this key. Each sample has one image: give it another key.")
+            self.records[key] = (offset, len(content), crc32(content))
+            self.suffixes.add(suffix)
+        elif suffix == "cls":
+            if key in self.classes:
+                raise self.error(name, "a second label of this key. Give each sample a key of its own.")
+            self.classes[key] = _label(content.decode("utf-8", "replace"))
+        elif suffix == "json":
+            label = self._described(name, content)
+            if label is not None:
+                self.described[key] = label
+
+    def _described(self, name: str, content: bytes) -> int | str | None:
+        try:
+            parsed = json.loads(content)
+        except ValueError as error:
+            raise self.error(name, f"no JSON: {error}. {_AGAIN}") from error
+        label = parsed.get("label", parsed.get("cls")) if isinstance(parsed, dict) else None
+        return label if isinstance(label, int | str) else None
+
+    def error(self, entry: str, reason: str) -> ShardIndexError:
+        return ShardIndexError(f"{self.shard}: {entry} is {reason}")
+
+    def samples(self) -> ShardSamples:
+        if not self.records:
+            kinds = ", ".join(f".{suffix}" for suffix in IMAGE_SUFFIXES)
+            raise ShardIndexError(
+                f"{self.shard} holds no image ({kinds}). Remove it, or give the folder of the images."
+            )
+        labels = self.classes or self.described
+        _refuse_truth(self.shard, labels)
+        missing = next((key for key in self.records if key not in labels), None)
+        if missing is not None:
+            raise ShardIndexError(
+                f"{self.shard}: the image {missing} has no label. A sample is KEY.jpg beside KEY.cls, a text file with "
+                "the number of its class, or KEY.json with a `label`. Add them, or pack the images from class folders."
+            )
+        alone = next((key for key in self.classes if key not in self.records), None)
+        if alone is not None:
+            raise ShardIndexError(f"{self.shard}: the label {alone}.cls has no image. {_AGAIN}")
+        if "npy" in self.suffixes and len(self.suffixes) > 1:
+            raise ShardIndexError(f"{self.shard} holds .npy files beside images. Make two sets of them.")
+        offset, length, checksum = np.array(list(self.records.values()), np.int64).T
+        arrays = (offset, length.astype(np.uint32), checksum.astype(np.uint32))
+        given = [labels[key] for key in self.records]
+        suffix = "cls" if self.classes else "json"
+        others = [self.described.get(key) for key in self.records] if self.classes and self.described else []
+        return ShardSamples(*arrays, given, "npy" in self.suffixes, suffix, others)
+
+
+def _refuse_truth(shard: str, labels: Mapping[str, int | str]) -> None:
+    truth = next((key for key, label in labels.items() if isinstance(label, bool)), None)
+    if truth is not None:
+        raise ShardIndexError(
+            f"{shard}: the label in {truth}.json is {json.dumps(labels[truth])}, which is no class. Write the number "
+            'of the class, "label": 1, or its name.'
+        )
+
+
+def _index(file: BinaryIO, size: int, name: str) -> ShardSamples:
+    _refuse_compressed(file.read(8), name)
+    file.seek(0)
+    found = _Found(name)
+    entry = "its first entry"
+    try:
+        with tarfile.open(fileobj=file, mode="r:") as tar:
+            while (member := tar.next()) is not None:
+                entry = member.name
+                if member.isreg():
+                    file.seek(member.offset_data)
+                    content = file.read(member.size)
+                    if len(content) < member.size:
+                        raise ShardIndexError(f"{name} ends within {entry}: it is truncated. {_AGAIN}")
+                    found.add(entry, member.offset_data, content)
+                tar.members = []  # type: ignore[attr-defined]  # they would all stay in memory
+            _check_end(file, tar.offset, size, name, entry)
+    except tarfile.TarError as error:
+        raise ShardIndexError(f"{name} is damaged at or after {entry}: {error}. {_AGAIN}") from error
+    return found.samples()
+
+
+def _check_end(file: BinaryIO, offset: int, size: int, name: str, last: str) -> None:
+    """Python's reader ends at the first block that is no header, as if the tar ended there."""
+    file.seek(offset)
+    if offset >= size:
+        raise ShardIndexError(f"{name} ends after {last} without a tar's mark of the end: it is truncated. {_AGAIN}")
+    while block := file.read(_RANGE):
+        if any(block):
+            raise ShardIndexError(f"{name} is damaged after {last}: at byte {offset} is no header of a tar. {_AGAIN}")
+
+
+def _refuse_compressed(start: bytes, name: str) -> None:
+    for signature, kind in _COMPRESSED.items():
+        if start.startswith(signature):
+            raise ShardIndexError(
+                f"{name} is compressed by {kind}, and no sample can be read by its place. Decompress it: gunzip, "
+                "bunzip2, unxz or zstd -d; images are compressed already."
+            )
+
+
+def _split_name(name: str) -> tuple[str, str]:
+    """Key and suffix as WebDataset has them: the suffix begins at the first dot of the file's own name."""
+    folder, slash, own = name.rpartition("/")
+    key, _, suffix = own.partition(".")
+    return f"{folder}{slash}{key}", suffix.lower()
+
+
+def _label(text: str) -> int | str:
+    text = text.strip()
+    return int(text) if re.fullmatch(r"[+-]?\d+", text) else text
+
+
+def _join(
+    shards: Sequence[str], sizes: Mapping[str, int], found: Sequence[ShardSamples], text: str | None
+) -> ShardIndex:
+    kinds = {samples.raw for samples in found}
+    if len(kinds) > 1:
+        raise ShardIndexError("Some of the tar files hold images and others pixels (.npy). Make two sets of them.")
+    of_suffix = {samples.suffix: name for name, samples in zip(shards, found, strict=True)}
+    if len(of_suffix) > 1:
+        raise ShardIndexError(
+            f"The labels of {of_suffix['cls']} are in .cls files, and those of {of_suffix['json']} in .json files. "
+            "They may count differently: write .cls files for all images of the set, or make two sets."
+        )
+    classes = class_names(text) if text is not None else ()
+    numbers = [_numbers(name, samples, classes) for name, samples in zip(shards, found, strict=True)]
+    label = np.concatenate(numbers)
+    arrays: dict[str, Any] = {
+        each: np.concatenate([getattr(samples, each) for samples in found]) for each in ("offset", "length", "checksum")
+    }
+    return ShardIndex(
+        "raw" if kinds.pop() else "images",
+        tuple(shards),
+        np.array([sizes[name] for name in shards], np.int64),
+        np.repeat(np.arange(len(shards), dtype=np.uint32), [len(samples.offset) for samples in found]),
+        label=label,
+        **arrays,
+        classes=classes or tuple(str(number) for number in range(int(label.max()) + 1)),
+    )
+
+
+def class_names(text: str) -> tuple[str, ...]:
+    """Return the names of the classes in the text of a `classes.txt`, a line each.
+
+    Raises:
+        ShardIndexError: a line between others is blank.
+    """
+    names = text.splitlines()
+    while names and not names[-1].strip():
+        names.pop()
+    blank = next((number for number, name in enumerate(names, 1) if not name.strip()), None)
+    if blank is not None:
+        raise ShardIndexError(
+            f"Line {blank} of {CLASSES_NAME} is blank, and each line is the name of a class. Remove it, or where a "
+            "class has no name, write one: the place of a line is the label."
+        )
+    return tuple(names)
+
+
+def _numbers(shard: str, samples: ShardSamples, classes: tuple[str, ...]) -> NDArray[np.int32]:
+    """Return the labels of a shard as places of classes."""
+    labels = samples.labels
+    _refuse_ambiguous(shard, labels, classes)
+    places = {name: number for number, name in enumerate(classes)}
+    numbers = [label if isinstance(label, int) else places.get(label, -1) for label in labels]
+    most = len(classes) if classes else 2**31
+    wrong = next((place for place, number in enumerate(numbers) if not 0 <= number < most), None)
+    if wrong is not None:
+        raise ShardIndexError(
+            f"{shard}: the label of sample {wrong} is {labels[wrong]!r}, "
+            + (f"which is none of the {len(classes)} classes of {CLASSES_NAME}." if classes else "not a number from 0.")
+            + f" Write the numbers of the classes into the .cls files, and their names into {CLASSES_NAME}, one a line."
+        )
+    # A name that is not in classes.txt, in a .json beside a .cls, may be anything: a caption, a longer name.
+    others = [places.get(other) if isinstance(other, str) else other for other in samples.others]
+    for place, (number, other) in enumerate(zip(numbers, others, strict=False)):
+        if other is not None and not isinstance(other, bool) and other != number:
+            raise ShardIndexError(
+                f"{shard}: by its .cls file, the label of sample {place} is {labels[place]!r}, and by its .json file "
+                f"{samples.others[place]!r}. Correct one of them, or remove the .json files."
+            )
+    return np.array(numbers, np.int32)
+
+
+def _refuse_ambiguous(shard: str, labels: Sequence[int | str], classes: tuple[str, ...]) -> None:
+    """Refuse numbers that may be places of classes, and names of others: of the classes 1, 10 and 2, what is 1?"""
+    named = {number: place for place, name in enumerate(classes) if isinstance(number := _label(name), int)}
+    unclear = next((label for label in labels if isinstance(label, int) and named.get(label, label) != label), None)
+    if unclear is not None:
+        raise ShardIndexError(
+            f"{shard}: the label {unclear} may be the place of a class in {CLASSES_NAME}, counted from 0, or the class "
+            f"of that name, at place {named[unclear]}. If the labels are places, rename the classes: "
+            f"sed -i 's/^/class /' {CLASSES_NAME}. If they are names, "
+            "write the place of its class into each .cls file, and rename them."
+        )
