@@ -19,6 +19,7 @@ import psutil
 import pytest
 from tests.data.packed import packed_set
 
+from azureml_strategy.data.node_cache import protocol
 from azureml_strategy.data.node_cache.client import CacheSettings, NodeCache, NodeCacheError
 from azureml_strategy.data.node_cache.protocol import meeting
 from azureml_strategy.data.shard_index import INDEX_NAME, ShardIndex
@@ -257,3 +258,22 @@ def test_a_worker_does_not_keep_the_server_of_a_training_that_was_killed(tmp_pat
     wait_for_end(server)
     assert psutil.pid_exists(worker)
     os.kill(worker, signal.SIGKILL)
+
+
+def test_a_server_that_ends_while_one_connects_is_no_error(
+    tmp_path: Path, index: ShardIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes its counters with it, and does not answer any more."""
+    gone: list[Path] = []
+
+    def map_counters(path: Path) -> np.ndarray:
+        if not gone:
+            gone.append(path)
+            raise FileNotFoundError(path)
+        return protocol.map_counters(path)
+
+    monkeypatch.setattr("azureml_strategy.data.node_cache.client.map_counters", map_counters)
+    cache = cache_of(tmp_path)
+    assert gone
+    assert is_right(index, [3], cache.read([3]))
+    cache.close()

@@ -258,7 +258,10 @@ class NodeCache:
             return link
         self.close()
         for _ in range(_STARTS + 1):
-            link = _Link(_connect(self._settings))
+            try:
+                link = _Link(_connect(self._settings))
+            except ConnectionError:
+                continue
             try:
                 self._open(link)
             except (EOFError, ConnectionError):
@@ -312,7 +315,12 @@ class _Link:
         self._file: IO[bytes] = self._socket.makefile("rb")
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
-        self.counters = map_counters(self.place.slots)
+        try:
+            self.counters = map_counters(self.place.slots)
+        except FileNotFoundError as error:  # a server takes them with it, and this one ends just now
+            self._file.close()
+            self._socket.close()
+            raise ConnectionError("the server ends") from error
         self.slot = 0
         self.cached: Shared | None = None
         self.files: Any = None
