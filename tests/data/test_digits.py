@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +44,27 @@ def test_they_are_read_like_any_image_set(folder: Path) -> None:
     assert module.num_classes == 10
     assert len(set(labels.tolist())) > 5
     assert sum(len(labels) for _, labels in module.val_dataloader()) == 359
+
+
+def test_from_shards_they_are_the_same_digits(folder: Path) -> None:
+    def read(module: DigitsDataModule) -> Counter[tuple[bytes, int]]:
+        module.prepare_data()
+        module.setup("validate")
+        batches = module.val_dataloader()
+        return Counter(
+            (image.contiguous().numpy().tobytes(), int(label))
+            for images, labels in batches
+            for image, label in zip(images, labels, strict=True)
+        )
+
+    packed = DigitsDataModule(folder.parent, shards=True)
+    assert read(packed) == read(DigitsDataModule(folder.parent))
+    shards = list((folder.with_name("validation-0.2-shards") / "train").glob("*.tar"))
+    assert len(shards) > 3, "enough for a window of some"
+    written = shards[0].stat().st_mtime_ns
+    packed.prepare_data()
+    assert shards[0].stat().st_mtime_ns == written
+    assert not list(folder.parent.glob(".digits-*"))
 
 
 def test_they_are_written_once(folder: Path) -> None:

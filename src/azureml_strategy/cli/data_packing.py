@@ -45,9 +45,7 @@ def add_pack(group: Verbs) -> None:
     images = verb.add_argument_group("images")
     images.add_argument("--resize", type=_count, metavar="N", help="pixels of the shorter side; none is enlarged")
     images.add_argument("--quality", type=_quality, default=90, metavar="Q", help="of resized JPEGs, 1 to 100 (90)")
-    images.add_argument(
-        "--raw", action="store_true", help="pixels instead of JPEGs: some ten times as large, no decoding"
-    )
+    images.add_argument("--raw", action="store_true", help="pixels, no JPEGs: some ten times as large, no decoding")
     images.add_argument("--seed", type=int, default=0, metavar="N", help="of the order of the samples (0)")
     images.add_argument(
         "--max-unreadable", type=int, default=0, metavar="N", help="images that may be left out as unreadable (0)"
