@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import random
 import threading
 from collections.abc import Callable
@@ -150,7 +151,8 @@ def test_reads_wait_together_while_the_service_is_busy(azurite: Azurite, fault_p
 def signed_in(azure_service: AzureService, fault_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Variables with which a service principal's token reads through the proxy."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    return {key: value for key, value in fault_proxy.environment.items() if key != "AZURE_STORAGE_ACCOUNT_KEY"}
+    environ = {**os.environ, **fault_proxy.environment}
+    return {key: value for key, value in environ.items() if key != "AZURE_STORAGE_ACCOUNT_KEY"}
 
 
 def test_a_rejected_token_is_renewed(
@@ -207,10 +209,8 @@ def test_an_identity_that_may_not_read(
     assert login.TOKEN not in str(raised.value)
 
 
-def test_nobody_signed_in(
-    azurite: Azurite, fault_proxy: FaultProxy, signed_in: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AZURE_CLIENT_SECRET", "a-wrong-secret")
+def test_nobody_signed_in(azurite: Azurite, fault_proxy: FaultProxy, signed_in: dict[str, str]) -> None:
+    signed_in["AZURE_CLIENT_SECRET"] = "a-wrong-secret"
     with pytest.raises(StorageError, match=r"cannot be read: .*or set AZURE_STORAGE_ACCOUNT_KEY") as raised:
         read_all(azurite.upload({"a.tar": CONTENT}), signed_in)
     assert "a-wrong-secret" not in str(raised.value)

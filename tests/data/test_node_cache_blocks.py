@@ -92,9 +92,9 @@ def test_the_limit_holds_at_every_step(tmp_path: Path, block_bytes: int, sizes: 
     cached.close()
 
 
-def cache_of(folder: Path, index: ShardIndex, digest: str = "a", limit: int = 1 << 30) -> tuple[CacheFolder, CachedSet]:
+def cache_of(folder: Path, index: ShardIndex, digest: str = "", limit: int = 1 << 30) -> tuple[CacheFolder, CachedSet]:
     cache = CacheFolder(folder, limit)
-    return cache, cache.open_set(index, make_blocks(index, 1), digest, 1)
+    return cache, cache.open_set(index, make_blocks(index, 1), digest or index.digest, 1)
 
 
 def release(cache: CacheFolder) -> None:
@@ -123,7 +123,7 @@ def test_blocks_of_another_size_begin_anew(tmp_path: Path) -> None:
     cached.write(4, content(make_blocks(index, 1), 4))
     release(first)
     again = CacheFolder(tmp_path / "cache", 1 << 30)
-    assert not again.open_set(index, make_blocks(index, 20_000), "a", 20_000).shared.present.any()
+    assert not again.open_set(index, make_blocks(index, 20_000), index.digest, 20_000).shared.present.any()
     release(again)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.data.azurite import Azurite
 from tests.data.packed import packed_set
 from tests.data.test_node_cache import LARGE, cache_of, is_right, wait_for_end, wait_until
 from tests.data.test_node_cache_storage import tar
@@ -92,10 +93,14 @@ def test_a_damaged_index_in_the_cache_is_not_believed(tmp_path: Path, index: Sha
         wait_for_end(server)
 
 
-def test_a_made_index_that_a_power_cut_has_shortened_is_made_anew(tmp_path: Path, meeting_place: Path) -> None:
-    (tmp_path / "a.tar").write_bytes(tar([2, 0, 1]))
+def test_a_made_index_that_a_power_cut_has_shortened_is_made_anew(
+    meeting_place: Path, azurite: Azurite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in azurite.environment.items():
+        monkeypatch.setenv(name, value)
+    address = azurite.upload({"a.tar": tar([2, 0, 1])})
     for _ in range(2):
-        cache = NodeCache(str(tmp_path), CacheSettings())
+        cache = NodeCache(address, CacheSettings())
         assert cache.index.label.tolist() == [2, 0, 1]
         server = cache.statistics()["pid"]
         cache.close()

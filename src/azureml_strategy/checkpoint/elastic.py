@@ -50,7 +50,7 @@ def rescale(fit_loop: dict[str, Any], ratio: Fraction, epoch_batches: int | None
 def counts_batches_itself(fit_loop: dict[str, Any]) -> bool:
     """Whether a data loader keeps a state that is not a `ResumableLoader`'s, which counts samples over all replicas."""
     states: list[Any] = fit_loop["state_dict"].get("combined_loader", [])
-    return any(not isinstance(each, dict) or each.keys() != {"epoch", "samples"} for each in states)
+    return any(not isinstance(each, dict) or each.keys() - {"order"} != {"epoch", "samples"} for each in states)
 
 
 def _shift(count: dict[str, int], ready: int) -> None:
