@@ -224,6 +224,14 @@ def test_a_checkpoint_of_another_order_is_told() -> None:
     _loader().load_state_dict({"epoch": 1, "samples": 12})  # of a checkpoint before this was told
 
 
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_at_the_end_of_an_epoch_another_order_takes_nothing_from_it() -> None:
+    ended, rows = _loader(epoch=1), TensorDataset(torch.arange(43))
+    list(ended)
+    other = ResumableLoader(rows, sampler=ResumableSampler(rows, 1, 0, seed=8), batch_size=4)
+    other.load_state_dict(ended.state_dict())  # three more samples would fill no batch
+
+
 def test_an_epoch_that_was_told_and_has_not_begun_is_at_its_start() -> None:
     loader = _loader(epoch=0)
     list(loader)

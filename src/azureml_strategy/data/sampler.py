@@ -167,12 +167,18 @@ class ResumableLoader(PlannedLoader):
         self.sampler.set_epoch(state["epoch"])  # Lightning tells the epoch only after the workers have started
         before, now = state.get("order", {}), self._order()
         changed = [f"{name} {before[name]} is now {now.get(name)}" for name in before if before[name] != now.get(name)]
-        if changed and state["samples"]:
+        if changed and state["samples"] and self._has_batches_after(state["samples"]):
             rank_zero_warn(
                 f"The checkpoint was written after {state['samples']} samples of epoch {state['epoch']}, in an order "
                 f"that is not the present one: {'; '.join(changed)}. So some samples of this epoch are read twice, and "
                 "others not at all. Go on with what the run began with, or accept it for this epoch."
             )
+
+    def _has_batches_after(self, samples: int) -> bool:
+        """Whether an epoch goes on after so many samples; what does not fill a batch on all replicas is left out."""
+        assert self.batch_size is not None
+        left: int = self.sampler.depends_on()["length"] - samples
+        return left >= self.batch_size * self.sampler.num_replicas
 
     def _order(self) -> dict[str, Any]:
         return {**self.sampler.depends_on(), "data": getattr(self.dataset, "digest", None)}
