@@ -6,7 +6,8 @@ PIP_INSTALL = install --quiet --disable-pip-version-check --no-compile -c constr
 SOAK =
 # A file's tests stay together, for what they share, and the longest files come first, as tests/conftest.py sorts them.
 # Three at once, also on two cores, as some tests wait; more would be in each other's way.
-EVERY_CORE = -n 3 --dist loadfile --no-loadscope-reorder
+# xdist runs a test again that has ended its process; one that does so each time must not go on for ever.
+EVERY_CORE = -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 2
 SOURCES = pyproject.toml constraints.txt
 # The tests start hundreds of processes, which need not compile the project each.
 export PYTHONDONTWRITEBYTECODE =
@@ -29,7 +30,7 @@ test-oldest: .venv-test/oldest/installed
 	PYTHONPATH=$(CURDIR)/.venv-test/oldest .venv-test/bin/python -m pytest -q -W ignore $(OLDEST_TESTS)
 
 test-all: lint .venv-test/azurite/installed
-	.venv-test/bin/python -m pytest $(EVERY_CORE) -m "" --hypothesis-profile random
+	.venv-test/bin/python -m pytest $(EVERY_CORE) -m "" --hypothesis-profile random -o faulthandler_timeout=3600
 
 soak: .venv-test/installed
 	.venv-test/bin/python benchmarks/soak.py $(SOAK)

@@ -15,6 +15,9 @@ from azureml_strategy.tracking.span_profiler import own_profiler
 # So another value tells that no recording has begun since ours.
 _OURS = 2
 LOST = "another torch.profiler was started meanwhile, and torch has only one at a time"
+# Open spans of recordings that are lost. torch frees a recording that another one replaces. It would then write a
+# span's end, also that of a span which Python deletes, into memory that is no longer the recording's.
+_never_ended: list[object] = []
 
 
 def why_busy(trainer: Trainer) -> str | None:
@@ -78,10 +81,10 @@ class Session:
         """The next step begins.
 
         Raises:
-            RuntimeError: another profiler has been started within the warm-up.
+            RuntimeError: another profiler has been started meanwhile.
         """
         begins = self.is_warming_up
-        if begins and torch.autograd.profiler._is_profiler_enabled:
+        if self._is_lost():
             raise RuntimeError(LOST)
         self._profile.step()
         if begins:
@@ -92,14 +95,10 @@ class Session:
 
         If another profiler has been started meanwhile, its recording goes on.
         """
-        if self.is_warming_up:
-            if not torch.autograd.profiler._is_profiler_enabled:
-                self._profile.stop()
-            return False
-        if torch.autograd.profiler._is_profiler_enabled != _OURS:
+        if self._is_lost():
             return False
         self._profile.stop()
-        return True
+        return not self.is_warming_up
 
     def write(self, path: Path) -> None:
         """Write the trace in Chrome's format; on any thread.
@@ -109,6 +108,13 @@ class Session:
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         self._profile.export_chrome_trace(str(path))
+
+    def _is_lost(self) -> bool:
+        """Whether another profiler has been started. Then nothing of this recording may be touched any more."""
+        lost = torch.autograd.profiler._is_profiler_enabled != (False if self.is_warming_up else _OURS)
+        if lost:
+            _never_ended.append(self._profile.step_rec_fn)
+        return lost
 
     def _mark(self) -> None:
         torch.autograd.profiler._set_is_profiler_enabled(_OURS)  # type: ignore[arg-type]
