@@ -6,10 +6,12 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import pytest
@@ -17,11 +19,11 @@ from tests.data.packed import packed_set
 from tests.data.test_node_cache import BATCH, LARGE, cache_of, is_right, orders, wait_for_end, wait_until
 from tests.faults.disks import why_not
 
-from azureml_strategy.data.node_cache import client
+from azureml_strategy.data.node_cache import client, protocol
 from azureml_strategy.data.node_cache.cache_folder import shard_file
 from azureml_strategy.data.node_cache.client import CacheSettings, NodeCache, NodeCacheError
 from azureml_strategy.data.node_cache.mounts import double_cache
-from azureml_strategy.data.node_cache.protocol import meeting
+from azureml_strategy.data.node_cache.protocol import Frame, meeting
 from azureml_strategy.data.shard_index import RecordError, ShardIndex
 from azureml_strategy.data.storage import StorageError
 
@@ -231,3 +233,34 @@ def test_of_several_that_start_at_once_one_serves(tmp_path: Path, index: ShardIn
         process.join()
     assert len(servers) == 1
     wait_for_end(servers.pop())
+
+
+def test_a_fork_while_another_thread_waits_for_the_server_does_not_hang(
+    tmp_path: Path, index: ShardIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = NodeCache(str(tmp_path / "set"), CacheSettings())
+    server = cache.statistics()["pid"]
+    reads = threading.Event()
+
+    def receive_from(file: IO[bytes]) -> Frame:
+        reads.set()
+        return protocol.receive_from(file)
+
+    monkeypatch.setattr(client, "receive_from", receive_from)
+    os.kill(server, signal.SIGSTOP)
+    found: list[bytes | Exception] = []
+    waiting = threading.Thread(target=lambda: found.extend(cache.read([1])))
+    waiting.start()
+    reads.wait()
+    status = Path(f"/proc/self/task/{waiting.native_id}/stat")
+    wait_until(lambda: status.read_text().rpartition(")")[2].split()[0] == "S")
+    child = multiprocessing.get_context("fork").Process(target=int)
+    child.start()
+    child.join(30)
+    code = child.exitcode
+    child.kill()
+    os.kill(server, signal.SIGCONT)
+    waiting.join()
+    assert code == 0
+    assert is_right(index, [1], found)
+    cache.close()

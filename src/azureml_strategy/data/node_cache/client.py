@@ -52,6 +52,7 @@ _LAST_WORDS = 2000
 _ALIKE = 0.05
 
 _all: weakref.WeakSet[NodeCache]
+_left: list[IO[bytes]] = []
 _count = itertools.count()
 
 
@@ -367,6 +368,15 @@ class _Link:
         if self.files is not None:
             self.files.close()
 
+    def leave(self) -> None:
+        """Close a forked child's copy. Its file is kept: a thread that read from it has locked it there for ever."""
+        _left.append(self._file)
+        descriptor = self._socket.detach()
+        if descriptor >= 0:
+            os.close(descriptor)
+        if self.files is not None:
+            self.files.close()
+
 
 def _connect(settings: CacheSettings) -> tuple[socket.socket, Meeting]:
     """Connect to the server; start it if there is none."""
@@ -434,7 +444,9 @@ def _forked() -> None:
     """A child's copy of a connection would keep it open after its owner's end; and its lock may be held by nobody."""
     for each in list(_all):
         each._lock = threading.RLock()
-        each.close()
+        link, each._link = each._link, None
+        if link is not None:
+            link.leave()
 
 
 os.register_at_fork(after_in_child=_forked)
