@@ -264,3 +264,22 @@ def test_a_fork_while_another_thread_waits_for_the_server_does_not_hang(
     assert code == 0
     assert is_right(index, [1], found)
     cache.close()
+
+
+def test_the_answer_to_a_question_that_was_interrupted_is_not_that_of_the_next_one(
+    tmp_path: Path, index: ShardIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = NodeCache(str(tmp_path / "set"), CacheSettings())
+    server = cache.statistics()["pid"]
+
+    def interrupted(file: IO[bytes]) -> Frame:
+        raise KeyboardInterrupt
+
+    os.kill(server, signal.SIGSTOP)
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "receive_from", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            cache.read([1, 2])
+    threading.Timer(0.2, os.kill, (server, signal.SIGCONT)).start()
+    assert is_right(index, [100, 101], cache.read([100, 101]))
+    cache.close()

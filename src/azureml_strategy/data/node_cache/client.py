@@ -349,6 +349,9 @@ class _Link:
                 f"The cache server of this node has said nothing for {_PATIENCE_SECONDS:.0f} seconds: it was stopped, "
                 f"or its disk hangs. {_last_words(self.place)}"
             ) from error
+        except BaseException:  # such as Ctrl-C: the answer that comes later must not be taken for the next question's
+            self.close()
+            raise
         for notice in frame.header.get("notices", ()):
             warnings.warn(notice, RuntimeWarning, stacklevel=2)
         if "error" in frame.header:
@@ -358,8 +361,8 @@ class _Link:
 
     def has_ended(self) -> bool:
         """Whether the server has closed the connection."""
-        # Between a question and the next nothing else can come.
-        return bool(self._poll.poll(0))
+        # Between a question and the next nothing else can come. The number of a closed socket may be another file's.
+        return self._file.closed or bool(self._poll.poll(0))
 
     def close(self) -> None:
         """End the connection."""
