@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import threading
 import warnings
@@ -283,3 +284,15 @@ def test_the_answer_to_a_question_that_was_interrupted_is_not_that_of_the_next_o
     threading.Timer(0.2, os.kill, (server, signal.SIGCONT)).start()
     assert is_right(index, [100, 101], cache.read([100, 101]))
     cache.close()
+
+
+def test_many_that_connect_at_once_wait_for_their_turn(tmp_path: Path) -> None:
+    """A queue of one place takes two connections, and refuses the third."""
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(meeting(None).socket))
+        listening.listen(1)
+        first = [client._connect(CacheSettings())[0] for _ in range(2)]
+        threading.Timer(0.1, listening.accept).start()
+        third, _ = client._connect(CacheSettings())
+    for each in (*first, third):
+        each.close()

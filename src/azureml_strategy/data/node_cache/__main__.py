@@ -27,7 +27,7 @@ def main() -> int:
 
 
 def _run(told: dict[str, object], tell: int) -> None:
-    from azureml_strategy.data.node_cache.protocol import CacheSettings, meeting
+    from azureml_strategy.data.node_cache.protocol import QUEUE, CacheSettings, meeting
     from azureml_strategy.data.node_cache.server import serve
 
     folder = Path(str(told["folder"])) if told["folder"] else None
@@ -41,7 +41,7 @@ def _run(told: dict[str, object], tell: int) -> None:
     place.socket.unlink(missing_ok=True)  # of a server that was killed
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
         listening.bind(str(place.socket))
-        listening.listen(1024)
+        listening.listen(QUEUE)
         settings = CacheSettings(folder, int(str(told["limit"])), int(str(told["block_bytes"])))
         serve(settings, place, listening, lambda: _tell(tell))
 

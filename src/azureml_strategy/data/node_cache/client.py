@@ -386,14 +386,16 @@ def _connect(settings: CacheSettings) -> tuple[socket.socket, Meeting]:
     place = meeting(settings.folder)
     until = time.monotonic() + _START_SECONDS
     while time.monotonic() < until:
-        connection = _try(place)
-        if connection is not None:
-            return connection, place
-        _start(settings, place)
-        # Another process's server may be about to listen; or ours was the faster one, and connects at once.
-        connection = _try(place)
-        if connection is not None:
-            return connection, place
+        try:
+            connection = _try(place)
+            if connection is None:
+                _start(settings, place)
+                # Another process's server may be about to listen; or ours was the faster one, and connects at once.
+                connection = _try(place)
+            if connection is not None:
+                return connection, place
+        except BlockingIOError:  # others wait for the server, as many as its queue holds
+            pass
         time.sleep(0.05)
     raise NodeCacheError(
         f"The cache server of this node does not answer at {place.socket} after {_START_SECONDS:.0f} seconds. "
@@ -409,6 +411,9 @@ def _try(place: Meeting) -> socket.socket | None:
     except (FileNotFoundError, ConnectionRefusedError):
         connection.close()
         return None
+    except BlockingIOError:
+        connection.close()
+        raise
     return connection
 
 

@@ -25,6 +25,8 @@ _LONGEST_SOCKET = 107
 LONGEST_HEADER = 16 << 20
 # A server that works on a request says so this often.
 WORKING_SECONDS = 20.0
+# Connections that may wait for a server at once: the workers of all ranks begin together.
+QUEUE = 1024
 # Processes of a node that may use one server at once; each has two counters in shared memory.
 SLOTS = 1 << 14
 

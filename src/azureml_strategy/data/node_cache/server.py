@@ -20,6 +20,7 @@ from azureml_strategy.data.node_cache.fetching import OpenSet
 from azureml_strategy.data.node_cache.keeper import Keeper
 from azureml_strategy.data.node_cache.protocol import (
     LONGEST_HEADER,
+    QUEUE,
     SLOTS,
     WORKING_SECONDS,
     CacheSettings,
@@ -87,7 +88,7 @@ class Server:
             listening: the socket.
             started: called when clients can connect.
         """
-        server = await asyncio.start_unix_server(self._attend, sock=listening, limit=LONGEST_HEADER)
+        server = await asyncio.start_unix_server(self._attend, sock=listening, limit=LONGEST_HEADER, backlog=QUEUE)
         started()
         try:
             await self._last_client()
