@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -296,3 +297,22 @@ def test_many_that_connect_at_once_wait_for_their_turn(tmp_path: Path) -> None:
         third, _ = client._connect(CacheSettings())
     for each in (*first, third):
         each.close()
+
+
+def test_a_server_that_ends_leaves_the_index_of_another_one(
+    tmp_path: Path, index: ShardIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a cache, each job has a server; workers that begin later read the index then."""
+    caches = []
+    for job in ("one", "two"):
+        monkeypatch.setenv("AZUREML_RUN_ID", job)
+        caches.append(NodeCache(str(tmp_path / "set"), CacheSettings()))
+    first, second = caches
+    server = first.statistics()["pid"]
+    assert second.statistics()["pid"] != server
+    first.close()
+    wait_for_end(server)
+    worker = pickle.loads(pickle.dumps(second))
+    assert is_right(index, [3], worker.read([3]))
+    worker.close()
+    second.close()

@@ -181,7 +181,8 @@ class Keeper:
     async def _make(self, address: str, storage: Storage, index: ShardIndex, digest: str) -> OpenSet:
         table = await asyncio.to_thread(make_blocks, index, self._block_bytes())
         orders = Orders(table, self._counters)
-        path = self._place.socket.with_name(f"{digest}.npz")
+        # Its own: another server of this user, which takes its files with it, may have the same set open.
+        path = self._place.socket.with_name(f"{self._place.socket.stem}-{digest}.npz")
         opened = OpenSet(address, storage, index, digest, table, str(path), orders)
         if self._folder and not is_remote(address):
             self._notices += filter(None, [double_cache(Path(address), os.environ)])
