@@ -277,3 +277,23 @@ def test_a_server_that_ends_while_one_connects_is_no_error(
     assert gone
     assert is_right(index, [3], cache.read([3]))
     cache.close()
+
+
+def pickled(tmp_path: Path, told: object) -> None:
+    cache = cache_of(tmp_path)
+    told.put(pickle.dumps(cache))  # type: ignore[attr-defined]
+    cache.close()
+
+
+def test_one_whose_maker_has_ended_belongs_to_who_has_it_now(tmp_path: Path, index: ShardIndex) -> None:
+    """The server would end once a second, as nobody seems to be left."""
+    context = multiprocessing.get_context("fork")
+    told = context.Queue()
+    maker = context.Process(target=pickled, args=(tmp_path, told))
+    maker.start()
+    content = told.get()
+    maker.join()
+    cache = pickle.loads(content)
+    assert cache._owner["pid"] == os.getpid()
+    assert is_right(index, [1, 2], cache.read([1, 2]))
+    cache.close()

@@ -21,7 +21,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from azureml_strategy.control.process import this_process
+from azureml_strategy.control.process import Member, is_gone, is_seen, this_process
 from azureml_strategy.data.node_cache.blocks import BlockTable, make_blocks
 from azureml_strategy.data.node_cache.cache_folder import Files, Shared, map_shared
 from azureml_strategy.data.node_cache.protocol import (
@@ -75,12 +75,15 @@ class NodeCache:
         folder = settings.folder.expanduser().resolve() if settings.folder else None
         self._settings = CacheSettings(folder, settings.limit, settings.block_bytes)
         self._address = address if is_remote(address) else str(Path(address).expanduser().resolve())
-        self._owner = asdict(this_process(0, 0))
-        # What tells this object and its copies in workers from others.
-        self._reader = f"{os.getpid()}-{next(_count)}"
+        self._own()
         self._digest = ""  # a copy in a worker has that of the first: both read one version of the set
         self._begin()
         self._connected()
+
+    def _own(self) -> None:
+        self._owner = asdict(this_process(0, 0))
+        # What tells this object and its copies in workers from others.
+        self._reader = f"{os.getpid()}-{next(_count)}"
 
     def _begin(self) -> None:
         self._lock = threading.RLock()
@@ -96,6 +99,9 @@ class NodeCache:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        owner = Member(**self._owner)
+        if not is_seen(owner) or is_gone(owner):  # sent from another machine, or read from a file
+            self._own()
         self._begin()
 
     @property
