@@ -190,3 +190,11 @@ def test_blocks_of_validation_stay_while_those_of_training_are_needed_later(tmp_
     assert validation.shared.present.sum() == 10
     assert training.shared.present[[3, 4, 5]].all()
     release(cache)
+
+
+def test_an_empty_folder_of_a_killed_server_is_used(tmp_path: Path) -> None:
+    index = packed_set(tmp_path / "set", 10)
+    (tmp_path / "cache" / index.digest).mkdir(parents=True)
+    cache, cached = cache_of(tmp_path / "cache", index)
+    assert not cached.shared.present.any()
+    release(cache)

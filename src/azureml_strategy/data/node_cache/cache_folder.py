@@ -11,6 +11,7 @@ import resource
 import shutil
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -264,6 +265,8 @@ def _is_made(folder: Path, digest: str, facts: dict[str, int]) -> bool:
 def _make(folder: Path, index: ShardIndex, facts: dict[str, int]) -> None:
     if (folder / MARKER).exists():
         _remove(folder)
+    with suppress(OSError):  # an empty one was left by a process that was killed just before or after it had a marker
+        folder.rmdir()
     folder.mkdir(mode=0o700)
     (folder / MARKER).write_text(json.dumps(facts))
     index.save(folder / INDEX_NAME)
