@@ -297,3 +297,14 @@ def test_one_whose_maker_has_ended_belongs_to_who_has_it_now(tmp_path: Path, ind
     assert cache._owner["pid"] == os.getpid()
     assert is_right(index, [1, 2], cache.read([1, 2]))
     cache.close()
+
+
+def test_files_go_with_the_one_that_has_opened_them(tmp_path: Path, index: ShardIndex) -> None:
+    cache = cache_of(tmp_path)
+    cache.expect(np.arange(240), np.arange(0))
+    wait_until(lambda: cache.statistics()["stored_blocks"] == 240)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        assert is_right(index, [0, 100, 200], cache_of(tmp_path).read([0, 100, 200]))
+    assert len(os.listdir("/proc/self/fd")) == before
+    cache.close()

@@ -230,3 +230,11 @@ def test_a_cache_is_where_it_is_said_to_be(tmp_path: Path) -> None:
     assert somewhere is not None
     assert somewhere.folder is not None
     assert somewhere.folder.name == "azureml-strategy-cache"
+
+
+def test_files_go_with_their_reader(folder: Path) -> None:
+    """A search for hyperparameters makes a data set for each of its trials."""
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        assert FolderReader(folder).read([0, 4, 8])[0] == RECORDS[0]
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -73,12 +73,15 @@ class FolderReader:
     """
 
     def __init__(self, folder: Path, index: ShardIndex | None = None) -> None:
+        self._files: OrderedDict[int, int] = OrderedDict()
         self._folder = folder
         self._index = _verified_index(folder) if index is None else index
-        self._files: OrderedDict[int, int] = OrderedDict()
 
     def __reduce__(self) -> tuple[type[FolderReader], tuple[Path, ShardIndex]]:
         return FolderReader, (self._folder, self._index)  # open files do not travel
+
+    def __del__(self) -> None:
+        self.close()
 
     @property
     def index(self) -> ShardIndex:

@@ -46,9 +46,9 @@ class Files:
     """
 
     def __init__(self, folder: Path, names: tuple[str, ...], flags: int) -> None:
+        self._open: dict[int, int] = {}
         self._paths = [str(folder / shard_file(number)) for number in range(len(names))]
         self._flags = flags | os.O_CLOEXEC
-        self._open: dict[int, int] = {}
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._most = _MOST_FILES if soft == resource.RLIM_INFINITY else max(8, min(_MOST_FILES, soft // 4))
 
@@ -63,6 +63,9 @@ class Files:
                 os.close(self._open.pop(next(iter(self._open))))
             self._open[shard] = os.open(self._paths[shard], self._flags, 0o600)
         return self._open[shard]
+
+    def __del__(self) -> None:
+        self.close()
 
     def close(self) -> None:
         """Close all."""
