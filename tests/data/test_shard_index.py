@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -82,3 +83,27 @@ def test_a_newer_layout_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.undo()
     with pytest.raises(ShardIndexError, match=r"layout 2.*upgrade"):
         load_index(tmp_path / INDEX_NAME)
+
+
+def test_nothing_is_left_where_it_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / INDEX_NAME).mkdir()
+    with pytest.raises(OSError, match="directory"):
+        index().save(tmp_path / INDEX_NAME)
+    assert [path.name for path in tmp_path.iterdir()] == [INDEX_NAME]
+
+
+def test_forked_processes_write_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they make at once has the same address in all of them."""
+    made = index()
+    scratches: list[str] = []
+    rename = Path.replace
+
+    def noted(path: Path, target: Path) -> Path:
+        scratches.append(path.name)
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "replace", noted)
+    for process in (1, 2):
+        monkeypatch.setattr(os, "getpid", lambda process=process: process)
+        made.save(tmp_path / INDEX_NAME)
+    assert len(set(scratches)) == 2

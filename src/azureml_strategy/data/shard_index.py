@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -98,10 +99,14 @@ class ShardIndex:
     def save(self, path: Path) -> None:
         """Write the index, all or nothing."""
         arrays = {name: getattr(self, name) for name in ("sizes", *_ARRAYS)}
-        scratch = path.with_name(f".{path.name}.{id(self)}")
-        with scratch.open("wb") as file:
-            np.savez(file, header=np.frombuffer(self._header(self.facts).encode(), np.uint8), **arrays)
-        scratch.replace(path)
+        # Forked processes have equal addresses, and processes of two nodes may have equal numbers.
+        scratch = path.with_name(f".{path.name}.{os.getpid()}.{id(self)}")
+        try:
+            with scratch.open("wb") as file:
+                np.savez(file, header=np.frombuffer(self._header(self.facts).encode(), np.uint8), **arrays)
+            scratch.replace(path)
+        finally:
+            scratch.unlink(missing_ok=True)
 
     def _header(self, facts: Mapping[str, Any]) -> str:
         parts = {"version": _VERSION, "kind": self.kind, "shards": self.shards, "classes": self.classes}
