@@ -7,6 +7,7 @@ import gzip
 import io
 import tarfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,8 @@ import pytest
 import webdataset
 from tests.data.packing import class_folders, jpeg, packed, records, tar_file
 
-from azureml_strategy.data.shard_index import ShardIndexError, load_index
-from azureml_strategy.data.storage import open_storage
+from azureml_strategy.data.shard_index import ShardIndex, ShardIndexError, load_index
+from azureml_strategy.data.storage import FolderStorage, open_storage
 from azureml_strategy.data.tar_index import index_shard, index_storage, index_tars, split_of
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
@@ -245,3 +246,24 @@ def test_a_folder_without_tars_or_of_several_sets_is_refused(tmp_path: Path) -> 
 )
 def test_the_split_that_a_name_tells(name: str, split: str | None) -> None:
     assert split_of(name) == split
+
+
+def test_reads_that_need_a_thread_of_the_loop_get_one(tmp_path: Path) -> None:
+    """As to renew a token; a machine with few cores has few such threads."""
+
+    class Renewing(FolderStorage):
+        async def read(self, name: str, start: int, length: int) -> bytes:
+            await asyncio.to_thread(int)
+            return await super().read(name, start, length)
+
+    async def index() -> ShardIndex:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        storage = Renewing(str(tmp_path))
+        try:
+            return await asyncio.wait_for(index_storage(storage), 60)
+        finally:
+            await storage.close()
+
+    for shard in range(3):
+        tar_file(tmp_path / f"{shard}.tar", entries(2))
+    assert len(asyncio.run(index())) == 6

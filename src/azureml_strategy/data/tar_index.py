@@ -8,7 +8,7 @@ import json
 import re
 import tarfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
@@ -92,16 +92,20 @@ async def index_storage(storage: Storage) -> ShardIndex:
     sizes = await storage.list()
     shards = shard_names(sizes, storage.address)
     loop = asyncio.get_running_loop()
-    at_once = asyncio.Semaphore(_AT_ONCE)
+    # Its own: they wait for reads, and a read may need a thread of the loop, which has few, to renew its credential.
+    threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="index")
 
     async def index(name: str) -> ShardSamples:
         def read(start: int, length: int) -> Buffer:
             return asyncio.run_coroutine_threadsafe(storage.read(name, start, length), loop).result()
 
-        async with at_once:
-            return await asyncio.to_thread(index_shard, read, sizes[name], name)
+        return await loop.run_in_executor(threads, index_shard, read, sizes[name], name)
 
-    found = await asyncio.gather(*(index(name) for name in shards))
+    try:
+        found = await asyncio.gather(*(index(name) for name in shards))
+    finally:
+        # By a thread: those that still run after an error ask the loop for their reads.
+        await asyncio.to_thread(threads.shutdown, cancel_futures=True)
     text = None
     if CLASSES_NAME in sizes:
         text = bytes(await storage.read(CLASSES_NAME, 0, sizes[CLASSES_NAME])).decode("utf-8")
