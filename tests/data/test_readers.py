@@ -7,8 +7,11 @@ import pickle
 import shutil
 import tarfile
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import ANY
 
 import pytest
 from tests.data.tar_sets import write_set
@@ -16,6 +19,7 @@ from tests.data.tar_sets import write_set
 from azureml_strategy.data import readers
 from azureml_strategy.data.readers import FolderReader, choose_cache, find_index, is_packed, join, parse_bytes
 from azureml_strategy.data.shard_index import INDEX_NAME, RecordError, ShardIndexError
+from azureml_strategy.network.doctor.disks import Mount
 
 RECORDS = [os.urandom(1000 + number) for number in range(9)]
 
@@ -238,3 +242,44 @@ def test_files_go_with_their_reader(folder: Path) -> None:
     for _ in range(3):
         assert FolderReader(folder).read([0, 4, 8])[0] == RECORDS[0]
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.fixture
+def disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[Path, int]:
+    """Free bytes of the disks of a node; what caches take on them is not free."""
+    free = {tmp_path / name: size for name, size in (("tmp", 10**6), ("a", 100 * 10**6), ("b", 99 * 10**6))}
+    for place in free:
+        place.mkdir()
+
+    def usage(path: Path) -> SimpleNamespace:
+        place = next(each for each in free if path.is_relative_to(each))
+        taken = sum(each.stat().st_blocks * 512 for each in place.rglob("*"))
+        return SimpleNamespace(free=free[place] - taken)
+
+    mounts = tuple(Mount("/dev/sd", str(place), "ext4", False) for place in free if place.name != "tmp")
+    monkeypatch.setattr(readers, "read_mounts", lambda proc: mounts)
+    monkeypatch.setattr(readers.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
+    monkeypatch.setattr(readers.shutil, "disk_usage", usage)
+    return free
+
+
+@pytest.mark.parametrize("other", [99 * 10**6, 50 * 10**6])
+def test_the_next_job_finds_the_cache_on_the_disk_that_it_has_filled(
+    disks: dict[Path, int], tmp_path: Path, other: int
+) -> None:
+    disks[tmp_path / "b"] = other
+    first = choose_cache("auto", None)
+    assert first is not None
+    assert first.folder == tmp_path / "a" / "azureml-strategy-cache"
+    first.folder.mkdir()
+    (first.folder / "000000").write_bytes(bytes(60 * 10**6))
+    assert choose_cache("auto", None) == replace(first, limit=ANY)
+
+
+def test_what_vanishes_while_it_is_counted_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server that another rank has started removes old sets."""
+    monkeypatch.setattr(os, "walk", lambda place: [(str(place), [], ["gone"])])
+    (tmp_path / "cache").mkdir()
+    chosen = choose_cache(tmp_path / "cache", None)
+    assert chosen is not None
+    assert chosen.limit > 0

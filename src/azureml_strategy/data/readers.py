@@ -11,6 +11,7 @@ import shutil
 import tempfile
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -36,6 +37,8 @@ from azureml_strategy.network.doctor.disks import read_mounts
 # The share of a disk's free space that the cache takes unless told otherwise: checkpoints and logs need some, too.
 _SHARE = 0.9
 _CACHE_FOLDER = "azureml-strategy-cache"
+# Disks with this share of the room of the roomiest one are as good.
+_ALIKE = 0.9
 # Files that a process keeps open. A set may have thousands of shards, and a process may open 1,024 files by default.
 _MOST_OPEN = 200
 # What an index that was made of tar files tells of them, among its facts.
@@ -263,14 +266,24 @@ def parse_bytes(size: int | str) -> int:
 
 
 def _roomiest_disk() -> Path:
-    """The writable place with the most free space that is mounted from a local disk, or else the temporary folder."""
+    """The writable place with the most room for a cache that is mounted from a local disk, or the temporary folder.
+
+    What a cache takes there counts as room, and of places that are alike the one that has a cache counts: so that all
+    processes of a job take the same, and the next job finds what this one has left.
+    """
     places = [Path(mount.target) for mount in read_mounts(Path("/proc")) if mount.is_disk and not mount.read_only]
-    places = [each for each in places if each != Path("/") and each.is_dir() and os.access(each, os.W_OK)]
-    temporary = Path(tempfile.gettempdir())
-    return max([temporary, *places], key=lambda place: shutil.disk_usage(place).free)
+    # Path.is_dir would fail in a folder of somebody else's.
+    places = [each for each in places if each != Path("/") and os.path.isdir(each) and os.access(each, os.W_OK)]
+    rooms = {place: _available(place / _CACHE_FOLDER) for place in (Path(tempfile.gettempdir()), *places)}
+    alike = [place for place, room in rooms.items() if room >= _ALIKE * max(rooms.values())]
+    return max(alike, key=lambda place: os.access(place / _CACHE_FOLDER, os.W_OK))
 
 
 def _available(place: Path) -> int:
     existing = next(each for each in (place, *place.absolute().parents) if each.is_dir())
-    held = sum(path.stat().st_blocks * 512 for path in place.rglob("*") if path.is_file())
+    held = 0
+    for folder, _, files in os.walk(place):
+        for name in files:
+            with suppress(FileNotFoundError):  # the server of another process may remove it now
+                held += os.lstat(os.path.join(folder, name)).st_blocks * 512
     return int(_SHARE * (shutil.disk_usage(existing).free + held))
