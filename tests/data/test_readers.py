@@ -283,3 +283,19 @@ def test_what_vanishes_while_it_is_counted_is_no_error(tmp_path: Path, monkeypat
     chosen = choose_cache(tmp_path / "cache", None)
     assert chosen is not None
     assert chosen.limit > 0
+
+
+def test_a_file_that_one_thread_reads_is_not_closed_by_another(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else what was opened next would be read in its place, and sound records be taken for damaged ones."""
+    monkeypatch.setattr(readers, "_MOST_OPEN", 1)
+    reader = FolderReader(folder)
+    pread = os.pread
+
+    def interrupted(file: int, length: int, offset: int) -> bytes:
+        monkeypatch.setattr(os, "pread", pread)
+        assert reader.read([4, 8]) == [RECORDS[4], RECORDS[8]]  # as another thread just now
+        return pread(file, length, offset)
+
+    monkeypatch.setattr(os, "pread", interrupted)
+    assert reader.read([0]) == [RECORDS[0]]
+    reader.close()

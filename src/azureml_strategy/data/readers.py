@@ -76,15 +76,12 @@ class FolderReader:
     """
 
     def __init__(self, folder: Path, index: ShardIndex | None = None) -> None:
-        self._files: OrderedDict[int, int] = OrderedDict()
+        self._files: OrderedDict[int, _File] = OrderedDict()
         self._folder = folder
         self._index = _verified_index(folder) if index is None else index
 
     def __reduce__(self) -> tuple[type[FolderReader], tuple[Path, ShardIndex]]:
         return FolderReader, (self._folder, self._index)  # open files do not travel
-
-    def __del__(self) -> None:
-        self.close()
 
     @property
     def index(self) -> ShardIndex:
@@ -103,16 +100,14 @@ class FolderReader:
 
     def close(self) -> None:
         """Close the files."""
-        while self._files:
-            os.close(self._files.popitem()[1])
+        self._files.clear()
 
     def _read(self, number: int) -> bytes | Exception:
         index = self._index
         try:
             # pread leaves the file's position alone, so that processes which share it after a fork are not disturbed.
-            content = os.pread(
-                self._file(int(index.shard[number])), int(index.length[number]), int(index.offset[number])
-            )
+            file = self._file(int(index.shard[number]))
+            content = os.pread(file.descriptor, int(index.length[number]), int(index.offset[number]))
         except OSError as error:
             # Without the number: a full table of open files, say, is no fault of this record.
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
@@ -120,15 +115,27 @@ class FolderReader:
             return RecordError(f"{index.name(number)}: {error.strerror or error}")
         return check_record(index, number, content)
 
-    def _file(self, shard: int) -> int:
+    def _file(self, shard: int) -> _File:
         file = self._files.get(shard)
         if file is None:
-            file = os.open(self._folder / self._index.shards[shard], os.O_RDONLY | os.O_CLOEXEC)
-            if len(self._files) >= _MOST_OPEN:
-                os.close(self._files.popitem(last=False)[1])
+            file = _File(os.open(self._folder / self._index.shards[shard], os.O_RDONLY | os.O_CLOEXEC))
+            with suppress(KeyError):  # another thread was faster
+                if len(self._files) >= _MOST_OPEN:
+                    self._files.popitem(last=False)
             self._files[shard] = file
-        self._files.move_to_end(shard)
+        with suppress(KeyError):
+            self._files.move_to_end(shard)
         return file
+
+
+class _File:
+    """An open file, which is closed as soon as no thread uses it: one may read while another makes room for others."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
 
 
 def find_index(folder: Path) -> ShardIndex:
