@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+from pathlib import Path
 
 import pytest
 
+from azureml_strategy.data.images import TrainingImages
 from azureml_strategy.data.unreadable import UnreadableImages, UnreadableImagesError
 
 
@@ -49,3 +51,12 @@ def test_processes_share_the_count() -> None:
     assert 7 in images
     with pytest.raises(UnreadableImagesError, match=r"2 of 10 .*/data/2\.jpg, /data/7\.jpg"):
         images.add(2, OSError("gone"))
+
+
+def test_where_another_worker_has_found_the_last_image_unreadable_no_image_is_sought(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "0.jpg").write_bytes(b"no image")
+    images = TrainingImages(tmp_path, image_size=8)
+    for _ in range(2):
+        with pytest.raises(UnreadableImagesError, match="1 of 1 images cannot be read"):
+            images[0]

@@ -297,8 +297,11 @@ class ImageFolder(Dataset[tuple[Tensor, int]], ABC):
         return {place: pending[place] for place in failed}
 
     def _next_candidate(self, candidates: Iterator[int]) -> int | None:
-        # Terminates where candidates are endless: an error is raised before all images are marked as unreadable.
-        return next((number for number in candidates if number not in self.unreadable), None)
+        for number in candidates:
+            if number not in self.unreadable:
+                return number
+            self.unreadable.refuse_all()  # candidates may be endless
+        return None
 
     def _decode(self, number: int, draw: int, record: bytes | Exception, square: NDArray[np.uint8]) -> bool:
         """Decode a record, and return whether it can be: if not, it is counted."""

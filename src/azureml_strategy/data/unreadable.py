@@ -56,6 +56,16 @@ class UnreadableImages:
             stacklevel=2,
         )
 
+    def refuse_all(self) -> None:
+        """Fail where no image is left, of which another process may have found the last one.
+
+        Raises:
+            UnreadableImagesError: all of them are unreadable.
+        """
+        if bool(self._marks.all()):
+            total = len(self._marks)
+            raise UnreadableImagesError(self._complaint(total, total, "told before, here or by another process"))
+
     def _complaint(self, count: int, total: int, reason: str) -> str:
         first = [self._path(int(index)) for index in self._marks.nonzero()[:_NAMED]]
         return (
