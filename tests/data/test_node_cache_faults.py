@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO
 
 import numpy as np
+import psutil
 import pytest
 from tests.data.packed import packed_set
 from tests.data.test_node_cache import BATCH, LARGE, cache_of, is_right, orders, wait_for_end, wait_until
@@ -316,3 +317,21 @@ def test_a_server_that_ends_leaves_the_index_of_another_one(
     assert is_right(index, [3], worker.read([3]))
     worker.close()
     second.close()
+
+
+def test_a_server_that_does_not_get_ready_is_an_error_and_goes(
+    tmp_path: Path, index: ShardIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "numpy.py").write_text("import time; time.sleep(3600)")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setattr(client, "_START_SECONDS", 0.5)
+    with pytest.raises(NodeCacheError, match="was not ready"):
+        cache_of(tmp_path)
+    wait_until(lambda: not any(is_of(each, tmp_path) for each in psutil.process_iter()))
+
+
+def is_of(process: psutil.Process, folder: Path) -> bool:
+    try:
+        return any(str(folder) in word for word in process.cmdline())
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return False

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -427,17 +428,22 @@ def _start(settings: CacheSettings, place: Meeting) -> None:
     """Start a server. Of several that are started at once, one serves, and the others end."""
     told = {**asdict(settings), "folder": str(settings.folder) if settings.folder else None}
     command = [sys.executable, "-m", "azureml_strategy.data.node_cache", json.dumps(told)]
-    with place.log.open("ab") as log:
+    with (
+        place.log.open("ab") as log,
         # In a session of its own: Ctrl-C ends the training, which needs the server until then.
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=log,
-            start_new_session=True,
-            check=False,
-        )
-    if done.returncode:
+        subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log, start_new_session=True
+        ) as process,
+    ):
+        try:
+            code = process.wait(_START_SECONDS)
+        except subprocess.TimeoutExpired as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise NodeCacheError(
+                f"The cache server of this node was not ready after {_START_SECONDS:.0f} seconds: the disk of the "
+                f"cache, or that of Python's libraries, hangs. {_last_words(place)}"
+            ) from error
+    if code:
         raise NodeCacheError(f"The cache server of this node cannot start. {_last_words(place)}")
 
 
