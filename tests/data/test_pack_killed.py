@@ -78,6 +78,7 @@ def test_processes_end_with_the_one_that_was_killed_and_any_number_gives_the_sam
         own = psutil.Process(process.pid)
         while not list((tmp_path / "out").glob("*.tar")):
             assert process.poll() is None, "it ended before it was killed"
+        process.send_signal(signal.SIGSTOP)  # so that it does not end meanwhile
         children = own.children(recursive=True)
         process.kill()
     assert len(children) >= 3
@@ -96,8 +97,10 @@ def test_ctrl_c_ends_all_processes_with_a_sentence(tmp_path: Path) -> None:
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         while not list((tmp_path / "out").glob("*.tar")):
             assert process.poll() is None, "it ended before it was stopped"
+        process.send_signal(signal.SIGSTOP)  # so that it does not end meanwhile
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGCONT)
         assert process.stderr is not None
         told = process.stderr.read()
     assert process.returncode == 130
