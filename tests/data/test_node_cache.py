@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import os
 import pickle
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from zlib import crc32
@@ -19,9 +21,10 @@ import psutil
 import pytest
 from tests.data.packed import packed_set
 
-from azureml_strategy.data.node_cache import protocol
+from azureml_strategy.control.process import this_process
+from azureml_strategy.data.node_cache import protocol, server
 from azureml_strategy.data.node_cache.client import CacheSettings, NodeCache, NodeCacheError
-from azureml_strategy.data.node_cache.protocol import meeting
+from azureml_strategy.data.node_cache.protocol import Frame, meeting
 from azureml_strategy.data.shard_index import INDEX_NAME, ShardIndex
 
 pytestmark = pytest.mark.usefixtures("meeting_place")
@@ -308,3 +311,19 @@ def test_files_go_with_the_one_that_has_opened_them(tmp_path: Path, index: Shard
         assert is_right(index, [0, 100, 200], cache_of(tmp_path).read([0, 100, 200]))
     assert len(os.listdir("/proc/self/fd")) == before
     cache.close()
+
+
+def test_one_that_goes_while_its_set_is_opened_is_no_user_of_it(tmp_path: Path, index: ShardIndex) -> None:
+    """Blocks of a set that nobody uses are the first to go."""
+
+    async def users() -> int:
+        serving = server.Server(CacheSettings(), meeting(None))
+        gone = server._Client(serving._slots.pop())
+        own = asdict(this_process(0, 0))
+        asked = {"address": str(tmp_path / "set"), "environ": {}, "known": "", "owner": own, "own": True, "reader": ""}
+        await serving._open(gone, Frame(asked, b""))
+        (opened,) = serving._keeper._sets.values()
+        await serving._keeper.close()
+        return opened.users
+
+    assert asyncio.run(users()) == 0

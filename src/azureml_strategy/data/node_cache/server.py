@@ -160,8 +160,9 @@ class Server:
         header = frame.header
         client.owner, client.own, client.reader = Member(**header["owner"]), header["own"], header["reader"]
         of = await self._keeper.open(header["address"], Variables(header.pop("environ")), header["known"])
-        client.of = of
-        of.users += 1
+        if client in self._clients:  # one that was killed meanwhile would count as a user for ever
+            client.of = of
+            of.users += 1
         cached = str(of.cached.folder) if of.cached else None
         facts = {"digest": of.digest, "index": of.index_file, "cached": cached, "slot": client.slot}
         return {**facts, **self._keeper.facts()}, []
