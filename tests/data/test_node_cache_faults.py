@@ -336,3 +336,28 @@ def is_of(process: psutil.Process, folder: Path) -> bool:
         return any(str(folder) in word for word in process.cmdline())
     except (psutil.NoSuchProcess, psutil.ZombieProcess):
         return False
+
+
+def read_in_vain(folder: Path, number: int, told: object) -> None:
+    cache = NodeCache(str(folder / "set"), CacheSettings())
+    worker = multiprocessing.get_context("fork").Process(target=cache.read, args=([number],))
+    worker.start()
+    wait_until(lambda: cache.statistics()["requests"] == 1)
+    told.put((cache.statistics()["pid"], worker.pid))  # type: ignore[attr-defined]
+    signal.pause()
+
+
+def test_a_server_whose_mount_hangs_ends_with_its_training(tmp_path: Path, index: ShardIndex) -> None:
+    """Else it would keep the place of the cache from all later jobs of the node."""
+    shard = tmp_path / "set" / index.shards[1]
+    shard.unlink()
+    os.mkfifo(shard)  # to open it waits for somebody who writes
+    context = multiprocessing.get_context("fork")
+    told = context.Queue()
+    training = context.Process(target=read_in_vain, args=(tmp_path, 100, told))
+    training.start()
+    server, worker = told.get()
+    training.kill()
+    training.join()
+    os.kill(worker, signal.SIGKILL)
+    wait_for_end(server)

@@ -206,7 +206,7 @@ def _new_counters(path: Path) -> NDArray[np.int64]:
 
 
 def serve(settings: CacheSettings, place: Meeting, listening: Any, started: Callable[[], None]) -> None:
-    """Run a server until its last client has gone.
+    """Run a server until its last client has gone. Then the process ends at once: threads may wait for a dead mount.
 
     Args:
         settings: of the cache.
@@ -214,5 +214,10 @@ def serve(settings: CacheSettings, place: Meeting, listening: Any, started: Call
         listening: the socket.
         started: called when clients can connect.
     """
-    asyncio.run(Server(settings, place).serve(listening, started))
-    sys.stderr.flush()
+
+    async def run() -> None:
+        await Server(settings, place).serve(listening, started)
+        sys.stderr.flush()
+        os._exit(0)
+
+    asyncio.run(run())

@@ -130,7 +130,7 @@ class FolderStorage(Storage):
 
     @override
     async def close(self) -> None:
-        self._threads.shutdown()
+        self._threads.shutdown(wait=False)  # a mount that hangs would hang this too
 
     async def _in_thread(self, function: Callable[..., _Result], *arguments: object) -> _Result:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
