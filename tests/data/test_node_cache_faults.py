@@ -182,15 +182,17 @@ def test_a_full_disk_turns_the_cache_off_with_one_warning(tmp_path: Path, index:
     with mounted(tmp_path / "cache", "tmpfs", f"size={size}"), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         cache = cache_of(tmp_path)
-        for _ in range(2):
-            read_pass(cache, index)
+        while not any("cache is off" in str(each.message) for each in caught):
+            read_pass(cache, index)  # at first perhaps out of memory: of what is to be stored
+        before = cache.statistics()["requests"]
+        read_pass(cache, index)
         told = cache.statistics()
         cache.close()
         wait_for_end(told["pid"])
     messages = [str(each.message) for each in caught if "cache is off" in str(each.message)]
     assert len(messages) == 1
     assert "No space left on device" in messages[0]
-    assert told["requests"] > 240
+    assert told["requests"] > before
 
 
 @needs_mount
