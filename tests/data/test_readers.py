@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import shutil
@@ -19,6 +20,7 @@ from tests.data.tar_sets import write_set
 from azureml_strategy.data import readers
 from azureml_strategy.data.readers import FolderReader, choose_cache, find_index, is_packed, join, parse_bytes
 from azureml_strategy.data.shard_index import INDEX_NAME, RecordError, ShardIndexError
+from azureml_strategy.data.storage import StorageError
 from azureml_strategy.network.doctor.disks import Mount
 
 RECORDS = [os.urandom(1000 + number) for number in range(9)]
@@ -85,6 +87,19 @@ def test_what_is_damaged_is_named_and_the_rest_is_read(folder: Path) -> None:
     assert "checksum" in str(found[1])
     assert "ends after 10 of 1005 bytes" in str(found[5])
     assert "No such file" in str(found[8])
+    reader.close()
+
+
+@pytest.mark.parametrize("gone", [errno.EIO, errno.ENOTCONN, errno.ESTALE])
+def test_a_mount_that_is_gone_is_no_damage(folder: Path, gone: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*arguments: object) -> bytes:
+        raise OSError(gone, os.strerror(gone))
+
+    reader = FolderReader(folder)
+    monkeypatch.setattr(os, "pread", fails)
+    (error,) = reader.read([5])
+    assert isinstance(error, StorageError)
+    assert f"shard-000001.tar cannot be read ({os.strerror(gone)})" in str(error)
     reader.close()
 
 

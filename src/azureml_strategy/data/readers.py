@@ -30,7 +30,7 @@ from azureml_strategy.data.shard_index import (
     check_record,
     load_index,
 )
-from azureml_strategy.data.storage import is_remote
+from azureml_strategy.data.storage import StorageError, is_remote
 from azureml_strategy.data.tar_index import index_tars, is_indexed
 from azureml_strategy.network.doctor.disks import read_mounts
 
@@ -41,6 +41,8 @@ _CACHE_FOLDER = "azureml-strategy-cache"
 _ALIKE = 0.9
 # Files that a process keeps open. A set may have thousands of shards, and a process may open 1,024 files by default.
 _MOST_OPEN = 200
+# A mount whose server or network is gone: no fault of a record, so that none may be replaced for it.
+_STORAGE_GONE = {errno.EIO, errno.ENOTCONN, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN}
 # What an index that was made of tar files tells of them, among its facts.
 
 
@@ -112,6 +114,11 @@ class FolderReader:
             # Without the number: a full table of open files, say, is no fault of this record.
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
                 raise
+            if error.errno in _STORAGE_GONE:
+                return StorageError(
+                    f"{self._folder / index.shards[int(index.shard[number])]} cannot be read ({error.strerror}): its "
+                    "mount or disk does not answer. Nothing was left out; see that the mount is there, and resume."
+                )
             return RecordError(f"{index.name(number)}: {error.strerror or error}")
         return check_record(index, number, content)
 

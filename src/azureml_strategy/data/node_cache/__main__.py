@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import resource
 import socket
 import sys
 from pathlib import Path
@@ -17,6 +18,9 @@ from pathlib import Path
 def main() -> int:
     """Start the server, unless another process was faster."""
     settings = json.loads(sys.argv[1])
+    # A connection for each worker of the node and each set, and files of the cache. The limit is often 1,024.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     ready, tell = os.pipe()
     if os.fork():
         os.close(tell)
