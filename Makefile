@@ -7,7 +7,7 @@ SOAK =
 # A file's tests stay together, for what they share, and the longest files come first, as tests/conftest.py sorts them.
 # Three at once, also on two cores, as some tests wait; more would be in each other's way.
 # xdist runs a test again that has ended its process; one that does so each time must not go on for ever.
-EVERY_CORE = -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 2
+EVERY_CORE = -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 1
 SOURCES = pyproject.toml constraints.txt
 # The tests start hundreds of processes, which need not compile the project each.
 export PYTHONDONTWRITEBYTECODE =
