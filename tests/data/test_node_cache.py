@@ -121,6 +121,13 @@ def test_the_server_loads_no_heavy_library(tmp_path: Path, index: ShardIndex) ->
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
+def test_the_server_may_open_as_many_files_as_the_system_allows(tmp_path: Path, index: ShardIndex) -> None:
+    cache = NodeCache(str(tmp_path / "set"), CacheSettings())
+    allowed, most = psutil.Process(cache.statistics()["pid"]).rlimit(psutil.RLIMIT_NOFILE)
+    assert allowed == most
+    cache.close()
+
+
 def read_as_rank(cache: NodeCache, index: ShardIndex, rank: int, ranks: int, workers: int, epochs: int) -> None:
     """What a rank does: its workers, which persist, read its batches in turns."""
     context = multiprocessing.get_context("fork")

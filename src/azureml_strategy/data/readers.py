@@ -43,7 +43,6 @@ _ALIKE = 0.9
 _MOST_OPEN = 200
 # A mount whose server or network is gone: no fault of a record, so that none may be replaced for it.
 _STORAGE_GONE = {errno.EIO, errno.ENOTCONN, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN}
-# What an index that was made of tar files tells of them, among its facts.
 
 
 class ShardReader(Protocol):

@@ -167,7 +167,9 @@ class ProfileSteps(Callback):
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         # The profiler's end waits for the GPU, which may wait for ever for a rank that is gone.
-        if trainer.strategy.root_device.type != "cpu" and not isinstance(exception, SIGTERMException):
+        on_cpu = trainer.strategy.root_device.type == "cpu"
+        if self._session is not None and not on_cpu and not isinstance(exception, SIGTERMException):
+            self._session.abandon()
             self._session = None
         if self._session is not None and not self._session.is_warming_up:
             self._end(trainer, logged_step(trainer))

@@ -84,7 +84,8 @@ class Session:
             RuntimeError: another profiler has been started meanwhile.
         """
         begins = self.is_warming_up
-        if self._is_lost():
+        if self._is_lost:
+            self.abandon()
             raise RuntimeError(LOST)
         self._profile.step()
         if begins:
@@ -95,7 +96,8 @@ class Session:
 
         If another profiler has been started meanwhile, its recording goes on.
         """
-        if self._is_lost():
+        if self._is_lost:
+            self.abandon()
             return False
         self._profile.stop()
         return not self.is_warming_up
@@ -109,12 +111,14 @@ class Session:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._profile.export_chrome_trace(str(path))
 
+    def abandon(self) -> None:
+        """Leave the recording as it is, before this object is dropped without `stop`."""
+        _never_ended.append(self._profile.step_rec_fn)
+
+    @property
     def _is_lost(self) -> bool:
         """Whether another profiler has been started. Then nothing of this recording may be touched any more."""
-        lost = torch.autograd.profiler._is_profiler_enabled != (False if self.is_warming_up else _OURS)
-        if lost:
-            _never_ended.append(self._profile.step_rec_fn)
-        return lost
+        return torch.autograd.profiler._is_profiler_enabled != (False if self.is_warming_up else _OURS)
 
     def _mark(self) -> None:
         torch.autograd.profiler._set_is_profiler_enabled(_OURS)  # type: ignore[arg-type]
