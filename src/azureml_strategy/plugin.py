@@ -273,6 +273,12 @@ def _ddp(**arguments: Any) -> Any:
     return AzureMLDDPStrategy(**arguments)
 
 
+def _local_sgd(**arguments: Any) -> Any:
+    from azureml_strategy.strategies import AzureMLLocalSGDStrategy
+
+    return AzureMLLocalSGDStrategy(**arguments)
+
+
 def _model_parallel(**arguments: Any) -> Any:
     from azureml_strategy.strategies import AzureMLModelParallelStrategy
 
@@ -355,6 +361,12 @@ _STRATEGIES: dict[str, tuple[Callable[..., Any], str, dict[str, Any]]] = {
         _deepspeed,
         "ZeRO stage 3 with parameters and optimizer states in the memory of the host",
         {"stage": 3, "offload_optimizer": True, "offload_parameters": True},
+    ),
+    "azureml_local_sgd": (_local_sgd, "replicas that average their parameters every 16 steps, for slow networks", {}),
+    "azureml_diloco": (
+        _local_sgd,
+        "azureml_local_sgd with DiLoCo's outer optimizer, every 32 steps",
+        {"period": 32, "outer_learning_rate": 0.7},
     ),
     "azureml_deepspeed_pipeline": (_pipeline, "DeepSpeed pipeline stages with processes from the job", {}),
     "azureml_model_parallel": (_model_parallel, "FSDP2 and tensor parallelism with processes from the job", {}),

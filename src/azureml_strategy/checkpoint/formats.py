@@ -49,6 +49,8 @@ _INDEX: dict[tuple[str, str], Any] = {
 _REST = "meta.pt"
 # The names that FSDPStrategy and ModelParallelStrategy give to the weights.
 _ROOTS = ("model", "state_dict")
+AVERAGED = "averaged.ckpt"
+"""The file with the averages of all ranks in a folder of AzureMLLocalSGDStrategy's: an ordinary one of Lightning's."""
 # PipelineStrategy writes the layout file beside the folder with DeepSpeed's files.
 _LAYOUT, _SHARDS = "pipeline.json", "checkpoint"
 
@@ -326,6 +328,13 @@ def _zero_files(path: Path, pattern: str) -> list[Path]:
 ZERO = CheckpointFormat("DeepSpeed ZeRO shards", _is_zero, _read_zero)
 
 
-__all__ = ["FORMATS", "CheckpointFormat", "CheckpointFormatError"]
+LOCAL_SGD = CheckpointFormat(
+    "local SGD's averages and what each rank has of its own",
+    lambda path: (path / AVERAGED).is_file(),
+    lambda path, trust_pickles: _read_single_file(path / AVERAGED, trust_pickles),
+)
 
-FORMATS: tuple[CheckpointFormat, ...] = (ZERO, PIPELINE, DISTRIBUTED, SINGLE_FILE)
+
+__all__ = ["AVERAGED", "FORMATS", "CheckpointFormat", "CheckpointFormatError"]
+
+FORMATS: tuple[CheckpointFormat, ...] = (ZERO, PIPELINE, DISTRIBUTED, LOCAL_SGD, SINGLE_FILE)

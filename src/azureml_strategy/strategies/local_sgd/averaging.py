@@ -1,0 +1,363 @@
+"""Averages what replicas have learned: when a part is due, what is sent, and what becomes of the own parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from azureml_strategy.strategies.local_sgd.exchange import Compression, Exchanges
+from azureml_strategy.strategies.local_sgd.fragments import Fragment, cut, statistics, trainable
+from azureml_strategy.strategies.local_sgd.period import Rules
+
+# Kinds of exchanges, in what ranks compare before one.
+_PART, _STATISTICS, _WHOLE, _EPOCH = range(4)
+_WORDS = "after step {1} (exchange {0}.{2} of {3:,} numbers, period {4})"
+
+
+@dataclass
+class _Part:
+    """A fragment of the parameters, and what is kept for it.
+
+    Attributes:
+        fragment: its pieces.
+        anchor: the common parameters after the last exchange, flat; None where changes are not counted.
+        outer: the optimizer that applies the average of the changes to the anchor.
+        compression: of the changes, with what it has not sent yet.
+    """
+
+    fragment: Fragment
+    anchor: Tensor | None = None
+    outer: SGD | None = None
+    compression: Compression | None = None
+
+
+@dataclass
+class _UnderWay:
+    """An exchange that has begun.
+
+    Attributes:
+        part: index of the part; -1 for the statistics.
+        due: the step after which it arrives.
+        own: what this replica had when it began, flat.
+        average: to come.
+    """
+
+    part: int
+    due: int
+    own: Tensor
+    average: Future[Tensor] = field(default_factory=Future)
+
+
+class PeriodicAveraging:
+    """Lets replicas train by themselves, and averages their parameters by `Rules`.
+
+    It knows nothing of Lightning: call `start` before the first step, and `before_step` and `after_step` around each
+    step of the optimizer.
+
+    In a period of H steps each part is exchanged once. Without an outer optimizer a replica takes the average of all
+    replicas. With one, the average of what they have changed since the last time is the gradient of a step of Nesterov
+    SGD on the common parameters, which all replicas then take. Buffers such as BatchNorm's statistics are averaged with
+    the last part.
+
+    Args:
+        module: its trainable parameters are averaged; one that becomes trainable later, from the next period on.
+        rules: what is averaged, how often and how.
+        exchanges: carries the tensors.
+
+    Attributes:
+        step: optimizer steps so far.
+    """
+
+    def __init__(self, module: nn.Module, rules: Rules, exchanges: Exchanges) -> None:
+        self._module = module
+        self._rules = rules
+        self._exchanges = exchanges
+        self.step = 0
+        self._begun = 0
+        self._length = 0
+        self._shared = trainable(module)
+        self._joining: dict[str, Tensor] = {}
+        self._parts: list[_Part] = []
+        self._under_way: list[_UnderWay] = []
+        self._own: dict[str, Tensor] | None = None
+
+    def start(self, learning_rate: float) -> None:
+        """Begin the first period. All ranks have the same parameters, unless a state was loaded."""
+        if self._length == 0:
+            self._begin_period(learning_rate)
+
+    def before_step(self) -> None:
+        """Note parameters that have become trainable, before their first step."""
+        for name, parameter in self._module.named_parameters():
+            if parameter.requires_grad and name not in self._shared and name not in self._joining:
+                self._joining[name] = parameter.detach().clone()
+
+    def after_step(self, learning_rate: float) -> None:
+        """Count a step of the optimizer. Begin the exchanges that are due, and apply those that arrive.
+
+        Args:
+            learning_rate: of the next step, from which a schedule may choose the next period.
+
+        Raises:
+            RanksApartError: the ranks have taken unequal numbers of steps.
+        """
+        self.step += 1
+        self._advance()
+        if self.step == self._begun + self._length:
+            self._begin_period(learning_rate)
+
+    def averages(self) -> dict[str, Tensor]:
+        """The means over the ranks of parameters and statistics as they are now, by name; a collective."""
+        tensors = {**self._shared, **self._added(), **statistics(self._module)}
+        (whole,) = cut(tensors, 1)
+        flat = whole.read(tensors)
+        mean = self._exchanges.begin(*self._place(_WHOLE, 0, flat), lambda: self._exchanges.mean(flat))
+        averaged = {name: torch.empty_like(each) for name, each in tensors.items()}
+        whole.write(self._exchanges.wait(mean), averaged)
+        return averaged
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Give the module the averages, and its own values back afterwards; a collective."""
+        inside = self._own is not None
+        if not inside:
+            self.show_averages()
+        yield
+        if not inside:
+            self.show_own()
+
+    def show_averages(self) -> None:
+        """Give the module the averages until `show_own`; a collective."""
+        averages, tensors = self.averages(), self._tensors()
+        self._own = {name: tensors[name].detach().clone() for name in averages}
+        self._copy(averages)
+
+    def show_own(self) -> None:
+        """Give the module back what this replica has trained."""
+        if self._own is not None:
+            self._copy(self._own)
+            self._own = None
+
+    @contextmanager
+    def own(self) -> Iterator[None]:
+        """Give the module its own values, if it shows the averages, and these back afterwards."""
+        shown, self._own = self._own, None
+        tensors = self._tensors()
+        averages = {name: tensors[name].detach().clone() for name in shown or {}}
+        self._copy(shown or {})
+        yield
+        self._copy(averages)
+        self._own = shown
+
+    def end(self) -> None:
+        """Give the module the averages for good; a collective. What is under way is dropped."""
+        self._copy(self.averages())
+        self._under_way = []
+
+    def meet(self, epoch: int) -> None:
+        """Compare the steps of the ranks at the start of an epoch; a collective.
+
+        Raises:
+            RanksApartError: a rank has come to another step, or is still in the epoch before.
+        """
+        place, words = self._place(_EPOCH, epoch, torch.empty(0))
+        self._exchanges.begin(place, words, lambda: torch.empty(0)).result()
+
+    def shared_state(self) -> dict[str, Any]:
+        """What all ranks have alike: where the period is, common parameters and the outer momentum, by name."""
+        anchors = [(part, part.anchor) for part in self._parts if part.anchor is not None]
+        momenta = [(part, _momentum(part)) for part, _ in anchors]
+        return {
+            "step": self.step,
+            "begun": self._begun,
+            "length": self._length,
+            "names": list(self._shared),
+            "anchor": {**self._by_name(anchors), **self._joining},
+            "momentum": self._by_name([(part, each) for part, each in momenta if each is not None]),
+        }
+
+    def own_state(self) -> dict[str, Any]:
+        """What this rank alone has, besides parameters: what it has not sent, and what is under way.
+
+        It waits for what is under way, which is applied no earlier for that.
+        """
+        under_way = [
+            {"part": each.part, "due": each.due, "own": each.own, "average": self._exchanges.wait(each.average)}
+            for each in self._under_way
+        ]
+        return {
+            "under_way": under_way,
+            "residuals": [part.compression.residuals if part.compression else [] for part in self._parts],
+        }
+
+    def load(self, shared: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
+        """Go on from states that were saved; before `start`.
+
+        Args:
+            shared: of `shared_state`.
+            own: of this rank's `own_state`, whose parameters the module has; None if it has the averages. Then a new
+                period begins, with the outer optimizer as it was.
+        """
+        self.step = shared["step"]
+        names = dict(self._module.named_parameters())
+        self._shared = {name: names[name] for name in shared["names"] if name in names}
+        device = self._exchanges.device
+        kept = {kind: {n: t.to(device) for n, t in shared[kind].items()} for kind in ("anchor", "momentum")}
+        self._joining = {name: each for name, each in kept["anchor"].items() if name not in self._shared}
+        self._parts = self._cut(kept["anchor"], kept["momentum"])
+        if own is None:
+            return
+        self._begun, self._length = shared["begun"], shared["length"]
+        for part, residuals in zip(self._parts, own["residuals"], strict=True):
+            if part.compression is not None:
+                part.compression.residuals = [each.to(device) for each in residuals]
+        for each in own["under_way"]:
+            arrived: Future[Tensor] = Future()
+            arrived.set_result(each["average"].to(device))
+            self._under_way.append(_UnderWay(each["part"], each["due"], each["own"].to(device), arrived))
+
+    def _begin_period(self, learning_rate: float) -> None:
+        """Begin a period. Nothing is under way, so the parts can change; what they have not sent is then dropped."""
+        added = self._added()
+        if added or not self._parts:
+            kept = self.shared_state()
+            self._shared |= added
+            self._parts = self._cut(kept["anchor"], kept["momentum"])
+            self._joining = {}
+        self._begun, self._length = self.step, self._rules.length(self.step, learning_rate)
+        self._advance()
+
+    def _advance(self) -> None:
+        """Apply what arrives after this step, and begin what is due."""
+        arriving = [each for each in self._under_way if each.due == self.step]
+        self._under_way = [each for each in self._under_way if each.due != self.step]
+        for each in arriving:
+            self._arrive(each)
+        for index in range(len(self._parts)):
+            due = self._begun + self._rules.arrival(index, self._length)
+            if due - self._rules.delay == self.step:
+                self._begin(index, due)
+
+    def _begin(self, index: int, due: int) -> None:
+        """Begin the exchange of a part; the last one takes the statistics along."""
+        begun = [self._send(index, due)] if self._parts[index].fragment.size else []
+        if index == len(self._parts) - 1:
+            begun += self._send_statistics(due)
+        for each in begun:
+            if due == self.step:
+                self._arrive(each)
+            else:
+                self._under_way.append(each)
+
+    def _send(self, index: int, due: int) -> _UnderWay:
+        part = self._parts[index]
+        own = part.fragment.read(self._shared)
+        sent = own.clone() if part.anchor is None else part.anchor - own
+        compression = part.compression
+
+        def average() -> Tensor:
+            return self._exchanges.mean(sent) if compression is None else compression.mean(sent, self._exchanges)
+
+        return _UnderWay(index, due, own, self._exchanges.begin(*self._place(_PART, index, sent), average))
+
+    def _send_statistics(self, due: int) -> list[_UnderWay]:
+        tensors = statistics(self._module)
+        if not tensors:
+            return []
+        sent = cut(tensors, 1)[0].read(tensors)
+        place, words = self._place(_STATISTICS, 0, sent)
+        return [_UnderWay(-1, due, sent[:0], self._exchanges.begin(place, words, lambda: self._exchanges.mean(sent)))]
+
+    @torch.no_grad()
+    def _arrive(self, arrived: _UnderWay) -> None:
+        average = self._exchanges.wait(arrived.average)
+        if arrived.part < 0:
+            # The average itself: what a replica saw meanwhile, added to it, could make a variance negative.
+            tensors = statistics(self._module)
+            cut(tensors, 1)[0].write(average, tensors)
+            return
+        part = self._parts[arrived.part]
+        common = average if part.anchor is None else _moved_anchor(part, average)
+        part.fragment.write(self._merged(part, common, arrived), self._shared)
+
+    def _merged(self, part: _Part, common: Tensor, arrived: _UnderWay) -> Tensor:
+        """What this replica goes on with."""
+        mixing = self._rules.mixing
+        if mixing is not None:
+            return common.lerp(part.fragment.read(self._shared), mixing)
+        if self._rules.delay == 0:
+            return common
+        return part.fragment.read(self._shared).sub_(arrived.own).add_(common)
+
+    def _cut(self, anchors: Mapping[str, Tensor], momenta: Mapping[str, Tensor]) -> list[_Part]:
+        """Cut the shared parameters into parts, with what was kept for them by name."""
+        fragments = cut(self._shared, self._rules.fragments)
+        if not self._rules.anchored:
+            return [_Part(each) for each in fragments]
+        common = {name: anchors.get(name, each) for name, each in self._shared.items()}
+        return [self._anchored(each, common, momenta) for each in fragments]
+
+    def _anchored(self, fragment: Fragment, common: Mapping[str, Tensor], momenta: Mapping[str, Tensor]) -> _Part:
+        part, rules = _Part(fragment), self._rules
+        part.anchor = fragment.read(common)
+        if rules.compression is not None:
+            part.compression = Compression(rules.compression)
+        if rules.outer_learning_rate is not None:
+            momentum = rules.outer_momentum
+            part.outer = SGD([part.anchor], rules.outer_learning_rate, momentum, nesterov=momentum > 0)
+            if momenta and momentum > 0:
+                zeros = {name: torch.zeros_like(each, dtype=fragment.dtype) for name, each in self._shared.items()}
+                part.outer.state[part.anchor]["momentum_buffer"] = fragment.read({**zeros, **momenta})
+        return part
+
+    def _by_name(self, flats: list[tuple[_Part, Tensor]]) -> dict[str, Tensor]:
+        """Flat tensors of parts as tensors in the shapes of the parameters."""
+        if not flats:
+            return {}
+        named = {name: torch.empty(each.shape, dtype=flats[0][1].dtype) for name, each in self._shared.items()}
+        for part, flat in flats:
+            part.fragment.write(flat.cpu(), named)
+        return named
+
+    def _added(self) -> dict[str, Tensor]:
+        """The parameters that join with the next period."""
+        named = dict(self._module.named_parameters())
+        return {name: named[name] for name in self._joining if name in named}
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
+
+    @torch.no_grad()
+    def _copy(self, values: Mapping[str, Tensor]) -> None:
+        tensors = self._tensors()
+        for name, value in values.items():
+            tensors[name].detach().copy_(value)
+
+    def _place(self, kind: int, number: int, tensor: Tensor) -> tuple[tuple[int, ...], str]:
+        return (kind, self.step, number, tensor.numel(), self._length), _WORDS
+
+
+def _moved_anchor(part: _Part, change: Tensor) -> Tensor:
+    """Apply the average of the changes, which count as a gradient: what was there before minus what is there now."""
+    assert part.anchor is not None
+    if part.outer is None:
+        part.anchor.sub_(change)
+    else:
+        part.anchor.grad = change
+        part.outer.step()
+        part.anchor.grad = None
+    return part.anchor
+
+
+def _momentum(part: _Part) -> Tensor | None:
+    if part.outer is None or part.anchor is None:
+        return None
+    momentum: Tensor | None = part.outer.state[part.anchor].get("momentum_buffer")
+    return momentum

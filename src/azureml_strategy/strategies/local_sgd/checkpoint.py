@@ -1,0 +1,96 @@
+"""The folder of a checkpoint: one file with the averages, which anyone can load, and what each rank has of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+
+from azureml_strategy.checkpoint.checkpoint_io import AtomicCheckpointIO
+from azureml_strategy.checkpoint.formats import AVERAGED
+from azureml_strategy.checkpoint.plain_data import from_plain
+from azureml_strategy.control.gather import Exchange
+from azureml_strategy.interfaces import WriteStaged
+
+ENTRY = "azureml_strategy_local_sgd"
+"""The entry of both kinds of files with the state of the averaging."""
+# Entries of Lightning's checkpoint that are another on each rank.
+_OF_RANK = ("optimizer_states", "lr_schedulers")
+
+
+def own_part(checkpoint: dict[str, Any], precision: str) -> dict[str, Any]:
+    """Return the entries of a rank's checkpoint that differ between ranks.
+
+    Args:
+        checkpoint: as Lightning gives it to `save_checkpoint`.
+        precision: the entry of the precision plugin, with its scale of the loss.
+    """
+    return {name: checkpoint[name] for name in (*_OF_RANK, precision) if name in checkpoint}
+
+
+def writer(checkpoint_io: CheckpointIO) -> WriteStaged:
+    """Return what writes a folder, in steps that all ranks take together.
+
+    What it writes is a pair: the checkpoint with the averages, on rank 0, and what the rank has of its own.
+
+    Args:
+        checkpoint_io: writes each file.
+    """
+    save: Callable[..., Any] = checkpoint_io.save_checkpoint
+    if type(checkpoint_io).save_checkpoint is AtomicCheckpointIO.save_checkpoint:
+        save = checkpoint_io.write  # type: ignore[attr-defined]
+
+    def write(content: Any, path: Path, exchange: Exchange) -> None:
+        averaged, own = content
+        exchange.on_rank_zero(lambda: _begin(path))
+        exchange.together(lambda: save(own, _rank_file(path, exchange.rank)))
+        # Last, so that a folder without it is none, and one with it is whole.
+        exchange.on_rank_zero(lambda: save(averaged, path / AVERAGED))
+
+    return write
+
+
+def read_own(path: Path, rank: int, saved_ranks: int, step: int, checkpoint_io: CheckpointIO) -> dict[str, Any]:
+    """Read what a rank had of its own.
+
+    Args:
+        path: the folder.
+        rank: of those that wrote it.
+        saved_ranks: how many these were.
+        step: that the file with the averages belongs to.
+        checkpoint_io: reads each file.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: the file belongs to another step.
+    """
+    missing = [
+        name for name in (_rank_file(path, each).name for each in range(saved_ranks)) if not (path / name).is_file()
+    ]
+    if missing:
+        raise FileNotFoundError(
+            f"{path} lacks {', '.join(missing[:3])}: was it copied from one node of several, or not written to a "
+            f"folder that all nodes share? {path / AVERAGED} alone starts from the averages: give its path."
+        )
+    own = from_plain(checkpoint_io.load_checkpoint(_rank_file(path, rank)))
+    if own[ENTRY]["step"] != step:
+        raise ValueError(
+            f"{_rank_file(path, rank)} is of step {own[ENTRY]['step']}, but {AVERAGED} beside it of step {step}: the "
+            f"folder was overwritten in part. Use an earlier checkpoint, or {path / AVERAGED} alone."
+        )
+    return own
+
+
+def _begin(path: Path) -> None:
+    """Make an empty folder of what may be an earlier checkpoint of the same name."""
+    if path.is_file():
+        path.unlink()
+    for stale in (path / AVERAGED, *path.glob("rank_*.pt")):
+        stale.unlink(missing_ok=True)
+    path.mkdir(parents=True, exist_ok=True)
+
+
+def _rank_file(path: Path, rank: int) -> Path:
+    return path / f"rank_{rank:05d}.pt"

@@ -1,0 +1,200 @@
+"""Averages one flat tensor over all ranks, on a thread of its own, as it is or in fewer bits."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Numbers that share a scale: 4 bytes for 1,024.
+_BLOCK = 1024
+_INT8_MOST = 127
+
+
+class RanksApartError(RuntimeError):
+    """Ranks that came to one exchange from different steps. Raised on all of them."""
+
+
+class Exchanges:
+    """Runs collectives one after another on a thread, while the main thread trains.
+
+    They have a process group of their own, so that they do not mix with those of the training. Only this thread uses
+    it, and every rank gives it the same work in the same order. The thread is a daemon: if other ranks are gone, a
+    collective may not end before its timeout, and the interpreter must not wait for it.
+
+    Args:
+        group: of all ranks, used by nobody else; None for a single rank.
+        device: of the tensors.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self.group = group
+        self.device = device
+        self.size = dist.get_world_size(group) if group is not None else 1
+        self._work: queue.SimpleQueue[tuple[Future[Tensor], Callable[[], Tensor]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="local-sgd-exchange", daemon=True)
+        self._thread.start()
+
+    def begin(self, place: tuple[int, ...], words: str, average: Callable[[], Tensor]) -> Future[Tensor]:
+        """Begin an exchange.
+
+        Args:
+            place: where this rank is: a few numbers that must be the same on all ranks.
+            words: what the numbers are, as `step {0} of epoch {1}`, for the error.
+            average: returns the average of the ranks' tensors.
+
+        Returns:
+            The average to come; or RanksApartError, or the error of the network.
+        """
+        ready = self._ready()
+
+        def work() -> Tensor:
+            self._require_together(place, words)
+            ready()
+            return average()
+
+        result: Future[Tensor] = Future()
+        self._work.put((result, work))
+        return result
+
+    def wait(self, exchange: Future[Tensor]) -> Tensor:
+        """Wait for an average. On a GPU, what this thread queues from now on waits for it instead."""
+        averaged = exchange.result()
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+            averaged.record_stream(torch.cuda.current_stream(self.device))
+        return averaged
+
+    def mean(self, tensor: Tensor) -> Tensor:
+        """Average a tensor in place. For `average`."""
+        if self.group is not None:
+            dist.all_reduce(tensor, group=self.group)
+            tensor.div_(self.size)
+        return tensor
+
+    def close(self, wait_s: float) -> bool:
+        """End the thread.
+
+        Args:
+            wait_s: the longest wait for what it has begun, in seconds.
+
+        Returns:
+            Whether the thread has ended, so that the group can be destroyed.
+        """
+        self._work.put(None)
+        self._thread.join(wait_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            torch.cuda.set_stream(self._stream)
+        with torch.no_grad():
+            while (given := self._work.get()) is not None:
+                result, work = given
+                try:
+                    result.set_result(work())
+                except BaseException as error:  # the main thread raises it
+                    result.set_exception(error)
+                del given, result, work  # or the thread would keep the tensors until the next exchange
+
+    def _ready(self) -> Callable[[], None]:
+        """Return what to call before this thread reads tensors that the main thread has queued work for on a GPU."""
+        if self.device.type != "cuda":
+            return lambda: None
+        queued = torch.cuda.current_stream(self.device).record_event()
+        return lambda: self._stream.wait_event(queued)
+
+    def _require_together(self, place: tuple[int, ...], words: str) -> None:
+        """Compare where the ranks are, before their tensors are mixed.
+
+        Ranks with unequal numbers of batches would average parameters of different steps, or one would wait for ever.
+
+        Raises:
+            RanksApartError: they are at different places.
+        """
+        if self.group is None:
+            return
+        own = torch.tensor(place, dtype=torch.int64, device=self.device)
+        gathered = torch.empty(self.size * len(place), dtype=torch.int64, device=self.device)
+        dist.all_gather_into_tensor(gathered, own, group=self.group)
+        places = [tuple(each) for each in gathered.view(self.size, -1).tolist()]
+        if len(set(places)) > 1:
+            listed = "; ".join(f"rank {rank}: {words.format(*each)}" for rank, each in enumerate(places))
+            raise RanksApartError(
+                f"The ranks average their models, but they are at different places ({listed}). Each rank must take "
+                "equally many optimizer steps. Give all ranks the same number of batches in each epoch: "
+                "Trainer(use_distributed_sampler=True), or limit_train_batches=N for iterable data."
+            )
+
+
+class Compression:
+    """Sends a change in fewer bits, and adds what was lost to the next one (error feedback).
+
+    What is lost at each step stays bounded, so that nothing is lost for good (Karimireddy et al. 2019,
+    https://arxiv.org/abs/1901.09847).
+
+    Args:
+        kind: `bf16` or `int8`.
+
+    Attributes:
+        residuals: what this rank has not sent yet; flat, one of the change and, under `int8`, one of the average.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.residuals: list[Tensor] = []
+
+    def mean(self, tensor: Tensor, exchanges: Exchanges) -> Tensor:
+        """Average a flat tensor over the ranks of the group; all of them get the same, bit for bit."""
+        if exchanges.group is None:
+            return tensor
+        return self._mean_bf16(tensor, exchanges) if self.kind == "bf16" else self._mean_int8(tensor, exchanges)
+
+    def _mean_bf16(self, tensor: Tensor, exchanges: Exchanges) -> Tensor:
+        whole = tensor.add_(self._residual(0, tensor))
+        sent = whole.bfloat16()
+        torch.sub(whole, sent, out=self.residuals[0])
+        dist.all_reduce(sent, group=exchanges.group)
+        return sent.to(tensor.dtype).div_(exchanges.size)
+
+    def _mean_int8(self, tensor: Tensor, exchanges: Exchanges) -> Tensor:
+        """Each rank averages a share of the numbers, and all ranks get all shares: int8 cannot be summed on the way."""
+        group, size = exchanges.group, exchanges.size
+        whole = torch.zeros(
+            -(-len(tensor) // (size * _BLOCK)) * size * _BLOCK, dtype=tensor.dtype, device=tensor.device
+        )
+        whole[: len(tensor)] = tensor
+        codes, scales = self._quantized(0, whole)
+        their_codes, their_scales = torch.empty_like(codes), torch.empty_like(scales)
+        dist.all_to_all_single(their_codes, codes, group=group)
+        dist.all_to_all_single(their_scales, scales, group=group)
+        share = _dequantized(their_codes, their_scales, tensor.dtype).view(size, -1).mean(0)
+        share_codes, share_scales = self._quantized(1, share)
+        dist.all_gather_into_tensor(codes, share_codes, group=group)
+        dist.all_gather_into_tensor(scales, share_scales, group=group)
+        return _dequantized(codes, scales, tensor.dtype)[: len(tensor)]
+
+    def _quantized(self, stage: int, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        whole = tensor + self._residual(stage, tensor)
+        blocks = whole.view(-1, _BLOCK)
+        scales = blocks.abs().amax(1).div_(_INT8_MOST).float()
+        # A block of zeros has no scale. A block with NaN or infinity becomes NaN, which the training shows.
+        codes = (blocks / scales.where(scales != 0, 1).unsqueeze(1)).round_().to(torch.int8).view(-1)
+        torch.sub(whole, _dequantized(codes, scales, tensor.dtype), out=self.residuals[stage])
+        return codes, scales
+
+    def _residual(self, stage: int, tensor: Tensor) -> Tensor:
+        if len(self.residuals) == stage:
+            self.residuals.append(torch.zeros_like(tensor))
+        return self.residuals[stage]
+
+
+def _dequantized(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    return (codes.view(-1, _BLOCK).to(dtype) * scales.unsqueeze(1).to(dtype)).view(-1)

@@ -1,0 +1,164 @@
+"""How many optimizer steps a replica takes by itself before the replicas average, and which part is due when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from azureml_strategy.strategies.errors import ConfigurationError
+
+PeriodSchedule = Callable[[int, float], int]
+"""The length of the next period, in optimizer steps, from the steps since the warm-up and the learning rate.
+
+All ranks must get the same length.
+"""
+
+
+@dataclass(frozen=True)
+class GrowingPeriod:
+    """A period that grows with the training, as in post-local SGD (Lin et al. 2020, https://arxiv.org/abs/1808.07217).
+
+    At first the replicas average often, while the weights change quickly.
+
+    Args:
+        first: steps of the first periods.
+        factor: each next length is this many times the one before.
+        every: steps after which the period grows.
+        most: its greatest length.
+
+    Raises:
+        ConfigurationError: a number is out of range.
+    """
+
+    first: int = 1
+    factor: float = 2.0
+    every: int = 500
+    most: int = 64
+
+    def __post_init__(self) -> None:
+        if not (1 <= self.first <= self.most and self.factor > 1 and self.every >= 1):
+            raise ConfigurationError(
+                f"{self} does not grow from one step or more to `most`. Give 1 <= first <= most, a factor above 1 and "
+                "every >= 1."
+            )
+
+    def __call__(self, step: int, learning_rate: float) -> int:
+        """The length of the period that begins after `step` steps."""
+        grown = 0
+        length = float(self.first)
+        while length < self.most and grown < step // self.every:
+            length, grown = length * self.factor, grown + 1
+        return min(self.most, int(length))
+
+
+@dataclass(frozen=True)
+class QuadraticPeriod:
+    """A period that grows as the learning rate falls: the quadratic synchronization rule.
+
+    The length is (alpha / learning rate)^2, at least `least` (Gu et al. 2024, https://arxiv.org/abs/2310.14423). Where
+    steps are small, replicas stay close together for longer. The paper's alpha is 0.2 to 0.25 for ResNet-152 under SGD
+    with a peak learning rate of 0.8, and 0.0175 for ViT-B under AdamW with 0.008.
+
+    Args:
+        alpha: in units of the learning rate.
+        least: the shortest period, in steps.
+        most: the longest one.
+
+    Raises:
+        ConfigurationError: a number is out of range.
+    """
+
+    alpha: float
+    least: int = 4
+    most: int = 256
+
+    def __post_init__(self) -> None:
+        if not (1 <= self.least <= self.most and self.alpha > 0):
+            raise ConfigurationError(f"{self} gives no period. Give 1 <= least <= most and an alpha above 0.")
+
+    def __call__(self, step: int, learning_rate: float) -> int:
+        """The length of the period that begins with this learning rate."""
+        if learning_rate * self.most**0.5 <= self.alpha:
+            return self.most
+        return max(self.least, int((self.alpha / learning_rate) ** 2))
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What is averaged, how often and how.
+
+    Attributes:
+        period: optimizer steps that a replica takes by itself, or what chooses them.
+        outer_learning_rate: of the Nesterov SGD that applies the averaged change, as in DiLoCo (Douillard et al. 2023,
+            https://arxiv.org/abs/2311.08105); None takes the plain average.
+        outer_momentum: of that optimizer; 0 for none.
+        compression: of the change that is exchanged: `bf16` or `int8`, with error feedback.
+        fragments: parts that the parameters are cut into; each is exchanged once in a period, at a step of its own
+            (Streaming DiLoCo, Douillard et al. 2025, https://arxiv.org/abs/2501.18512).
+        delay: optimizer steps from the start of an exchange to its arrival, in which training goes on.
+        mixing: the share of its own parameters that a replica keeps when an exchange arrives, the paper's alpha; None
+            keeps the steps that it has taken since the exchange began.
+    """
+
+    period: int | PeriodSchedule = 16
+    outer_learning_rate: float | None = None
+    outer_momentum: float = 0.9
+    compression: str | None = None
+    fragments: int = 1
+    delay: int = 0
+    mixing: float | None = None
+
+    def __post_init__(self) -> None:
+        for wrong, words in (
+            (isinstance(self.period, int) and self.period < 1, f"period={self.period}: no step at all. Give 1 or more"),
+            (self.fragments < 1, f"fragments={self.fragments}. Give 1 or more"),
+            (self.delay < 0, f"delay={self.delay}. Give 0 or more steps"),
+            (
+                self.compression not in (None, "bf16", "int8"),
+                f"compression={self.compression!r}. Give 'bf16' or 'int8'",
+            ),
+            (self.mixing is not None and not 0 <= self.mixing <= 1, f"mixing={self.mixing}. Give 0 to 1"),
+            ((self.outer_learning_rate or 1) <= 0, f"outer_learning_rate={self.outer_learning_rate}. Give more than 0"),
+            (not 0 <= self.outer_momentum < 1, f"outer_momentum={self.outer_momentum}. Give 0 up to below 1"),
+        ):
+            if wrong:
+                raise ConfigurationError(f"{words}.")
+        if isinstance(self.period, int):
+            self.check(self.period)
+
+    @property
+    def anchored(self) -> bool:
+        """Whether each replica keeps a copy of the common parameters, from which changes are counted."""
+        return self.outer_learning_rate is not None or self.compression is not None
+
+    def length(self, step: int, learning_rate: float) -> int:
+        """The length of the period that begins after `step` steps.
+
+        Raises:
+            ConfigurationError: it has no room for all fragments.
+        """
+        length = self.period if isinstance(self.period, int) else int(self.period(step, learning_rate))
+        self.check(length)
+        return length
+
+    def check(self, length: int) -> None:
+        """Refuse a period in which not every fragment can be exchanged once.
+
+        Raises:
+            ConfigurationError: it is too short.
+        """
+        if length < 1 or self.fragments > length:
+            raise ConfigurationError(
+                f"A period of {length} step(s) has no room for {self.fragments} fragments, of which each needs a step "
+                "of its own. Give a longer period or fewer fragments."
+            )
+        if self.delay > length // self.fragments:
+            raise ConfigurationError(
+                f"delay={self.delay}, but a fragment comes every {length // self.fragments} step(s) of a period of "
+                f"{length} with {self.fragments} fragment(s), and its exchange cannot take longer. Give a shorter "
+                "delay, fewer fragments or a longer period."
+            )
+
+    def arrival(self, fragment: int, length: int) -> int:
+        """The step of a period after which a fragment's average is applied: they are spread evenly over it."""
+        return length * (fragment + 1) // self.fragments

@@ -1,0 +1,332 @@
+"""`azureml_local_sgd`: data parallelism whose ranks talk to one another once in a period instead of at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from azureml_strategy.checkpoint.formats import AVERAGED
+from azureml_strategy.checkpoint.plain_data import to_plain
+from azureml_strategy.control.gather import GroupExchange
+from azureml_strategy.interfaces import WriteStaged
+from azureml_strategy.strategies.ddp import AzureMLDDPStrategy
+from azureml_strategy.strategies.errors import ConfigurationError
+from azureml_strategy.strategies.local_sgd.averaging import PeriodicAveraging
+from azureml_strategy.strategies.local_sgd.checkpoint import ENTRY, own_part, read_own, writer
+from azureml_strategy.strategies.local_sgd.exchange import Exchanges
+from azureml_strategy.strategies.local_sgd.period import PeriodSchedule, Rules
+from azureml_strategy.strategies.local_sgd.refusals import (
+    refuse_infiniband,
+    refuse_long_period,
+    refuse_unequal_batches,
+    refuse_unsupported,
+)
+from azureml_strategy.strategies.model_parallel.checkpoint import copy_from_rank_zero
+
+# How long the end of a fit waits for an exchange that is under way.
+_LAST_WAIT_SECONDS = 60.0
+
+
+class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
+    """Replicas that train by themselves and average once in a period: `Trainer(strategy="azureml_local_sgd")`.
+
+    For networks on which DDP waits for gradients. A replica takes `period` optimizer steps on its own samples, then the
+    replicas take the average of their parameters, or DiLoCo's outer step. Gradients are clipped and accumulated, and
+    learning rates scheduled, as each replica alone would. Validation and the end of a fit see the averages. A
+    checkpoint is a folder: `averaged.ckpt`, an ordinary file of Lightning's with the averages, and a file for what each
+    rank has of its own, from which the same number of ranks goes on bit for bit. Another number goes on from the
+    averages.
+
+    Args:
+        period: optimizer steps that a replica takes by itself; or a schedule, `GrowingPeriod` or `QuadraticPeriod`.
+        warmup_steps: the first optimizer steps of the run are DDP over all ranks, as weights change quickly there.
+        replica: what trains by itself: a `node`, inside which gradients are summed, or a `rank`. `auto` is the node
+            where the job has several, otherwise the rank.
+        outer_learning_rate: of DiLoCo's outer optimizer, 0.7 in its paper; None takes the plain average.
+        outer_momentum: of that optimizer, Nesterov SGD.
+        compression: `bf16` or `int8` sends changes in fewer bits; what is lost is added to the next change.
+        fragments: parts of the parameters, each exchanged at a step of its own, so that no step carries all of it.
+        delay: optimizer steps from the start of an exchange to its arrival, behind which it hides. With `delay` equal
+            to `period`, the averages of one period arrive at the end of the next: asynchronous, with staleness one.
+        mixing: the share of its own parameters that a replica keeps at an arrival; None keeps the steps that it has
+            taken since the exchange began.
+        allow_infiniband: do not refuse a job of several nodes with InfiniBand.
+        kwargs: further arguments of `AzureMLDDPStrategy`, which hold for the warm-up and, but for hooks, inside a node.
+
+    Raises:
+        LaunchError: the job's variables give no rank to trust or contradict the Trainer.
+        ConfigurationError: an argument is out of range; or at the start of training, if something does not go together
+            with local SGD.
+    """
+
+    def __init__(
+        self,
+        *,
+        period: int | PeriodSchedule = 16,
+        warmup_steps: int = 0,
+        replica: Literal["auto", "node", "rank"] = "auto",
+        outer_learning_rate: float | None = None,
+        outer_momentum: float = 0.9,
+        compression: Literal["bf16", "int8"] | None = None,
+        fragments: int = 1,
+        delay: int = 0,
+        mixing: float | None = None,
+        allow_infiniband: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self._rules = Rules(period, outer_learning_rate, outer_momentum, compression, fragments, delay, mixing)
+        if replica not in ("auto", "node", "rank"):
+            raise ConfigurationError(f"replica={replica!r} is unknown. Choose 'auto', 'node' or 'rank'.")
+        if warmup_steps < 0:
+            raise ConfigurationError(f"warmup_steps={warmup_steps}. Give 0 or more optimizer steps.")
+        self._warmup_steps = warmup_steps
+        self._replica = replica
+        self._allow_infiniband = allow_infiniband
+        self._steps = 0
+        self._node_group: dist.ProcessGroup | None = None
+        self._exchanges: Exchanges | None = None
+        self._averaging: PeriodicAveraging | None = None
+        self._saved: dict[str, Any] | None = None
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if not self._allow_infiniband:
+            refuse_infiniband(self.num_nodes)
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        if trainer.state.fn == TrainerFn.FITTING:
+            assert self.lightning_module is not None
+            refuse_unsupported(trainer, self.lightning_module, sync_batchnorm=self._layer_sync is not None)
+            self._connect()
+            self._steps = trainer.global_step if self._saved is None else self._saved["global_step"]
+        super().setup(trainer)
+
+    @override
+    def configure_ddp(self) -> None:
+        assert isinstance(self.model, LightningModule)
+        assert self._exchanges is not None
+        self._averaging = PeriodicAveraging(self.model, self._rules, self._exchanges)
+        loaded, self._saved = self._saved, None
+        own = None
+        if loaded is not None and ENTRY in loaded:
+            own = loaded.get("own")
+            self._averaging.load(loaded[ENTRY], own)
+        if self._steps < self._warmup_steps:
+            super().configure_ddp()
+            return
+        if own is None:
+            copy_from_rank_zero(self.model, self.root_device)
+        self._train_apart()
+
+    @override
+    def on_train_start(self) -> None:
+        trainer = self._trainer
+        refuse_unequal_batches(trainer.num_training_batches)
+        if isinstance(self._rules.period, int):
+            refuse_long_period(self._rules.period, self._warmup_steps, trainer.estimated_stepping_batches)
+        if self._steps >= self._warmup_steps:
+            self._of_fit.start(_learning_rate(self.optimizers[0]))
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0 and self._apart:
+            self._of_fit.meet(self._trainer.current_epoch)
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        apart = self._apart
+        if apart:
+            self._of_fit.before_step()
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._steps += 1
+        if apart:
+            with self._trainer.profiler.profile(  # type: ignore[attr-defined]
+                f"[Strategy]{type(self).__name__}.average"
+            ):
+                self._of_fit.after_step(_learning_rate(optimizer))
+        elif self._apart:
+            self._train_apart()
+            self._of_fit.start(_learning_rate(optimizer))
+        return output
+
+    @override
+    def on_validation_start(self) -> None:
+        if self._fits_apart and not self._trainer.sanity_checking:
+            self._of_fit.show_averages()
+
+    @override
+    def on_validation_end(self) -> None:
+        if self._averaging is not None:
+            self._averaging.show_own()
+
+    @override
+    def on_train_end(self) -> None:
+        if self._fits_apart:
+            self._of_fit.end()
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The averages of all ranks, while replicas train by themselves; a collective."""
+        if not self._fits_apart:
+            return super().lightning_module_state_dict()
+        with self._of_fit.averaged():
+            return _cloned(super().lightning_module_state_dict())
+
+    @override
+    def own_entries(self) -> dict[str, Any]:
+        if self._averaging is None:
+            return super().own_entries()
+        state = {"world_size": self.world_size, "rules": self._described(), **self._averaging.shared_state()}
+        return {**super().own_entries(), ENTRY: state}
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        staged = self.stage_checkpoint(to_plain({**checkpoint, **self.own_entries()}))
+        if staged is None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        content, write = staged
+        write(content, Path(self.broadcast(filepath)), GroupExchange(self.global_rank))
+
+    def stage_checkpoint(self, checkpoint: dict[str, Any]) -> tuple[Any, WriteStaged] | None:
+        """Collect what this rank is to write.
+
+        Args:
+            checkpoint: as Lightning gives it to `save_checkpoint`, in plain form.
+
+        Returns:
+            What to copy, and a function that writes the copy; None outside of a fit, where there is one file.
+        """
+        if self._averaging is None or self.lightning_module is None:
+            return None
+        with self._averaging.own():
+            state = _cloned(self.lightning_module.state_dict())
+        own = own_part(checkpoint, type(self.precision_plugin).__qualname__)
+        own |= {"state_dict": state, ENTRY: {"step": self._averaging.step, **self._averaging.own_state()}}
+        return (checkpoint if self.is_global_zero else None, to_plain(own)), writer(self.checkpoint_io)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        path = Path(self.broadcast(checkpoint_path))
+        folder = (path / AVERAGED).is_file()
+        checkpoint = super().load_checkpoint(path / AVERAGED if folder else path, weights_only)
+        if self.lightning_module is None or self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
+            return checkpoint
+        self._saved = {"global_step": checkpoint.get("global_step", 0)}
+        if ENTRY in checkpoint:
+            self._saved |= self._resumed(path, checkpoint) if folder else {ENTRY: checkpoint[ENTRY]}
+        return checkpoint
+
+    @override
+    def teardown(self) -> None:
+        exchanges, self._exchanges, self._averaging, self._saved = self._exchanges, None, None, None
+        if exchanges is not None and exchanges.close(_LAST_WAIT_SECONDS) and dist.is_initialized():
+            for group in (exchanges.group, self._node_group):
+                if group is not None:
+                    dist.destroy_process_group(group)
+        self._node_group = None
+        super().teardown()
+
+    @property
+    def _trainer(self) -> Trainer:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    @property
+    def _of_fit(self) -> PeriodicAveraging:
+        assert self._averaging is not None
+        return self._averaging
+
+    @property
+    def _apart(self) -> bool:
+        """Whether the warm-up is over."""
+        return self._steps >= self._warmup_steps
+
+    @property
+    def _fits_apart(self) -> bool:
+        return self._averaging is not None and self._apart
+
+    def _connect(self) -> None:
+        """Make process groups for the exchanges and for the gradients of a node; a collective."""
+        several = self.world_size > 1
+        group = dist.new_group(timeout=self._timeout, backend=self._process_group_backend) if several else None
+        self._exchanges = Exchanges(group, self.root_device)
+        processes, nodes = self.num_processes, self.num_nodes
+        if self._replica == "node" and nodes == 1:
+            raise ConfigurationError(
+                "replica='node', but the job has one node, so that there is nothing to average. Use "
+                "strategy='azureml_ddp', or replica='rank'."
+            )
+        if self._replica != "rank" and nodes > 1 and processes > 1:
+            ranks = [list(range(node * processes, (node + 1) * processes)) for node in range(nodes)]
+            self._node_group, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
+                ranks, timeout=self._timeout, backend=self._process_group_backend
+            )
+
+    def _train_apart(self) -> None:
+        """Have this replica train by itself from now on: the bare module, or DDP inside the node."""
+        module = self.lightning_module
+        assert module is not None
+        self.model = module
+        if self._node_group is not None:
+            with self._in_node():
+                self.model = self._setup_model(module)
+
+    @contextmanager
+    def _in_node(self) -> Iterator[None]:
+        given = self._ddp_kwargs
+        self._ddp_kwargs = {**given, "process_group": self._node_group}
+        yield
+        self._ddp_kwargs = given
+
+    def _described(self) -> dict[str, Any]:
+        """The rules in plain values, which a restart compares."""
+        return {name: repr(value) for name, value in asdict(self._rules).items()} | {"replica": self._replica}
+
+    def _resumed(self, path: Path, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Give the checkpoint what this rank had of its own, if ranks and rules are those that wrote it."""
+        shared = checkpoint[ENTRY]
+        saved_ranks, same_rules = shared["world_size"], shared["rules"] == self._described()
+        source = self.global_rank % saved_ranks
+        own = read_own(path, source, saved_ranks, shared["step"], self.checkpoint_io)
+        averaging = own.pop(ENTRY)
+        exact = saved_ranks == self.world_size and same_rules
+        if not exact:
+            why = "with other rules of local SGD" if not same_rules else f"on {saved_ranks} rank(s)"
+            rank_zero_info(f"{path} was written {why}: all replicas start from its averages, with a new period.")
+            own.pop("state_dict")
+        checkpoint.update(own)
+        return {ENTRY: shared, **({"own": averaging} if exact else {})}
+
+
+def _learning_rate(optimizer: Optimizer) -> float:
+    return float(optimizer.param_groups[0]["lr"])
+
+
+def _cloned(state: dict[str, Any]) -> dict[str, Any]:
+    """A state dict whose tensors do not change with the module."""
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            state[name] = value.detach().clone()
+    return state
