@@ -175,6 +175,7 @@ INTERNALS: dict[str, dict[str, str]] = {
         "_num_nodes": "set by our setter, as the job has them",
         "_process_group_backend": "what the user chose",
         "_register_ddp_hooks": "overridden: Lightning registers a hook on a GPU only",
+        "_setup_model": "called again when local SGD has warmed up: DDP inside the node alone",
         "_start_method": "whether processes are forked or spawned",
         "_timeout": "of collectives, for the network's set-up and the time after which a hang is one",
     },

@@ -325,9 +325,9 @@ def _fabric_deepspeed(**arguments: Any) -> Any:
 
 def _refuse_in_fabric(**arguments: Any) -> NoReturn:
     raise NotImplementedError(
-        "This strategy needs the loops of a Trainer, which runs a pipeline's passes by itself; Fabric has none. Write "
-        "Fabric(strategy='azureml_model_parallel') or 'azureml_deepspeed_stage_3', which cut a large model too; or "
-        "train it by lightning.pytorch.Trainer."
+        "This strategy needs the loops of a Trainer, which tell it of the passes of a pipeline and the steps and "
+        "validations of local SGD; Fabric has none. Write Fabric(strategy='azureml_ddp'); 'azureml_model_parallel' or "
+        "'azureml_deepspeed_stage_3' for a large model; or train it by lightning.pytorch.Trainer."
     )
 
 

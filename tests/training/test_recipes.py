@@ -12,8 +12,8 @@ def test_the_shipped_recipes_have_names_and_summaries() -> None:
     assert [recipe.name for recipe in recipes] == [
         "base_run",
         "finetune_lm",
-        *("gpt_ddp", "gpt_pipeline", "gpt_tensor_parallel", "gpt_zero3"),
-        *("resnet50_ddp", "resnet50_imagenet", "resnet50_pipeline", "resnet50_synthetic"),
+        *("gpt_ddp", "gpt_diloco", "gpt_pipeline", "gpt_tensor_parallel", "gpt_zero3"),
+        *("resnet50_ddp", "resnet50_imagenet", "resnet50_local_sgd", "resnet50_pipeline", "resnet50_synthetic"),
     ]
     for recipe in recipes:
         assert recipe.folder is None

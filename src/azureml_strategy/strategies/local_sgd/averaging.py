@@ -103,7 +103,7 @@ class PeriodicAveraging:
         """Count a step of the optimizer. Begin the exchanges that are due, and apply those that arrive.
 
         Args:
-            learning_rate: of the next step, from which a schedule may choose the next period.
+            learning_rate: of this step, from which a schedule may choose the next period.
 
         Raises:
             RanksApartError: the ranks have taken unequal numbers of steps.

@@ -56,8 +56,8 @@ class QuadraticPeriod:
     """A period that grows as the learning rate falls: the quadratic synchronization rule.
 
     The length is (alpha / learning rate)^2, at least `least` (Gu et al. 2024, https://arxiv.org/abs/2310.14423). Where
-    steps are small, replicas stay close together for longer. The paper's alpha is 0.2 to 0.25 for ResNet-152 under SGD
-    with a peak learning rate of 0.8, and 0.0175 for ViT-B under AdamW with 0.008.
+    steps are small, replicas stay close together for longer. With an alpha of the root of `least` times the highest
+    rate, the period begins to grow as soon as the rate falls.
 
     Args:
         alpha: in units of the learning rate.
@@ -77,7 +77,7 @@ class QuadraticPeriod:
             raise ConfigurationError(f"{self} gives no period. Give 1 <= least <= most and an alpha above 0.")
 
     def __call__(self, step: int, learning_rate: float) -> int:
-        """The length of the period that begins with this learning rate."""
+        """The length of the period that begins after a step with this learning rate."""
         if learning_rate * self.most**0.5 <= self.alpha:
             return self.most
         return max(self.least, int((self.alpha / learning_rate) ** 2))
