@@ -122,9 +122,9 @@ class Exchanges:
         if self.group is None:
             return
         own = torch.tensor(place, dtype=torch.int64, device=self.device)
-        gathered = torch.empty(self.size * len(place), dtype=torch.int64, device=self.device)
-        dist.all_gather_into_tensor(gathered, own, group=self.group)
-        places = [tuple(each) for each in gathered.view(self.size, -1).tolist()]
+        gathered = own.new_empty(self.size, len(place))
+        dist.all_gather(list(gathered), own, group=self.group)
+        places = [tuple(each) for each in gathered.tolist()]
         if len(set(places)) > 1:
             listed = "; ".join(f"rank {rank}: {words.format(*each)}" for rank, each in enumerate(places))
             raise RanksApartError(
@@ -177,8 +177,8 @@ class Compression:
         dist.all_to_all_single(their_scales, scales, group=group)
         share = _dequantized(their_codes, their_scales, tensor.dtype).view(size, -1).mean(0)
         share_codes, share_scales = self._quantized(1, share)
-        dist.all_gather_into_tensor(codes, share_codes, group=group)
-        dist.all_gather_into_tensor(scales, share_scales, group=group)
+        dist.all_gather(list(codes.chunk(size)), share_codes, group=group)
+        dist.all_gather(list(scales.chunk(size)), share_scales, group=group)
         return _dequantized(codes, scales, tensor.dtype)[: len(tensor)]
 
     def _quantized(self, stage: int, tensor: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,132 @@
+"""What local SGD refuses before a training starts, and its schedules."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from azureml_strategy.strategies.errors import ConfigurationError
+from azureml_strategy.strategies.local_sgd import AzureMLLocalSGDStrategy, GrowingPeriod, QuadraticPeriod, refusals
+from azureml_strategy.strategies.local_sgd.fragments import cut, statistics, trainable
+
+
+class Module(LightningModule):
+    def __init__(self, manual: bool = False) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+        self.automatic_optimization = not manual
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def fit(module: LightningModule, strategy: Any = "azureml_local_sgd", **arguments: Any) -> None:
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=strategy,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        **arguments,
+    )
+    environ = dict(os.environ)
+    try:
+        trainer.fit(module, DataLoader(torch.randn(32, 4), batch_size=1))
+    finally:
+        torch.distributed.destroy_process_group()
+        os.environ.clear()  # Lightning's variables of this process
+        os.environ.update(environ)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"period": 0}, "period=0: no step at all"),
+        ({"fragments": 0}, "fragments=0"),
+        ({"period": 4, "fragments": 5}, r"period of 4 step\(s\) has no room for 5 fragments"),
+        ({"period": 8, "delay": 9}, r"delay=9, but a fragment comes every 8 step\(s\)"),
+        ({"delay": -1}, "delay=-1"),
+        ({"compression": "int4"}, "compression='int4'. Give 'bf16' or 'int8'"),
+        ({"mixing": 1.5}, "mixing=1.5. Give 0 to 1"),
+        ({"outer_learning_rate": -0.7}, "outer_learning_rate=-0.7"),
+        ({"outer_momentum": 1.0}, "outer_momentum=1.0"),
+        ({"replica": "gpu"}, "replica='gpu' is unknown"),
+        ({"warmup_steps": -1}, "warmup_steps=-1"),
+    ],
+)
+def test_arguments_out_of_range(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        AzureMLLocalSGDStrategy(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "words"),
+    [
+        (Module(manual=True), {}, "optimizes manually"),
+        (Module(), {"callbacks": [StochasticWeightAveraging(1e-2)]}, "StochasticWeightAveraging averages over"),
+        (Module(), {"callbacks": [WeightAveraging()]}, "WeightAveraging averages over"),
+        (Module(), {"sync_batchnorm": True}, r"sync_batchnorm=True\) has all ranks wait"),
+        (Module(), {"max_steps": 15}, "has 15 optimizer steps, 0 of warm-up, and then a period of 16"),
+        (Module(), {"strategy": AzureMLLocalSGDStrategy(replica="node")}, "one node, so that there is nothing"),
+    ],
+)
+def test_what_does_not_go_together(module: LightningModule, arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        fit(module, **arguments)
+
+
+def test_infiniband_is_refused_unless_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Adapter:
+        name, usable = "mlx5_ib0", True
+
+    monkeypatch.setattr(refusals, "read_hcas", lambda: (Adapter(),))
+    refusals.refuse_infiniband(num_nodes=1)
+    with pytest.raises(ConfigurationError, match=r"have InfiniBand \(mlx5_ib0\).*allow_infiniband=True"):
+        refusals.refuse_infiniband(num_nodes=2)
+
+
+def test_periods() -> None:
+    growing = GrowingPeriod(first=1, factor=2, every=10, most=6)
+    assert [growing(step, 0.1) for step in (0, 9, 10, 20, 30, 10**9)] == [1, 1, 2, 4, 6, 6]
+    quadratic = QuadraticPeriod(alpha=0.2, least=4, most=64)
+    assert [quadratic(0, rate) for rate in (0.1, 0.05, 0.025, 1e-9, 0.0)] == [4, 16, 64, 64, 64]
+    for wrong in ({"first": 0}, {"factor": 1.0}, {"first": 8, "most": 4}):
+        with pytest.raises(ConfigurationError):
+            GrowingPeriod(**wrong)
+    with pytest.raises(ConfigurationError):
+        QuadraticPeriod(alpha=0)
+
+
+@pytest.mark.parametrize("parts", [1, 3, 50])
+def test_parts_hold_every_element_once(parts: int) -> None:
+    convolution = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    module = nn.Sequential(nn.Linear(5, 7), convolution, nn.BatchNorm2d(4))
+    tensors = trainable(module) | statistics(module)
+    assert len(tensors) == 8
+    fragments = cut(tensors, parts)
+    assert len(fragments) == parts
+    assert sum(each.size for each in fragments) == sum(each.numel() for each in tensors.values())
+    before = {name: each.detach().clone() for name, each in tensors.items()}
+    for each in fragments:
+        each.write(each.read(tensors) + 1, tensors)
+    for name, each in tensors.items():
+        torch.testing.assert_close(each.detach(), before[name] + 1)
+
+
+def test_numbers_that_cannot_be_averaged_are_refused() -> None:
+    module = nn.Module()
+    module.register_parameter("phase", nn.Parameter(torch.zeros(2, dtype=torch.complex64)))
+    with pytest.raises(ConfigurationError, match=r"phase is torch.complex64"):
+        trainable(module)
