@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -115,12 +116,12 @@ class PeriodicAveraging:
 
     def averages(self) -> dict[str, Tensor]:
         """The means over the ranks of parameters and statistics as they are now, by name; a collective."""
-        tensors = {**self._shared, **self._added(), **statistics(self._module)}
-        (whole,) = cut(tensors, 1)
-        flat = whole.read(tensors)
-        mean = self._exchanges.begin(*self._place(_WHOLE, 0, flat), lambda: self._exchanges.mean(flat))
-        averaged = {name: torch.empty_like(each) for name, each in tensors.items()}
-        whole.write(self._exchanges.wait(mean), averaged)
+        tensors, counted = {**self._shared, **self._added()}, statistics(self._module)
+        averaged = {name: torch.empty_like(each) for name, each in {**tensors, **counted}.items()}
+        for number, fragment in enumerate([*cut(tensors, 1), *_statistics_fragment(counted)]):
+            flat = fragment.read({**tensors, **counted})
+            mean = self._exchanges.begin(*self._place(_WHOLE, number, flat), partial(self._exchanges.mean, flat))
+            fragment.write(self._exchanges.wait(mean), averaged)
         return averaged
 
     @contextmanager
@@ -271,7 +272,7 @@ class PeriodicAveraging:
         tensors = statistics(self._module)
         if not tensors:
             return []
-        sent = cut(tensors, 1)[0].read(tensors)
+        sent = _statistics_fragment(tensors)[0].read(tensors)
         place, words = self._place(_STATISTICS, 0, sent)
         return [_UnderWay(-1, due, sent[:0], self._exchanges.begin(place, words, lambda: self._exchanges.mean(sent)))]
 
@@ -281,7 +282,7 @@ class PeriodicAveraging:
         if arrived.part < 0:
             # The average itself: what a replica saw meanwhile, added to it, could make a variance negative.
             tensors = statistics(self._module)
-            cut(tensors, 1)[0].write(average, tensors)
+            _statistics_fragment(tensors)[0].write(average, tensors)
             return
         part = self._parts[arrived.part]
         common = average if part.anchor is None else _moved_anchor(part, average)
@@ -342,6 +343,14 @@ class PeriodicAveraging:
 
     def _place(self, kind: int, number: int, tensor: Tensor) -> tuple[tuple[int, ...], str]:
         return (kind, self.step, number, tensor.numel(), self._length), _WORDS
+
+
+def _statistics_fragment(tensors: Mapping[str, Tensor]) -> list[Fragment]:
+    """One fragment in float64: a constant that is the same on all ranks, such as a mask, stays what it is.
+
+    In float32 the sum of two of the least numbers is infinite, and a third of a sum of three another number.
+    """
+    return [Fragment(each.pieces, torch.float64) for each in cut(tensors, 1)] if tensors else []
 
 
 def _moved_anchor(part: _Part, change: Tensor) -> Tensor:
