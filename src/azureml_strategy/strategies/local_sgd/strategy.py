@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -137,7 +137,7 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
     def on_train_start(self) -> None:
         trainer = self._trainer
         refuse_unequal_batches(trainer.num_training_batches)
-        if isinstance(self._rules.period, int):
+        if isinstance(self._rules.period, int) and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             refuse_long_period(self._rules.period, self._warmup_steps, trainer.estimated_stepping_batches)
         if self._steps >= self._warmup_steps:
             self._of_fit.start(_learning_rate(self.optimizers[0]))
@@ -302,7 +302,11 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
 
     def _described(self) -> dict[str, Any]:
         """The rules in plain values, which a restart compares."""
-        return {name: repr(value) for name, value in asdict(self._rules).items()} | {"replica": self._replica}
+        rules = {name: repr(value) for name, value in asdict(self._rules).items()}
+        if callable(self._rules.period) and not is_dataclass(self._rules.period):
+            # The repr of a function has its address, another in each process.
+            rules["period"] = getattr(self._rules.period, "__qualname__", type(self._rules.period).__qualname__)
+        return rules | {"replica": self._replica}
 
     def _resumed(self, path: Path, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Give the checkpoint what this rank had of its own, if ranks and rules are those that wrote it."""
