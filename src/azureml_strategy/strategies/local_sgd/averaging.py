@@ -209,6 +209,8 @@ class PeriodicAveraging:
         self.step = shared["step"]
         names = dict(self._module.named_parameters())
         self._shared = {name: names[name] for name in shared["names"] if name in names}
+        if shared["length"] == 0:  # it was saved in the warm-up, at whose end the parts are cut
+            return
         device = self._exchanges.device
         kept = {kind: {n: t.to(device) for n, t in shared[kind].items()} for kind in ("anchor", "momentum")}
         self._joining = {name: each for name, each in kept["anchor"].items() if name not in self._shared}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -301,12 +301,13 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
         self._ddp_kwargs = given
 
     def _described(self) -> dict[str, Any]:
-        """The rules in plain values, which a restart compares."""
-        rules = {name: repr(value) for name, value in asdict(self._rules).items()}
-        if callable(self._rules.period) and not is_dataclass(self._rules.period):
-            # The repr of a function has its address, another in each process.
-            rules["period"] = getattr(self._rules.period, "__qualname__", type(self._rules.period).__qualname__)
-        return rules | {"replica": self._replica}
+        """The rules in plain values, which a restart compares; a period of the user's own by its name."""
+        period = self._rules.period
+        known = isinstance(period, int) or is_dataclass(period)
+        # The repr of a function has its place in memory, which is another one on each rank.
+        named = repr(period) if known else getattr(period, "__qualname__", type(period).__qualname__)
+        rules = {each.name: repr(getattr(self._rules, each.name)) for each in fields(self._rules)}
+        return {**rules, "period": named, "replica": self._replica}
 
     def _resumed(self, path: Path, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Give the checkpoint what this rank had of its own, if ranks and rules are those that wrote it."""
