@@ -23,6 +23,7 @@ def test_features(run_job: RunJob) -> None:
     check_periods(job)
     check_unaware(job)
     check_evaluations(job)
+    check_uneven(job)
 
 
 def mean(lists: list[list[float]]) -> Any:
@@ -114,3 +115,22 @@ def check_evaluations(job: Job) -> None:
     first, second = job.each("evaluations")
     assert first["validated"] == second["validated"]
     assert first["predicted"] + second["predicted"] == 64
+
+
+def check_uneven(job: Job) -> None:
+    """Both ranks say at which step each is, or how many batches it has, wherever they find out."""
+    places = {
+        "at the next epoch": "rank 0: after step 5 (exchange 3.1 of 0 numbers, period 8); rank 1: after step 7 ",
+        "at an exchange": "rank 0: after step 5 (exchange 3.1 of 0 numbers, period 6); rank 1: after step 6 ",
+        "at an arrival": "rank 0: after step 5 (exchange 3.1 of 0 numbers, period 6); rank 1: after step 7 ",
+        "at the end": "rank 0: after step 5 (exchange 2.0 of 161 numbers, period 16); rank 1: after step 7 ",
+    }
+    for told in job.each("uneven"):
+        assert told["known"].startswith("ConfigurationError: The ranks have unequal numbers of batches in an epoch")
+        assert "rank 0 has 5, rank 1 has 7" in told["known"]
+        assert "Trainer(limit_train_batches=5)" in told["known"]
+        for name, words in places.items():
+            assert told[name].startswith("RanksApartError: "), told[name]
+            assert words in told[name]
+            assert "limit_train_batches=N for iterable data" in told[name]
+        assert told["even"] == told["one step for a try"] == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BackboneFinetuning, EarlyStopping
 from replicas import Case, Replica, train, values
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from azureml_strategy.strategies.local_sgd import AzureMLLocalSGDStrategy, GrowingPeriod, QuadraticPeriod
 
@@ -186,7 +187,42 @@ def evaluations() -> dict[str, Any]:
     return {"validated": validated, "predicted": sum(len(each) for each in predicted)}
 
 
-PARTS = (validation, logging, early_stopping, finetuning, half_precision, periods, unaware, evaluations)
+class Uneven(IterableDataset[tuple[Tensor, Tensor]]):
+    """Of which the second rank has more, and nobody knows how many."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for row in range(20 + 8 * RANK):
+            yield torch.ones(8), torch.tensor(row)
+
+
+def uneven() -> dict[str, str]:
+    """What a fit says to ranks of 5 and 7 batches, known or not; then a fit of even ones, which goes well."""
+    rows = loader(4).dataset
+    known = DataLoader(Subset(rows, range(20 + 8 * RANK)), batch_size=4)
+    unknown = DataLoader(Uneven(), batch_size=4)
+    told = {
+        "known": refusal(known, period=4),
+        "at the next epoch": refusal(unknown, period=8),
+        "at an exchange": refusal(unknown, period=6),
+        "at an arrival": refusal(unknown, period=6, delay=2, max_steps=-1),
+        "at the end": refusal(unknown, period=16, max_epochs=1, limit_train_batches=16),
+        "even": refusal(unknown, period=4, limit_train_batches=5),
+        "one step for a try": refusal(loader(4), fast_dev_run=True),
+    }
+    return {name: words.partition("\n")[0] for name, words in told.items()}
+
+
+def refusal(batches: Any, period: int = 16, delay: int = 0, **arguments: Any) -> str:
+    strategy = AzureMLLocalSGDStrategy(period=period, delay=delay)
+    settings = {"max_epochs": 4, "use_distributed_sampler": False, **arguments}
+    try:
+        quiet_trainer(strategy=strategy, **settings).fit(Regression(), batches)
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+PARTS = (validation, logging, early_stopping, finetuning, half_precision, periods, unaware, evaluations, uneven)
 results = {part.__name__: part() for part in PARTS}
 report(torch.distributed.get_rank(), **results)
 torch.distributed.destroy_process_group()
