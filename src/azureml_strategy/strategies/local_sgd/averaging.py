@@ -65,7 +65,7 @@ class PeriodicAveraging:
     In a period of H steps each part is exchanged once. Without an outer optimizer a replica takes the average of all
     replicas. With one, the average of what they have changed since the last time is the gradient of a step of Nesterov
     SGD on the common parameters, which all replicas then take. Buffers such as BatchNorm's statistics are averaged with
-    the last part.
+    the last part, if nothing is delayed; otherwise each replica keeps its own, and validation sees their average.
 
     Args:
         module: its trainable parameters are averaged; one that becomes trainable later, from the next period on.
@@ -272,7 +272,9 @@ class PeriodicAveraging:
 
     def _send_statistics(self, due: int) -> list[_UnderWay]:
         tensors = statistics(self._module)
-        if not tensors:
+        # A late average would drop what each replica saw meanwhile: with delay == period, all it ever saw, so that the
+        # statistics stay those of the first exchange while the weights go on.
+        if not tensors or self._rules.delay:
             return []
         sent = _statistics_fragment(tensors)[0].read(tensors)
         place, words = self._place(_STATISTICS, 0, sent)
@@ -282,7 +284,6 @@ class PeriodicAveraging:
     def _arrive(self, arrived: _UnderWay) -> None:
         average = self._exchanges.wait(arrived.average)
         if arrived.part < 0:
-            # The average itself: what a replica saw meanwhile, added to it, could make a variance negative.
             tensors = statistics(self._module)
             _statistics_fragment(tensors)[0].write(average, tensors)
             return
