@@ -109,6 +109,8 @@ def check_unaware(job: Job) -> None:
         spread = rank["spread"]
         assert [step for step, apart in enumerate(spread, 1) if apart == 0] == list(range(4, 25, 4))
         assert rank["steps"] == 24, "whole numbers stay as they are"
+        assert rank["mask"] == [torch.finfo(torch.float32).min] * 2, "a sum of two of them would be infinite"
+        assert rank["statistic"] == 0.5
 
 
 def check_evaluations(job: Job) -> None:

@@ -133,10 +133,13 @@ class Counter(nn.Module):
         self.second.weight = self.first.weight
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.register_buffer("seen", torch.zeros(8), persistent=False)
+        self.register_buffer("mask", torch.full((2,), torch.finfo(torch.float32).min))
+        self.register_buffer("statistic", torch.zeros(()))
 
     def forward(self, rows: Tensor) -> Tensor:
         if self.training:
             self.steps += 1
+            self.statistic.fill_(RANK)
             self.seen += rows.detach().mean(0)
         return self.second(torch.tanh(self.first(rows))).sum(1)
 
@@ -175,7 +178,9 @@ def unaware() -> dict[str, Any]:
     module, spread = Unaware(), Spread()
     strategy = AzureMLLocalSGDStrategy(period=4)
     quiet_trainer(strategy=strategy, max_epochs=3, callbacks=[spread]).fit(module, loader(4))
-    return {"spread": spread.spread, "steps": int(module.network.steps), "final": values(module)}
+    network = module.network
+    buffers = {"steps": int(network.steps), "mask": network.mask.tolist(), "statistic": float(network.statistic)}
+    return {"spread": spread.spread, **buffers, "final": values(module)}
 
 
 def evaluations() -> dict[str, Any]:
