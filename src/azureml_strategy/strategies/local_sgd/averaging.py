@@ -11,32 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD
 
-from azureml_strategy.strategies.local_sgd.exchange import Compression, Exchanges
+from azureml_strategy.strategies.local_sgd.exchange import Exchanges
 from azureml_strategy.strategies.local_sgd.fragments import Fragment, cut, statistics, trainable
+from azureml_strategy.strategies.local_sgd.parts import Part, by_name, cut_parts
 from azureml_strategy.strategies.local_sgd.period import Rules
 
 # Kinds of exchanges, in what ranks compare before one.
 _PART, _STATISTICS, _WHOLE, _EPOCH = range(4)
 _WORDS = "after step {1} (exchange {0}.{2} of {3:,} numbers, period {4})"
-
-
-@dataclass
-class _Part:
-    """A fragment of the parameters, and what is kept for it.
-
-    Attributes:
-        fragment: its pieces.
-        anchor: the common parameters after the last exchange, flat; None where changes are not counted.
-        outer: the optimizer that applies the average of the changes to the anchor.
-        compression: of the changes, with what it has not sent yet.
-    """
-
-    fragment: Fragment
-    anchor: Tensor | None = None
-    outer: SGD | None = None
-    compression: Compression | None = None
 
 
 @dataclass
@@ -85,7 +68,7 @@ class PeriodicAveraging:
         self._length = 0
         self._shared = trainable(module)
         self._joining: dict[str, Tensor] = {}
-        self._parts: list[_Part] = []
+        self._parts: list[Part] = []
         self._under_way: list[_UnderWay] = []
         self._own: dict[str, Tensor] | None = None
 
@@ -174,14 +157,14 @@ class PeriodicAveraging:
     def shared_state(self) -> dict[str, Any]:
         """What all ranks have alike: where the period is, common parameters and the outer momentum, by name."""
         anchors = [(part, part.anchor) for part in self._parts if part.anchor is not None]
-        momenta = [(part, _momentum(part)) for part, _ in anchors]
+        momenta = [(part, part.momentum) for part in self._parts if part.momentum is not None]
         return {
             "step": self.step,
             "begun": self._begun,
             "length": self._length,
             "names": list(self._shared),
-            "anchor": {**self._by_name(anchors), **self._joining},
-            "momentum": self._by_name([(part, each) for part, each in momenta if each is not None]),
+            "anchor": {**by_name(anchors, self._shared), **self._joining},
+            "momentum": by_name(momenta, self._shared),
         }
 
     def own_state(self) -> dict[str, Any]:
@@ -214,7 +197,7 @@ class PeriodicAveraging:
         device = self._exchanges.device
         kept = {kind: {n: t.to(device) for n, t in shared[kind].items()} for kind in ("anchor", "momentum")}
         self._joining = {name: each for name, each in kept["anchor"].items() if name not in self._shared}
-        self._parts = self._cut(kept["anchor"], kept["momentum"])
+        self._parts = cut_parts(self._shared, self._rules, kept["anchor"], kept["momentum"])
         if own is None:
             return
         self._begun, self._length = shared["begun"], shared["length"]
@@ -232,7 +215,7 @@ class PeriodicAveraging:
         if added or not self._parts:
             kept = self.shared_state()
             self._shared |= added
-            self._parts = self._cut(kept["anchor"], kept["momentum"])
+            self._parts = cut_parts(self._shared, self._rules, kept["anchor"], kept["momentum"])
             self._joining = {}
         self._begun, self._length = self.step, self._rules.length(self.step, learning_rate)
         self._advance()
@@ -262,12 +245,8 @@ class PeriodicAveraging:
     def _send(self, index: int, due: int) -> _UnderWay:
         part = self._parts[index]
         own = part.fragment.read(self._shared)
-        sent = own.clone() if part.anchor is None else part.anchor - own
-        compression = part.compression
-
-        def average() -> Tensor:
-            return self._exchanges.mean(sent) if compression is None else compression.mean(sent, self._exchanges)
-
+        sent = part.to_send(own)
+        average = partial(part.mean, sent, self._exchanges)
         return _UnderWay(index, due, own, self._exchanges.begin(*self._place(_PART, index, sent), average))
 
     def _send_statistics(self, due: int) -> list[_UnderWay]:
@@ -288,10 +267,9 @@ class PeriodicAveraging:
             _statistics_fragment(tensors)[0].write(average, tensors)
             return
         part = self._parts[arrived.part]
-        common = average if part.anchor is None else _moved_anchor(part, average)
-        part.fragment.write(self._merged(part, common, arrived), self._shared)
+        part.fragment.write(self._merged(part, part.common(average), arrived), self._shared)
 
-    def _merged(self, part: _Part, common: Tensor, arrived: _UnderWay) -> Tensor:
+    def _merged(self, part: Part, common: Tensor, arrived: _UnderWay) -> Tensor:
         """What this replica goes on with."""
         mixing = self._rules.mixing
         if mixing is not None:
@@ -299,36 +277,6 @@ class PeriodicAveraging:
         if self._rules.delay == 0:
             return common
         return part.fragment.read(self._shared).sub_(arrived.own).add_(common)
-
-    def _cut(self, anchors: Mapping[str, Tensor], momenta: Mapping[str, Tensor]) -> list[_Part]:
-        """Cut the shared parameters into parts, with what was kept for them by name."""
-        fragments = cut(self._shared, self._rules.fragments)
-        if not self._rules.anchored:
-            return [_Part(each) for each in fragments]
-        common = {name: anchors.get(name, each) for name, each in self._shared.items()}
-        return [self._anchored(each, common, momenta) for each in fragments]
-
-    def _anchored(self, fragment: Fragment, common: Mapping[str, Tensor], momenta: Mapping[str, Tensor]) -> _Part:
-        part, rules = _Part(fragment), self._rules
-        part.anchor = fragment.read(common)
-        if rules.compression is not None:
-            part.compression = Compression(rules.compression)
-        if rules.outer_learning_rate is not None:
-            momentum = rules.outer_momentum
-            part.outer = SGD([part.anchor], rules.outer_learning_rate, momentum, nesterov=momentum > 0)
-            if momenta and momentum > 0:
-                zeros = {name: torch.zeros_like(each, dtype=fragment.dtype) for name, each in self._shared.items()}
-                part.outer.state[part.anchor]["momentum_buffer"] = fragment.read({**zeros, **momenta})
-        return part
-
-    def _by_name(self, flats: list[tuple[_Part, Tensor]]) -> dict[str, Tensor]:
-        """Flat tensors of parts as tensors in the shapes of the parameters."""
-        if not flats:
-            return {}
-        named = {name: torch.empty(each.shape, dtype=flats[0][1].dtype) for name, each in self._shared.items()}
-        for part, flat in flats:
-            part.fragment.write(flat.cpu(), named)
-        return named
 
     def _added(self) -> dict[str, Tensor]:
         """The parameters that join with the next period."""
@@ -354,22 +302,3 @@ def _statistics_fragment(tensors: Mapping[str, Tensor]) -> list[Fragment]:
     In float32 the sum of two of the least numbers is infinite, and a third of a sum of three another number.
     """
     return [Fragment(each.pieces, torch.float64) for each in cut(tensors, 1)] if tensors else []
-
-
-def _moved_anchor(part: _Part, change: Tensor) -> Tensor:
-    """Apply the average of the changes, which count as a gradient: what was there before minus what is there now."""
-    assert part.anchor is not None
-    if part.outer is None:
-        part.anchor.sub_(change)
-    else:
-        part.anchor.grad = change
-        part.outer.step()
-        part.anchor.grad = None
-    return part.anchor
-
-
-def _momentum(part: _Part) -> Tensor | None:
-    if part.outer is None or part.anchor is None:
-        return None
-    momentum: Tensor | None = part.outer.state[part.anchor].get("momentum_buffer")
-    return momentum
