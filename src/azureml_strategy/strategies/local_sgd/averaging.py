@@ -72,10 +72,15 @@ class PeriodicAveraging:
         self._under_way: list[_UnderWay] = []
         self._own: dict[str, Tensor] | None = None
 
-    def start(self, learning_rate: float) -> None:
-        """Begin the first period. All ranks have the same parameters, unless a state was loaded."""
+    def start(self, learning_rate: float) -> int:
+        """Begin the first period. All ranks have the same parameters, unless a state was loaded.
+
+        Returns:
+            The length of the period, in steps.
+        """
         if self._length == 0:
             self._begin_period(learning_rate)
+        return self._length
 
     def before_step(self) -> None:
         """Note parameters that have become trainable, before their first step."""
@@ -113,9 +118,11 @@ class PeriodicAveraging:
         inside = self._own is not None
         if not inside:
             self.show_averages()
-        yield
-        if not inside:
-            self.show_own()
+        try:
+            yield
+        finally:
+            if not inside:
+                self.show_own()
 
     def show_averages(self) -> None:
         """Give the module the averages until `show_own`; a collective."""
@@ -136,9 +143,11 @@ class PeriodicAveraging:
         tensors = self._tensors()
         averages = {name: tensors[name].detach().clone() for name in shown or {}}
         self._copy(shown or {})
-        yield
-        self._copy(averages)
-        self._own = shown
+        try:
+            yield
+        finally:
+            self._copy(averages)
+            self._own = shown
 
     def end(self) -> None:
         """Give the module the averages for good; a collective. What is under way is dropped."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from torch import Tensor
 
 from azureml_strategy.checkpoint.checkpoint_io import AtomicCheckpointIO
 from azureml_strategy.checkpoint.formats import AVERAGED
@@ -18,6 +20,21 @@ ENTRY = "azureml_strategy_local_sgd"
 """The entry of both kinds of files with the state of the averaging."""
 # Entries of Lightning's checkpoint that are another on each rank.
 _OF_RANK = ("optimizer_states", "lr_schedulers")
+
+
+def cloned(state: dict[str, Any]) -> dict[str, Any]:
+    """Copy the tensors of a state dict, so that they do not change with the module.
+
+    Names of one tensor have one copy too: apart, tied weights would be written twice.
+
+    Args:
+        state: changed in place.
+    """
+    copied: dict[int, Any] = {}  # deepcopy copies a memory once for all tensors that share it
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            state[name] = copy.deepcopy(value.detach(), copied)
+    return state
 
 
 def own_part(checkpoint: dict[str, Any], precision: str) -> dict[str, Any]:

@@ -118,7 +118,10 @@ class Rules:
                 f"compression={self.compression!r}. Give 'bf16' or 'int8'",
             ),
             (self.mixing is not None and not 0 <= self.mixing <= 1, f"mixing={self.mixing}. Give 0 to 1"),
-            ((self.outer_learning_rate or 1) <= 0, f"outer_learning_rate={self.outer_learning_rate}. Give more than 0"),
+            (
+                self.outer_learning_rate is not None and not self.outer_learning_rate > 0,
+                f"outer_learning_rate={self.outer_learning_rate}. Give more than 0",
+            ),
             (not 0 <= self.outer_momentum < 1, f"outer_momentum={self.outer_momentum}. Give 0 up to below 1"),
         ):
             if wrong:
@@ -130,6 +133,15 @@ class Rules:
     def anchored(self) -> bool:
         """Whether each replica keeps a copy of the common parameters, from which changes are counted."""
         return self.outer_learning_rate is not None or self.compression is not None
+
+    @property
+    def shortest(self) -> int:
+        """The least length of the first period, as far as it is known before the schedule is asked."""
+        if isinstance(self.period, GrowingPeriod):
+            return self.period.first
+        if isinstance(self.period, QuadraticPeriod):
+            return self.period.least
+        return self.period if isinstance(self.period, int) else 1
 
     def length(self, step: int, learning_rate: float) -> int:
         """The length of the period that begins after `step` steps.

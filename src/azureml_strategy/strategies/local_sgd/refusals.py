@@ -87,17 +87,17 @@ def refuse_unequal_batches(batches: float) -> None:
 
 
 def refuse_long_period(period: int, warmup_steps: int, steps: float) -> None:
-    """Refuse a period that does not end within the run.
+    """Refuse a first period that does not end within the run. A run that is all warm-up is DDP, and has none.
 
     Args:
         period: optimizer steps.
         warmup_steps: steps before the first period.
-        steps: of the whole run; infinite if it has no end.
+        steps: of the whole run; infinite if it has no end, below 0 if its end is not known.
 
     Raises:
         ConfigurationError: no average would be taken before the end.
     """
-    if steps != float("inf") and warmup_steps + period > steps >= 0:
+    if warmup_steps < steps < warmup_steps + period:
         raise ConfigurationError(
             f"The run has {steps:g} optimizer steps, {warmup_steps} of warm-up, and then a period of {period}: the "
             "replicas would never average before it ends. Give a shorter period (strategy.period=N in a recipe) or "

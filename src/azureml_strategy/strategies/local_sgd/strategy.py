@@ -12,7 +12,6 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -24,7 +23,7 @@ from azureml_strategy.interfaces import WriteStaged
 from azureml_strategy.strategies.ddp import AzureMLDDPStrategy
 from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.local_sgd.averaging import PeriodicAveraging
-from azureml_strategy.strategies.local_sgd.checkpoint import ENTRY, own_part, read_own, writer
+from azureml_strategy.strategies.local_sgd.checkpoint import ENTRY, cloned, own_part, read_own, writer
 from azureml_strategy.strategies.local_sgd.exchange import Exchanges
 from azureml_strategy.strategies.local_sgd.period import PeriodSchedule, Rules
 from azureml_strategy.strategies.local_sgd.refusals import (
@@ -96,24 +95,22 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
         self._replica = replica
         self._allow_infiniband = allow_infiniband
         self._steps = 0
+        self._max_steps = -1
         self._node_group: dist.ProcessGroup | None = None
         self._exchanges: Exchanges | None = None
         self._averaging: PeriodicAveraging | None = None
         self._saved: dict[str, Any] | None = None
 
     @override
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        if not self._allow_infiniband:
-            refuse_infiniband(self.num_nodes)
-
-    @override
     def setup(self, trainer: Trainer) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
             assert self.lightning_module is not None
+            if not self._allow_infiniband:
+                refuse_infiniband(self.num_nodes)
             refuse_unsupported(trainer, self.lightning_module, sync_batchnorm=self._layer_sync is not None)
             self._connect()
             self._steps = trainer.global_step if self._saved is None else self._saved["global_step"]
+            self._max_steps = trainer.max_steps
         super().setup(trainer)
 
     @override
@@ -137,10 +134,13 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
     def on_train_start(self) -> None:
         trainer = self._trainer
         refuse_unequal_batches(trainer.num_training_batches)
-        if isinstance(self._rules.period, int) and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            refuse_long_period(self._rules.period, self._warmup_steps, trainer.estimated_stepping_batches)
-        if self._steps >= self._warmup_steps:
-            self._of_fit.start(_learning_rate(self.optimizers[0]))
+        if self._saved is not None:
+            # Lightning's LearningRateFinder has trained in this fit, and loaded what it had saved before.
+            self._steps, self.model = self._saved["global_step"], self.lightning_module
+            self.configure_ddp()
+        self._refuse_long(self._rules.shortest)
+        if self._apart:
+            self._start(_learning_rate(self.optimizers[0]))
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -167,7 +167,7 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
                 self._of_fit.after_step(_learning_rate(optimizer))
         elif self._apart:
             self._train_apart()
-            self._of_fit.start(_learning_rate(optimizer))
+            self._start(_learning_rate(optimizer))
         return output
 
     @override
@@ -191,7 +191,7 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
         if not self._fits_apart:
             return super().lightning_module_state_dict()
         with self._of_fit.averaged():
-            return _cloned(super().lightning_module_state_dict())
+            return cloned(super().lightning_module_state_dict())
 
     @override
     def own_entries(self) -> dict[str, Any]:
@@ -221,7 +221,7 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
         if self._averaging is None or self.lightning_module is None:
             return None
         with self._averaging.own():
-            state = _cloned(self.lightning_module.state_dict())
+            state = cloned(self.lightning_module.state_dict())
         own = own_part(checkpoint, type(self.precision_plugin).__qualname__)
         own |= {"state_dict": state, ENTRY: {"step": self._averaging.step, **self._averaging.own_state()}}
         return (checkpoint if self.is_global_zero else None, to_plain(own)), writer(self.checkpoint_io)
@@ -284,6 +284,18 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
                 ranks, timeout=self._timeout, backend=self._process_group_backend
             )
 
+    def _start(self, learning_rate: float) -> None:
+        length = self._of_fit.start(learning_rate)
+        if self._of_fit.step == 0:
+            self._refuse_long(length)
+
+    def _refuse_long(self, period: int) -> None:
+        """Refuse a period that is longer than the run, unless a few steps are taken for a trial."""
+        trainer = self._trainer
+        searches = trainer.max_steps != self._max_steps  # LearningRateFinder trains for a number of steps of its own
+        if not (searches or trainer.fast_dev_run):  # type: ignore[attr-defined]
+            refuse_long_period(period, self._warmup_steps, trainer.estimated_stepping_batches)
+
     def _train_apart(self) -> None:
         """Have this replica train by itself from now on: the bare module, or DDP inside the node."""
         module = self.lightning_module
@@ -297,8 +309,10 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
     def _in_node(self) -> Iterator[None]:
         given = self._ddp_kwargs
         self._ddp_kwargs = {**given, "process_group": self._node_group}
-        yield
-        self._ddp_kwargs = given
+        try:
+            yield
+        finally:
+            self._ddp_kwargs = given
 
     def _described(self) -> dict[str, Any]:
         """The rules in plain values, which a restart compares; a period of the user's own by its name."""
@@ -327,11 +341,3 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
 
 def _learning_rate(optimizer: Optimizer) -> float:
     return float(optimizer.param_groups[0]["lr"])
-
-
-def _cloned(state: dict[str, Any]) -> dict[str, Any]:
-    """A state dict whose tensors do not change with the module."""
-    for name, value in state.items():
-        if isinstance(value, Tensor):
-            state[name] = value.detach().clone()
-    return state
