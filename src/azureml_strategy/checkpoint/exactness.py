@@ -23,6 +23,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import WarningCache
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
@@ -267,7 +268,9 @@ def _of_hooks(trainer: Trainer) -> Iterator[str]:
 def _of_ddp(trainer: Trainer) -> Iterator[str]:
     strategy = trainer.strategy
     sorts = isinstance(strategy, DDPStrategy) and not finds_unused_parameters(strategy)
-    if sorts and trainer.world_size > 2:
+    # Local SGD has it for its warm-up and inside a node only.
+    ranks = strategy.model.process_group.size() if isinstance(strategy.model, DistributedDataParallel) else 1
+    if sorts and ranks > 2:
         yield (
             "torch's DDP sorts its buckets anew after the first step of a process, so that more than two ranks add up "
             "in another order: the last bits differ. find_unused_parameters=True keeps it, and costs time."

@@ -108,7 +108,7 @@ class PeriodicAveraging:
         averaged = {name: torch.empty_like(each) for name, each in {**tensors, **counted}.items()}
         for number, fragment in enumerate([*cut(tensors, 1), *_statistics_fragment(counted)]):
             flat = fragment.read({**tensors, **counted})
-            mean = self._exchanges.begin(*self._place(_WHOLE, number, flat), partial(self._exchanges.mean, flat))
+            mean = self._exchanges.begin(*self._place(_WHOLE, number, flat), flat, self._exchanges.mean)
             fragment.write(self._exchanges.wait(mean), averaged)
         return averaged
 
@@ -160,8 +160,8 @@ class PeriodicAveraging:
         Raises:
             RanksApartError: a rank has come to another step, or is still in the epoch before.
         """
-        place, words = self._place(_EPOCH, epoch, torch.empty(0))
-        self._exchanges.begin(place, words, lambda: torch.empty(0)).result()
+        nothing = torch.empty(0)
+        self._exchanges.begin(*self._place(_EPOCH, epoch, nothing), nothing, lambda given: given).result()
 
     def shared_state(self) -> dict[str, Any]:
         """What all ranks have alike: where the period is, common parameters and the outer momentum, by name."""
@@ -255,8 +255,8 @@ class PeriodicAveraging:
         part = self._parts[index]
         own = part.fragment.read(self._shared)
         sent = part.to_send(own)
-        average = partial(part.mean, sent, self._exchanges)
-        return _UnderWay(index, due, own, self._exchanges.begin(*self._place(_PART, index, sent), average))
+        average = partial(part.mean, exchanges=self._exchanges)
+        return _UnderWay(index, due, own, self._exchanges.begin(*self._place(_PART, index, sent), sent, average))
 
     def _send_statistics(self, due: int) -> list[_UnderWay]:
         tensors = statistics(self._module)
@@ -265,8 +265,8 @@ class PeriodicAveraging:
         if not tensors or self._rules.delay:
             return []
         sent = _statistics_fragment(tensors)[0].read(tensors)
-        place, words = self._place(_STATISTICS, 0, sent)
-        return [_UnderWay(-1, due, sent[:0], self._exchanges.begin(place, words, lambda: self._exchanges.mean(sent)))]
+        average = self._exchanges.begin(*self._place(_STATISTICS, 0, sent), sent, self._exchanges.mean)
+        return [_UnderWay(-1, due, sent[:0], average)]
 
     @torch.no_grad()
     def _arrive(self, arrived: _UnderWay) -> None:

@@ -40,23 +40,26 @@ class Exchanges:
         self._thread = threading.Thread(target=self._run, name="local-sgd-exchange", daemon=True)
         self._thread.start()
 
-    def begin(self, place: tuple[int, ...], words: str, average: Callable[[], Tensor]) -> Future[Tensor]:
+    def begin(
+        self, place: tuple[int, ...], words: str, tensor: Tensor, average: Callable[[Tensor], Tensor]
+    ) -> Future[Tensor]:
         """Begin an exchange.
 
         Args:
             place: where this rank is: a few numbers that must be the same on all ranks.
             words: what the numbers are, as `step {0} of epoch {1}`, for the error.
-            average: returns the average of the ranks' tensors.
+            tensor: what this rank gives. It must not be changed afterwards, as this thread reads and writes it.
+            average: returns the average of the ranks' tensors, from this rank's. Called on this thread.
 
         Returns:
             The average to come; or RanksApartError, or the error of the network.
         """
-        ready = self._ready()
+        ready = self._ready(tensor)
 
         def work() -> Tensor:
             self._require_together(place, words)
             ready()
-            return average()
+            return average(tensor)
 
         result: Future[Tensor] = Future()
         self._work.put((result, work))
@@ -104,12 +107,20 @@ class Exchanges:
                     result.set_exception(error)
                 del given, result, work  # or the thread would keep the tensors until the next exchange
 
-    def _ready(self) -> Callable[[], None]:
-        """Return what to call before this thread reads tensors that the main thread has queued work for on a GPU."""
+    def _ready(self, tensor: Tensor) -> Callable[[], None]:
+        """Return what to call before this thread reads a tensor that the main thread has queued work for on a GPU."""
         if self.device.type != "cuda":
             return lambda: None
         queued = torch.cuda.current_stream(self.device).record_event()
-        return lambda: self._stream.wait_event(queued)
+
+        def ready() -> None:
+            self._stream.wait_event(queued)
+            # Its memory is of the main thread's stream, which could use it for another tensor as soon as Python has let
+            # go of this one, while work on it is still queued here.
+            if tensor.is_cuda:
+                tensor.record_stream(self._stream)
+
+        return ready
 
     def _require_together(self, place: tuple[int, ...], words: str) -> None:
         """Compare where the ranks are, before their tensors are mixed.
