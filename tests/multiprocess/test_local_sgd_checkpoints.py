@@ -30,6 +30,8 @@ def test_checkpoints(run_job: RunJob, tmp_path: Path) -> None:
         elsewhere = run_job("local_sgd_checkpoints.py", "elsewhere", nodes=ranks)
         assert elsewhere.exit_code == 0, elsewhere.output
         check_elsewhere(job, [elsewhere.results[rank]["elsewhere"] for rank in range(ranks)])
+    # One rank has nothing to sort, three have, where gradients are summed.
+    assert elsewhere.results[0]["elsewhere"]["warned"] == {"apart": False, "in the warm-up": True, "ddp": True}
 
 
 def mean(lists: list[list[float]]) -> Any:

@@ -24,6 +24,7 @@ def test_features(run_job: RunJob) -> None:
     check_unaware(job)
     check_evaluations(job)
     check_uneven(job)
+    check_learning_rate(job)
 
 
 def mean(lists: list[list[float]]) -> Any:
@@ -116,7 +117,20 @@ def check_unaware(job: Job) -> None:
 def check_evaluations(job: Job) -> None:
     first, second = job.each("evaluations")
     assert first["validated"] == second["validated"]
+    assert first["tested"] == second["tested"]
+    for words in (first["refused"], second["refused"]):
+        assert words.startswith("ConfigurationError: These nodes have InfiniBand (mlx5_ib0)")
     assert first["predicted"] + second["predicted"] == 64
+
+
+def check_learning_rate(job: Job) -> None:
+    """Nothing of the search is left: neither the steps of the warm-up nor what the replicas had in common."""
+    ranks = job.each("learning_rate")
+    assert ranks[0]["found"] == ranks[1]["found"]
+    for rank in ranks:
+        assert rank["searched"]["steps"] == rank["given"]["steps"] == 24
+        assert rank["searched"]["weights"][-24:] == rank["given"]["weights"]
+        assert rank["searched"]["final"] == rank["given"]["final"] == ranks[0]["given"]["final"]
 
 
 def check_uneven(job: Job) -> None:

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +191,18 @@ def elsewhere() -> dict[str, Any]:
     resumed = {name: fit(RULES[name][0], path=place(name, OWN), limit_val_batches=0) for name in names}
     saved = {name: torch.load(place(name, OWN) / "averaged.ckpt", weights_only=True)[ENTRY] for name in names}
     common = {name: {kind: flat(each[kind]) for kind in ("anchor", "momentum")} for name, each in saved.items()}
-    return {"resumed": resumed, "common": common}
+    return {"resumed": resumed, "common": common, "warned": warned()}
+
+
+def warned() -> dict[str, bool]:
+    """Whether a job's checkpoint says that DDP's buckets are sorted anew."""
+    said = {}
+    for name, rules in {"apart": {"period": 5}, "in the warm-up": {"period": 5, "warmup_steps": 3}, "ddp": {}}.items():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fit(rules, JobCheckpoint(FOLDER / f"warned {name} {WORLD}", every_n_train_steps=100), max_epochs=1)
+        said[name] = any("sorts its buckets anew" in str(each.message) for each in caught)
+    return said
 
 
 results = {"write": write, "elsewhere": elsewhere}[sys.argv[1]]()

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from common import Regression, loader, parameters, quiet_trainer, report
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BackboneFinetuning, EarlyStopping
+from lightning.pytorch.callbacks import BackboneFinetuning, EarlyStopping, LearningRateFinder
 from replicas import Case, Replica, train, values
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
-from azureml_strategy.strategies.local_sgd import AzureMLLocalSGDStrategy, GrowingPeriod, QuadraticPeriod
+from azureml_strategy.strategies.local_sgd import AzureMLLocalSGDStrategy, GrowingPeriod, QuadraticPeriod, refusals
 
 RANK = int(os.environ["RANK"])
 ADAMW: dict[str, Any] = {"optimizer": torch.optim.AdamW, "learning_rate": 0.02, "batch_norm": True}
@@ -183,13 +183,39 @@ def unaware() -> dict[str, Any]:
     return {"spread": spread.spread, **buffers, "final": values(module)}
 
 
+class Adapter:
+    """As `read_hcas` tells of InfiniBand."""
+
+    name, usable = "mlx5_ib0", True
+
+
 def evaluations() -> dict[str, Any]:
-    """`validate`, `test` and `predict` outside of a fit."""
-    module = Regression()
-    trainer = quiet_trainer(strategy="azureml_diloco")
-    validated = trainer.validate(module, loader(), verbose=False)
-    predicted = trainer.predict(module, DataLoader(loader().dataset, batch_size=8))
-    return {"validated": validated, "predicted": sum(len(each) for each in predicted)}
+    """`validate`, `test` and `predict` outside of a fit, also where a fit would be refused."""
+    read_hcas, refusals.read_hcas = refusals.read_hcas, lambda: (Adapter(),)
+    try:
+        refused = refusal(loader(4))
+        module = Regression()
+        trainer = quiet_trainer(strategy="azureml_diloco")
+        validated = trainer.validate(module, loader(), verbose=False)
+        tested = trainer.test(module, loader(), verbose=False)
+        predicted = trainer.predict(module, DataLoader(loader().dataset, batch_size=8))
+    finally:
+        refusals.read_hcas = read_hcas
+    return {
+        "refused": refused,
+        "validated": validated,
+        "tested": tested,
+        "predicted": sum(len(each) for each in predicted),
+    }
+
+
+def learning_rate() -> dict[str, Any]:
+    """A fit that begins with a search for the learning rate, and one that has it from the start."""
+    rules = {"period": 6, "warmup_steps": 3, "outer_learning_rate": 0.7, "fragments": 2, "delay": 1}
+    finder = LearningRateFinder(num_training_steps=20)
+    searched = train(Case(rules), finder)
+    found = finder.optimal_lr.suggestion()
+    return {"searched": searched, "given": train(Case(rules, {}, {"learning_rate": found})), "found": found}
 
 
 class Uneven(IterableDataset[tuple[Tensor, Tensor]]):
@@ -227,7 +253,18 @@ def refusal(batches: Any, period: int = 16, delay: int = 0, **arguments: Any) ->
     return ""
 
 
-PARTS = (validation, logging, early_stopping, finetuning, half_precision, periods, unaware, evaluations, uneven)
+PARTS = (
+    validation,
+    logging,
+    early_stopping,
+    finetuning,
+    half_precision,
+    periods,
+    unaware,
+    evaluations,
+    uneven,
+    learning_rate,
+)
 results = {part.__name__: part() for part in PARTS}
 report(torch.distributed.get_rank(), **results)
 torch.distributed.destroy_process_group()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import LearningRateFinder, StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -61,6 +62,9 @@ def fit(module: LightningModule, strategy: Any = "azureml_local_sgd", **argument
         ({"compression": "int4"}, "compression='int4'. Give 'bf16' or 'int8'"),
         ({"mixing": 1.5}, "mixing=1.5. Give 0 to 1"),
         ({"outer_learning_rate": -0.7}, "outer_learning_rate=-0.7"),
+        ({"outer_learning_rate": 0}, "outer_learning_rate=0. Give more than 0"),
+        ({"outer_learning_rate": 0.0}, "outer_learning_rate=0.0. Give more than 0"),
+        ({"outer_learning_rate": float("nan")}, "outer_learning_rate=nan. Give more than 0"),
         ({"outer_momentum": 1.0}, "outer_momentum=1.0"),
         ({"replica": "gpu"}, "replica='gpu' is unknown"),
         ({"warmup_steps": -1}, "warmup_steps=-1"),
@@ -85,6 +89,52 @@ def test_arguments_out_of_range(arguments: dict[str, Any], words: str) -> None:
 def test_what_does_not_go_together(module: LightningModule, arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         fit(module, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("period", "warmup_steps", "length"),
+    [
+        (33, 0, 33),
+        (GrowingPeriod(first=33), 0, 33),
+        (QuadraticPeriod(alpha=0.06), 0, 36),
+        (lambda step, learning_rate: 33, 0, 33),
+        (12, 24, 12),
+        (GrowingPeriod(first=12), 24, 12),
+        (QuadraticPeriod(alpha=0.06), 24, 36),
+        (lambda step, learning_rate: 9, 24, 9),
+    ],
+)
+def test_a_first_period_longer_than_the_run(period: Any, warmup_steps: int, length: int) -> None:
+    """The run has 32 steps, and a learning rate of 0.01."""
+    strategy = AzureMLLocalSGDStrategy(period=period, warmup_steps=warmup_steps)
+    words = f"has 32 optimizer steps, {warmup_steps} of warm-up, and then a period of {length}:"
+    with pytest.raises(ConfigurationError, match=words):
+        fit(Module(), strategy)
+
+
+@pytest.mark.parametrize(
+    ("period", "warmup_steps", "trainer"),
+    [
+        (32, 0, {}),
+        (lambda step, learning_rate: 8, 24, {}),
+        (lambda step, learning_rate: 16 if step == 0 else 99, 0, {}),
+        (33, 32, {}),
+        (GrowingPeriod(first=33), 500, {}),
+        (QuadraticPeriod(alpha=0.06), 0, {"fast_dev_run": 3}),
+    ],
+)
+def test_a_first_period_that_ends_in_the_run_or_has_no_place_in_it(
+    period: Any, warmup_steps: int, trainer: dict[str, Any]
+) -> None:
+    fit(Module(), AzureMLLocalSGDStrategy(period=period, warmup_steps=warmup_steps), **trainer)
+
+
+@pytest.mark.parametrize("period", [30, QuadraticPeriod(alpha=0.05)])
+def test_a_search_for_a_learning_rate_is_shorter_than_a_period(tmp_path: Path, period: Any) -> None:
+    finder = LearningRateFinder(num_training_steps=20, update_attr=False)
+    fit(Module(), AzureMLLocalSGDStrategy(period=period), callbacks=[finder], default_root_dir=tmp_path)
+    assert len(finder.optimal_lr.results["lr"]) == 20
+    assert list(tmp_path.iterdir()) == [], "what the search had saved is gone"
 
 
 def test_infiniband_is_refused_unless_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
