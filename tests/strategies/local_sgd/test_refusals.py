@@ -32,16 +32,8 @@ class Module(LightningModule):
 
 
 def fit(module: LightningModule, strategy: Any = "azureml_local_sgd", **arguments: Any) -> None:
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=strategy,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        **arguments,
-    )
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = Trainer(accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, **{**quiet, **arguments})
     environ = dict(os.environ)
     try:
         trainer.fit(module, DataLoader(torch.randn(32, 4), batch_size=1))
@@ -131,7 +123,7 @@ def test_a_first_period_that_ends_in_the_run_or_has_no_place_in_it(
 
 @pytest.mark.parametrize("period", [30, QuadraticPeriod(alpha=0.05)])
 def test_a_search_for_a_learning_rate_is_shorter_than_a_period(tmp_path: Path, period: Any) -> None:
-    finder = LearningRateFinder(num_training_steps=20, update_attr=False)
+    finder = LearningRateFinder(num_training_steps=20, early_stop_threshold=None, update_attr=False)
     fit(Module(), AzureMLLocalSGDStrategy(period=period), callbacks=[finder], default_root_dir=tmp_path)
     assert len(finder.optimal_lr.results["lr"]) == 20
     assert list(tmp_path.iterdir()) == [], "what the search had saved is gone"
