@@ -197,7 +197,7 @@ def elsewhere() -> dict[str, Any]:
 def warned() -> dict[str, bool]:
     """Whether a job's checkpoint says that DDP's buckets are sorted anew."""
     said = {}
-    for name, rules in {"apart": {"period": 5}, "in the warm-up": {"period": 5, "warmup_steps": 3}, "ddp": {}}.items():
+    for name, rules in {"apart": {"period": 2}, "in the warm-up": {"period": 2, "warmup_steps": 3}, "ddp": {}}.items():
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             saver = JobCheckpoint(FOLDER / f"warned {name} {WORLD}", every_n_train_steps=100)
