@@ -33,7 +33,7 @@ class Module(LightningModule):
 
 def fit(module: LightningModule, strategy: Any = "azureml_local_sgd", **arguments: Any) -> None:
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = Trainer(accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, **{**quiet, **arguments})
+    trainer = Trainer(accelerator="cpu", devices=1, strategy=strategy, **{"max_epochs": 1, **quiet, **arguments})
     environ = dict(os.environ)
     try:
         trainer.fit(module, DataLoader(torch.randn(32, 4), batch_size=1))
@@ -127,6 +127,39 @@ def test_a_search_for_a_learning_rate_is_shorter_than_a_period(tmp_path: Path, p
     fit(Module(), AzureMLLocalSGDStrategy(period=period), callbacks=[finder], default_root_dir=tmp_path)
     assert len(finder.optimal_lr.results["lr"]) == 20
     assert list(tmp_path.iterdir()) == [], "what the search had saved is gone"
+
+
+class Search(LearningRateFinder):
+    """A search for the learning rate before an epoch; before the first one, it is Lightning's own."""
+
+    def __init__(self, epoch: int) -> None:
+        super().__init__(num_training_steps=20, early_stop_threshold=None, update_attr=False)
+        self.epoch = epoch
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.epoch == 0:
+            self.lr_find(trainer, pl_module)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.epoch == trainer.current_epoch > 0:
+            self.lr_find(trainer, pl_module)
+
+
+@pytest.mark.parametrize(
+    ("epoch", "periods"),
+    [(0, [0, 8, 16, *range(0, 97, 8)]), (1, [0, 8, 16, 24, 32, 40, 48, *range(40, 97, 8)])],
+)
+def test_a_search_for_a_learning_rate_leaves_the_periods_alone(tmp_path: Path, epoch: int, periods: list[int]) -> None:
+    """Steps in which a period begins: those of the search, of 20 steps, and of the run, of 96, which has its own."""
+    begun = []
+
+    def schedule(step: int, learning_rate: float) -> int:
+        begun.append(step)
+        return 8
+
+    strategy = AzureMLLocalSGDStrategy(period=schedule, outer_learning_rate=0.7)
+    fit(Module(), strategy, callbacks=[Search(epoch)], max_epochs=3, default_root_dir=tmp_path)
+    assert begun == periods
 
 
 def test_infiniband_is_refused_unless_allowed(monkeypatch: pytest.MonkeyPatch) -> None:

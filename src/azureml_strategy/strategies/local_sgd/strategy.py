@@ -144,6 +144,8 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self._saved is not None:  # the search was made at the start of an epoch
+            self.on_train_start()
         if batch_idx == 0 and self._apart:
             self._of_fit.meet(self._trainer.current_epoch)
 
