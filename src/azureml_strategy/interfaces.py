@@ -5,6 +5,8 @@ A room that checks for one need not import the room that implements it. Protocol
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -45,6 +47,23 @@ class Pausable(Protocol):
 
     def resume(self) -> None:
         """Training continues."""
+
+
+@contextmanager
+def paused(trainer: Trainer) -> Iterator[None]:
+    """Pause every `Pausable` callback inside the context.
+
+    Args:
+        trainer: its main thread waits inside the context.
+    """
+    pausable = [each for each in trainer.callbacks if isinstance(each, Pausable)]  # type: ignore[attr-defined]
+    for each in pausable:
+        each.pause()
+    try:
+        yield
+    finally:
+        for each in pausable:
+            each.resume()
 
 
 @runtime_checkable

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from lightning.pytorch import Callback, Trainer
 
-from azureml_strategy.preemption.termination import paused
+from azureml_strategy.interfaces import paused
 
 
 class Watching(Callback):

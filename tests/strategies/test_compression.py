@@ -5,7 +5,7 @@ import inspect
 import pytest
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from azureml_strategy.strategies.ddp import communication_hook, on_any_backend
+from azureml_strategy.strategies.compression import communication_hook, on_any_backend
 
 
 def test_half_precision_needs_no_state() -> None:

@@ -30,6 +30,7 @@ from azureml_strategy.cli import (
     study,
     submit,
     train,
+    tune,
     workspace,
 )
 from azureml_strategy.cli.parser import Parser
@@ -40,7 +41,7 @@ __all__ = ["main"]
 
 _VERBS = (
     *(init, train, profile, consolidate),
-    *(emulate, bench, doctor),
+    *(emulate, bench, tune, doctor),
     *(submit, study, report, jobs, model),
     *(cluster, data, environment, workspace),
     completion,
@@ -72,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = _parser()
     if "_ARGCOMPLETE" in os.environ:
-        completion.complete(parser, {"study": study._parser, "submit": submit._parser})
+        completion.complete(parser, {"study": study._parser, "submit": submit._parser, "tune": tune._parser})
     if not arguments:
         sys.stderr.write(_FIRST_STEPS)
         return 2

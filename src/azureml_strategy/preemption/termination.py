@@ -7,8 +7,6 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -27,7 +25,7 @@ from azureml_strategy.cluster.launchers import detect_ranks, local
 from azureml_strategy.control.agreement import State, StopAgreement, StopBarrier
 from azureml_strategy.control.gather import gather, meet
 from azureml_strategy.control.store import ControlStore
-from azureml_strategy.interfaces import Pausable, RunLogger
+from azureml_strategy.interfaces import RunLogger, paused
 from azureml_strategy.lightning_internals import (
     SubprocessScriptLauncher,
     original_handler,
@@ -52,23 +50,6 @@ _NO_STORE = (
     "The ranks cannot agree on a step to stop at after SIGTERM: the process group was not made with MASTER_ADDR and "
     "MASTER_PORT, or nothing answers there. Training goes on; SIGTERM does what it does in stock Lightning."
 )
-
-
-@contextmanager
-def paused(trainer: Trainer) -> Iterator[None]:
-    """Pause every `Pausable` callback inside the context.
-
-    Args:
-        trainer: its main thread waits inside the context.
-    """
-    pausable = [each for each in trainer.callbacks if isinstance(each, Pausable)]  # type: ignore[attr-defined]
-    for each in pausable:
-        each.pause()
-    try:
-        yield
-    finally:
-        for each in pausable:
-            each.resume()
 
 
 def save_and_record(trainer: Trainer, reason: str) -> None:

@@ -1,78 +1,30 @@
-"""Distributed data-parallel training whose processes come from the job, and hooks that compress its gradients."""
+"""Distributed data-parallel training whose processes come from the job, with communication settings of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies.ddp import DDPStrategy
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from azureml_strategy.cluster.environ import LaunchError
 from azureml_strategy.lightning_internals import is_interactive, register_communication_hook
+from azureml_strategy.strategies.compression import Compression, communication_hook, on_any_backend
 from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.launched import LaunchedStrategy
-
-Compression = Literal["bf16", "fp16", "powersgd"]
-Hook = Callable[..., Any]
-_HALF_HOOKS: dict[str, Hook] = {
-    "bf16": default_hooks.bf16_compress_hook,
-    "fp16": default_hooks.fp16_compress_hook,
-}
-# PowerSGD starts with exact all-reduces, so that momentum and the bucket layout settle. DDP rebuilds its buckets after
-# the first step, and PowerSGD keeps its error feedback per bucket, so torch accepts no less than 2.
-_POWERSGD_EXACT_STEPS = 10
-
-
-def on_any_backend(hook: Hook) -> Hook:
-    """Wrap a hook so that torch accepts it on every backend.
-
-    Torch refuses hooks named bf16_compress_* unless it finds NCCL, and checks only the name. Gloo sums bfloat16 too,
-    and so does every NCCL that torch 2.6 and later ships.
-    """
-
-    def hook_on_any_backend(state: Any, bucket: Any) -> Any:
-        return hook(state, bucket)
-
-    hook_on_any_backend.__annotations__.clear()  # torch would compare them, and here they are strings
-    hook_on_any_backend.__qualname__ = hook.__qualname__  # for Lightning's log
-    return hook_on_any_backend
-
-
-def communication_hook(compression: str, rank: int = 1) -> tuple[object | None, Hook]:
-    """Return the state and the hook to register with DistributedDataParallel.
-
-    Args:
-        compression: `bf16` or `fp16` halves the bytes; `powersgd` sends low-rank factors and adds the error
-            of each step to the gradient of the next (Vogels et al. 2019, https://arxiv.org/abs/1905.13727).
-        rank: rank of PowerSGD's factors.
-
-    Raises:
-        ConfigurationError: the name is not one of the three, or the rank is below 1.
-    """
-    if compression in _HALF_HOOKS:
-        return None, _HALF_HOOKS[compression]
-    if compression != "powersgd":
-        raise ConfigurationError(
-            f"gradient_compression={compression!r} is unknown. Choose 'bf16', 'fp16' or 'powersgd'."
-        )
-    if rank < 1:
-        raise ConfigurationError(
-            f"powersgd_rank={rank} gives matrices without columns. Use 1 or more; 1 to 4 are usual."
-        )
-    state = PowerSGDState(
-        process_group=None,
-        matrix_approximation_rank=rank,
-        start_powerSGD_iter=_POWERSGD_EXACT_STEPS,
-        use_error_feedback=True,
-        warm_start=True,
-    )
-    return state, powerSGD_hook
+from azureml_strategy.strategies.tuning.record import Conditions, Tuning
+from azureml_strategy.strategies.tuning.search import Request
+from azureml_strategy.strategies.tuning.settings import Settings, allowed_compressions
+from azureml_strategy.strategies.tuning.trials import POWERSGD_EXACT_STEPS, TrialBench
+from azureml_strategy.strategies.tuning.tuner import TuningOrder, say, tune
 
 
 class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
@@ -85,7 +37,17 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
     Args:
         gradient_compression: `bf16`, `fp16` or `powersgd`; None sends gradients as they are.
         powersgd_rank: rank of PowerSGD's factors.
-        gradient_as_bucket_view: see `torch.nn.parallel.DistributedDataParallel`.
+        gradient_as_bucket_view, static_graph: see `torch.nn.parallel.DistributedDataParallel`.
+        bucket_cap_mb: size of the buckets that gradients are sent in, in MiB; None for torch's default, 25 after a
+            first one of 1.
+        first_bucket_mb: size of the first bucket to be sent, in MiB; None for that of the others.
+        tune: measure other communication settings before the first step, on a copy of the module, and train with the
+            fastest if they are significantly faster. The result is written to `tuned_ddp.json` in the Trainer's
+            `default_root_dir`, and a restart takes it from there.
+        tune_lossy: allow gradient compression to be picked: any, or those named, such as `bf16`.
+        tune_static_graph: allow `static_graph` to be picked. Do so only if each step uses the same parameters.
+        tuned: a file of an earlier tuning, whose settings are used instead of those given here. With `tune`, the file
+            to write.
         cluster_environment: replaces the environment that the job's launch gives.
         ddp_comm_state: state of `ddp_comm_hook`.
         ddp_comm_hook: a hook of your own, instead of `gradient_compression`.
@@ -93,12 +55,16 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
             instead. The other methods always fork or spawn; a job refuses them.
         require_infiniband: stop a multi-node job unless NCCL carries it over InfiniBand, instead of warning.
         kwargs: further arguments of `lightning.pytorch.strategies.DDPStrategy` and `DistributedDataParallel`, such
-            as `find_unused_parameters`, `static_graph`, `bucket_cap_mb`, `timeout`, `process_group_backend`.
+            as `find_unused_parameters`, `timeout`, `process_group_backend`.
+
+    Attributes:
+        tuning: what was measured, or read from a file; None without either.
 
     Raises:
         LaunchError: the job's variables give no rank to trust or contradict the Trainer, or a `start_method` other than
             `popen` in a job.
-        ConfigurationError: an unknown compression, or two hooks.
+        ConfigurationError: an unknown compression, or two hooks; at the start of training, a file of another model,
+            number of ranks or version of torch.
     """
 
     def __init__(
@@ -107,6 +73,13 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
         gradient_compression: Compression | None = None,
         powersgd_rank: int = 1,
         gradient_as_bucket_view: bool = True,
+        static_graph: bool = False,
+        bucket_cap_mb: float | None = None,
+        first_bucket_mb: float | None = None,
+        tune: bool = False,
+        tune_lossy: bool | str | Sequence[str] = False,
+        tune_static_graph: bool = False,
+        tuned: str | Path | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         ddp_comm_state: object | None = None,
         ddp_comm_hook: Callable[..., Any] | None = None,
@@ -120,16 +93,27 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
                     "Both gradient_compression and ddp_comm_hook were given. Leave one of them out."
                 )
             ddp_comm_state, ddp_comm_hook = communication_hook(gradient_compression, powersgd_rank)
+        if (tune or tuned) and (ddp_comm_hook is not None and gradient_compression is None):
+            raise ConfigurationError(
+                "tune and tuned choose how gradients are sent, and so does ddp_comm_hook. Leave one of them out."
+            )
+        settings = Settings(
+            bucket_cap_mb, first_bucket_mb, static_graph, gradient_as_bucket_view, gradient_compression, powersgd_rank
+        )
         super().__init__(
             cluster_environment=cluster_environment,
             require_infiniband=require_infiniband,
             ddp_comm_state=ddp_comm_state,
             ddp_comm_hook=ddp_comm_hook,
             start_method=start_method,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-            **kwargs,
+            **{**kwargs, **settings.arguments()},
         )
         self._group_is_ours = False
+        self._order = TuningOrder(
+            tune, Request(settings, allowed_compressions(tune_lossy), tune_static_graph), Path(tuned) if tuned else None
+        )
+        self._tunes_next = False
+        self.tuning: Tuning | None = None
         if self._job_environment is not None and start_method != "popen":
             raise LaunchError(
                 f"start_method={start_method!r} in an Azure ML job, where only 'popen' gives each process its rank. "
@@ -151,6 +135,20 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
         super().setup_environment()
 
     @override
+    def setup(self, trainer: Trainer) -> None:
+        self._tunes_next = False
+        if trainer.state.fn == TrainerFn.FITTING and (self._order.tune or self._order.file is not None):
+            self._prepare_tuning(trainer)
+        super().setup(trainer)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        if self._tunes_next:
+            self._tunes_next = False
+            self._tune(args, kwargs)
+        return super().training_step(*args, **kwargs)
+
+    @override
     def teardown(self) -> None:
         super().teardown()
         # A notebook's own group of one process would be in the way of the next cell, which may fork.
@@ -165,3 +163,81 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
         if hook is not None:
             hook = wrapper(hook) if wrapper is not None else hook
             register_communication_hook(self.model, self._ddp_comm_state, on_any_backend(hook))
+
+    def _prepare_tuning(self, trainer: Trainer) -> None:
+        """Take settings that are known already; otherwise measure before the first step."""
+        if self.world_size == 1:
+            say("One process sends no gradients, so that there is nothing to tune.")
+            return
+        if self.tuning is None:
+            self.tuning = self._order.earlier(trainer, self._conditions())
+        self._tunes_next = self.tuning is None
+        if self.tuning is not None:
+            self._use(self.tuning.pick)
+
+    def _conditions(self) -> Conditions:
+        """What settings are tuned for here."""
+        assert self.lightning_module is not None
+        return Conditions.of(self.lightning_module, self.world_size, self.num_nodes, dist.get_backend())
+
+    def _tune(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Measure, before the first step of the module, and go on with what was picked."""
+        module = self.lightning_module
+        assert module is not None
+        bench = TrialBench(module, arguments, named, self._wrapped, self._forward)
+        self.tuning = tune(self._order, module.trainer, module, bench, self._conditions())
+        if self.tuning.pick != self._order.request.default:
+            self._wrap_anew(self.tuning.pick)
+
+    def _wrapped(self, module: LightningModule, settings: Settings) -> DistributedDataParallel:
+        """DDP of a copy of the module, for a trial."""
+        given, self._ddp_kwargs = self._ddp_kwargs, {**self._other_arguments(), **settings.arguments()}
+        try:
+            wrapped = self._setup_model(module)
+        finally:
+            self._ddp_kwargs = given
+        if settings.gradient_compression is not None:
+            state, hook = communication_hook(
+                settings.gradient_compression, settings.powersgd_rank, POWERSGD_EXACT_STEPS
+            )
+            wrapped.register_comm_hook(state, on_any_backend(hook))
+        return wrapped
+
+    def _forward(
+        self, wrapped: DistributedDataParallel, module: LightningModule, args: tuple[Any, ...], named: dict[str, Any]
+    ) -> STEP_OUTPUT:
+        with self.precision_plugin.train_step_context():
+            return self._forward_redirection(wrapped, module, "training_step", *args, **named)
+
+    def _wrap_anew(self, settings: Settings) -> None:
+        """Replace DDP around the module, whose parameters have not been used yet."""
+        module = self._unwrap()
+        self._use(settings)
+        self.model = self._setup_model(module)
+        self._register_ddp_hooks()
+
+    def _unwrap(self) -> LightningModule:
+        """Take DDP off the module, and its hooks off the parameters.
+
+        The hooks belong to DDP's reducer. Without this they would end with the last reference to DDP, and as long as a
+        callback holds one, each gradient would be sent once more.
+        """
+        if isinstance(self.model, DistributedDataParallel):
+            del self.model.reducer, self.model.logger
+        assert self.lightning_module is not None
+        self.model = self.lightning_module
+        return self.lightning_module
+
+    def _use(self, settings: Settings) -> None:
+        """Have DDP made with these settings from now on."""
+        self._ddp_kwargs = {**self._other_arguments(), **settings.arguments()}
+        self._ddp_comm_state = self._ddp_comm_hook = None
+        if settings.gradient_compression is not None:
+            self._ddp_comm_state, self._ddp_comm_hook = communication_hook(
+                settings.gradient_compression, settings.powersgd_rank
+            )
+
+    def _other_arguments(self) -> dict[str, Any]:
+        """The arguments of DistributedDataParallel that settings do not decide."""
+        decided = ("bucket_cap_mb", "bucket_cap_mb_list", "static_graph", "gradient_as_bucket_view")
+        return {name: value for name, value in self._ddp_kwargs.items() if name not in decided}

@@ -200,7 +200,7 @@ class RunBreakdown:
         device = trainer.strategy.root_device.type
         if device == "cuda":
             if isinstance(model, DistributedDataParallel):
-                self._reducer = ReducerTimes(model, every or _UNLOGGED_STEPS)
+                self._reducer = ReducerTimes(lambda: trainer.strategy.model, every or _UNLOGGED_STEPS)
             return DeviceMeter(clock)
         if device != "cpu" or not self._is_real:
             return PlainMeter()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from enum import IntEnum
@@ -223,18 +224,27 @@ class ReducerTimes:
     """What DDP's reducer says of its communication, on a GPU, where a step's marks cannot tell it from computing.
 
     Args:
-        model: as the strategy has wrapped it.
+        model: returns the model as the strategy has wrapped it now. Tuning and local SGD wrap it anew.
         every: number of steps from one measured step to the next. To read one, DDP waits for the GPU.
     """
 
-    def __init__(self, model: DistributedDataParallel, every: int) -> None:
+    def __init__(self, model: Callable[[], Any], every: int) -> None:
         self._model = model
-        model._set_ddp_runtime_logging_sample_rate(every)  # type: ignore[no-untyped-call]
+        self._every = every
+        self._measured: weakref.ref[DistributedDataParallel] | None = None
+        self.exposed_share()
 
     def exposed_share(self) -> float:
         """The share of the last measured backward pass, 0 to 1, in which gradients were sent and nothing computed."""
+        model = self._model()
+        if not isinstance(model, DistributedDataParallel):
+            return 0.0
+        if self._measured is None or self._measured() is not model:
+            model._set_ddp_runtime_logging_sample_rate(self._every)  # type: ignore[no-untyped-call]
+            self._measured = weakref.ref(model)
+            return 0.0
         # In nanoseconds: torch/csrc/distributed/c10d/logger.cpp.
-        found = self._model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+        found = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
         exposed = found.get("backward_comm_time", 0) - found.get("backward_compute_comm_overlap_time", 0)
         whole = found.get("backward_compute_time", 0) + exposed
         return min(max(exposed / whole, 0.0), 1.0) if whole > 0 else 0.0

@@ -57,6 +57,8 @@ def fit(module: LightningModule, strategy: Any = "azureml_local_sgd", **argument
         ({"outer_learning_rate": 0}, "outer_learning_rate=0. Give more than 0"),
         ({"outer_learning_rate": 0.0}, "outer_learning_rate=0.0. Give more than 0"),
         ({"outer_learning_rate": float("nan")}, "outer_learning_rate=nan. Give more than 0"),
+        ({"tune": True}, "tune chooses how DDP sends gradients"),
+        ({"tuned": "tuned.json"}, "tuned chooses how DDP sends gradients"),
         ({"outer_momentum": 1.0}, "outer_momentum=1.0"),
         ({"replica": "gpu"}, "replica='gpu' is unknown"),
         ({"warmup_steps": -1}, "warmup_steps=-1"),

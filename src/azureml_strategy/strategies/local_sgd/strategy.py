@@ -85,6 +85,12 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
         allow_infiniband: bool = False,
         **kwargs: Any,
     ) -> None:
+        tuning = [name for name in ("tune", "tuned") if kwargs.get(name)]
+        if tuning:
+            raise ConfigurationError(
+                f"{tuning[0]} chooses how DDP sends gradients, and replicas of local SGD send none after the warm-up. "
+                "Leave it out, or use strategy='azureml_ddp'."
+            )
         super().__init__(**kwargs)
         self._rules = Rules(period, outer_learning_rate, outer_momentum, compression, fragments, delay, mixing)
         if replica not in ("auto", "node", "rank"):
@@ -136,7 +142,8 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
         refuse_unequal_batches(trainer.num_training_batches)
         if self._saved is not None:
             # Lightning's LearningRateFinder has trained in this fit, and loaded what it had saved before.
-            self._steps, self.model = self._saved["global_step"], self.lightning_module
+            self._steps = self._saved["global_step"]
+            self._unwrap()
             self.configure_ddp()
         self._refuse_long(self._rules.shortest)
         if self._apart:
@@ -300,9 +307,7 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
 
     def _train_apart(self) -> None:
         """Have this replica train by itself from now on: the bare module, or DDP inside the node."""
-        module = self.lightning_module
-        assert module is not None
-        self.model = module
+        module = self._unwrap()
         if self._node_group is not None:
             with self._in_node():
                 self.model = self._setup_model(module)

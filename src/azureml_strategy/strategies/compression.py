@@ -1,0 +1,77 @@
+"""Hooks that compress the gradients of DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+from azureml_strategy.strategies.errors import ConfigurationError
+
+Compression = Literal["bf16", "fp16", "powersgd"]
+Hook = Callable[..., Any]
+_HALF_HOOKS: dict[str, Hook] = {
+    "bf16": default_hooks.bf16_compress_hook,
+    "fp16": default_hooks.fp16_compress_hook,
+}
+# PowerSGD starts with exact all-reduces, so that momentum and the bucket layout settle. DDP rebuilds its buckets after
+# the first step, and PowerSGD keeps its error feedback per bucket, so torch accepts no less than 2.
+_POWERSGD_EXACT_STEPS = 10
+
+
+def on_any_backend(hook: Hook) -> Hook:
+    """Wrap a hook so that torch accepts it on every backend, and it is right there.
+
+    Torch refuses hooks named bf16_compress_* unless it finds NCCL, and checks only the name. Gloo sums bfloat16 too,
+    and so does every NCCL that torch 2.6 and later ships.
+
+    PowerSGD sends a second time when the first has arrived. On a CPU this is decided on gloo's threads, so that with
+    several buckets under way the ranks would call collectives in unequal orders, and wait for ever. There each bucket
+    is finished before the next begins.
+    """
+
+    def hook_on_any_backend(state: Any, bucket: Any) -> Any:
+        sent = hook(state, bucket)
+        if isinstance(state, PowerSGDState) and bucket.buffer().device.type == "cpu":
+            sent.wait()
+        return sent
+
+    hook_on_any_backend.__annotations__.clear()  # torch would compare them, and here they are strings
+    hook_on_any_backend.__qualname__ = hook.__qualname__  # for Lightning's log
+    return hook_on_any_backend
+
+
+def communication_hook(
+    compression: str, rank: int = 1, exact_steps: int = _POWERSGD_EXACT_STEPS
+) -> tuple[object | None, Hook]:
+    """Return the state and the hook to register with DistributedDataParallel.
+
+    Args:
+        compression: `bf16` or `fp16` halves the bytes; `powersgd` sends low-rank factors and adds the error
+            of each step to the gradient of the next (Vogels et al. 2019, https://arxiv.org/abs/1905.13727).
+        rank: rank of PowerSGD's factors.
+        exact_steps: steps before PowerSGD begins, 2 or more.
+
+    Raises:
+        ConfigurationError: the name is not one of the three, or the rank is below 1.
+    """
+    if compression in _HALF_HOOKS:
+        return None, _HALF_HOOKS[compression]
+    if compression != "powersgd":
+        raise ConfigurationError(
+            f"gradient_compression={compression!r} is unknown. Choose 'bf16', 'fp16' or 'powersgd'."
+        )
+    if rank < 1:
+        raise ConfigurationError(
+            f"powersgd_rank={rank} gives matrices without columns. Use 1 or more; 1 to 4 are usual."
+        )
+    state = PowerSGDState(
+        process_group=None,
+        matrix_approximation_rank=rank,
+        start_powerSGD_iter=exact_steps,
+        use_error_feedback=True,
+        warm_start=True,
+    )
+    return state, powerSGD_hook

@@ -1,0 +1,209 @@
+"""What a search found: as a table, as a file that a later run takes, and whether that file fits the run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from azureml_strategy.strategies.errors import ConfigurationError
+from azureml_strategy.strategies.tuning.search import Request, Trials
+from azureml_strategy.strategies.tuning.settings import Settings
+
+_FORMAT = 1
+FILE = "tuned_ddp.json"
+"""Name of the file in the run's folder."""
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What settings are tuned for. With other conditions they may be slower than the default.
+
+    Attributes:
+        model: the module's class and the shapes of its trainable parameters, as a checksum.
+        world_size: number of ranks.
+        num_nodes: number of nodes.
+        backend: of the process group.
+        torch: its version.
+    """
+
+    model: str
+    world_size: int
+    num_nodes: int
+    backend: str
+    torch: str
+
+    @staticmethod
+    def of(module: nn.Module, world_size: int, num_nodes: int, backend: str) -> Conditions:
+        """Those of a module on a process group."""
+        shapes = [
+            [name, list(each.shape), str(each.dtype)] for name, each in module.named_parameters() if each.requires_grad
+        ]
+        checksum = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16]
+        return Conditions(f"{type(module).__name__} {checksum}", world_size, num_nodes, backend, str(torch.__version__))
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The result of a search.
+
+    Attributes:
+        conditions: what it holds for.
+        request: what was asked.
+        pick: the settings to use.
+        why: a sentence that says why these.
+        rows: for the settings that were tried, in the order of their speed: words, what they cost in accuracy, number
+            of steps, and median, first and third quartile of a step, in seconds.
+        alone_s: seconds of a step of each rank without communication.
+        pairs: seconds of a step by default and with the pick, side by side.
+        steps: passes through the model that the search took, warm-ups included.
+        measured: when.
+    """
+
+    conditions: Conditions
+    request: Request
+    pick: Settings
+    why: str
+    rows: tuple[dict[str, Any], ...]
+    alone_s: tuple[float, ...]
+    pairs: tuple[tuple[float, float], ...]
+    steps: int
+    measured: str
+
+    @property
+    def speedup(self) -> float:
+        """How many times as fast as the default the pick is; 1 if it is the default."""
+        if self.pick == self.request.default:
+            return 1.0
+        return statistics.median(default / picked for default, picked in self.pairs)
+
+    def to_text(self) -> str:
+        """As the file's content."""
+        return json.dumps({"format": _FORMAT, **asdict(self)}, indent=2) + "\n"
+
+    def metrics(self) -> dict[str, float]:
+        """For a logger."""
+        seconds = {row["settings"]: row["median_s"] for row in self.rows}
+        found = {"tune/steps": float(self.steps), "tune/speedup": self.speedup}
+        for name, settings in (("default", self.request.default), ("pick", self.pick)):
+            if settings.words() in seconds:
+                found[f"tune/{name}_step_s"] = seconds[settings.words()]
+        if self.alone_s:
+            found["tune/compute_step_s"] = max(self.alone_s)
+        return found
+
+    def report(self) -> str:
+        """A table for the console."""
+        width = max([len(row["settings"]) for row in self.rows] + [8])
+        lines = [f"Communication settings of DDP ({self.conditions.world_size} ranks, {self.steps} passes):"]
+        if self.rows:
+            lines.append(f"  {'settings':{width}}  {'step, ms: median (quartiles)':30}  cost in accuracy")
+        for row in self.rows:
+            spread = f"{1e3 * row['median_s']:,.1f} ({1e3 * row['low_s']:,.1f} to {1e3 * row['high_s']:,.1f})"
+            lines.append(f"  {row['settings']:{width}}  {spread:30}  {row['accuracy_cost']}")
+        if self.alone_s:
+            lines.append(f"  {'without communication':{width}}  {1e3 * max(self.alone_s):,.1f}")
+        kept = self.pick == self.request.default
+        lines.append(f"{'Kept' if kept else 'Picked'}: {self.pick.words()}; {self.why}.")
+        return "\n".join(lines)
+
+
+def tuning_of(
+    conditions: Conditions,
+    request: Request,
+    pick: Settings,
+    why: str,
+    trials: Trials | None = None,
+    alone_s: Sequence[float] = (),
+    steps: int = 0,
+) -> Tuning:
+    """A result, with its measurements in plain numbers."""
+    trials = trials or Trials()
+    rows = sorted((_row(settings, seconds) for settings, seconds in trials.seconds.items()), key=_median)
+    measured = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    pairs = tuple(trials.pairs)
+    return Tuning(conditions, request, pick, why, tuple(rows), tuple(alone_s), pairs, steps, measured)
+
+
+def _row(settings: Settings, seconds: list[float]) -> dict[str, Any]:
+    low, median, high = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
+    return {
+        "settings": settings.words(),
+        "accuracy_cost": settings.accuracy_cost,
+        "steps": len(seconds),
+        "median_s": median,
+        "low_s": low,
+        "high_s": high,
+    }
+
+
+def _median(row: dict[str, Any]) -> float:
+    return float(row["median_s"])
+
+
+def write_tuning(path: Path, tuning: Tuning) -> None:
+    """Write the file; one that is there is replaced whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(tuning.to_text(), encoding="utf-8")
+    part.replace(path)
+
+
+def read_tuning(path: Path) -> Tuning:
+    """Read a file.
+
+    Raises:
+        ConfigurationError: there is none, or it is something else.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if found.pop("format") != _FORMAT:
+            raise ValueError("it has another format")
+        request = found["request"]
+        return Tuning(
+            **{
+                **found,
+                "conditions": Conditions(**found["conditions"]),
+                "request": Request(
+                    Settings(**request["default"]), tuple(request["lossy"]), bool(request["static_graph"])
+                ),
+                "pick": Settings(**found["pick"]),
+                "rows": tuple(found["rows"]),
+                "alone_s": tuple(found["alone_s"]),
+                "pairs": tuple((default, picked) for default, picked in found["pairs"]),
+            }
+        )
+    except FileNotFoundError:
+        raise ConfigurationError(
+            f"tuned={str(path)!r}: there is no such file. `azureml-strategy tune RECIPE --output {path}` writes one."
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigurationError(
+            f"tuned={str(path)!r} is no file of `azureml-strategy tune` ({type(error).__name__}: {error}). Measure "
+            "anew, or leave `tuned` out."
+        ) from error
+
+
+def refuse_other_conditions(path: Path, tuning: Tuning, here: Conditions) -> None:
+    """Refuse a file that was measured for something else.
+
+    Raises:
+        ConfigurationError: naming what differs.
+    """
+    measured, present = asdict(tuning.conditions), asdict(here)
+    differing = [
+        f"{name} {measured[name]}, and here {present[name]}" for name in present if measured[name] != present[name]
+    ]
+    if differing:
+        raise ConfigurationError(
+            f"tuned={str(path)!r} was measured for {'; '.join(differing)}. There it says nothing about what is fast. "
+            "Measure anew: `azureml-strategy tune RECIPE`, or tune=True in place of `tuned`."
+        )

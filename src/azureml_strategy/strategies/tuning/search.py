@@ -1,0 +1,150 @@
+"""Finds the fastest settings with few trials: one property after the other, then pairs with the default."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from azureml_strategy.strategies.compression import Compression
+from azureml_strategy.strategies.tuning.settings import (
+    Settings,
+    bucket_sizes,
+    compressions,
+    copied_gradients,
+    first_buckets,
+    static_graphs,
+)
+
+Measure = Callable[[Settings, int], Sequence[float]]
+"""Measures some steps with settings: seconds of each, by the slowest rank; the same numbers on all ranks."""
+
+# Steps of a trial. One alone says little on a noisy machine; the pairs at the end have the last word.
+_STEPS = 2
+# Five pairs in a row that the pick wins, or all but one of eight, come by chance in 1 of 20 cases: 1/32 + 5/32 * 1/8.
+_WINS_IN_A_ROW, _PAIRS = 5, 8
+# A gain that a user would not see is not worth settings of its own.
+_LEAST_GAIN = 0.02
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to beat, and what may be picked.
+
+    Attributes:
+        default: the settings to beat.
+        lossy: the compressions that may be picked.
+        static_graph: whether a static graph may be picked.
+    """
+
+    default: Settings
+    lossy: tuple[Compression, ...] = ()
+    static_graph: bool = False
+
+
+@dataclass
+class Trials:
+    """What was measured.
+
+    Attributes:
+        seconds: of each step, by settings.
+        pairs: seconds of a step by default and with the pick, side by side; the medians of a trial.
+    """
+
+    seconds: dict[Settings, list[float]] = field(default_factory=dict)
+    pairs: list[tuple[float, float]] = field(default_factory=list)
+
+    def median(self, settings: Settings) -> float:
+        """Seconds of a step."""
+        return statistics.median(self.seconds[settings])
+
+
+class Search:
+    """Looks for faster settings than the default ones.
+
+    It takes the properties in the order of what they bring: compression, bucket size, first bucket, the rest. For each
+    it tries the choices on top of the best so far, and measures the better half again, until one is left (successive
+    halving, Jamieson and Talwalkar 2016, https://arxiv.org/abs/1502.07943). What is left then runs in turns with the
+    default. It is the pick only if it wins so often that chance is unlikely.
+
+    Args:
+        measure: runs trials.
+        request: the settings to beat, and what may be picked.
+        gradient_bytes: of all gradients of the module.
+        floor_s: seconds of a step without communication, which no settings can beat.
+
+    Attributes:
+        trials: what was measured.
+        why: words that say why the pick was picked or not, once `run` has ended.
+    """
+
+    def __init__(
+        self,
+        measure: Measure,
+        request: Request,
+        gradient_bytes: int,
+        floor_s: float = 0.0,
+    ) -> None:
+        self._measure = measure
+        self._request = request
+        self._default = request.default
+        self._gradient_bytes = gradient_bytes
+        self._floor_s = floor_s
+        self.trials = Trials()
+        self.why = ""
+
+    def run(self) -> Settings:
+        """Search, and return the pick: the default, unless others are significantly faster."""
+        best = self._default
+        self._try(best)
+        if self.trials.median(best) < (1 + _LEAST_GAIN) * self._floor_s:
+            self.why = "a step waits for hardly any communication, so that no settings can save much"
+            return best
+        if self._request.lossy:
+            best = self._best([best, *compressions(best, self._request.lossy)])
+        best = self._best([best, *bucket_sizes(best, self._gradient_bytes)])
+        best = self._best([best, *first_buckets(best)])
+        best = self._best([best, *copied_gradients(best)])
+        if self._request.static_graph:
+            best = self._best([best, *static_graphs(best)])
+        if best == self._default:
+            self.why = "no other settings were faster than the default"
+        return best if best == self._default or self._wins(best) else self._default
+
+    def _best(self, candidates: list[Settings]) -> Settings:
+        """Halve the candidates until one is left. The first one has been measured before."""
+        for each in candidates[1:]:
+            self._try(each)
+        while len(candidates) > 1:
+            candidates = sorted(candidates, key=self.trials.median)[: len(candidates) // 2]
+            if len(candidates) > 1:
+                for each in candidates:
+                    self._try(each)
+        return candidates[0]
+
+    def _wins(self, pick: Settings) -> bool:
+        """Run pick and default in turns, and say whether the pick is faster beyond chance."""
+        pairs = self.trials.pairs
+        while len(pairs) < _PAIRS and not self._is_decided():
+            order = [self._default, pick] if len(pairs) % 2 == 0 else [pick, self._default]
+            measured = {each: statistics.median(self._try(each)) for each in order}
+            pairs.append((measured[self._default], measured[pick]))
+        won = sum(picked < default for default, picked in pairs)
+        gain = statistics.median(default / picked for default, picked in pairs) - 1
+        if len(pairs) - won > 1:
+            self.why = f"{pick.words()} won only {won} of {len(pairs)} pairs with the default: that may be chance"
+        elif gain < _LEAST_GAIN:
+            self.why = f"{pick.words()} saves {gain:.1%}, less than {_LEAST_GAIN:.0%}"
+        else:
+            self.why = f"it won {won} of {len(pairs)} pairs with the default, {1 + gain:.2f} times as fast"
+            return True
+        return False
+
+    def _is_decided(self) -> bool:
+        lost = sum(picked >= default for default, picked in self.trials.pairs)
+        return lost > 1 or (lost == 0 and len(self.trials.pairs) == _WINS_IN_A_ROW)
+
+    def _try(self, settings: Settings) -> Sequence[float]:
+        seconds = self._measure(settings, _STEPS)
+        self.trials.seconds.setdefault(settings, []).extend(seconds)
+        return seconds

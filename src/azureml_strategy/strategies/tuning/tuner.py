@@ -1,0 +1,184 @@
+"""Measures and searches in a run that is about to take its first step, or takes what an earlier run has found."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
+
+from azureml_strategy.control.gather import GroupExchange
+from azureml_strategy.control.store import StepError
+from azureml_strategy.interfaces import KeepsFiles, RunLogger, paused
+from azureml_strategy.lightning_internals import is_compiled
+from azureml_strategy.strategies.errors import ConfigurationError
+from azureml_strategy.strategies.tuning.record import (
+    FILE,
+    Conditions,
+    Tuning,
+    read_tuning,
+    refuse_other_conditions,
+    tuning_of,
+    write_tuning,
+)
+from azureml_strategy.strategies.tuning.search import Request, Search
+from azureml_strategy.strategies.tuning.trials import RefusalError, TrialBench
+
+# A rank that computes for so many times as long as the median rank holds all others up, whatever the settings.
+_STRAGGLER = 2.0
+# Steps without communication; and more of them before a rank is called slow.
+_ALONE_STEPS, _MORE_STEPS = 4, 16
+
+
+@dataclass(frozen=True)
+class TuningOrder:
+    """What the strategy was told about tuning.
+
+    Attributes:
+        tune: whether to measure.
+        request: what to beat, and what may be picked.
+        file: `tuned`: where settings are read from, or written to if `tune` is set; None for the run's folder.
+    """
+
+    tune: bool
+    request: Request
+    file: Path | None
+
+    def earlier(self, trainer: Trainer, here: Conditions) -> Tuning | None:
+        """What an earlier run has found for these conditions; a collective.
+
+        The file that the user names must be there and fit. One in the run's folder is taken after a restart, which is
+        to go on with the same settings.
+
+        Raises:
+            ConfigurationError: on all ranks, if it does not.
+        """
+        if self.tune and self.file is not None:
+            return None
+        try:
+            return GroupExchange(trainer.global_rank).on_rank_zero(lambda: self._read(_folder(trainer), here))
+        except StepError as error:
+            raise ConfigurationError(str(error).removeprefix("ConfigurationError: ")) from error
+
+    def _read(self, folder: Path | None, here: Conditions) -> Tuning | None:
+        """On rank 0."""
+        if self.file is not None:
+            found = read_tuning(self.file)
+            refuse_other_conditions(self.file, found, here)
+            return found
+        path = folder / FILE if self.tune and folder is not None else None
+        if path is None or not path.is_file():
+            return None
+        found = read_tuning(path)
+        if found.conditions != here or found.request != self.request:
+            return None
+        say(f"Takes the communication settings that {path} has from an earlier attempt; delete it to measure anew.")
+        return found
+
+
+def tune(order: TuningOrder, trainer: Trainer, module: LightningModule, bench: TrialBench, here: Conditions) -> Tuning:
+    """Search for the fastest settings, and record what was found; a collective.
+
+    Args:
+        order: what is asked for.
+        trainer: about to take its first step.
+        module: what it trains.
+        bench: for trials on a copy of the module.
+        here: what the result holds for.
+
+    Returns:
+        The result. If nothing can be measured, its pick is the default and it has no rows.
+    """
+    say("Tuning the communication of DDP on the first batch, with a copy of the module.")
+    with paused(trainer):
+        try:
+            found = _search(order.request, module, bench, here)
+        except RefusalError as refusal:
+            rank_zero_warn(f"The communication settings are not tuned, and stay as they are: {refusal}.")
+            return tuning_of(here, order.request, order.request.default, str(refusal), steps=bench.steps)
+    say(found.report())
+    _record(found, trainer, order.file or _in(_folder(trainer)))
+    return found
+
+
+def _search(request: Request, module: LightningModule, bench: TrialBench, here: Conditions) -> Tuning:
+    if is_compiled(module):
+        raise RefusalError(
+            "torch.compile has bound the module's methods to it, so that a copy would train the original"
+        )
+    with bench.opened():
+        alone = bench.alone(_ALONE_STEPS)
+        if straggler(alone) is not None:  # or a busy machine
+            alone = list(map(min, alone, bench.alone(_MORE_STEPS)))
+            refuse_straggler(alone)
+        gradient_bytes = sum(each.nbytes for each in module.parameters() if each.requires_grad)
+        search = Search(bench.measure, request, gradient_bytes, floor_s=max(alone))
+        pick = search.run()
+    return tuning_of(here, request, pick, search.why, search.trials, alone, bench.steps)
+
+
+def straggler(alone: list[float]) -> int | None:
+    """The rank that computes for far longer than the others; None if there is none.
+
+    Args:
+        alone: seconds of a step of each rank without communication.
+    """
+    slowest = max(range(len(alone)), key=alone.__getitem__)
+    return slowest if alone[slowest] > _STRAGGLER * _median_of_others(alone, slowest) else None
+
+
+def refuse_straggler(alone: list[float]) -> None:
+    """Refuse to measure where one rank computes for far longer than the others.
+
+    Args:
+        alone: seconds of a step of each rank without communication.
+
+    Raises:
+        RefusalError: naming the rank.
+    """
+    slowest = straggler(alone)
+    if slowest is not None:
+        raise RefusalError(
+            f"rank {slowest} computes for {1e3 * alone[slowest]:,.0f} ms a step, and the others for "
+            f"{1e3 * _median_of_others(alone, slowest):,.0f} ms, so that they wait for it and not for the network. "
+            "Find out why it is slow, or tune with batches of equal size"
+        )
+
+
+def _median_of_others(alone: list[float], rank: int) -> float:
+    return statistics.median([*alone[:rank], *alone[rank + 1 :]])
+
+
+@rank_zero_only
+def say(text: str) -> None:
+    """Print it: a recipe's console leaves out what Lightning's logger says."""
+    print(text, flush=True)
+
+
+@rank_zero_only
+def _record(found: Tuning, trainer: Trainer, path: Path | None) -> None:
+    """Write the file, and put it and its figures into the run."""
+    if path is not None:
+        try:
+            write_tuning(path, found)
+            say(f"Written to {path.absolute()}. A run of the same size takes it by tuned={str(path)!r}.")
+        except OSError as error:  # the training has its settings, and can go on
+            rank_zero_warn(f"{path} cannot be written ({error.strerror}), so that a later run cannot take it.")
+            path = None
+    for logger in trainer.loggers:
+        logger.log_metrics(found.metrics(), step=trainer.global_step)
+        if isinstance(logger, RunLogger):
+            logger.log_tags({"tune.pick": found.pick.words(), "tune.why": found.why})
+        if isinstance(logger, KeepsFiles) and path is not None:
+            logger.log_file(path, "tuning")
+
+
+def _folder(trainer: Trainer) -> Path | None:
+    """The run's folder, if it is on a disk."""
+    return None if "://" in trainer.default_root_dir else Path(trainer.default_root_dir)
+
+
+def _in(folder: Path | None) -> Path | None:
+    return None if folder is None else folder / FILE

@@ -1,0 +1,61 @@
+"""`tune` from the command line, as the processes of an emulated job."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.training.conftest import COMMAND, run
+
+from azureml_strategy.cli import main
+
+# A model and a batch so small that a pass takes some milliseconds.
+_SMALL = (
+    *("trainer=cpu", "trainer.devices=1", "data.batch_size=2", "data.image_size=8", "data.num_workers=0"),
+    *("tracking.progress_bar=null",),
+)
+
+
+@pytest.mark.slow
+def test_a_recipe_is_tuned_by_two_nodes_and_trained_with_what_was_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    two_nodes = [COMMAND, "emulate", "--nodes", "2", "--", COMMAND]
+    done = run(*two_nodes, "tune", "resnet50_ddp", "--lossy", "bf16", *_SMALL, "--output", "here/it.json")
+    assert "Communication settings of DDP (2 ranks" in done.stdout
+    assert "gradients rounded to 8 bits of mantissa" in done.stdout
+    found = json.loads((tmp_path / "here" / "it.json").read_text())
+    assert found["conditions"]["world_size"] == 2
+    assert found["request"]["lossy"] == ["bf16"]
+    assert not list(tmp_path.rglob("*.ckpt")), "the model of a measurement is worth nothing"
+    few = ("++trainer.max_steps=2", "++trainer.limit_val_batches=1", "checkpoint=none")
+    run(*two_nodes, "train", "resnet50_ddp", *_SMALL, "strategy.tuned=here/it.json", *few)
+
+
+def test_what_a_run_finds_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = run(COMMAND, "tune", "resnet50_ddp", *_SMALL, check=False)
+    assert done.returncode == 1
+    assert "One process sends no gradients" in done.stdout
+    assert "nothing was measured" in done.stdout
+    done = run(COMMAND, "tune", "resnet50_ddp", *_SMALL, "--lossy", "int3", check=False)
+    assert done.returncode == 2
+    assert "'int3', which is no compression" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["gpt_zero3"], "Only recipes with strategy=ddp can be tuned."),
+        (["resnet50_local_sgd"], "Only recipes with strategy=ddp can be tuned."),
+        (["resnet50_dpp"], "resnet50_ddp"),
+    ],
+)
+def test_what_cannot_be_tuned_is_refused(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["tune", *words]) == 2
+    assert message in capsys.readouterr().err
