@@ -114,9 +114,7 @@ def train(task: Task, strategy: Strategy, length: int, seed: int) -> float:
     """
     gc.collect()
     overrides = [each.format(length=length) for each in task.overrides]
-    config = compose_recipe(
-        find_recipe(task.recipe), [*overrides, f"seed={seed}", "trainer=cpu", "trainer.devices=1"]
-    )
+    config = compose_recipe(find_recipe(task.recipe), [*overrides, f"seed={seed}", "trainer=cpu", "trainer.devices=1"])
     seed_everything(seed, workers=True, verbose=False)
     torch.set_float32_matmul_precision(config.matmul_precision)
     model, data = make("model", config.model), make("data", config.data)
@@ -219,7 +217,11 @@ def main() -> None:
     if found is None:
         return
     columns = ["task", "case", "strategy", "mean (deviation)", "worse by"]
-    show("Worse by: in standard deviations of DDP's seeds", columns, [row for name in found for row in rows(name, found[name])])
+    show(
+        "Worse by: in standard deviations of DDP's seeds",
+        columns,
+        [row for name in found for row in rows(name, found[name])],
+    )
 
 
 if __name__ == "__main__":
