@@ -1,7 +1,7 @@
 """What accuracy do local SGD, its asynchronous forms and DiLoCo reach at equal samples? Target: that of `azureml_ddp`.
 
     python benchmarks/local_sgd_accuracy.py                           # half an hour on two cores
-    python benchmarks/local_sgd_accuracy.py --tasks gpt --seeds 0 1
+    python benchmarks/local_sgd_accuracy.py --go-on                   # after an interruption
 
 Two ranks of an emulated job train the recipe `resnet50_ddp` on handwritten digits, and the tiny GPT of `gpt_ddp`: by
 synchronous `azureml_ddp` and by `azureml_local_sgd` in four ways. All cases see the same samples in the same order, and
@@ -19,6 +19,7 @@ import statistics
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import job_harness
@@ -68,7 +69,7 @@ class Task:
 TASKS = {
     "gpt": Task(
         "gpt_ddp",
-        ("trainer.max_steps={length}", "trainer.val_check_interval={length}"),
+        ("data.batch_size=2", "trainer.max_steps={length}", "trainer.val_check_interval={length}"),
         "steps",
         "val/loss",
         1,
@@ -77,7 +78,7 @@ TASKS = {
         {
             "local SGD": {"period": 16},
             "streaming": {"period": 16, "fragments": 16, "delay": 1},
-            "asynchronous": {"period": 4, "delay": 4},
+            "asynchronous": {"period": 16, "delay": 16},
             "DiLoCo": {"period": 16, "outer_learning_rate": 0.7, "outer_momentum": 0.5},
         },
     ),
@@ -92,7 +93,7 @@ TASKS = {
         {
             "local SGD": {"period": 16},
             "streaming": {"period": 16, "fragments": 16, "delay": 1},
-            "asynchronous": {"period": 4, "delay": 4},
+            "asynchronous": {"period": 16, "delay": 16},
             "DiLoCo": {"period": 16, "outer_learning_rate": 0.7, "outer_momentum": 0.5},
         },
     ),
@@ -152,16 +153,30 @@ def prepare() -> None:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Each case in a job of its own. What is known is written after each, so that an interruption loses little."""
+    settings = job_harness.settings(options)
+    known = written(options.results / "local_sgd_accuracy.json", settings) if options.go_on else {}
     found: dict[str, Any] = {}
     for name in options.tasks:
         task, length = TASKS[name], getattr(options, f"{name}_length")
         values: dict[str, list[float]] = {}
         for case in (SYNCHRONOUS, *options.cases):
-            one = argparse.Namespace(**{**vars(options), "tasks": [name], "cases": [case]})
-            values[case] = job_harness.run_job(one, lambda measured: measured)
+            had = known.get(name, {})
+            if case in had.get("by_seed", {}) and had["strategy"][case] == arguments(task, case, length):
+                values[case] = had["by_seed"][case]
+            else:
+                one = argparse.Namespace(**{**vars(options), "tasks": [name], "cases": [case], "go_on": None})
+                values[case] = job_harness.run_job(one, lambda measured: measured)
             found[name] = figures(task, length, values)
-            save("local_sgd_accuracy", job_harness.settings(options), found, options.results)
+            save("local_sgd_accuracy", settings, found, options.results)
     return found
+
+
+def written(results: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of an interrupted run with the same settings; none if there are none."""
+    if not results.exists():
+        return {}
+    content = json.loads(results.read_text())
+    return content["figures"] if {**content["settings"], "go_on": None} == {**settings, "go_on": None} else {}
 
 
 def figures(task: Task, length: int, values: Mapping[str, Sequence[float]]) -> dict[str, Any]:
@@ -206,7 +221,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cases", nargs="+", choices=(SYNCHRONOUS, *CASES), default=list(CASES), help="beside DDP")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--gpt-length", type=int, default=600, help="optimizer steps")
-    parser.add_argument("--digits-length", type=int, default=8, help="epochs of 23 optimizer steps")
+    parser.add_argument("--digits-length", type=int, default=6, help="epochs of 23 optimizer steps")
+    parser.add_argument(
+        "--go-on", action="store_true", default=None, help="keep the cases that an interrupted run wrote"
+    )
     options = parser.parse_args()
     options.results = options.results.resolve()
     return options

@@ -88,6 +88,23 @@ def test_local_sgd_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_local_sgd_accuracy(tmp_path: Path) -> None:
+    options = ["--seeds", "0", "1", "--cases", "local SGD", "DiLoCo", "--tasks", "gpt", "--gpt-length", "40"]
+    gpt = run("local_sgd_accuracy", tmp_path, *options)["gpt"]
+    cases = {"azureml_ddp", "local SGD", "DiLoCo"}
+    assert gpt["mean"].keys() == gpt["standard_deviation"].keys() == cases
+    assert gpt["optimizer_steps"] == 40
+    assert gpt["strategy"]["azureml_ddp"] == {}
+    assert {"period", "warmup_steps", "outer_learning_rate"} < gpt["strategy"]["DiLoCo"].keys()
+    for case, values in gpt["by_seed"].items():
+        assert len(values) == 2
+        assert gpt["mean"][case] == pytest.approx(sum(values) / 2)
+    assert gpt["worse_by"]["DiLoCo"] == pytest.approx(gpt["mean"]["DiLoCo"] - gpt["mean"]["azureml_ddp"])
+    again = run("local_sgd_accuracy", tmp_path, *options, "--go-on")["gpt"]
+    assert again == gpt, "what was written is kept"
+
+
+@pytest.mark.slow
 def test_checkpoint_stall(tmp_path: Path) -> None:
     tiny = {"fits": 1, "rounds": 2, "window": 2, "vocabulary": 64, "layers": 1, "width": 64, "length": 8}
     figures = run("checkpoint_stall", tmp_path, *(f"--{name}={value}" for name, value in tiny.items()))
