@@ -79,7 +79,7 @@ TASKS = {
             "local SGD": {"period": 16},
             "streaming": {"period": 16, "fragments": 16, "delay": 1},
             "asynchronous": {"period": 16, "delay": 16},
-            "DiLoCo": {"period": 16, "outer_learning_rate": 0.7, "outer_momentum": 0.5},
+            "DiLoCo": {"period": 16, "outer_learning_rate": 1.0, "outer_momentum": 0.3},
         },
     ),
     "digits": Task(
@@ -94,7 +94,7 @@ TASKS = {
             "local SGD": {"period": 16},
             "streaming": {"period": 16, "fragments": 16, "delay": 1},
             "asynchronous": {"period": 16, "delay": 16},
-            "DiLoCo": {"period": 16, "outer_learning_rate": 0.7, "outer_momentum": 0.5},
+            "DiLoCo": {"period": 16, "outer_learning_rate": 1.0, "outer_momentum": 0.3},
         },
     ),
 }
@@ -220,7 +220,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--cases", nargs="+", choices=(SYNCHRONOUS, *CASES), default=list(CASES), help="beside DDP")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
-    parser.add_argument("--gpt-length", type=int, default=600, help="optimizer steps")
+    parser.add_argument("--gpt-length", type=int, default=400, help="optimizer steps")
     parser.add_argument("--digits-length", type=int, default=6, help="epochs of 23 optimizer steps")
     parser.add_argument(
         "--go-on", action="store_true", default=None, help="keep the cases that an interrupted run wrote"
