@@ -33,8 +33,8 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from azureml_strategy.strategies import AzureMLLocalSGDStrategy
 
 PERIOD = 16
-DDP, LOCAL_SGD, OVERLAPPED = "azureml_ddp", "azureml_local_sgd", "azureml_local_sgd, overlapped"
-TORCH, ALONE = "torch's PostLocalSGDOptimizer", "computing alone"
+DDP, LOCAL_SGD, OVERLAPPED = "azureml_ddp", "azureml_local_sgd", "overlapped"
+TORCH, ALONE = "PostLocalSGDOptimizer", "computing alone"
 CASES = (DDP, LOCAL_SGD, OVERLAPPED, TORCH, ALONE)
 # Of local SGD over DDP.
 SPEEDUP_TARGETS = {"500mbit": 2.2, "200mbit": 4.0}
