@@ -79,7 +79,7 @@ TASKS = {
             "local SGD": {"period": 16},
             "streaming": {"period": 16, "fragments": 16, "delay": 1},
             "asynchronous": {"period": 16, "delay": 16},
-            "DiLoCo": {"period": 16, "outer_learning_rate": 1.0, "outer_momentum": 0.3},
+            "DiLoCo": {"period": 8, "outer_learning_rate": 1.0, "outer_momentum": 0.5},
         },
     ),
     "digits": Task(
@@ -94,7 +94,7 @@ TASKS = {
             "local SGD": {"period": 16},
             "streaming": {"period": 16, "fragments": 16, "delay": 1},
             "asynchronous": {"period": 16, "delay": 16},
-            "DiLoCo": {"period": 16, "outer_learning_rate": 1.0, "outer_momentum": 0.3},
+            "DiLoCo": {"period": 8, "outer_learning_rate": 1.0, "outer_momentum": 0.3},
         },
     ),
 }
@@ -172,11 +172,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def written(results: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures of an interrupted run with the same settings; none if there are none."""
+    """The figures of an interrupted run with the same seeds and lengths; none if there are none."""
     if not results.exists():
         return {}
     content = json.loads(results.read_text())
-    return content["figures"] if {**content["settings"], "go_on": None} == {**settings, "go_on": None} else {}
+    same = all(content["settings"][each] == settings[each] for each in ("seeds", "gpt_length", "digits_length"))
+    return content["figures"] if same else {}
 
 
 def figures(task: Task, length: int, values: Mapping[str, Sequence[float]]) -> dict[str, Any]:
