@@ -183,8 +183,12 @@ def written(results: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
 def figures(task: Task, length: int, values: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """Mean and standard deviation of each case, and how much worse it is than the synchronous one."""
     mean = {case: statistics.fmean(each) for case, each in values.items()}
-    deviation = {case: statistics.stdev(each) if len(each) > 1 else 0.0 for case, each in values.items()}
-    worse = {case: task.sign * (mean[case] - mean[SYNCHRONOUS]) for case in values if case != SYNCHRONOUS}
+    deviation = {case: _deviation(each) for case, each in values.items()}
+    pairs = {case: list(zip(each, values[SYNCHRONOUS], strict=True)) for case, each in values.items()}
+    by_seed = {
+        case: [task.sign * (one - other) for one, other in pairs[case]] for case in values if case != SYNCHRONOUS
+    }
+    worse = {case: statistics.fmean(each) for case, each in by_seed.items()}
     unit = deviation[SYNCHRONOUS]
     in_deviations = {case: each / unit if unit else None for case, each in worse.items()}
     return {
@@ -196,6 +200,7 @@ def figures(task: Task, length: int, values: Mapping[str, Sequence[float]]) -> d
         "mean": mean,
         "standard_deviation": deviation,
         "worse_by": worse,
+        "standard_deviation_of_worse_by_seed": {case: _deviation(each) for case, each in by_seed.items()},
         "worse_by_synchronous_standard_deviations": in_deviations,
         "target": {
             "standard_deviations_at_most": TARGET,
@@ -203,6 +208,10 @@ def figures(task: Task, length: int, values: Mapping[str, Sequence[float]]) -> d
         },
         "by_seed": values,
     }
+
+
+def _deviation(values: Sequence[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def rows(name: str, found: Mapping[str, Any]) -> list[list[str]]:
