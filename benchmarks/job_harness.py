@@ -57,7 +57,7 @@ def run(
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)  # the emulated job writes its mlflow.db here
         figures = measure(options)
-        save(name, _settings(options), figures, results)
+        save(name, settings(options), figures, results)
         os.chdir(results)
     return figures
 
@@ -79,7 +79,7 @@ def run_job(
     results = Path("rank_0.json").resolve()
     script = str(sys.modules["__main__"].__file__)  # absolute, whatever was typed
     command = [sys.executable, script, "--rank-results", str(results)]
-    for name, value in (_settings(options) | ({"bandwidth": bandwidth} if bandwidth else {})).items():
+    for name, value in (settings(options) | ({"bandwidth": bandwidth} if bandwidth else {})).items():
         values = value if isinstance(value, list) else [value]
         command += [f"--{name.replace('_', '-')}", *map(str, values)] if value is not None else []
     try:
@@ -91,5 +91,5 @@ def run_job(
     return figures(json.loads(results.read_text()))
 
 
-def _settings(options: argparse.Namespace) -> dict[str, Any]:
+def settings(options: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in vars(options).items() if name not in ("results", "rank_results")}

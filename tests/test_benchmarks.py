@@ -69,6 +69,42 @@ def test_ddp_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_local_sgd_step(tmp_path: Path) -> None:
+    """Where nodes cannot be isolated, the result says why."""
+    tiny = {"rounds": 1, "ddp-steps": 2, "network": "small", "pixels": 16, "batch-size": 2, "bandwidth": "500mbit"}
+    figures = run("local_sgd_step", tmp_path, *(f"--{name}={value}" for name, value in tiny.items()))["500mbit"]
+    if "skipped" in figures:
+        pytest.skip(figures["skipped"])
+    ours = {"azureml_local_sgd", "overlapped"}
+    torchs, alone = "PostLocalSGDOptimizer", "computing alone"
+    assert figures["step_s"].keys() == ours | {"azureml_ddp", torchs, alone}
+    assert figures["speedup_over_ddp"]["azureml_ddp"]["median"] == 1
+    assert figures["share_of_the_speed_of_computing_alone"][alone]["median"] == 1
+    assert figures["ratio_to_torch"].keys() == ours
+    # Packets' headers count as well, and the tiny network sends little else.
+    assert figures["ddp_bytes_to_those_of"].keys() == ours | {torchs}
+    assert all(each["median"] > 10 for each in figures["ddp_bytes_to_those_of"].values())
+    assert figures["targets"]["speedup_of_local_sgd_at_least"] == 2.2
+
+
+@pytest.mark.slow
+def test_local_sgd_accuracy(tmp_path: Path) -> None:
+    options = ["--seeds", "0", "1", "--cases", "DiLoCo", "--tasks", "gpt", "--gpt-length", "20"]
+    gpt = run("local_sgd_accuracy", tmp_path, *options)["gpt"]
+    cases = {"azureml_ddp", "DiLoCo"}
+    assert gpt["mean"].keys() == gpt["standard_deviation"].keys() == cases
+    assert gpt["optimizer_steps"] == 20
+    assert gpt["strategy"]["azureml_ddp"] == {}
+    assert {"period", "warmup_steps", "outer_learning_rate"} < gpt["strategy"]["DiLoCo"].keys()
+    for case, values in gpt["by_seed"].items():
+        assert len(values) == 2
+        assert gpt["mean"][case] == pytest.approx(sum(values) / 2)
+    assert gpt["worse_by"]["DiLoCo"] == pytest.approx(gpt["mean"]["DiLoCo"] - gpt["mean"]["azureml_ddp"])
+    again = run("local_sgd_accuracy", tmp_path, *options, "--go-on")["gpt"]
+    assert again == gpt, "what was written is kept"
+
+
+@pytest.mark.slow
 def test_checkpoint_stall(tmp_path: Path) -> None:
     tiny = {"fits": 1, "rounds": 2, "window": 2, "vocabulary": 64, "layers": 1, "width": 64, "length": 8}
     figures = run("checkpoint_stall", tmp_path, *(f"--{name}={value}" for name, value in tiny.items()))
