@@ -65,9 +65,11 @@ class Settings:
         Raises:
             ConfigurationError: this torch has no first bucket of its own size.
         """
-        given = {"static_graph": self.static_graph, "gradient_as_bucket_view": self.gradient_as_bucket_view}
+        given: dict[str, Any] = {"gradient_as_bucket_view": self.gradient_as_bucket_view}
+        if self.static_graph:
+            given["static_graph"] = True
         if self.first_bucket_mb is None:
-            return given | {"bucket_cap_mb": self.bucket_cap_mb}
+            return given if self.bucket_cap_mb is None else given | {"bucket_cap_mb": self.bucket_cap_mb}
         if not sizes_first_bucket():
             raise ConfigurationError(
                 f"first_bucket_mb={self.first_bucket_mb} needs a torch whose DistributedDataParallel has "
