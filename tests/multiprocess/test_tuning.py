@@ -69,6 +69,7 @@ def test_what_cannot_be_tuned_trains_as_it_is_and_says_why(run_job: RunJob, tmp_
     for name, words in {
         "Straggler": "rank 1 computes for",
         "Locked": "the module or the batch cannot be copied (TypeError: cannot pickle '_thread.lock' object)",
+        "Manual": "the module optimizes manually",
         "Bound": "a copy of the module does not train its own parameters",
     }.items():
         assert words in first[name]["why"]

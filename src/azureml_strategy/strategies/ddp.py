@@ -93,6 +93,8 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
                     "Both gradient_compression and ddp_comm_hook were given. Leave one of them out."
                 )
             ddp_comm_state, ddp_comm_hook = communication_hook(gradient_compression, powersgd_rank)
+        if (tune or tuned) and "bucket_cap_mb_list" in kwargs:
+            raise ConfigurationError("tune and tuned choose the sizes of buckets. Leave bucket_cap_mb_list out.")
         if (tune or tuned) and (ddp_comm_hook is not None and gradient_compression is None):
             raise ConfigurationError(
                 "tune and tuned choose how gradients are sent, and so does ddp_comm_hook. Leave one of them out."

@@ -189,10 +189,24 @@ class Bound(Deep):
         return {"loss": self.step(batch["row"]).pow(2).mean()}
 
 
+class Manual(Deep):
+    """Steps its optimizer itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx)["loss"])
+        optimizer.step()
+
+
 def refused() -> dict[str, Any]:
     """Modules that cannot be measured train as they are; files that do not fit end the run."""
     found: dict[str, Any] = {
-        kind.__name__: train(kind(), tune=True, folder=kind.__name__) for kind in (Straggler, Locked, Bound)
+        kind.__name__: train(kind(), tune=True, folder=kind.__name__) for kind in (Straggler, Locked, Bound, Manual)
     }
     found["files"] = sorted(each.name for each in FOLDER.rglob("*.json"))
     train(tune=True, tuned=str(FOLDER / "given.json"))

@@ -145,6 +145,7 @@ def test_a_straggler_is_named(alone: list[float], named: int | None) -> None:
     [
         ({"tune": True, "ddp_comm_hook": lambda state, bucket: None}, "so does ddp_comm_hook"),
         ({"tuned": "t.json", "ddp_comm_hook": lambda state, bucket: None}, "so does ddp_comm_hook"),
+        ({"tune": True, "bucket_cap_mb_list": [1, 25]}, "Leave bucket_cap_mb_list out"),
         ({"tune": True, "tune_lossy": "int4"}, "'int4', which is no compression"),
         ({"tune": True, "tune_lossy": ["bf16", "x"]}, "'x', which is no compression"),
     ],

@@ -104,6 +104,9 @@ def tune(order: TuningOrder, trainer: Trainer, module: LightningModule, bench: T
 
 
 def _search(request: Request, module: LightningModule, bench: TrialBench, here: Conditions) -> Tuning:
+    if not module.automatic_optimization:
+        # The Trainer's optimizers and schedulers are those of the original.
+        raise RefusalError("the module optimizes manually, so that each trial would step its optimizers")
     if is_compiled(module):
         raise RefusalError(
             "torch.compile has bound the module's methods to it, so that a copy would train the original"
