@@ -29,7 +29,7 @@ class _UnderWay:
     Attributes:
         part: index of the part; -1 for the statistics.
         due: the step after which it arrives.
-        own: what this replica had when it began, flat.
+        own: what this replica had when it began, flat; empty if it arrives at once.
         average: to come.
     """
 
@@ -254,9 +254,11 @@ class PeriodicAveraging:
     def _send(self, index: int, due: int) -> _UnderWay:
         part = self._parts[index]
         own = part.fragment.read(self._shared)
-        sent = part.to_send(own)
+        needed = due > self.step  # what has arrived at once replaces it
+        sent = part.to_send(own, in_place=not needed)
         average = partial(part.mean, exchanges=self._exchanges)
-        return _UnderWay(index, due, own, self._exchanges.begin(*self._place(_PART, index, sent), sent, average))
+        begun = self._exchanges.begin(*self._place(_PART, index, sent), sent, average)
+        return _UnderWay(index, due, own if needed else own[:0], begun)
 
     def _send_statistics(self, due: int) -> list[_UnderWay]:
         tensors = statistics(self._module)

@@ -38,13 +38,16 @@ class Part:
         momentum: Tensor | None = self.outer.state[self.anchor].get("momentum_buffer")
         return momentum
 
-    def to_send(self, own: Tensor) -> Tensor:
-        """What is averaged: the parameters, or how they have changed; a new tensor.
+    def to_send(self, own: Tensor, in_place: bool) -> Tensor:
+        """What is averaged: the parameters, or how they have changed.
 
         Args:
             own: what this replica has, flat.
+            in_place: take the memory of `own` for it, which nobody needs any more.
         """
-        return own.clone() if self.anchor is None else self.anchor - own
+        if self.anchor is None:
+            return own if in_place else own.clone()
+        return torch.sub(self.anchor, own, out=own if in_place else None)
 
     def mean(self, sent: Tensor, exchanges: Exchanges) -> Tensor:
         """Average what all ranks send. On the thread of the exchanges."""
