@@ -28,8 +28,8 @@ def test_two_replicas(run_job: RunJob) -> None:
 
 def check_numbers(job: Job) -> None:
     with scripts_on_path():
-        from local_sgd_cases import CASES
-    for name, case in CASES.items():
+        from local_sgd_cases import CASES, IN_PARTS
+    for name, case in [*CASES.items(), *((f"{name}, in parts", CASES[name]) for name in IN_PARTS)]:
         ranks = [results[name] for results in job.each("numbers")]
         for number, (found, expected) in enumerate(zip(ranks, replayed(case, ranks), strict=True)):
             assert_close(found["weights"], expected, f"{name}, rank {number}")

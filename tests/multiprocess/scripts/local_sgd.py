@@ -9,17 +9,19 @@ import struct
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from common import quiet_trainer, report
 from lightning.pytorch import Callback, LightningModule, Trainer
-from local_sgd_cases import CASES, OUTER
+from local_sgd_cases import CASES, IN_PARTS, OUTER
 from replicas import Case, Notes, train, train_ddp
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from two_layers import TwoLayers
 
 from azureml_strategy.strategies import AzureMLDDPStrategy, AzureMLLocalSGDStrategy
+from azureml_strategy.strategies.local_sgd import parts
 
 # struct tcp_info in linux/tcp.h: tcpi_bytes_sent.
 _BYTES_SENT_AT = 200
@@ -27,7 +29,10 @@ PUBLISHED = Path(__file__).parents[2] / "strategies" / "local_sgd" / "fixtures" 
 
 
 def numbers() -> dict[str, Any]:
-    return {name: train(case) for name, case in CASES.items()}
+    """Each case, and some again with fragments that are too large for one exchange."""
+    found = {name: train(case) for name, case in CASES.items()}
+    with patch.object(parts, "_MOST_ELEMENTS", 7):
+        return {**found, **{f"{name}, in parts": train(CASES[name]) for name in IN_PARTS}}
 
 
 def equalities() -> dict[str, Any]:

@@ -29,3 +29,5 @@ CASES: dict[str, Case] = {
     "outer, staleness one": Case({"period": 4, "delay": 4, **OUTER}, {}, ADAMW),
     "outer without momentum": Case({"period": 5, "outer_learning_rate": 1.0, "outer_momentum": 0.0}),
 }
+# The fragments of these are exchanged in several parts, too.
+IN_PARTS = ("plain", "warm-up", "diloco", "fragments and delay", "mixing", "outer, staleness one")

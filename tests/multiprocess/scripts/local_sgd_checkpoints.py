@@ -25,12 +25,14 @@ from torch.utils.data import DataLoader
 from azureml_strategy.checkpoint import JobCheckpoint
 from azureml_strategy.data import ResumableLoader, ResumableSampler
 from azureml_strategy.strategies import AzureMLDDPStrategy, AzureMLLocalSGDStrategy
+from azureml_strategy.strategies.local_sgd import parts
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 FOLDER = Path(os.environ["RESULTS"]).parent / "saved"
 ENTRY = "azureml_strategy_local_sgd"
 # Steps with a checkpoint: by a callback's call, after a validation, and by the Trainer's own.
 BY_HAND, VALIDATED, OWN = 9, 12, 14
+parts._MOST_ELEMENTS = 7  # so that large fragments are exchanged in several parts
 OUTER: dict[str, Any] = {"outer_learning_rate": 0.7, "outer_momentum": 0.9}
 
 

@@ -235,21 +235,22 @@ class PeriodicAveraging:
         self._under_way = [each for each in self._under_way if each.due != self.step]
         for each in arriving:
             self._arrive(each)
+        per_fragment = len(self._parts) // self._rules.fragments
+        begun = []
         for index in range(len(self._parts)):
-            due = self._begun + self._rules.arrival(index, self._length)
+            due = self._begun + self._rules.arrival(index // per_fragment, self._length)
             if due - self._rules.delay == self.step:
-                self._begin(index, due)
+                begun += self._begin(index, due)
+        if self._rules.delay:
+            self._under_way += begun
+            return
+        for each in begun:  # not before all of them have begun: one is sent while the next is copied
+            self._arrive(each)
 
-    def _begin(self, index: int, due: int) -> None:
+    def _begin(self, index: int, due: int) -> list[_UnderWay]:
         """Begin the exchange of a part; the last one takes the statistics along."""
         begun = [self._send(index, due)] if self._parts[index].fragment.size else []
-        if index == len(self._parts) - 1:
-            begun += self._send_statistics(due)
-        for each in begun:
-            if due == self.step:
-                self._arrive(each)
-            else:
-                self._under_way.append(each)
+        return begun + (self._send_statistics(due) if index == len(self._parts) - 1 else [])
 
     def _send(self, index: int, due: int) -> _UnderWay:
         part = self._parts[index]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -13,13 +14,16 @@ from azureml_strategy.strategies.local_sgd.exchange import Compression, Exchange
 from azureml_strategy.strategies.local_sgd.fragments import Fragment, cut
 from azureml_strategy.strategies.local_sgd.period import Rules
 
+# 32 MiB in float32. While one part is sent, the next is copied; and a part takes far longer than the network's latency.
+_MOST_ELEMENTS = 2**23
+
 
 @dataclass
 class Part:
-    """A fragment of the parameters, and what is kept for it.
+    """What is exchanged at once: a fragment of the parameters or, of a large one, a share; and what is kept for it.
 
     Attributes:
-        fragment: its pieces.
+        fragment: its pieces of tensors.
         anchor: the common parameters after the last exchange, flat; None where changes are not counted.
         outer: the optimizer that applies the average of the changes to the anchor.
         compression: of the changes, with what it has not sent yet.
@@ -80,7 +84,9 @@ def cut_parts(
         anchors: common parameters so far, by name; those that are missing are as they are now.
         momenta: of the outer optimizer so far, by name; those that are missing are zero.
     """
-    fragments = cut(shared, rules.fragments)
+    elements = sum(each.numel() for each in shared.values())
+    per_fragment = max(1, math.ceil(elements / rules.fragments / _MOST_ELEMENTS))
+    fragments = cut(shared, rules.fragments * per_fragment)
     if not rules.anchored:
         return [Part(each) for each in fragments]
     common = {name: anchors.get(name, each) for name, each in shared.items()}
