@@ -87,6 +87,26 @@ def test_local_sgd_step(tmp_path: Path) -> None:
     assert figures["targets"]["speedup_of_local_sgd_at_least"] == 2.2
 
 
+@pytest.mark.exhaustive
+def test_tune_ddp(tmp_path: Path) -> None:
+    tiny = {"rounds": 1, "steps": 1, "network": "small", "pixels": 16, "batch-size": 2, "grid-steps": 1}
+    options = [f"--{name}={value}" for name, value in tiny.items()]
+    figures = run("tune_ddp", tmp_path, *options, "--bandwidth=none", "--grid-at=none", "--grid-most=12")["none"]
+    cases = {"default", "tuned, lossless", "tuned, bf16 allowed", "tuned, all allowed"}
+    assert figures["step_s"].keys() == figures["picks"].keys() == cases
+    assert figures["speedup_over_default"]["default"]["median"] == 1
+    assert figures["kept_the_default"]["default"] is True
+    assert all(passes > 5 for passes in figures["passes"].values())
+    grid = figures["grid"]
+    assert grid["settings"] == len(grid["step_s"]) == 12
+    assert 12 * 3 <= grid["passes"] <= 12 * 4
+    assert {grid["best"], grid["pick"], figures["picks"]["default"]} <= grid["final_step_s"].keys()
+    assert grid["pick"] == figures["picks"]["tuned, all allowed"]
+    steps = {name: step["median"] for name, step in grid["final_step_s"].items()}
+    assert grid["pick_to_best"]["median"] == pytest.approx(steps[grid["pick"]] / min(steps.values()))
+    assert list(grid["step_s"].values()) == sorted(grid["step_s"].values())
+
+
 @pytest.mark.slow
 def test_local_sgd_accuracy(tmp_path: Path) -> None:
     options = ["--seeds", "0", "1", "--cases", "DiLoCo", "--tasks", "gpt", "--gpt-length", "20"]
