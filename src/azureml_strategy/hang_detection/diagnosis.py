@@ -140,7 +140,7 @@ def _headline(evidence: Evidence, found: list[int], mismatch: str | None) -> str
         return f"The ranks hang {alarm.text}: {why}." if alarm.kind == "stalled" else f"{alarm.text}."
     names = ", ".join(map(evidence.name, found))
     what = {
-        "ended": f"ended first: {alarm.text}",
+        "ended": f"ended first: {alarm.text.rstrip('.')}",
         "gone": "is gone: its process was killed (by SIGKILL, or for want of memory) or has crashed",
         "silent": f"has not been heard of {alarm.text}",
         "vanished": f"is gone with its node: {alarm.text}",
