@@ -120,8 +120,9 @@ def test_a_disagreement_counts_more_than_a_rank_that_has_not_come() -> None:
     assert verdict.final
 
 
-def test_an_exception_is_told_with_its_rank() -> None:
+@pytest.mark.parametrize("told", ["ValueError: no labels", "ValueError: no labels."])
+def test_an_exception_is_told_with_its_rank(told: str) -> None:
     reports = {rank: report(collective(41), failed=True) for rank in range(4)}
-    verdict = reach_verdict(evidence("ended", (1,), "ValueError: no labels", reports))
-    assert verdict.headline.startswith("rank 1 (node 0, host gpu-0) ended first: ValueError: no labels.")
+    verdict = reach_verdict(evidence("ended", (1,), told, reports))
+    assert verdict.headline.startswith("rank 1 (node 0, host gpu-0) ended first: ValueError: no labels. ")
     assert verdict.kind == "ended"
