@@ -4,6 +4,8 @@ PYTHON ?= python3
 PIP_INSTALL = install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 # `make soak SOAK="--faults 1000 --seed 7"`: its options.
 SOAK =
+# `make test-versions VERSIONS="--only lowest --python 3.12"`: its options.
+VERSIONS =
 # A file's tests stay together, for what they share, and the longest files come first, as tests/conftest.py sorts them.
 # Three at once, also on two cores, as some tests wait; more would be in each other's way.
 # xdist runs a test again that has ended its process; one that does so each time must not go on for ever.
@@ -16,12 +18,16 @@ OLDEST_TESTS = tests/strategies tests/training/test_conf.py tests/checkpoint/tes
 	tests/tracking/test_logger.py tests/test_internals.py tests/huggingface --ignore=tests/huggingface/test_hub.py \
 	--deselect tests/tracking/test_logger.py::test_a_server_that_goes_and_comes_back
 
-.PHONY: demo test test-oldest test-all soak lint clean
+# `make release-check TAG=v1.2.0` for a release that is being made; STEPS="build check_metadata" for some of it.
+TAG =
+STEPS =
+
+.PHONY: demo test test-oldest test-all test-docs test-versions soak lint lint-workflows docs licenses release-check clean
 
 demo: .venv/installed
 	.venv/bin/azureml-strategy emulate --nodes 2 -- .venv/bin/azureml-strategy train resnet50_ddp
 
-test: .venv-test/oldest/installed .venv-test/azurite/installed
+test: .venv-test/oldest/installed .venv-test/azurite/installed .venv-test/inference/installed
 	@$(MAKE) --no-print-directory --jobs 2 lint test-oldest
 	.venv-test/bin/python -m pytest $(EVERY_CORE) --durations 25
 
@@ -29,17 +35,45 @@ test: .venv-test/oldest/installed .venv-test/azurite/installed
 test-oldest: .venv-test/oldest/installed
 	PYTHONPATH=$(CURDIR)/.venv-test/oldest .venv-test/bin/python -m pytest -q -W ignore $(OLDEST_TESTS)
 
-test-all: lint .venv-test/azurite/installed
+test-all: lint .venv-test/azurite/installed .venv-test/inference/installed
 	.venv-test/bin/python -m pytest $(EVERY_CORE) -m "" --hypothesis-profile random -o faulthandler_timeout=3600
+
+# Every block of the pages that can run here; `make test` runs those of some pages.
+test-docs: .venv-test/installed
+	.venv-test/bin/python -m pytest -n 2 -m "" tests/documentation tests/test_docs.py
+
+# Gigabytes of downloads, and a long time: see docs/versions.md.
+test-versions: .venv-test/installed
+	.venv-test/bin/python tests/versions.py $(VERSIONS)
 
 soak: .venv-test/installed
 	.venv-test/bin/python benchmarks/soak.py $(SOAK)
+
+# Strict and offline: a broken link, a missing anchor or a public name without a docstring fails it. build/site/docs/index.html
+docs: .venv-test/installed
+	DS_ACCELERATOR=cpu .venv-test/bin/python -m sphinx -c docs -b html -d build/doctrees -W --keep-going -n -q . build/site
 
 lint: .venv-test/installed
 	.venv-test/bin/ruff check .
 	.venv-test/bin/ruff format --check .
 	.venv-test/bin/mypy
 	.venv-test/bin/lint-imports
+
+# zizmor looks for what an attacker could do with a workflow; the schemas are GitHub's.
+lint-workflows: .venv-release/installed
+	.venv-release/bin/zizmor --offline --quiet --persona pedantic .github
+	.venv-release/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	.venv-release/bin/check-jsonschema --builtin-schema vendor.dependabot .github/dependabot.yml
+	.venv-release/bin/check-jsonschema --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	.venv-release/bin/check-jsonschema --builtin-schema vendor.github-issue-forms \
+		.github/ISSUE_TEMPLATE/bug.yml .github/ISSUE_TEMPLATE/feature.yml
+
+licenses: .venv-test/installed
+	.venv-test/bin/python release/licenses.py --write
+
+# The files of the release go into dist: docs/releases.md.
+release-check: lint-workflows
+	.venv-release/bin/python release/check.py $(STEPS) $(if $(TAG),--tag $(TAG))
 
 .venv/installed: $(SOURCES)
 	$(PYTHON) -m venv --clear .venv
@@ -56,6 +90,11 @@ lint: .venv-test/installed
 	.venv-test/bin/pip install --quiet --disable-pip-version-check --no-compile --no-deps --target .venv-test/oldest -r tests/oldest.txt
 	touch $@
 
+.venv-release/installed: release/requirements.txt
+	$(PYTHON) -m venv --clear .venv-release
+	.venv-release/bin/pip install --quiet --disable-pip-version-check --require-hashes -r release/requirements.txt
+	touch $@
+
 # Azurite, Microsoft's emulator of Blob Storage; the tests that need it are skipped where it is not.
 .venv-test/azurite/installed: .venv-test/installed tests/azurite/package-lock.json
 	@mkdir -p $(@D)
@@ -63,5 +102,16 @@ lint: .venv-test/installed
 	@(cd $(@D) && npm ci --ignore-scripts --omit=dev --omit=optional --no-audit --no-fund --loglevel=error && touch installed) || \
 		echo "Azurite could not be installed (is npm there?): the tests of Blob Storage will be skipped."
 
+# Azure ML's inference server, which needs other versions than constraints.txt has: it comes first on the path of an
+# environment of its own, and torch and the rest from the tests' one.
+.venv-test/inference/installed: .venv-test/installed environments/online.txt
+	$(PYTHON) -m venv --clear .venv-test/inference
+	.venv-test/inference/bin/pip install --quiet --disable-pip-version-check --no-compile --no-deps -r environments/online.txt
+	echo "import site; site.addsitedir('$$(.venv-test/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+		> "$$(.venv-test/inference/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth"
+	touch $@
+
 clean:
-	rm -rf .venv .venv-test build dist outputs multirun mlflow.db mlruns
+	rm -rf .venv .venv-test .venv-release build dist outputs multirun mlflow.db mlruns
+
+	rm -rf .venv .venv-test .venv-versions build dist outputs multirun mlflow.db mlruns

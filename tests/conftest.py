@@ -116,10 +116,11 @@ def _leaves_no_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
 
 
 def _counts(child: psutil.Process) -> bool:
-    """Whether a live child is the test's: multiprocessing's trackers and the Blob server outlive it."""
+    """Whether a live child is the test's: multiprocessing's trackers and the servers of several tests outlive it."""
+    others = ("resource_tracker", "forkserver", "azurite", "azmlinfsrv")
     try:
         command = " ".join(child.cmdline())
-        return child.is_running() and not any(name in command for name in ("resource_tracker", "forkserver", "azurite"))
+        return child.is_running() and not any(name in command for name in others)
     except psutil.NoSuchProcess:
         return False
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-from azureml_strategy import __version__
+import azureml_strategy
 from azureml_strategy.cli import main
 from azureml_strategy.cli.verbs import print_text
 from azureml_strategy.training.recipes import shipped_recipes
 
 COMMAND = [sys.executable, "-m", "azureml_strategy.cli"]
 CONF = Path(__file__).parents[1] / "conf"
-HEAVY = ["torch", "lightning", "mlflow", "hydra", "omegaconf", "numpy", "rich", "azure", "azureml_strategy.training"]
+HEAVY = ["torch", "lightning", "mlflow", "hydra", "omegaconf", "numpy", "rich", "azure", "importlib.metadata"]
+HEAVY += ["azureml_strategy.training"]
 
 
 def test_help_of_everything_imports_nothing_heavy() -> None:
@@ -41,7 +44,8 @@ def test_help_of_everything_imports_nothing_heavy() -> None:
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
-    assert capsys.readouterr().out.strip() == __version__
+    declared = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["version"]
+    assert capsys.readouterr().out.strip() == version("azureml-strategy") == azureml_strategy.__version__ == declared
 
 
 def test_recipes_are_listed_with_what_they_are(capsys: pytest.CaptureFixture[str]) -> None:

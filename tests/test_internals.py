@@ -21,6 +21,8 @@ from azureml_strategy.huggingface import transformers_internals
 from azureml_strategy.jobs import azure_internals
 from azureml_strategy.strategies import deepspeed_internals
 
+# Programs, and a script that only Azure ML's inference server can run.
+NOT_IMPORTED = ("__main__", ".serving.online")
 SOURCES = Path(azureml_strategy.__file__).parent
 LIBRARIES = ("lightning", "lightning_utilities", "pytorch_lightning", "deepspeed", "azure", "transformers", "peft")
 LISTED = {
@@ -103,7 +105,7 @@ def _listed_for(own: type) -> set[str]:
 def _subclasses() -> Iterator[type]:
     """Yield the package's classes that have a base of such a library."""
     for each in pkgutil.walk_packages(azureml_strategy.__path__, f"{azureml_strategy.__name__}."):
-        members = vars(import_module(each.name)).values() if not each.name.endswith("__main__") else ()
+        members = vars(import_module(each.name)).values() if not each.name.endswith(NOT_IMPORTED) else ()
         for kind in filter(inspect.isclass, members):
             if kind.__module__ == each.name and any(map(_is_of_library, kind.__mro__)):
                 yield kind

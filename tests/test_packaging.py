@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from importlib.metadata import distribution
@@ -15,11 +17,18 @@ from pathlib import Path
 import pytest
 from mlflow.tracking import MlflowClient
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+from tests.versions import read_results, table
 
 ROOT = Path(__file__).parents[1]
 # What a build reads.
 SOURCES = (
     "pyproject.toml",
+    "setup.py",
+    "MANIFEST.in",
+    "CHANGELOG.md",
+    "SECURITY.md",
     "README.md",
     "LICENSE",
     "src",
@@ -34,23 +43,35 @@ SOURCES = (
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
 
 
+MOMENT = 1_700_000_000
+NO_INDEX = ("wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir")
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built in a copy of the tree: setuptools writes beside the sources."""
-    copy, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("dist")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what a build reads: setuptools writes beside the sources."""
+    copy = tmp_path_factory.mktemp("tree")
     for name in SOURCES:
         if (ROOT / name).is_dir():
             unwanted = shutil.ignore_patterns("__pycache__", "*.egg-info", "results")
             shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=unwanted)
         else:
             shutil.copy(ROOT / name, copy / name)
-    pip("wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(out), str(copy))
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from the tree."""
+    out = tmp_path_factory.mktemp("dist")
+    pip(*NO_INDEX, str(out), str(tree))
     (built,) = out.glob("*.whl")
     return built
 
 
 def pip(*arguments: str) -> None:
-    done = subprocess.run([*PIP, *arguments], capture_output=True, text=True, check=False)
+    environ = {**os.environ, "SOURCE_DATE_EPOCH": str(MOMENT)}
+    done = subprocess.run([*PIP, *arguments], env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -71,6 +92,33 @@ def test_the_wheel_holds_the_package_and_its_data_and_nothing_else(wheel: Path) 
     package |= {f"azureml_strategy/environments/{file.name}" for file in (ROOT / "environments").glob("[!_]*")}
     package |= {f"hydra_plugins/azureml_{name}/__init__.py" for name in ("searchpath", "launcher")}
     assert names == package | {"azureml_strategy/py.typed", "azureml_strategy/environments/__init__.py"}
+
+
+def test_the_source_archive_tells_nothing_of_its_builder_and_makes_the_same_wheel(
+    tree: Path, wheel: Path, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "build", "--no-isolation", "--sdist", "--outdir", str(tmp_path), str(tree)]
+    environ = {**os.environ, "SOURCE_DATE_EPOCH": str(MOMENT)}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (packed,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(packed) as archive:
+        members = archive.getmembers()
+    assert {(each.mtime, each.uid, each.gid, each.uname, each.gname) for each in members} == {(MOMENT, 0, 0, "", "")}
+    assert {each.mode for each in members} == {0o644, 0o755}
+    assert all(each.isfile() or each.isdir() for each in members), "the folders that are links here are folders there"
+    assert int.from_bytes(packed.read_bytes()[4:8], "little") == MOMENT, "the head of gzip"
+    top = {each.name.split("/")[1] for each in members if "/" in each.name}
+    assert top >= {"pyproject.toml", "setup.py", "LICENSE", "README.md", "CHANGELOG.md", "constraints.txt", "src"}
+    assert "tests" not in top
+    pip(*NO_INDEX, str(tmp_path), str(packed))
+    assert checksums(tmp_path / wheel.name) == checksums(wheel)
+
+
+def checksums(wheel: Path) -> list[tuple[str, int, tuple[int, ...]]]:
+    """Of each file, in the wheel's order: byte for byte the wheels are alike where both trees have the same rights."""
+    with zipfile.ZipFile(wheel) as archive:
+        return [(each.filename, each.CRC, each.date_time) for each in archive.infolist()]
 
 
 def test_the_wheel_works_alone(wheel: Path, tmp_path: Path) -> None:
@@ -114,15 +162,42 @@ def test_this_installation_exposes_the_same() -> None:
         assert all(installed.joinpath(name).is_file() for name in here)
 
 
-def test_the_oldest_versions_that_are_tested_are_those_that_are_allowed() -> None:
+def bounds() -> dict[str, SpecifierSet]:
+    """What pyproject.toml allows of each package, the extras included."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    asked = map(Requirement, [*project["dependencies"], *project["optional-dependencies"]["recipes"]])
-    lowest = {each.name: str(each.specifier) for each in asked}
+    asked = [*project["dependencies"], *(each for extra in project["optional-dependencies"].values() for each in extra)]
+    return {each.name: each.specifier for each in map(Requirement, asked)}
+
+
+def lower(specifiers: SpecifierSet) -> Version:
+    (found,) = (Version(each.version) for each in specifiers if each.operator == ">=")
+    return found
+
+
+def test_the_bounds_are_what_was_tested() -> None:
+    """By `make test-versions`, which wrote the file."""
+    cases = json.loads((ROOT / "tests" / "versions.json").read_text())
+    (lowest,) = (case["versions"] for case in cases if (case["only"], case["python"]) == ("lowest", "3.11"))
+    allowed = bounds()
+    for name in lowest.keys() - {"python"}:
+        assert lower(allowed[name]) == Version(lowest[name]), name
+    for case in cases:
+        assert all(allowed[name].contains(case["versions"][name]) for name in lowest.keys() - {"python"}), case
+
+
+def test_the_page_shows_what_was_tested() -> None:
+    assert "\n".join(table(read_results())) in (ROOT / "docs" / "versions.md").read_text()
+
+
+def test_the_oldest_versions_of_the_quick_check_are_those_that_are_allowed() -> None:
     lines = (ROOT / "tests" / "oldest.txt").read_text().splitlines()
-    tested = {each.name: str(each.specifier) for each in map(Requirement, (line for line in lines if line[0] != "#"))}
-    for name in ("lightning", "hydra-core", "mlflow", "mlflow-skinny"):
-        version = tested[name].removeprefix("==")
-        assert lowest[name].split(",")[-1].removeprefix(">=") == version.removesuffix(".0"), name
+    allowed = bounds()
+    for each in map(Requirement, (line for line in lines if line[0] != "#")):
+        if each.name not in ("pytorch-lightning", "sqlalchemy"):  # the same release; what such an MLflow needs
+            assert str(each.specifier).removeprefix("==") in (
+                str(lower(allowed[each.name])),
+                f"{lower(allowed[each.name])}.0",
+            )
 
 
 # Run by every interpreter that starts with its folder on the path: what the extras bring is not found, nor what only

@@ -6,7 +6,7 @@ imported before or after it. The package itself imports neither torch nor Lightn
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from azureml_strategy.lazy import lazy_attributes
 from azureml_strategy.plugin import register_when_lightning_is_imported
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
         PipelineStrategy,
     )
 
-__version__ = "0.1.0"
+    __version__: str
+
 __all__ = [
     "AzureMLDDPStrategy",
     "AzureMLDeepSpeedStrategy",
@@ -43,7 +44,7 @@ __all__ = [
     "read_job",
 ]
 
-__getattr__ = lazy_attributes(
+_public_name = lazy_attributes(
     __name__,
     {
         "AzureMLDDPStrategy": "azureml_strategy.strategies",
@@ -59,5 +60,14 @@ __getattr__ = lazy_attributes(
         "read_job": "azureml_strategy.cluster",
     },
 )
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":  # of the installation: pyproject.toml alone says it; importlib.metadata takes 40 ms
+        from importlib.metadata import version
+
+        return version("azureml-strategy")
+    return _public_name(name)
+
 
 register_when_lightning_is_imported()

@@ -96,13 +96,13 @@ _TENSORS = {
 def test_what_is_found_loadable_is_what_torch_loads(kind: str, tmp_path: Path) -> None:
     content = {"state_dict": OrderedDict(weight=_TENSORS[kind]), "again": [_TENSORS[kind]]}
     torch.save(content, tmp_path / "whole.pt")
-    if kind.endswith("with a path"):
-        with pytest.raises(pickle.UnpicklingError):
-            torch.load(tmp_path / "whole.pt", weights_only=True)
+    try:
+        torch.load(tmp_path / "whole.pt", weights_only=True)
+    except pickle.UnpicklingError:  # nested ones too, from torch 2.15 on
+        assert kind == "nested" or kind.endswith("with a path")
         with pytest.raises(ValueError, match="a restart could not load it: "):
             require_loadable(content)
     else:
-        torch.load(tmp_path / "whole.pt", weights_only=True)
         require_loadable(content)
 
 

@@ -313,11 +313,20 @@ def test_files_go_with_the_one_that_has_opened_them(tmp_path: Path, index: Shard
     cache = cache_of(tmp_path)
     cache.expect(np.arange(240), np.arange(0))
     wait_until(lambda: cache.statistics()["stored_blocks"] == 240)
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_below(tmp_path)
     for _ in range(3):
-        assert is_right(index, [0, 100, 200], cache_of(tmp_path).read([0, 100, 200]))
-    assert len(os.listdir("/proc/self/fd")) == before
+        another = cache_of(tmp_path)
+        assert is_right(index, [0, 100, 200], another.read([0, 100, 200]))
+        assert open_below(tmp_path) > before
+        del another
+    assert open_below(tmp_path) == before
     cache.close()
+
+
+def open_below(folder: Path) -> int:
+    """How many files below the folder this process has open; caches of other tests may go at any time."""
+    links = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+    return sum(link.startswith(str(folder)) for link in links)
 
 
 def test_one_that_goes_while_its_set_is_opened_is_no_user_of_it(tmp_path: Path, index: ShardIndex) -> None:

@@ -83,8 +83,9 @@ def test_each_process_gets_the_variables_of_its_place_and_no_others(
 @pytest.mark.parametrize("distribution", ["pytorch", "mpi"])
 def test_a_second_job_beside_the_first_gets_a_port_of_its_own(run_code: RunCode, distribution: str) -> None:
     with socket.socket() as taken:
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        with suppress(OSError):  # it may be taken already, by another job on this machine
+        # It may be taken already, by another job on this machine. A reusable socket would take it even so, and rank 0
+        # of that job could not listen.
+        with suppress(OSError):
             taken.bind(("127.0.0.1", DEFAULT_PORT))
             taken.listen()
         (environ,) = run_code(PRINT_ENVIRON, distribution=distribution).json()

@@ -154,4 +154,4 @@ def test_nothing_is_left_of_a_folder_that_cannot_be_written(
     assert "out exists. Name a folder that does not" in capsys.readouterr().err
     assert not list(tmp_path.glob("*.part"))
     assert main(["consolidate", str(checkpoint), str(tmp_path / "file"), "--merge"]) == 2
-    assert "--merge is for folders: add --format hf" in capsys.readouterr().err
+    assert "--merge is not for --format lightning. Add --format hf" in capsys.readouterr().err

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from azureml_strategy.checkpoint.formats import FORMATS, CheckpointFormat, CheckpointFormatError
+from azureml_strategy.checkpoint.module_record import MODULE, merged
 from azureml_strategy.checkpoint.plain_coding import decode
 from azureml_strategy.checkpoint.plain_data import HUGGING_FACE, MOVED, to_plain
 
@@ -17,11 +20,13 @@ from azureml_strategy.checkpoint.plain_data import HUGGING_FACE, MOVED, to_plain
 _KEPT = (
     *("epoch", "global_step", "pytorch-lightning_version"),
     *("hyper_parameters", "hparams_name", "hparams_type"),
-    HUGGING_FACE,
+    *(HUGGING_FACE, MODULE),
 )
 
 
-def consolidate(checkpoint: Path, output: Path, *, trust_pickles: bool = False) -> dict[str, torch.Tensor]:
+def consolidate(
+    checkpoint: Path, output: Path, *, trust_pickles: bool = False, told: Mapping[str, Any] | None = None
+) -> dict[str, torch.Tensor]:
     """Write the weights of a checkpoint into one file, in one process and without a GPU.
 
     `LightningModule.load_from_checkpoint` loads the file. `torch.load` returns a dictionary whose `state_dict` fits the
@@ -33,6 +38,7 @@ def consolidate(checkpoint: Path, output: Path, *, trust_pickles: bool = False) 
         output: the file to write. It appears complete or not at all.
         trust_pickles: run the code that the checkpoint's files ask for. Files of older versions or of other writers
             may need it; without it, they are refused.
+        told: what the caller knows of the module, as `told_of_module` makes it.
 
     Returns:
         The weights by name, on the CPU.
@@ -40,15 +46,31 @@ def consolidate(checkpoint: Path, output: Path, *, trust_pickles: bool = False) 
     Raises:
         CheckpointFormatError: the layout is not known, the output exists, or reading would run code.
     """
-    found = checkpoint_format(checkpoint)
-    if output.exists():
-        raise CheckpointFormatError(f"{output} exists. Name a file that does not, or delete it first.")
-    read = found.read(checkpoint, trust_pickles)
-    weights: dict[str, torch.Tensor] = dict(read["state_dict"])
+    refuse_existing(output)
+    content = read_whole(checkpoint, trust_pickles=trust_pickles, told=told)
+    with appearing(output) as part:
+        torch.save(content, part)
+    weights: dict[str, torch.Tensor] = content["state_dict"]
+    return weights
+
+
+def read_whole(
+    checkpoint: Path, *, trust_pickles: bool = False, told: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Read what `consolidate` writes: weights, hyperparameters, and what tells of the module, in plain form.
+
+    Args:
+        checkpoint, trust_pickles, told: as for `consolidate`.
+
+    Raises:
+        CheckpointFormatError: the layout is not known, or reading would run code.
+    """
+    read = checkpoint_format(checkpoint).read(checkpoint, trust_pickles)
+    if told:
+        read = {**read, MODULE: merged(read.get(MODULE), told)}
     moved = [each for each in read.get(MOVED, ()) if decode(each["at"])[0] in _KEPT]
     kept = {name: read[name] for name in _KEPT if name in read}
-    _write(to_plain({"state_dict": weights, **kept, MOVED: moved}), output)
-    return weights
+    return to_plain({"state_dict": dict(read["state_dict"]), **kept, MOVED: moved})
 
 
 def checkpoint_format(checkpoint: Path) -> CheckpointFormat:
@@ -70,8 +92,23 @@ def checkpoint_format(checkpoint: Path) -> CheckpointFormat:
     )
 
 
-def _write(content: dict[str, Any], output: Path) -> None:
+def refuse_existing(output: Path) -> None:
+    """Refuse to write over what is there.
+
+    Raises:
+        CheckpointFormatError: the output exists.
+    """
+    if output.exists():
+        raise CheckpointFormatError(f"{output} exists. Name a file that does not, or delete it first.")
+
+
+@contextmanager
+def appearing(output: Path) -> Iterator[Path]:
+    """Give a file to write, which becomes the output when the context ends without an error."""
     output.parent.mkdir(parents=True, exist_ok=True)
     part = output.with_name(output.name + ".part")
-    torch.save(content, part)
-    os.replace(part, output)
+    try:
+        yield part
+        os.replace(part, output)
+    finally:
+        part.unlink(missing_ok=True)

@@ -166,7 +166,7 @@ class IndexReader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         if self._trust_pickles:
             return super().read_metadata(*args, **kwargs)
-        file = Path(self._get_metadata_path(kwargs.get("rank")))
+        file = Path(self.path, ".metadata")
         with file.open("rb") as stream:
             index: Metadata = _IndexUnpickler(stream, file).load()
         index.storage_meta = None  # it says when and by whom the checkpoint was written
@@ -182,7 +182,7 @@ class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        if module == "pathlib" and name.endswith("Path"):
+        if module in ("pathlib", "pathlib._local") and name.endswith("Path"):  # the latter on Python 3.13
             return _Inert  # where the checkpoint was written
         if (module, name) not in _INDEX:
             raise CheckpointFormatError(_refusal(self._file, [f"{module}.{name}"]))
@@ -239,8 +239,8 @@ def _read_distributed(path: Path, trust_pickles: bool) -> dict[str, Any]:
         load(weights, storage_reader=reader, **alone)
     except CheckpointException as error:  # it holds the errors of all ranks, with their stacks
         reason = str(next(iter(error.failures.values()))[0])
-        if "Weights only load failed" in reason:  # advice that does not apply here follows
-            reason = reason.partition("\n\n")[2].strip().partition("\n")[0]
+        if "Weights only load failed" in reason:  # between advice that does not apply here
+            reason = reason.partition("\n\nCheck the documentation")[0].splitlines()[-1].strip()
         raise CheckpointFormatError(f"{path}: a part cannot be read, and no part may be left out: {reason}") from error
     beside = path / _REST
     rest: dict[str, Any] = read_file(beside, trust_pickles) if beside.is_file() else {}

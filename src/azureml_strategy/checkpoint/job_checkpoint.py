@@ -32,6 +32,7 @@ from azureml_strategy.checkpoint.hugging_face import HuggingFaceFolder
 from azureml_strategy.checkpoint.loop_state import FitLoopState
 from azureml_strategy.checkpoint.manifest import Manifest
 from azureml_strategy.checkpoint.metric_state import Settings, metric_settings, metric_state, restore_metric_state
+from azureml_strategy.checkpoint.module_record import module_entry, remember_input
 from azureml_strategy.checkpoint.random_state import find_generators, random_state, set_random_state
 from azureml_strategy.checkpoint.shared_timer import SharedTimer
 from azureml_strategy.checkpoint.writer import BackgroundWriter, CheckpointWriter, Written
@@ -188,6 +189,10 @@ class JobCheckpoint(ModelCheckpoint):
         self._pending_metrics = []
 
     @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        remember_input(pl_module, batch)
+
+    @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not (trainer.enable_validation and any(trainer.num_val_batches)):
             self._note_measurement(trainer)
@@ -243,6 +248,7 @@ class JobCheckpoint(ModelCheckpoint):
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint |= module_entry(pl_module)  # also under a strategy that adds nothing
         loop = FitLoopState.of(trainer)
         own = {
             "random": random_state(_generators(trainer)),

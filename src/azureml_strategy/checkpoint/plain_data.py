@@ -22,6 +22,7 @@ from lightning_utilities.core.rank_zero import WarningCache
 from torch import Tensor, nn
 from typing_extensions import override
 
+from azureml_strategy.checkpoint.module_record import module_entry
 from azureml_strategy.checkpoint.plain_coding import NotEncodableError, decode, encode, is_plain
 
 MOVED = "azureml_strategy_moved"
@@ -52,7 +53,7 @@ class PlainDataStrategy(Strategy):
 
     def own_entries(self) -> dict[str, Any]:
         """What this strategy adds to each checkpoint, in a form that needs no conversion."""
-        return {}
+        return module_entry(self.lightning_module)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:

@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from azureml_strategy import __version__
 from azureml_strategy.cli import (
     bench,
     cluster,
@@ -106,9 +105,19 @@ def _meant(word: str) -> str:
     return ""
 
 
+class _Version(argparse.Action):
+    """Looks the version up when it is asked for: that takes longer than the rest of the command line."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from azureml_strategy import __version__
+
+        print(__version__)
+        parser.exit()
+
+
 def _parser() -> Parser:
     parser = Parser(prog="azureml-strategy", description="PyTorch Lightning on Azure Machine Learning.")
-    parser.add_argument("--version", action="version", version=__version__)
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version, and exit")
     verbs = parser.add_verbs()
     for verb in _VERBS:
         verb.add_to(verbs)

@@ -13,14 +13,23 @@ examples:
 and then, in Python:
   model = YourModule.load_from_checkpoint("weights.ckpt")
 
+for other programs, the weights alone, or a model that onnxruntime computes:
+  azureml-strategy consolidate outputs/run/checkpoints/epoch=2-step=66.ckpt weights.safetensors --format safetensors
+  azureml-strategy consolidate outputs/run/checkpoints/epoch=2-step=66.ckpt model.onnx --format onnx
+
 a transformers model, or the adapters that peft has put around it:
   azureml-strategy consolidate outputs/run/checkpoints/epoch=2-step=66.ckpt folder --format hf
   azureml-strategy consolidate outputs/run/checkpoints/epoch=2-step=66.ckpt folder --format hf --merge
 and then:
   model = AutoModelForCausalLM.from_pretrained("folder")
 """
-# Options that a single file has no use for.
-_OF_FOLDERS = ("module", "model", "merge", "dtype", "max_shard_size")
+# The formats that each option is for; the others are for all.
+_ABOUT_MODULE = ("lightning", "onnx")
+_FORMATS_OF = {
+    **dict.fromkeys(("module", "model", "merge", "dtype", "max_shard_size"), ("hf",)),
+    **dict.fromkeys(("module_class", "input_shape", "input_dtype"), _ABOUT_MODULE),
+    "code": ("onnx",),
+}
 _SHOWN = 3
 
 
@@ -38,7 +47,12 @@ def add_to(verbs: Verbs) -> None:
     )
     verb.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="file or folder the Trainer wrote")
     verb.add_argument("output", type=Path, metavar="OUTPUT", help="file to write; with --format hf a folder")
-    verb.add_argument("--format", choices=("lightning", "hf"), default="lightning", help="hf: for from_pretrained")
+    verb.add_argument(
+        "--format",
+        choices=("lightning", "safetensors", "onnx", "hf"),
+        default="lightning",
+        help="lightning (default): for load_from_checkpoint; hf: for from_pretrained",
+    )
     verb.add_argument("--module", metavar="NAME", help="hf: which model, if the module has several")
     verb.add_argument(
         "--model", metavar="FOLDER_OR_ID", help="hf: where configuration, tokenizer and base are, if not as recorded"
@@ -46,30 +60,59 @@ def add_to(verbs: Verbs) -> None:
     verb.add_argument("--merge", action="store_true", default=None, help="hf: add adapters to the base's weights")
     verb.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="hf: as trained if left out")
     verb.add_argument("--max-shard-size", metavar="SIZE", help="hf: the largest file of weights, such as 5GB")
+    verb.add_argument("--code", type=Path, metavar="FOLDER", help="onnx: where the module's class is (default: here)")
+    add_module_options(verb)
     verb.add_argument(
         "--trust-pickles", action="store_true", help="run the code that the files ask for: you trust who wrote them"
     )
 
 
+def add_module_options(verb: argparse.ArgumentParser) -> None:
+    """Add the options that tell of a module what its checkpoint does not."""
+    verb.add_argument("--module-class", metavar="MODULE.CLASS", help="class of the module, if not as recorded")
+    verb.add_argument(
+        "--input-shape", type=_sizes, metavar="SIZES", help="of one sample, such as 3,32,32, if not as recorded"
+    )
+    verb.add_argument(
+        "--input-dtype", choices=("float32", "uint8", "int64"), help="with --input-shape: float32 if left out"
+    )
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of sizes. Write one number for each dimension: 3,32,32")
+    return tuple(int(part) for part in parts)
+
+
 def _run(options: argparse.Namespace) -> int:
     from azureml_strategy.checkpoint.formats import CheckpointFormatError
 
-    given = [name for name in _OF_FOLDERS if getattr(options, name) is not None]
-    if options.format != "hf" and given:
-        return fail(f"--{given[0].replace('_', '-')} is for folders: add --format hf, or leave it out.")
+    for name, formats in _FORMATS_OF.items():
+        if getattr(options, name) is not None and options.format not in formats:
+            wanted = " or ".join(f"--format {each}" for each in formats)
+            return fail(
+                f"--{name.replace('_', '-')} is not for --format {options.format}. Add {wanted}, or leave it out."
+            )
+    if options.input_dtype and not options.input_shape:
+        return fail("--input-dtype says nothing without --input-shape. Add --input-shape 3,32,32, or leave it out.")
     try:
-        return _write_folder(options) if options.format == "hf" else _write_file(options)
+        return _WRITERS[options.format](options)
     except CheckpointFormatError as error:
         return fail(error)
-    except ModuleNotFoundError as error:  # transformers or peft
+    except ModuleNotFoundError as error:
+        if options.format != "hf":
+            raise
         return fail(f"--format hf needs {error.name}. Type pip install 'azureml-strategy[huggingface]'")
 
 
 def _write_file(options: argparse.Namespace) -> int:
     from azureml_strategy.checkpoint.consolidate import consolidate
+    from azureml_strategy.checkpoint.module_record import told_of_module
     from azureml_strategy.checkpoint.plain_data import moved_hyperparameters
 
-    weights = consolidate(options.checkpoint, options.output, trust_pickles=options.trust_pickles)
+    told = told_of_module(options.module_class, options.input_shape, options.input_dtype)
+    weights = consolidate(options.checkpoint, options.output, trust_pickles=options.trust_pickles, told=told)
     numbers = sum(weight.numel() for weight in weights.values())
     print(f"{options.output}: {len(weights)} tensors, {numbers:,} numbers")
     moved = moved_hyperparameters(options.output)
@@ -78,6 +121,31 @@ def _write_file(options: argparse.Namespace) -> int:
             f"Not in reach of load_from_checkpoint by itself: {', '.join(moved)}. Type load_from_checkpoint(path, "
             "**azureml_strategy.checkpoint.saved_hyperparameters(path))"
         )
+    return 0
+
+
+def _write_safetensors(options: argparse.Namespace) -> int:
+    from azureml_strategy.checkpoint.exports import write_safetensors
+
+    weights = write_safetensors(options.checkpoint, options.output, trust_pickles=options.trust_pickles)
+    numbers = sum(weight.numel() for weight in weights.values())
+    print(f"{options.output}: {len(weights)} tensors, {numbers:,} numbers")
+    return 0
+
+
+def _write_onnx(options: argparse.Namespace) -> int:
+    from azureml_strategy.checkpoint.exports import INPUT_NAME, write_onnx
+    from azureml_strategy.checkpoint.module_record import told_of_module
+
+    shape = write_onnx(
+        options.checkpoint,
+        options.output,
+        told=told_of_module(options.module_class, options.input_shape, options.input_dtype),
+        code=options.code or Path.cwd(),
+        trust_pickles=options.trust_pickles,
+    )
+    sizes = ", ".join("N" if size is None else str(size) for size in shape)
+    print(f"{options.output}: {INPUT_NAME} ({sizes}), for any N")
     return 0
 
 
@@ -104,3 +172,6 @@ def _write_folder(options: argparse.Namespace) -> int:
     if not exported.tokenizer:
         print("Not written: a tokenizer, as the checkpoint has none. --model FOLDER takes the one of that folder")
     return 0
+
+
+_WRITERS = {"lightning": _write_file, "safetensors": _write_safetensors, "onnx": _write_onnx, "hf": _write_folder}

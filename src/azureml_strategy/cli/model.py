@@ -1,30 +1,58 @@
-"""model register: registers the weights of a run as a model."""
+"""model register|deploy: registers the weights of a run as a model, and puts a model behind an endpoint."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from azureml_strategy.cli.verbs import Verbs, add_group, add_verb, add_workspace_options, client, print_text, refusing
+from azureml_strategy.cli.consolidate import add_module_options
+from azureml_strategy.cli.verbs import (
+    Verbs,
+    add_create_options,
+    add_group,
+    add_verb,
+    add_workspace_options,
+    client,
+    print_text,
+    refusing,
+)
 
-_EPILOG = """\
+if TYPE_CHECKING:
+    from azureml_strategy.jobs.endpoints import DeployRequest
+
+_REGISTER = """\
 examples:
   azureml-strategy model register resnet50 --job JOB
   azureml-strategy model register gpt --job JOB --checkpoint checkpoints/epoch=2-step=66.ckpt
   azureml-strategy model register resnet50 --path outputs/run/checkpoints/epoch=2-step=66.ckpt
 """
+_DEPLOY = """\
+examples:
+  azureml-strategy model deploy resnet50 --endpoint digits --dry-run
+  azureml-strategy model deploy resnet50 --endpoint digits --version 3 --deployment green --traffic 10
+  azureml-strategy model deploy mine --endpoint mine --code . --requirements requirements.txt
+  azureml-strategy model deploy resnet50 --endpoint digits-batch --batch --compute cpu-cluster
+"""
+_ONLINE = ("instance_type", "traffic")
+_BATCH = ("compute", "mini_batch_size")
 
 
 def add_to(verbs: Verbs) -> None:
     """Add the verb and its options."""
-    group = add_group(verbs, "model", "register a trained model")
+    group = add_group(verbs, "model", "register a trained model, or deploy it")
+    _add_register(group)
+    _add_deploy(group)
+
+
+def _add_register(group: Verbs) -> None:
     register = add_verb(
         group,
         "register",
         _register,
         help="register the weights of a run",
         description="Register the weights of a finished job, or of a checkpoint here, as one file.",
-        epilog=_EPILOG,
+        epilog=_REGISTER,
     )
     register.add_argument("name", metavar="NAME", help="of the model")
     source = register.add_mutually_exclusive_group(required=True)
@@ -35,6 +63,7 @@ def add_to(verbs: Verbs) -> None:
         "--checkpoint", metavar="PATH", help="which, in that output (default: the best, else the last)"
     )
     register.add_argument("--version", metavar="VERSION", help="default: the next number")
+    add_module_options(register)
     register.add_argument(
         "--trust-pickles",
         action="store_true",
@@ -43,8 +72,42 @@ def add_to(verbs: Verbs) -> None:
     add_workspace_options(register)
 
 
+def _add_deploy(group: Verbs) -> None:
+    deploy = add_verb(
+        group,
+        "deploy",
+        _deploy,
+        help="put a registered model behind an endpoint",
+        description="Put a registered model behind an online endpoint, which answers requests, or a batch endpoint, "
+        "which predicts for the files of a folder. The scoring script and the image are ours.",
+        epilog=_DEPLOY,
+    )
+    deploy.add_argument("name", metavar="NAME", help="of the model")
+    deploy.add_argument("--endpoint", required=True, metavar="NAME", help="made unless it is there")
+    deploy.add_argument("--version", metavar="VERSION", help="of the model (default: the newest)")
+    deploy.add_argument("--deployment", default="default", metavar="NAME", help="at the endpoint (default: default)")
+    deploy.add_argument("--code", type=Path, metavar="FOLDER", help="with the modules of a class of your own")
+    deploy.add_argument("--requirements", type=Path, metavar="FILE", help="further packages for the image")
+    deploy.add_argument("--environment", metavar="AZUREML:NAME@LATEST", help="a registered one in place of our image")
+    deploy.add_argument("--instance-count", type=int, default=1, metavar="N", help="machines or nodes (default 1)")
+    deploy.add_argument("--max-samples", type=int, metavar="N", help="most in one request or file (default 256)")
+    online = deploy.add_argument_group("online")
+    online.add_argument("--instance-type", metavar="VM_SIZE", help="of each machine (default Standard_DS3_v2)")
+    online.add_argument(
+        "--traffic", type=int, metavar="PERCENT", help="of the requests (default: all, unless another one has some)"
+    )
+    batch = deploy.add_argument_group("batch")
+    batch.add_argument("--batch", action="store_true", help="a batch endpoint")
+    batch.add_argument("--compute", metavar="CLUSTER", help="the cluster that predicts")
+    batch.add_argument("--mini-batch-size", type=int, metavar="N", help="files at a time (default 10)")
+    add_create_options(deploy)
+    add_workspace_options(deploy)
+
+
 @refusing
 def _register(options: argparse.Namespace) -> int:
+    from azureml_strategy.checkpoint.module_record import told_of_module
+    from azureml_strategy.jobs.deploy import CLASS_TAG
     from azureml_strategy.jobs.register import register_checkpoint, register_run
     from azureml_strategy.jobs.service_errors import JobError
 
@@ -53,23 +116,98 @@ def _register(options: argparse.Namespace) -> int:
             "--output and --checkpoint say what of a job is meant. Give --job JOB with them, or --path alone."
         )
     workspace = client(options)
+    told = told_of_module(options.module_class, options.input_shape, options.input_dtype)
+    how: dict[str, Any] = {"version": options.version, "trust_pickles": options.trust_pickles, "told": told}
     if options.job:
-        model = register_run(
-            workspace,
-            options.name,
-            options.job,
-            output=options.output or "run",
-            checkpoint=options.checkpoint,
-            version=options.version,
-            trust_pickles=options.trust_pickles,
-        )
+        source = {"output": options.output or "run", "checkpoint": options.checkpoint}
+        model = register_run(workspace, options.name, options.job, **source, **how)
     else:
-        model = register_checkpoint(
-            workspace,
-            options.name,
-            options.path,
-            version=options.version,
-            trust_pickles=options.trust_pickles,
-        )
+        model = register_checkpoint(workspace, options.name, options.path, **how)
     print_text(f"azureml:{model.name}:{model.version}  {model.description}")
+    if CLASS_TAG not in (model.tags or {}):
+        print_text("Its file does not tell the class of its module. To deploy it, register it with --module-class.")
+    return 0
+
+
+@refusing
+def _deploy(options: argparse.Namespace) -> int:
+    _refuse_options_of_the_other_kind(options)
+    return _deploy_batch(options) if options.batch else _deploy_online(options)
+
+
+def _refuse_options_of_the_other_kind(options: argparse.Namespace) -> None:
+    from azureml_strategy.jobs.service_errors import JobError
+
+    others = _ONLINE if options.batch else _BATCH
+    for name in others:
+        if getattr(options, name) is not None:
+            kind = "online endpoints: leave it or --batch out" if options.batch else "batch endpoints: add --batch"
+            raise JobError(f"--{name.replace('_', '-')} is for {kind}.")
+    if options.batch and options.compute is None:
+        raise JobError("A batch endpoint predicts on a cluster. Type --compute NAME; `azureml-strategy cluster show`.")
+    if options.traffic is not None and not 0 <= options.traffic <= 100:
+        raise JobError(f"--traffic is {options.traffic}. Give per cent, from 0 to 100.")
+
+
+def _deploy_online(options: argparse.Namespace) -> int:
+    from azureml_strategy.jobs.deploy import calls_of_online, check_model, create_online
+    from azureml_strategy.jobs.endpoints import render_online
+
+    request = _request(options)
+    endpoint, deployment = render_online(request, options.instance_type or "Standard_DS3_v2")
+    calls = calls_of_online(request.endpoint, request.deployment)
+    if options.dry_run:
+        return _print_dry_run(request, endpoint, deployment, calls)
+    workspace = client(options)
+    model = deployment.model = f"{request.model}:{check_model(workspace, request).version}"
+    made = create_online(workspace, endpoint, deployment, options.traffic)
+    share = (made.traffic or {}).get(request.deployment, 0)
+    where = f"{made.name}/{deployment.name}"
+    print_text(f"{where}: azureml:{model}, {share} % of the requests to {made.scoring_uri}")
+    print("\n".join(calls))
+    return 0
+
+
+def _deploy_batch(options: argparse.Namespace) -> int:
+    from azureml_strategy.jobs.deploy import calls_of_batch, check_model, create_batch
+    from azureml_strategy.jobs.endpoints import render_batch
+
+    request = _request(options)
+    size = 10 if options.mini_batch_size is None else options.mini_batch_size
+    endpoint, deployment = render_batch(request, options.compute, size)
+    calls = calls_of_batch(request.endpoint)
+    if options.dry_run:
+        return _print_dry_run(request, endpoint, deployment, calls)
+    workspace = client(options)
+    model = deployment.model = f"{request.model}:{check_model(workspace, request).version}"
+    made = create_batch(workspace, endpoint, deployment)
+    print_text(f"{made.name}/{deployment.name}: azureml:{model}, the endpoint's default")
+    print("\n".join(calls))
+    return 0
+
+
+def _request(options: argparse.Namespace) -> DeployRequest:
+    from azureml_strategy.jobs.endpoints import DeployRequest
+
+    return DeployRequest(
+        model=options.name,
+        endpoint=options.endpoint,
+        version=options.version,
+        deployment=options.deployment,
+        code=options.code,
+        requirements=options.requirements,
+        environment=options.environment,
+        instances=options.instance_count,
+        max_samples=options.max_samples,
+        tags=dict(options.tag or ()) or None,
+    )
+
+
+def _print_dry_run(request: DeployRequest, endpoint: Any, deployment: Any, calls: list[str]) -> int:
+    """Print both as YAML documents, with what they lead to as comments."""
+    from azureml_strategy.jobs.endpoints import describe, document
+
+    print_text(f"{document(endpoint)}---\n{document(deployment).rstrip()}")
+    comments = [*describe(request, deployment), "", "Once they are made:", *calls]
+    print("\n".join(f"# {line}".rstrip() for line in comments))  # it names variables that hold keys, and no key
     return 0

@@ -50,7 +50,6 @@ class ShardIndex:
         checksum: uint32 `(samples,)`, CRC-32 of the record, as zlib's.
         classes: names of the classes; the place of a class is its label.
         facts: what else was recorded when the set was packed, JSON only: `resize`, `quality`, `dtype`, ...
-        digest: hash of all of the above but `MADE_OF`. It tells one set, and one version of a set, from another.
     """
 
     kind: str

@@ -70,7 +70,7 @@ class RecordsModels(PlainDataStrategy):
     @override
     def own_entries(self) -> dict[str, Any]:
         if not self._models:
-            return {}
+            return super().own_entries()
         # Sharded strategies write these entries once for each rank. Readers take rank 0's.
         tokenizer = self._read_tokenizer() if self.is_global_zero else {}
         return {**super().own_entries(), **CheckpointRecord(self._models, self._base, tokenizer).entry()}

@@ -58,6 +58,13 @@ _RULES = (  # the first rule that fits is used, so precise rules stand before ge
     _Rule(
         code=r"Quota",
         message=r"\bquota\b",
+        url=r"/onlineEndpoints/",
+        advice="Ask for more of this VM family in Azure ML Studio under Quota, or take another --instance-type or "
+        "fewer by --instance-count. For its updates, an online endpoint needs a quota of 1.2 times its machines.",
+    ),
+    _Rule(
+        code=r"Quota",
+        message=r"\bquota\b",
         advice="Ask for more of this VM family in Azure ML Studio under Quota, take fewer nodes or another size, or "
         "--tier low_priority (cluster.tier=low_priority), whose quota is its own.",
     ),

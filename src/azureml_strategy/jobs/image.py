@@ -83,6 +83,33 @@ def _build_folder(cache: Path, base_image: str | None) -> Path:
     return keep_context(fill)
 
 
+def serving_folder(kind: str, requirements: Path | None) -> Path:
+    """Write the build context of an endpoint's image to a folder in the user's cache.
+
+    Args:
+        kind: `online` or `batch`.
+        requirements: further packages of the user's. Versions that constraints.txt has stay as they are there.
+    """
+
+    def fill(folder: Path) -> None:
+        own = [_shipped(f"{kind}.txt").decode(), "pillow\n"]
+        (folder / "serving.txt").write_text("".join(own), encoding="utf-8")
+        (folder / "constraints.txt").write_text(_without_pins_of(own[0]), encoding="utf-8")
+        (folder / "own.txt").write_bytes(requirements.read_bytes() if requirements else b"")
+        (folder / "conda.yaml").write_bytes(_shipped("conda.yaml"))
+        (folder / "Dockerfile").write_bytes(_shipped("Dockerfile.serving"))
+        write_wheel(folder)
+
+    return keep_context(fill)
+
+
+def _without_pins_of(requirements: str) -> str:
+    """constraints.txt without the packages that a list pins itself."""
+    others = {line.partition("==")[0] for line in requirements.splitlines()}
+    lines = _shipped("constraints.txt").decode().splitlines(keepends=True)
+    return "".join(line for line in lines if line.partition("==")[0] not in others)
+
+
 def keep_context(fill: Callable[[Path], None]) -> Path:
     """Keep a build context in the user's cache, in a folder named after its content.
 

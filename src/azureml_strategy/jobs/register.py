@@ -7,20 +7,21 @@ import re
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from azureml_strategy.checkpoint.folder import by_score, newest_first
 from azureml_strategy.checkpoint.manifest import Manifest, manifest_path
 from azureml_strategy.jobs.client import quiet_sdk
+from azureml_strategy.jobs.deploy import CLASS_TAG
 from azureml_strategy.jobs.inputs import OutputFiles
 from azureml_strategy.jobs.listing import show_job
 from azureml_strategy.jobs.service_errors import JobError, service_errors
+from azureml_strategy.serving import WEIGHTS
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
     from azure.ai.ml.entities import Model
 
-WEIGHTS = "weights.ckpt"
 _CHECKPOINT = re.compile(r"(?:.*/)?[^/]+\.ckpt(?=/|$)")  # Lightning writes a file or a folder of such a name
 _LAST = re.compile(r"last(-v\d+)?\.ckpt")  # what ModelCheckpoint(save_last=True) writes
 
@@ -34,6 +35,7 @@ def register_run(
     checkpoint: str | None = None,
     version: str | None = None,
     trust_pickles: bool = False,
+    told: Mapping[str, Any] | None = None,
 ) -> Model:
     """Register the weights of a finished job.
 
@@ -45,6 +47,7 @@ def register_run(
         checkpoint: path of the checkpoint in that output. None lets `choose_checkpoint` choose.
         version: version of the model. None takes the next number.
         trust_pickles: whether to run the code that the checkpoint's files ask for.
+        told: what the caller knows of the module, as `told_of_module` makes it.
 
     Returns:
         The registered model: a folder with `weights.ckpt`, which `LightningModule.load_from_checkpoint` reads.
@@ -67,7 +70,9 @@ def register_run(
         fault = stored[chosen].fault(local.parent) if chosen in stored else None
         if fault is not None:
             raise JobError(f"{chosen} of {job} is damaged: {fault}. {_listed([*stored])} Type --checkpoint PATH.")
-        return register_checkpoint(client, name, local, version=version, tags=tags, trust_pickles=trust_pickles)
+        return register_checkpoint(
+            client, name, local, version=version, tags=tags, trust_pickles=trust_pickles, told=told
+        )
 
 
 def register_checkpoint(
@@ -78,6 +83,7 @@ def register_checkpoint(
     version: str | None = None,
     tags: dict[str, str] | None = None,
     trust_pickles: bool = False,
+    told: Mapping[str, Any] | None = None,
 ) -> Model:
     """Register the weights of a checkpoint on this machine, written by any strategy, without the optimizer states.
 
@@ -88,6 +94,7 @@ def register_checkpoint(
         version: version of the model. None takes the next number.
         tags: tags on the model's page.
         trust_pickles: whether to run the code that the checkpoint's files ask for.
+        told: what the caller knows of the module, as `told_of_module` makes it.
 
     Raises:
         JobError: the path is not a checkpoint.
@@ -98,11 +105,13 @@ def register_checkpoint(
 
     from azureml_strategy.checkpoint.consolidate import consolidate
     from azureml_strategy.checkpoint.formats import CheckpointFormatError
+    from azureml_strategy.checkpoint.module_record import recorded_class
 
     with TemporaryDirectory() as folder:
         content = Path(folder) / name
         try:
-            weights = consolidate(checkpoint, content / WEIGHTS, trust_pickles=trust_pickles)
+            weights = consolidate(checkpoint, content / WEIGHTS, trust_pickles=trust_pickles, told=told)
+            own_class = recorded_class(content / WEIGHTS)
         except CheckpointFormatError as error:
             raise JobError(str(error)) from error
         numbers = sum(weight.numel() for weight in weights.values())
@@ -112,7 +121,7 @@ def register_checkpoint(
             path=str(content),
             type="custom_model",
             description=f"{len(weights)} tensors, {numbers:,} numbers",
-            tags=tags,
+            tags={**(tags or {}), CLASS_TAG: own_class} if own_class else tags,
         )
         with service_errors():
             made: Model = client.models.create_or_update(model)

@@ -32,10 +32,8 @@ class CostTracker(Callback):
 
     It logs at the end of the run, also at one by an exception or SIGTERM:
 
-    | metric | meaning |
-    |---|---|
-    | cost/run | all nodes, from the start to the end |
-    | cost/per_million_samples | all nodes, at the measured throughput |
+    - `cost/run`: all nodes, from the start to the end
+    - `cost/per_million_samples`: all nodes, at the measured throughput
 
     Tags: `cost.price_per_hour`, `cost.currency`, `cost.source`, `cost.date`. The cost per million samples needs a
     `ThroughputCallback` and excludes its warm-up steps, so that it compares cluster sizes and not start-up times.

@@ -70,16 +70,16 @@ class ThroughputCallback(Callback):
     On a GPU the times are those of the GPU, from CUDA events, so a loader that keeps ahead of the GPU causes no wait.
     No step makes the host wait. With several ranks each window ends in one all-reduce of a few numbers, which does.
 
-    | metric, every `trainer.log_every_n_steps` or its first multiple from `minimum_window` on | meaning |
-    |---|---|
-    | throughput/samples_per_second | over all devices, in the window |
-    | throughput/samples_per_second_per_device | divided by the world size |
-    | throughput/step_time_median_s, throughput/step_time_p95_s | of rank 0, in seconds |
-    | throughput/data_wait_share | 0 to 1, mean over ranks |
-    | throughput/mfu | 0 to 1: the model's FLOPs over what all devices can do; not for an unknown GPU, nor on a CPU |
-    | step/data_wait_share, copy, forward, forward_wait, backward, communication, bubble, ... | parts of it, 0 to 1 |
-    | ranks/compute_s_min, _median, _max, ranks/data_wait_s_max, ranks/slow | what ranks differ in |
-    | time/startup_s, training_s, validation_s, checkpoint_s, redone_s, other_s, wall_s, goodput | of the run so far |
+    It logs every `trainer.log_every_n_steps`, or its first multiple from `minimum_window` on:
+
+    - `throughput/samples_per_second`: over all devices, in the window
+    - `throughput/samples_per_second_per_device`: divided by the world size
+    - `throughput/step_time_median_s`, `throughput/step_time_p95_s`: of rank 0, in seconds
+    - `throughput/data_wait_share`: 0 to 1, mean over ranks
+    - `throughput/mfu`: 0 to 1, the model's FLOPs over what all devices can do; not for an unknown GPU, nor on a CPU
+    - `step/data_wait_share`, copy, forward, forward_wait, backward, communication, bubble, ...: parts of it, 0 to 1
+    - `ranks/compute_s_min`, _median, _max, `ranks/data_wait_s_max`, `ranks/slow`: what ranks differ in
+    - `time/startup_s`, training_s, validation_s, checkpoint_s, redone_s, other_s, wall_s, goodput: of the run so far
 
     FLOPs are those of the whole model on the batches, however the strategy splits it and whatever it recomputes. They
     come from the module's own `training_flops(batch)`; otherwise torch counts them if the module has `pipeline_batch`.

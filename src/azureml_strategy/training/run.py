@@ -24,6 +24,7 @@ from omegaconf.resolvers import oc
 from typing_extensions import override
 
 from azureml_strategy.checkpoint.elastic import ElasticRestart
+from azureml_strategy.checkpoint.module_record import remember_config
 from azureml_strategy.checkpoint.resume import ANY, AUTO, checkpoint_to_resume, told_to_children
 from azureml_strategy.cluster import Launch, learn_launch, read_job
 from azureml_strategy.cluster.environ import TERMINATION_SWITCH, switched_off
@@ -150,6 +151,7 @@ def train(config: DictConfig, command: str | None = None) -> dict[str, float]:
     seed_everything(config.seed, workers=True, verbose=False)
     torch.set_float32_matmul_precision(config.matmul_precision)
     model: LightningModule = make("model", config.model)
+    remember_config(model, redact("", _resolved(config, ["model"]))["model"])
     data = make("data", config.data)
     chosen = checkpoint_to_resume(config.resume, Path(config.output_dir))
     trainer = _trainer(config, chosen, launch)

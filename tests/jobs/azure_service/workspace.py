@@ -60,7 +60,7 @@ class Workspace:
     def _put(self, path: str, request: Request) -> Reply:
         existing = self.resources.get(path)
         stored = self._store(path, request.json)
-        if not path.startswith("computes/"):
+        if not path.startswith(_LONG_RUNNING):
             return Reply(stored, 200 if existing else 201)
         stored["properties"]["provisioningState"] = "Creating"
 
@@ -81,8 +81,8 @@ class Workspace:
         if re.fullmatch(_VERSIONED, path):
             names = {each.split("/")[1] for each in self.resources if each.startswith(path + "/")}
             return Reply({"value": [self._container(f"{path}/{name}").content for name in sorted(names)]})
-        if re.fullmatch(r"\w+", path):
-            return Reply({"value": [self.resources[each] for each in self.resources if each.startswith(path + "/")]})
+        if re.fullmatch(r"\w+(Endpoints/[^/]+/deployments)?", path):
+            return Reply({"value": self._within(path)})
         kind, _, name = path.partition("/")
         return error(404, _ABSENT.get(kind, "UserError"), f"{kind.rstrip('s').capitalize()} {name} not found.")
 
@@ -108,6 +108,9 @@ class Workspace:
         properties |= {key: latest[key] for key in ("dataType",) if key in latest}
         return Reply({"id": f"{self.id}/{path}", "name": path.rpartition("/")[2], "properties": properties})
 
+    def _within(self, path: str) -> list[dict[str, Any]]:
+        return [resource for each, resource in self.resources.items() if re.fullmatch(rf"{path}/[^/]+", each)]
+
     def _versions(self, path: str) -> list[dict[str, Any]]:
         return [resource for each, resource in self.resources.items() if each.startswith(path + "/")]
 
@@ -119,12 +122,18 @@ class Workspace:
     def _store(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         named = {"id": f"{self.id}/{path}", "name": path.rpartition("/")[2], "systemData": _CREATED}
         # A model without flavours has an empty list of them, which azure-ai-ml counts on.
-        empty = {"flavors": {}} if path.startswith("models/") else {}
-        self.resources[path] = {**body, **named, "properties": {**empty, **body["properties"]}}
+        empty: dict[str, Any] = {"flavors": {}} if path.startswith("models/") else {}
+        if re.fullmatch(r"\w+Endpoints/[^/]+", path):
+            empty = {"scoringUri": f"https://{named['name']}.{self.region}.inference.ml.azure.com/score"}
+        elif "/deployments/" in path:
+            empty = {"scaleSettings": {"scaleType": "Default"}}
+        given = {name: value for name, value in body["properties"].items() if value is not None}
+        self.resources[path] = {**body, **named, "properties": {**empty, **given}}
         return self.resources[path]
 
 
 _VERSIONED = r"(?:models|data|environments|codes)"
+_LONG_RUNNING = ("computes/", "onlineEndpoints/", "batchEndpoints/")
 _ABSENT = {"computes": "ResourceNotFound"}
 
 

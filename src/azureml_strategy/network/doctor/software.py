@@ -69,7 +69,7 @@ def _describe_source(source: str) -> str:
 
 _NUMBER = re.compile(r"(\d+)\.(\d+)")
 # As in pyproject.toml.
-_OLDEST = {"torch": (2, 6), "lightning": (2, 6), "mlflow": (2, 19)}
+_OLDEST = {"torch": (2, 8), "lightning": (2, 6), "mlflow": (2, 19)}
 _MLFLOW_BEYOND_AZURE = (3, 16)
 
 # The name in the report, and the distributions that may provide it.

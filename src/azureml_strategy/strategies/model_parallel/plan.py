@@ -167,9 +167,9 @@ def cut_tensors(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) ->
     for name, style in styles.items():
         _check_divides(name, module.get_submodule(name), style, mesh.size())
     shared = shared_parameters(module)
-    parallelize_module(
-        module, mesh, {name: _style(module.get_submodule(name), style) for name, style in styles.items()}
-    )
+    for name, style in styles.items():  # one by one: torch 2.8 takes layers.0.1 for layers.1 too
+        layer = module.get_submodule(name)
+        parallelize_module(layer, mesh, _style(layer, style))
     tie_again(module, shared)
     for name in matched.keys() - styles.keys():
         module.get_submodule(name).register_forward_pre_hook(SumsGradients(mesh.get_group()))

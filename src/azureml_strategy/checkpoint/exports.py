@@ -1,0 +1,180 @@
+"""Write a checkpoint's weights for other programs: as safetensors, or as an ONNX model that computes the forward."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from azureml_strategy.checkpoint.consolidate import appearing, read_whole, refuse_existing
+from azureml_strategy.checkpoint.formats import CheckpointFormatError
+from azureml_strategy.checkpoint.module_making import make_module
+from azureml_strategy.checkpoint.module_record import INPUT, MODULE
+from azureml_strategy.lazy import require_library
+
+_SAMPLES = 2  # of the example that is traced: torch.export would take a single sample for a constant
+INPUT_NAME, OUTPUT_NAME = "input", "output"
+"""Names in an ONNX model. Several outputs are numbered by the exporter."""
+
+
+def write_safetensors(checkpoint: Path, output: Path, *, trust_pickles: bool = False) -> dict[str, Tensor]:
+    """Write the weights as safetensors, under their names in the module.
+
+    The file's metadata keeps what is known of the training, as texts: epoch, step, versions, and as JSON the
+    hyperparameters that are plain values and what tells of the module.
+
+    Args:
+        checkpoint: the path that was given to Lightning, or that Lightning wrote: a file or a folder.
+        output: the file to write. It appears complete or not at all.
+        trust_pickles: run the code that the checkpoint's files ask for.
+
+    Returns:
+        The weights by name, on the CPU. A tensor that shares its memory with another one is written whole under each
+        name.
+
+    Raises:
+        CheckpointFormatError: the checkpoint cannot be read, the output exists, or a weight has no form in the format.
+        ModuleNotFoundError: safetensors is not installed.
+    """
+    require_library("safetensors")
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    refuse_existing(output)
+    content = read_whole(checkpoint, trust_pickles=trust_pickles)
+    weights = dict(_apart(content["state_dict"]))
+    try:
+        with appearing(output) as part:
+            save_file(weights, part, _metadata(content))
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise CheckpointFormatError(f"The weights cannot be written as safetensors: {error}") from error
+    return weights
+
+
+def _apart(weights: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor with memory of its own, without gaps."""
+    seen: set[int] = set()
+    for name, value in weights.items():
+        if not isinstance(value, Tensor):
+            raise CheckpointFormatError(
+                f"{name} of the state dict is {type(value).__name__}, and safetensors holds tensors only. Leave "
+                "--format out, or write a register_buffer in place of get_extra_state."
+            )
+        tensor = value.detach().contiguous()
+        storage = tensor.untyped_storage()
+        alone = storage.data_ptr() not in seen and storage.nbytes() == tensor.nbytes
+        seen.add(storage.data_ptr())
+        yield name, tensor if alone else tensor.clone()
+
+
+def _metadata(content: Mapping[str, Any]) -> dict[str, str]:
+    names = [name for name in ("epoch", "global_step", "pytorch-lightning_version") if name in content]
+    plain = {name: str(content[name]) for name in names}
+    saved = {name: each for name, each in content.get("hyper_parameters", {}).items() if _is_json(each)}
+    told = {"hyper_parameters": saved, MODULE: content.get(MODULE)}
+    return {"format": "pt", **plain, **{name: json.dumps(each) for name, each in told.items() if each}}
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def write_onnx(
+    checkpoint: Path,
+    output: Path,
+    *,
+    told: Mapping[str, Any] | None = None,
+    code: Path | None = None,
+    trust_pickles: bool = False,
+) -> tuple[int | None, ...]:
+    """Write the module's forward as an ONNX model with a free batch size.
+
+    Args:
+        checkpoint: the path that was given to Lightning, or that Lightning wrote: a file or a folder.
+        output: the file to write. It appears complete or not at all.
+        told: what the caller knows of the module, as `told_of_module` makes it.
+        code: a folder with the modules that the module's class is in, unless it is installed.
+        trust_pickles: run the code that the checkpoint's files ask for.
+
+    Returns:
+        The shape of the input; None is the batch size.
+
+    Raises:
+        CheckpointFormatError: the checkpoint cannot be read or does not tell class or input, or torch cannot export the
+            forward.
+        ModuleNotFoundError: onnx or onnxscript is not installed.
+    """
+    for library in ("onnx", "onnxscript"):
+        require_library(library)
+    refuse_existing(output)
+    content = read_whole(checkpoint, trust_pickles=trust_pickles, told=told)
+    module = make_module(content, code)
+    example = _example_input(module, content)
+    program = _exported(module, example)
+    with appearing(output) as part:
+        program.save(part, external_data=False)
+    return (None, *example.shape[1:])
+
+
+def _example_input(module: LightningModule, content: Mapping[str, Any]) -> Tensor:
+    known = content.get(MODULE, {}).get(INPUT)
+    if known is None and isinstance(module.example_input_array, Tensor):
+        return module.example_input_array[:1].expand(_SAMPLES, *module.example_input_array.shape[1:]).clone()
+    if known is None or None in known["shape"]:
+        seen = "neither the checkpoint nor example_input_array tells" if known is None else "varied in the training"
+        raise CheckpointFormatError(
+            f"The shape of {type(module).__name__}'s input is needed, and {seen} it. Type --input-shape with the sizes "
+            "of one sample, such as --input-shape 3,32,32, and --input-dtype if its numbers are not float32."
+        )
+    return torch.zeros(_SAMPLES, *known["shape"], dtype=getattr(torch, known["dtype"]))
+
+
+def _exported(module: LightningModule, example: Tensor) -> Any:
+    batch = torch.export.Dim("batch")
+    try:
+        with _without_logs():
+            return torch.onnx.export(
+                module,
+                (example,),
+                dynamo=True,
+                verbose=False,
+                dynamic_shapes=({0: batch},),
+                input_names=[INPUT_NAME],
+                output_names=[OUTPUT_NAME],
+            )
+    except Exception as error:  # tracing runs the user's forward, which may raise anything
+        reason = next(iter(str(error.__cause__ or error).strip().splitlines()), type(error).__name__)
+        raise CheckpointFormatError(
+            f"torch cannot export the forward of {type(module).__name__} for an input {_sizes(example)}: {reason}. "
+            "Type --input-shape if the sizes are wrong; a forward that decides by its input's values has no ONNX form."
+        ) from error
+
+
+@contextmanager
+def _without_logs() -> Iterator[None]:
+    """Keep torch from telling whole graphs, its own deprecations, and libraries that the user does not have."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with redirect_stderr(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _sizes(example: Tensor) -> str:
+    return f"(N, {', '.join(map(str, example.shape[1:]))}) of {str(example.dtype).removeprefix('torch.')}"

@@ -1,0 +1,164 @@
+"""Make a module again from a consolidated checkpoint, without its training and without code from the file.
+
+The file names classes, and only classes of modules and data classes that this process can import are called. It holds
+no code, and no name in it can call a function.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+
+from azureml_strategy.checkpoint.formats import CheckpointFormatError
+from azureml_strategy.checkpoint.module_record import CLASS, CONFIG, MODULE
+from azureml_strategy.checkpoint.plain_data import from_plain
+from azureml_strategy.checkpoint.plain_kinds import look_up
+
+_SHOWN = 3
+# What Hydra reads beside a target. These two change nothing where a configuration holds plain values.
+_IGNORED = ("_target_", "_convert_", "_recursive_")
+
+
+def make_module(content: dict[str, Any], code: Path | None = None) -> LightningModule:
+    """Make the module of a checkpoint and load its weights.
+
+    Args:
+        content: what `consolidate` writes: `state_dict`, `hyper_parameters` and the entry `MODULE`.
+        code: a folder with modules of the user's, which goes to the end of Python's path.
+
+    Returns:
+        The module on the CPU, in evaluation mode.
+
+    Raises:
+        CheckpointFormatError: the content does not tell enough, or the weights do not fit the module.
+    """
+    if code is not None and str(code) not in sys.path:
+        sys.path.append(str(code))
+    content = from_plain(content)
+    module = _new_module(content)
+    _prepare(module, content)
+    _load(module, content["state_dict"])
+    return module.eval()
+
+
+def _new_module(content: Mapping[str, Any]) -> LightningModule:
+    record = content.get(MODULE)
+    if record is None:
+        raise CheckpointFormatError(
+            "The file does not tell the class of its module: it is of an older version, or a strategy of others wrote "
+            "it. Consolidate or register the checkpoint again with --module-class MODULE.CLASS."
+        )
+    if CONFIG in record:
+        made = _made(record[CONFIG], "model")
+    else:
+        kind = _class(record[CLASS], "The module")
+        made = _called(kind, _hyperparameters(kind, content), "model")
+    if not isinstance(made, LightningModule):
+        raise CheckpointFormatError(f"The file names {type(made).__name__}, which is no LightningModule.")
+    return made
+
+
+def _made(node: Any, place: str) -> Any:
+    """Make what a node of a configuration names, and everything inside it."""
+    if isinstance(node, list):
+        return [_made(each, f"{place}[{number}]") for number, each in enumerate(node)]
+    if isinstance(node, str) and "${" in node:
+        raise CheckpointFormatError(
+            f"{place} was {node} in the training, which depends on the machine, so that the file does not tell it. "
+            "Give a value in the recipe, and train again."
+        )
+    if not isinstance(node, dict):
+        return node
+    arguments = {name: _made(each, f"{place}.{name}") for name, each in node.items() if name not in _IGNORED}
+    return _called(_class(node["_target_"], place), arguments, place) if "_target_" in node else arguments
+
+
+def _class(path: str, place: str) -> type:
+    """Import the class of a dotted path. Anything else that a name may stand for is refused."""
+    module, _, name = path.rpartition(".")
+    try:
+        found = look_up(module, name)
+    except ValueError as error:
+        raise CheckpointFormatError(f"{place} is {path}, which cannot be imported here. {_advice(path)}") from error
+    if not isinstance(found, type) or not (issubclass(found, nn.Module) or dataclasses.is_dataclass(found)):
+        raise CheckpointFormatError(
+            f"{place} is {path}, which is no class of a module and no data class; nothing else is called on the word "
+            "of a file. Make it inside of a LightningModule of your own, and train that."
+        )
+    return found
+
+
+def _advice(path: str) -> str:
+    if "<locals>" in path:
+        return "It is defined inside of a function: move the class to the top level of a file, and train again."
+    if path.startswith("__main__."):
+        return "It was defined in a notebook: write the class to a file, and name it by --module-class FILE.CLASS."
+    return f"Give the folder that holds {path.split('.')[0]}.py by --code FOLDER, or install its package."
+
+
+def _hyperparameters(kind: type, content: Mapping[str, Any]) -> dict[str, Any]:
+    """The saved hyperparameters that the class takes, as `load_from_checkpoint` passes them on."""
+    saved, name = content.get("hyper_parameters", {}), content.get("hparams_name", "kwargs")
+    given = dict(saved) if name == "kwargs" else {name: saved}
+    parameters = inspect.signature(kind).parameters.values()
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        return given
+    needed = [each.name for each in parameters if each.default is each.empty and each.kind is not each.VAR_POSITIONAL]
+    missing = [name for name in needed if name not in given]
+    if missing:
+        raise CheckpointFormatError(
+            f"{kind.__name__} needs {', '.join(missing)}, which the file does not tell. Call "
+            "self.save_hyperparameters() in its __init__ without leaving that out, or train by a recipe; or make a "
+            "subclass whose __init__ needs no arguments, and name it by --module-class MODULE.CLASS."
+        )
+    return {each.name: given[each.name] for each in parameters if each.name in given}
+
+
+def _called(kind: type, arguments: dict[str, Any], place: str) -> Any:
+    try:
+        return kind(**arguments)
+    except Exception as error:  # a class of the user's may raise anything
+        raise CheckpointFormatError(
+            f"{place} cannot be made: {kind.__name__} says {type(error).__name__}: {' '.join(str(error).split())}"
+        ) from error
+
+
+def _prepare(module: LightningModule, content: dict[str, Any]) -> None:
+    """Call what Lightning calls before it loads weights."""
+    try:
+        if is_overridden("configure_model", module):
+            module.configure_model()
+        module.on_load_checkpoint(content)
+    except Exception as error:  # hooks of the user's may raise anything
+        raise CheckpointFormatError(
+            f"{type(module).__name__} cannot be prepared for its weights outside of a training: its configure_model or "
+            f"on_load_checkpoint says {type(error).__name__}: {' '.join(str(error).split())}"
+        ) from error
+
+
+def _load(module: LightningModule, weights: Mapping[str, Any]) -> None:
+    own = module.state_dict()
+    missing, unknown = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
+    if missing or unknown:
+        what = f"lacks {_shown(missing)}" if missing else f"has {_shown(unknown)}, which the class does not have"
+        raise CheckpointFormatError(
+            f"The weights do not fit {type(module).__name__}: the file {what}. Name the class that was trained, in the "
+            "version that was trained."
+        )
+    try:
+        module.load_state_dict(weights)
+    except RuntimeError as error:  # its later lines name the tensors
+        reason = " ".join(str(error).splitlines()[1].split()) if "\n" in str(error) else str(error)
+        raise CheckpointFormatError(f"The weights do not fit {type(module).__name__}: {reason}") from error
+
+
+def _shown(names: list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

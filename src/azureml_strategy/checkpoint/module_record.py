@@ -1,0 +1,146 @@
+"""What a checkpoint tells of its module: class, configuration and input, so that it can be made again to predict.
+
+A state dict alone does not say which class it belongs to. The entry `MODULE` does, in values that torch's weights-only
+unpickler takes: names and numbers, no objects.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+MODULE = "azureml_strategy_module"
+"""The entry of a checkpoint that tells of its module: `class`, and where they are known `config` and `input`."""
+CLASS, CONFIG, INPUT = "class", "config", "input"
+"""A dotted path; a mapping with `_target_`, as in a recipe; `{"shape": sizes of one sample, "dtype": name}`."""
+# Attributes of the module object itself, so that they go where it goes.
+_CONFIG, _INPUT = "_azureml_strategy_config", "_azureml_strategy_input"
+
+
+def remember_config(module: LightningModule, config: Mapping[str, Any]) -> None:
+    """Keep the configuration that a module was made from, for its checkpoints.
+
+    Args:
+        module: the module.
+        config: has `_target_`; resolved, of plain values, and without secrets.
+    """
+    setattr(module, _CONFIG, dict(config))
+
+
+def remember_input(module: LightningModule, batch: Any) -> None:
+    """Note the size and type of the samples that a module is trained on, for its checkpoints.
+
+    A size that differs between two batches, such as the length of texts, becomes None: any will do.
+
+    Args:
+        module: the module.
+        batch: a tensor, or a list or tuple that begins with one. Its first dimension counts the samples. Other batches
+            are passed over.
+    """
+    first = batch[0] if isinstance(batch, (list, tuple)) and batch else batch
+    if not isinstance(first, Tensor) or first.dim() == 0:
+        return
+    sizes: tuple[int | None, ...] = tuple(first.shape[1:])
+    known = getattr(module, _INPUT, None)
+    if known == (sizes, first.dtype):
+        return
+    if known is not None and len(known[0]) == len(sizes):
+        sizes = tuple(old if old == new else None for old, new in zip(known[0], sizes, strict=True))
+    setattr(module, _INPUT, (sizes, first.dtype))
+
+
+def module_entry(module: LightningModule | None) -> dict[str, Any]:
+    """The entry of a checkpoint that tells of a module; empty without one."""
+    if module is None:
+        return {}
+    record: dict[str, Any] = {CLASS: class_path(type(module))}
+    config = getattr(module, _CONFIG, None)
+    if config is not None:
+        record[CONFIG] = config
+    known = getattr(module, _INPUT, None) or _example(module)
+    if known is not None:
+        record[INPUT] = input_record(*known)
+    return {MODULE: record}
+
+
+def class_path(kind: type) -> str:
+    """The dotted path by which another process imports a class.
+
+    A class that torch has derived to cut a module stands for the one it is derived from. A class of the script that
+    runs has the script's name in place of `__main__`.
+    """
+    own = next(each for each in kind.__mro__ if not each.__module__.startswith("torch."))
+    return f"{_importable(own.__module__)}.{own.__qualname__}"
+
+
+def input_record(sizes: tuple[int | None, ...], dtype: torch.dtype) -> dict[str, Any]:
+    """The part `INPUT` of an entry.
+
+    Args:
+        sizes: of one sample, without the dimension that counts samples; None for a size that may vary.
+        dtype: of the numbers.
+    """
+    return {"shape": list(sizes), "dtype": str(dtype).removeprefix("torch.")}
+
+
+def recorded_class(file: Path) -> str | None:
+    """The class in a user's module that a consolidated file needs, or else that of its module; None if it tells none.
+
+    Args:
+        file: what `consolidate` has written.
+    """
+    record = torch.load(file, map_location="cpu", mmap=True, weights_only=True).get(MODULE)
+    if record is None:
+        return None
+    named = list(_targets(record[CONFIG])) if CONFIG in record else [str(record[CLASS])]
+    return next((each for each in named if not each.startswith("azureml_strategy.")), named[0])
+
+
+def _targets(node: Any) -> Iterator[str]:
+    if isinstance(node, dict):
+        yield from [node["_target_"]] if "_target_" in node else []
+    for each in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        yield from _targets(each)
+
+
+def told_of_module(
+    class_name: str | None = None, sizes: tuple[int, ...] | None = None, dtype: str | None = None
+) -> dict[str, Any]:
+    """What a user tells of a module whose checkpoint does not, in the form of an entry.
+
+    Args:
+        class_name: dotted path of its class, in place of the class or the configuration that is recorded.
+        sizes: of one sample, without the dimension that counts samples.
+        dtype: of the input's numbers, such as `uint8`. None is float32.
+    """
+    told: dict[str, Any] = {} if class_name is None else {CLASS: class_name}
+    if sizes is not None:
+        told[INPUT] = {"shape": list(sizes), "dtype": dtype or "float32"}
+    return told
+
+
+def merged(recorded: Mapping[str, Any] | None, told: Mapping[str, Any]) -> dict[str, Any]:
+    """An entry with what a user tells in place of what is recorded. A class that is told replaces a configuration."""
+    kept = {name: value for name, value in (recorded or {}).items() if name != CONFIG or CLASS not in told}
+    return {**kept, **told}
+
+
+def _importable(module: str) -> str:
+    if module != "__main__":
+        return module
+    main = sys.modules["__main__"]
+    if getattr(main, "__spec__", None) is not None:
+        return str(main.__spec__.name)  # type: ignore[union-attr]
+    file = getattr(main, "__file__", None)
+    return Path(file).stem if file else module
+
+
+def _example(module: LightningModule) -> tuple[tuple[int | None, ...], torch.dtype] | None:
+    example = module.example_input_array
+    return (tuple(example.shape[1:]), example.dtype) if isinstance(example, Tensor) and example.dim() else None

@@ -1,0 +1,118 @@
+"""Loads a registered model and computes its outputs."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from azureml_strategy.checkpoint import formats
+from azureml_strategy.checkpoint.module_making import make_module
+from azureml_strategy.checkpoint.module_record import INPUT, MODULE
+from azureml_strategy.serving import MAX_SAMPLES, WEIGHTS
+from azureml_strategy.serving.inputs import ExpectedInput
+
+_DEFAULT_SAMPLES = 256
+
+
+class ModelFaultError(RuntimeError):
+    """The model failed on valid input. The message is for the client; the cause is for the log."""
+
+
+class Predictor:
+    """A model in evaluation mode on the GPU, or on the CPU where there is none. Threads may share it.
+
+    Args:
+        module: the model.
+        expected: what its input is.
+    """
+
+    def __init__(self, module: LightningModule, expected: ExpectedInput) -> None:
+        self.expected = expected
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._module = module.to(self._device).eval()
+        self._lock = threading.Lock()  # a forward of the user's may keep state in the module
+
+    @classmethod
+    def load(cls, folder: Path, code: Path) -> Predictor:
+        """Load a registered model.
+
+        Args:
+            folder: the model's, below which `weights.ckpt` lies.
+            code: where modules of the user's are.
+
+        Raises:
+            CheckpointFormatError: there is not one such file, or it does not tell enough; see `make_module`.
+            ModelFaultError: the model fails on zeros.
+        """
+        # A deployment starts in seconds: torch.compile would take minutes, and a compiler.
+        torch.compiler.set_stance("force_eager")
+        content = formats.read_file(_weights(folder), trust_pickles=False)
+        record: Mapping[str, Any] = content.get(MODULE, {})
+        samples = int(os.environ.get(MAX_SAMPLES, _DEFAULT_SAMPLES))
+        made = cls(make_module(content, code), ExpectedInput.of(record.get(INPUT), samples))
+        made.warm_up()
+        return made
+
+    def warm_up(self) -> None:
+        """Compute one sample of zeros, so that a model that cannot be served fails before the first request.
+
+        Raises:
+            ModelFaultError: it failed.
+        """
+        sizes = self.expected.sizes
+        if sizes is not None and None not in sizes:
+            self.predict(torch.zeros(1, *sizes, dtype=self.expected.dtype))  # type: ignore[arg-type]
+
+    def predict(self, samples: Tensor) -> dict[str, Any]:
+        """Compute the model's outputs.
+
+        Args:
+            samples: `(N, *sizes)`, as `ExpectedInput.checked` gives them.
+
+        Returns:
+            `outputs`, a nested list with one entry for each sample; and `classes`, the number of the largest output of
+            each sample, if the model gives a row of two or more numbers for each.
+
+        Raises:
+            ModelFaultError: the model failed, or gave something other than finite numbers for each sample.
+        """
+        try:
+            with self._lock, torch.inference_mode():
+                outputs = self._module(samples.to(self._device))
+        except Exception as error:  # a forward of the user's may raise anything
+            raise ModelFaultError(
+                "The model failed on samples of the right shape and kind. The reason is in the log of the deployment."
+            ) from error
+        return _answer(outputs, len(samples))
+
+
+def _answer(outputs: Any, samples: int) -> dict[str, Any]:
+    if not isinstance(outputs, Tensor) or outputs.dim() == 0 or len(outputs) != samples:
+        raise ModelFaultError(
+            "The model's forward gives no tensor with a row for each sample, so that it cannot be served as it is. "
+            "Wrap it in a LightningModule whose forward does."
+        )
+    numbers = outputs.float().cpu()
+    if not torch.isfinite(numbers).all():
+        raise ModelFaultError("The model computed NaN or infinity for these samples.")
+    answer: dict[str, Any] = {"outputs": numbers.tolist()}
+    if numbers.dim() == 2 and numbers.shape[1] > 1:
+        answer = {"classes": numbers.argmax(dim=1).tolist(), **answer}
+    return answer
+
+
+def _weights(folder: Path) -> Path:
+    found = sorted(folder.rglob(WEIGHTS))
+    if len(found) != 1:
+        raise formats.CheckpointFormatError(
+            f"The model has {len(found)} files {WEIGHTS}, and one is needed. Register it with azureml-strategy model "
+            "register."
+        )
+    return found[0]

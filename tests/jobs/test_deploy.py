@@ -1,0 +1,303 @@
+"""Endpoints: what a dry run prints, what is sent for each request, what is refused, and what Azure may say."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from azure.ai.ml import load_batch_deployment, load_batch_endpoint, load_online_deployment, load_online_endpoint
+from tests.jobs.azure_service import AzureService
+from tests.jobs.rendering import cache
+
+from azureml_strategy.checkpoint.module_record import CLASS, MODULE
+from azureml_strategy.cli import main
+from azureml_strategy.jobs.deploy import _shares
+from azureml_strategy.jobs.endpoints import DeployRequest, document
+from azureml_strategy.jobs.image import shipped_dockerfile
+from azureml_strategy.jobs.service_errors import JobError
+
+__all__ = ["cache"]  # a fixture
+
+DEPLOY = ["model", "deploy", "digits", "--endpoint", "digits"]
+BATCH = [*DEPLOY, "--batch", "--compute", "cpu"]
+_ONLINE = """\
+app_insights_enabled: false
+code_configuration:
+  code: CODE
+  scoring_script: score.py
+endpoint_name: digits
+environment:
+  build:
+    dockerfile_path: Dockerfile
+    path: IMAGE
+  inference_config:
+    liveness_route:
+      path: /
+      port: 5001
+    readiness_route:
+      path: /
+      port: 5001
+    scoring_route:
+      path: /score
+      port: 5001
+environment_variables:
+  AZUREML_STRATEGY_MAX_SAMPLES: '64'
+instance_count: 2
+instance_type: Standard_NC4as_T4_v3
+model: azureml:digits:3
+name: green
+tags:
+  owner: vision
+type: managed
+"""
+_BATCH = """\
+code_configuration:
+  code: CODE
+  scoring_script: score.py
+compute: azureml:cpu
+endpoint_name: digits
+environment:
+  build:
+    dockerfile_path: Dockerfile
+    path: IMAGE
+max_concurrency_per_instance: 1
+mini_batch_size: 5
+model: azureml:digits@latest
+name: default
+output_action: append_row
+output_file_name: predictions.jsonl
+resources:
+  instance_count: 1
+"""
+_FOLDER = re.compile(r"\S*/azureml_strategy/environments/\w+")
+
+
+def printed(capsys: pytest.CaptureFixture[str]) -> tuple[str, str, str]:
+    """The endpoint, the deployment, and the comments of a dry run."""
+    text = capsys.readouterr().out
+    endpoint, rest = text.split("---\n")
+    lines = rest.splitlines(keepends=True)
+    assert len(list(yaml.safe_load_all(text))) == 2, "all of it is YAML"
+    deployment = "".join(line for line in lines if not line.startswith("#"))
+    return endpoint, deployment, "".join(line for line in lines if line.startswith("#"))
+
+
+def folders(deployment: str) -> tuple[Path, Path]:
+    """Code and image."""
+    content = yaml.safe_load(deployment)
+    return Path(content["code_configuration"]["code"]), Path(content["environment"]["build"]["path"])
+
+
+def test_a_dry_run_of_an_online_endpoint_prints_what_azure_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--version", "3", "--deployment", "green", "--instance-type", "NC4as_T4_v3", "--instance-count", "2"]
+    assert main([*DEPLOY, *options, "--max-samples", "64", "--tag", "owner=vision", "--dry-run"]) == 0
+    endpoint, deployment, comments = printed(capsys)
+    assert endpoint == "auth_mode: key\nname: digits\ntags:\n  owner: vision\n"
+    code, image = folders(deployment)
+    assert deployment.replace(str(code), "CODE").replace(str(image), "IMAGE") == _ONLINE
+    assert document(load_online_endpoint(io.StringIO(endpoint))) == endpoint
+    assert document(load_online_deployment(io.StringIO(deployment))) == deployment
+    assert f"# code: {code}, with score.py\n" in comments
+    assert "azureml-inference-server-http==1.4.1, on openmpi5.0-cuda12.6-ubuntu24.04" in comments
+    assert '# curl "$URI" -H "Authorization: Bearer $KEY"' in comments
+
+
+def test_a_dry_run_of_a_batch_endpoint_prints_what_azure_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*BATCH, "--mini-batch-size", "5", "--dry-run"]) == 0
+    endpoint, deployment, comments = printed(capsys)
+    code, image = folders(deployment)
+    assert deployment.replace(str(code), "CODE").replace(str(image), "IMAGE") == _BATCH
+    assert document(load_batch_endpoint(io.StringIO(endpoint))) == endpoint
+    loaded: Any = load_batch_deployment(io.StringIO(deployment))
+    assert (loaded.mini_batch_size, loaded.resources.instance_count, loaded.model) == (5, 1, "digits@latest")
+    assert (code / "score.py").read_text().startswith('"""The scoring script of a batch endpoint')
+    assert "azureml-core==" in comments
+    assert "# JOB=$(az ml batch-endpoint invoke --name digits" in comments
+
+
+def test_the_image_has_one_version_of_each_package(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").write_text("timm\n")
+    for kind in (DEPLOY, BATCH):
+        assert main([*kind, "--requirements", "requirements.txt", "--dry-run"]) == 0
+        image = folders(printed(capsys)[1])[1]
+        pins = [line for name in ("constraints.txt", "serving.txt") for line in (image / name).read_text().splitlines()]
+        names = [line.partition("==")[0] for line in pins if "==" in line and "python_full_version" not in line]
+        assert len(names) == len(set(names)) > 250
+        assert "torch==2.13.0" in pins
+        assert (image / "own.txt").read_text() == "timm\n"
+        assert len(list(image.glob("azureml_strategy-*.whl"))) == 1
+        assert (image / "Dockerfile").read_text().count(shipped_dockerfile().split("FROM ")[1].split("\n")[0]) == 1
+
+
+def test_code_of_the_users_goes_with_the_scoring_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine" / "package").mkdir(parents=True)
+    (tmp_path / "mine" / "my_parts.py").write_text("x = 1\n")
+    (tmp_path / "mine" / "package" / "a.py").write_text("y = 1\n")
+    (tmp_path / "mine" / ".env").write_text("SECRET=1\n")
+    assert main([*DEPLOY, "--code", "mine", "--dry-run"]) == 0
+    code = folders(printed(capsys)[1])[0]
+    found = {path.relative_to(code).as_posix() for path in code.rglob("*") if path.is_file()}
+    assert found == {"my_parts.py", "package/a.py", "score.py"}
+    (tmp_path / "mine" / "score.py").write_text("mine\n")
+    assert main([*DEPLOY, "--code", "mine", "--dry-run"]) == 2
+    assert "mine has a score.py, which is the name of the scoring script. Rename yours." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--compute", "cpu"], "--compute is for batch endpoints: add --batch."),
+        (["--batch"], "A batch endpoint predicts on a cluster. Type --compute NAME"),
+        (
+            ["--batch", "--compute", "c", "--traffic", "5"],
+            "--traffic is for online endpoints: leave it or --batch out.",
+        ),
+        (["--batch", "--compute", "c", "--mini-batch-size", "0"], "--mini-batch-size is 0. Give a number from 1 on."),
+        (["--traffic", "101"], "--traffic is 101. Give per cent, from 0 to 100."),
+        (["--instance-count", "0"], "--instance-count is 0. Give a number from 1 to 50."),
+        (["--max-samples", "-1"], "--max-samples is -1. Give a number from 1 on."),
+        (["--instance-type", "big one"], "--instance-type big one is no name of a VM size."),
+        (["--instance-type", "Standard_NC24rs_v3"], "was retired on 2025-09-30"),
+        (["--deployment", "a"], "--deployment is 'a'. A name has 3 to 32 letters, digits and -"),
+        (["--code", "absent"], "--code is absent, but there is no such folder."),
+        (["--requirements", "absent"], "--requirements is absent, but there is no such file."),
+        (["--code", "."], "which holds no file"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_to_type(
+    options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*DEPLOY, *options, "--dry-run"]) == 2
+    told = capsys.readouterr()
+    assert words in told.err
+    assert told.err.count("\n") == 1
+    assert told.out == ""
+
+
+def test_our_image_and_another_one_are_not_both_meant() -> None:
+    with pytest.raises(JobError, match="Keep one of them"):
+        DeployRequest(model="m", endpoint="end", environment="azureml:e@latest", requirements=Path(__file__))
+
+
+def register(tmp_path: Path, class_name: str | None = "azureml_strategy.models.LanguageModel") -> None:
+    record = {} if class_name is None else {MODULE: {CLASS: class_name}}
+    torch.save({"state_dict": {"weight": torch.zeros(2)}, **record}, tmp_path / "a.ckpt")
+    assert main(["model", "register", "digits", "--path", str(tmp_path / "a.ckpt")]) == 0
+
+
+def test_an_online_endpoint_is_made_and_gets_all_requests(
+    azure_service: AzureService, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    register(tmp_path)
+    assert main(DEPLOY) == 0
+    told = capsys.readouterr().out
+    assert "digits/default: azureml:digits:1, 100 % of the requests to https://digits." in told
+    stored = azure_service.workspace.resources
+    assert stored["onlineEndpoints/digits"]["properties"]["traffic"] == {"default": 100}
+    properties = stored["onlineEndpoints/digits/deployments/default"]["properties"]
+    assert properties["model"].endswith("/models/digits/versions/1")
+    assert properties["codeConfiguration"]["scoringScript"] == "score.py"
+    assert properties["instanceType"] == "Standard_DS3_v2"
+    (image,) = [each["properties"] for name, each in stored.items() if name.startswith("environments/")]
+    assert image["inferenceConfig"]["scoringRoute"] == {"path": "/score", "port": 5001}
+    assert [name for name in azure_service.blobs.content if name.endswith("/score.py")]
+
+
+def test_a_second_deployment_takes_what_it_is_given(
+    azure_service: AzureService, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    register(tmp_path)
+    endpoint = "onlineEndpoints/digits"
+    assert main(DEPLOY) == 0
+    assert main([*DEPLOY, "--deployment", "green"]) == 0
+    assert azure_service.workspace.resources[endpoint]["properties"]["traffic"] == {"default": 100}
+    assert "digits/green: azureml:digits:1, 0 % of the requests" in capsys.readouterr().out
+    assert main([*DEPLOY, "--deployment", "green", "--traffic", "30"]) == 0
+    assert azure_service.workspace.resources[endpoint]["properties"]["traffic"] == {"default": 70, "green": 30}
+    assert len(azure_service.asked("PUT", "/onlineEndpoints/digits$")) == 3  # made once, and its traffic twice
+
+
+@pytest.mark.parametrize(
+    ("before", "wanted", "shares"),
+    [
+        ({}, None, {"new": 100}),
+        ({"new": 40}, None, {"new": 100}),
+        ({"old": 100}, None, None),
+        ({"old": 100, "new": 0}, 10, {"old": 90, "new": 10}),
+        ({"a": 50, "b": 50}, 1, {"a": 50, "b": 49, "new": 1}),
+        ({"a": 33, "b": 33, "c": 34}, 10, {"a": 30, "b": 30, "c": 30, "new": 10}),
+        ({"a": 1, "b": 99}, 100, {"a": 0, "b": 0, "new": 100}),
+    ],
+)
+def test_traffic_is_always_a_hundred_per_cent(
+    before: dict[str, int], wanted: int | None, shares: dict[str, int] | None
+) -> None:
+    assert _shares(before, "new", wanted) == shares
+    assert shares is None or sum(shares.values()) == 100
+
+
+def test_requests_without_a_deployment_are_refused_before_anything_is_made(
+    azure_service: AzureService, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    register(tmp_path)
+    assert main([*DEPLOY, "--traffic", "10"]) == 2
+    assert "--traffic 10 leaves 90 % of the requests to other deployments, and there is none" in capsys.readouterr().err
+    assert not azure_service.asked("PUT", "Endpoints")
+
+
+def test_a_batch_endpoint_is_made_with_a_default(
+    azure_service: AzureService, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    register(tmp_path)
+    assert main(["cluster", "create", "--size", "nc24ads_a100_v4", "--name", "cpu"]) == 0
+    assert main(BATCH) == 0
+    assert "digits/default: azureml:digits:1, the endpoint's default" in capsys.readouterr().out
+    stored = azure_service.workspace.resources
+    assert stored["batchEndpoints/digits"]["properties"]["defaults"] == {"deploymentName": "default"}
+    properties = stored["batchEndpoints/digits/deployments/default"]["properties"]
+    assert properties["outputFileName"] == "predictions.jsonl"
+    assert properties["miniBatchSize"] == 10
+    assert properties["compute"].endswith("/computes/cpu")
+
+
+def test_a_class_of_the_users_needs_its_code(
+    azure_service: AzureService, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    register(tmp_path, "my_parts.Net")
+    assert main(DEPLOY) == 2
+    assert "The model's class is my_parts.Net, which is not in azureml-strategy. Type --code" in capsys.readouterr().err
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "my_parts.py").write_text("")
+    assert main([*DEPLOY, "--code", "mine"]) == 0
+
+
+def test_a_model_that_does_not_tell_its_class_says_so_when_it_is_registered(
+    azure_service: AzureService, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    register(tmp_path, None)
+    assert "To deploy it, register it with --module-class." in capsys.readouterr().out
+    options = ["--module-class", "my_parts.Net", "--input-shape", "3,32,32", "--input-dtype", "uint8"]
+    assert main(["model", "register", "digits", "--path", str(tmp_path / "a.ckpt"), *options]) == 0
+    assert "--module-class" not in capsys.readouterr().out
+    tags = azure_service.workspace.resources["models/digits/versions/2"]["properties"]["tags"]
+    assert tags == {"module_class": "my_parts.Net"}
+
+
+def test_a_model_that_is_not_there_and_a_quota_that_is_not(
+    azure_service: AzureService, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(DEPLOY) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    register(tmp_path)
+    assert main([*DEPLOY, "--version", "7"]) == 2
+    assert "HTTP 404" in capsys.readouterr().err
+    azure_service.fail("PUT", "/deployments/default", 400, "OutOfQuota", "Not enough quota available for VM.")
+    assert main(DEPLOY) == 2
+    told = capsys.readouterr().err
+    assert "Not enough quota available for VM (OutOfQuota, HTTP 400)." in told.splitlines()[-1]
+    assert "take another --instance-type" in told
