@@ -1,4 +1,4 @@
-"""What every test leaves behind is checked: environment variables, child processes, process groups, signals."""
+"""What every test leaves behind is checked: environment variables, Python's path, processes, groups, signals."""
 
 from __future__ import annotations
 
@@ -83,9 +83,9 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def _leaves_no_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Fail a test that leaks environment variables, child processes, a process group or a signal handler."""
+    """Fail a test that leaks variables, a folder on Python's path, child processes, a process group or a handler."""
     monkeypatch.chdir(tmp_path)
-    environment = dict(os.environ)
+    environment, path = dict(os.environ), [*sys.path]
     handler = signal.getsignal(signal.SIGTERM)
     yield
     monkeypatch.undo()
@@ -100,6 +100,8 @@ def _leaves_no_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
             os.environ[name] = environment[name]
         else:
             del os.environ[name]
+    # Processes that later tests start inherit it, and would find this test's modules before their own.
+    found, sys.path[:] = [*sys.path], path
     # A worker of torch's data loader that is slow to end is told to, and not waited for.
     ending = [child for child in psutil.Process().children(recursive=True) if _counts(child)]
     _, children = psutil.wait_procs(ending, timeout=10)
@@ -110,6 +112,7 @@ def _leaves_no_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
     _be_rank_zero_again()
     sigterm, _ = signal.getsignal(signal.SIGTERM), signal.signal(signal.SIGTERM, handler)
     assert not changed, f"environment variables changed by the test: {sorted(changed)}"
+    assert found == path, f"Python's path was changed by the test: {sorted({*found} ^ {*path})}"
     assert not children, f"processes left behind by the test: {children}"
     assert not group, "the test left a torch.distributed process group behind"
     assert sigterm == handler, "the test left a SIGTERM handler behind"

@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from azureml_strategy.checkpoint.formats import CheckpointFormatError
-from azureml_strategy.checkpoint.module_making import make_module
+from azureml_strategy.checkpoint.module_making import make_module, modules_of
 from azureml_strategy.checkpoint.module_record import (
     CLASS,
     CONFIG,
@@ -90,14 +90,17 @@ def test_a_gpt_whose_layers_configure_model_makes() -> None:
     assert torch.equal(made(tokens), module.eval()(tokens))
 
 
-def test_by_a_module_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path])
+def test_by_a_module_of_a_folder(tmp_path: Path) -> None:
+    before = [*sys.path]
     text = "from lightning.pytorch import LightningModule\nclass Far(LightningModule):\n    pass\n"
     (tmp_path / "far_away.py").write_text(text)
     content = {"state_dict": {}, MODULE: {CLASS: "far_away.Far"}}
     with pytest.raises(CheckpointFormatError, match=r"far_away\.Far, which cannot be imported here\. Give .*--code"):
         make_module(content)
-    assert type(make_module(content, tmp_path)).__name__ == "Far"
+    with modules_of(tmp_path):
+        assert sys.path == [*before, str(tmp_path)]
+        assert type(make_module(content)).__name__ == "Far"
+    assert sys.path == before, "a training in the same process would import far_away.py in place of its own"
 
 
 @pytest.mark.parametrize(

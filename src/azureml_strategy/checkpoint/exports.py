@@ -17,7 +17,7 @@ from torch import Tensor
 
 from azureml_strategy.checkpoint.consolidate import appearing, read_whole, refuse_existing
 from azureml_strategy.checkpoint.formats import CheckpointFormatError
-from azureml_strategy.checkpoint.module_making import make_module
+from azureml_strategy.checkpoint.module_making import make_module, modules_of
 from azureml_strategy.checkpoint.module_record import INPUT, MODULE
 from azureml_strategy.lazy import require_library
 
@@ -121,9 +121,10 @@ def write_onnx(
         require_library(library)
     refuse_existing(output)
     content = read_whole(checkpoint, trust_pickles=trust_pickles, told=told)
-    module = make_module(content, code)
-    example = _example_input(module, content)
-    program = _exported(module, example)
+    with modules_of(code):  # also while it is traced: a forward may import
+        module = make_module(content)
+        example = _example_input(module, content)
+        program = _exported(module, example)
     with appearing(output) as part:
         program.save(part, external_data=False)
     return (None, *example.shape[1:])

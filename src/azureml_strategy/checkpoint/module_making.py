@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,27 @@ _SHOWN = 3
 _IGNORED = ("_target_", "_convert_", "_recursive_")
 
 
-def make_module(content: dict[str, Any], code: Path | None = None) -> LightningModule:
+@contextmanager
+def modules_of(folder: Path | None) -> Iterator[None]:
+    """Let Python import the modules of a folder, which is the last on its path for so long.
+
+    Args:
+        folder: where modules of the user's are; None if they are installed.
+    """
+    before = [*sys.path]
+    if folder is not None and str(folder) not in before:
+        sys.path.append(str(folder))
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
+def make_module(content: dict[str, Any]) -> LightningModule:
     """Make the module of a checkpoint and load its weights.
 
     Args:
         content: what `consolidate` writes: `state_dict`, `hyper_parameters` and the entry `MODULE`.
-        code: a folder with modules of the user's, which goes to the end of Python's path.
 
     Returns:
         The module on the CPU, in evaluation mode.
@@ -40,8 +56,6 @@ def make_module(content: dict[str, Any], code: Path | None = None) -> LightningM
     Raises:
         CheckpointFormatError: the content does not tell enough, or the weights do not fit the module.
     """
-    if code is not None and str(code) not in sys.path:
-        sys.path.append(str(code))
     content = from_plain(content)
     module = _new_module(content)
     _prepare(module, content)

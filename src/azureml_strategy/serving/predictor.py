@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -56,7 +57,9 @@ class Predictor:
         content = formats.read_file(_weights(folder), trust_pickles=False)
         record: Mapping[str, Any] = content.get(MODULE, {})
         samples = int(os.environ.get(MAX_SAMPLES, _DEFAULT_SAMPLES))
-        made = cls(make_module(content, code), ExpectedInput.of(record.get(INPUT), samples))
+        if str(code) not in sys.path:
+            sys.path.append(str(code))  # for as long as the process serves: a forward may import
+        made = cls(make_module(content), ExpectedInput.of(record.get(INPUT), samples))
         made.warm_up()
         return made
 
