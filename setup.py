@@ -1,13 +1,19 @@
-"""What pyproject.toml has no words for: a source archive with the same bytes whoever builds it, wherever and whenever.
+"""What pyproject.toml has no words for: README with links for PyPI, and a source archive that is the same each time.
 
-setuptools takes the time, the owner and the access rights of each file from the disk, and the time of day into the
-archive's head. https://reproducible-builds.org/docs/archives/ says what to write instead.
+A link to a file of the repository leads nowhere on PyPI: it becomes one to the file at GitHub, as of this version.
+
+The archive has the same bytes whoever builds it, wherever and whenever: setuptools takes the time, the owner and the
+access rights of each file from the disk, and the time of day into the archive's head.
+https://reproducible-builds.org/docs/archives/ says what to write instead.
 """
 
 import gzip
 import os
+import re
 import tarfile
 import time
+import tomllib
+from pathlib import Path
 
 from setuptools import setup
 from setuptools.command.sdist import sdist
@@ -39,5 +45,17 @@ def _plain(member: tarfile.TarInfo, moment: int) -> tarfile.TarInfo:
     return member
 
 
+def readme() -> str:
+    """README.md with the whole address in each link to a file."""
+    here = Path(__file__).parent
+    project = tomllib.loads((here / "pyproject.toml").read_text())["project"]
+    files = f"{project['urls']['Source']}/blob/v{project['version']}/"
+    return re.sub(r"\]\((?!https?:|#)", f"]({files}", (here / "README.md").read_text())
+
+
 os.umask(0o022)  # the rights of what setuptools itself writes into the wheel
-setup(cmdclass={"sdist": SameEachTime})
+setup(
+    cmdclass={"sdist": SameEachTime},
+    long_description=readme(),
+    long_description_content_type="text/markdown",
+)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -92,6 +93,19 @@ def test_the_wheel_holds_the_package_and_its_data_and_nothing_else(wheel: Path) 
     package |= {f"azureml_strategy/environments/{file.name}" for file in (ROOT / "environments").glob("[!_]*")}
     package |= {f"hydra_plugins/azureml_{name}/__init__.py" for name in ("searchpath", "launcher")}
     assert names == package | {"azureml_strategy/py.typed", "azureml_strategy/environments/__init__.py"}
+
+
+def test_the_links_of_readme_hold_on_pypi(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (metadata,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        shown = archive.read(metadata).decode()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    files = f"{project['urls']['Source']}/blob/v{project['version']}/"
+    links = re.findall(r"\]\(([^)#]+)", shown)
+    ours = [link.removeprefix(files) for link in links if link.startswith(files)]
+    assert len(ours) > 40
+    assert [link for link in ours if not (ROOT / link).is_file()] == []
+    assert [link for link in links if "://" not in link] == []
 
 
 def test_the_source_archive_tells_nothing_of_its_builder_and_makes_the_same_wheel(

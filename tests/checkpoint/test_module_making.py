@@ -118,6 +118,7 @@ def test_by_a_module_of_a_folder(tmp_path: Path) -> None:
         ({CONFIG: {"_target_": "torch.nn.Linear", "in_features": 1, "out_features": 1}}, "which is no LightningModule"),
         ({CONFIG: {"_target_": f"{HERE}.Needy", "network": {"_target_": "os.getcwd"}}}, "model.network is os.getcwd"),
         ({CONFIG: {"_target_": f"{HERE}.Own", "wrong": 1}}, "model cannot be made: Own says TypeError: .*wrong"),
+        ({CONFIG: {"_target_": f"{HERE}.Own", "settings": "<redacted>"}}, r"model\.settings looked like a secret in"),
         ({CONFIG: {"_target_": f"{HERE}.Own", "settings": "${oc.env:X}"}}, r"model\.settings was \$\{oc\.env:X\} in"),
     ],
 )

@@ -22,6 +22,7 @@ from azureml_strategy.checkpoint.formats import CheckpointFormatError
 from azureml_strategy.checkpoint.module_record import CLASS, CONFIG, MODULE
 from azureml_strategy.checkpoint.plain_data import from_plain
 from azureml_strategy.checkpoint.plain_kinds import look_up
+from azureml_strategy.cluster.redaction import REDACTED
 
 _SHOWN = 3
 # What Hydra reads beside a target. These two change nothing where a configuration holds plain values.
@@ -88,6 +89,11 @@ def _made(node: Any, place: str) -> Any:
         raise CheckpointFormatError(
             f"{place} was {node} in the training, which depends on the machine, so that the file does not tell it. "
             "Give a value in the recipe, and train again."
+        )
+    if isinstance(node, str) and REDACTED in node:
+        raise CheckpointFormatError(
+            f"{place} looked like a secret in the training, so that the file does not tell it. Make a subclass whose "
+            "__init__ needs no arguments, and name it by --module-class MODULE.CLASS."
         )
     if not isinstance(node, dict):
         return node

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 
 from azureml_strategy.checkpoint import formats
 from azureml_strategy.checkpoint.module_making import make_module
 from azureml_strategy.checkpoint.module_record import INPUT, MODULE
 from azureml_strategy.serving import MAX_SAMPLES, WEIGHTS
-from azureml_strategy.serving.inputs import ExpectedInput
+from azureml_strategy.serving.inputs import BadInputError, ExpectedInput
 
 _DEFAULT_SAMPLES = 256
 
@@ -38,6 +38,9 @@ class Predictor:
         self.expected = expected
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._module = module.to(self._device).eval()
+        for each in self._module.modules():
+            if isinstance(each, nn.Embedding):
+                each.register_forward_pre_hook(_check_rows)
         self._lock = threading.Lock()  # a forward of the user's may keep state in the module
 
     @classmethod
@@ -84,16 +87,29 @@ class Predictor:
             each sample, if the model gives a row of two or more numbers for each.
 
         Raises:
+            BadInputError: an embedding of the model has no row for a number of the samples.
             ModelFaultError: the model failed, or gave something other than finite numbers for each sample.
         """
         try:
             with self._lock, torch.inference_mode():
                 outputs = self._module(samples.to(self._device))
+        except BadInputError:
+            raise
         except Exception as error:  # a forward of the user's may raise anything
             raise ModelFaultError(
                 "The model failed on samples of the right shape and kind. The reason is in the log of the deployment."
             ) from error
         return _answer(outputs, len(samples))
+
+
+def _check_rows(table: nn.Embedding, inputs: tuple[Tensor, ...]) -> None:
+    """Refuse a number that a table has no row for. On a GPU it would end all work of the process."""
+    least, most = (int(each) for each in torch.aminmax(inputs[0]))
+    if least < 0 or most >= table.num_embeddings:
+        raise BadInputError(
+            f"The model looks up {least if least < 0 else most} in a table of the numbers 0 to "
+            f"{table.num_embeddings - 1}. Send tokens of the vocabulary it was trained with, and no longer samples."
+        )
 
 
 def _answer(outputs: Any, samples: int) -> dict[str, Any]:
