@@ -30,7 +30,11 @@ ONLY_AS_SOURCE = ("deepspeed", "antlr4-python3-runtime")
 # What meets the libraries; tests of our own code alone need one set of versions.
 TESTS = (
     *("tests/test_internals.py", "tests/test_plugin.py", "tests/training/test_conf.py", "tests/strategies"),
-    *("tests/checkpoint", "tests/tracking", "tests/huggingface", "tests/models", "tests/multiprocess/test_released.py"),
+    *("tests/checkpoint", "tests/tracking", "tests/huggingface", "tests/models"),
+    # Each strategy on two ranks and more beside one process, and what an earlier release has written.
+    *("tests/multiprocess/test_ddp.py", "tests/multiprocess/test_zero.py", "tests/multiprocess/test_pipeline.py"),
+    *("tests/multiprocess/test_model_parallel.py", "tests/multiprocess/test_local_sgd.py"),
+    "tests/multiprocess/test_released.py",
     *("tests/jobs/test_client.py", "tests/jobs/test_render.py", "tests/jobs/test_render_recorded.py"),
     *("tests/jobs/test_submit.py", "tests/jobs/test_sweep.py", "tests/jobs/test_workspace.py"),
 )

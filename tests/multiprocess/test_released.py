@@ -7,7 +7,6 @@ import tarfile
 from pathlib import Path
 
 import pytest
-import torch
 from tests.multiprocess.conftest import RunJob
 
 from azureml_strategy.checkpoint.folder import CheckpointFolder
@@ -28,9 +27,6 @@ def test_it_goes_on(run_job: RunJob, tmp_path: Path, archive: Path) -> None:
     job = run_job("released.py", "resume", strategy, copy, nodes=2, extra={"AZUREML_RUN_ID": str(manifest.run_id)})
     assert job.exit_code == 0, job.output
     assert f"Restoring states from the checkpoint path at {copy / 'checkpoints' / manifest.name}" in job.output
-    # Under FSDP2 losses on torch 2.8 are 0.2 % from those of 2.13, though what is restored is equal. Why is not known.
-    apart = strategy == "model_parallel" and not torch.__version__.startswith("2.13.")
-    tolerance = 1e-2 if apart else 1e-5
     for rank, now in job.results.items():
         then = json.loads((copy / f"{rank}.json").read_text())
         assert (now["epoch"], now["step"]) == (then["epoch"], then["step"])
@@ -40,8 +36,8 @@ def test_it_goes_on(run_job: RunJob, tmp_path: Path, archive: Path) -> None:
         # Of the step of the checkpoint itself, the last batch came before it.
         assert list(now["losses"]) == steps[1:] or list(now["losses"]) == steps
         for step in steps[1:]:
-            assert now["losses"][step] == pytest.approx(then["losses"][step], rel=tolerance)
-        assert now["end"] == pytest.approx(then["end"], rel=10 * tolerance, abs=10 * tolerance)
+            assert now["losses"][step] == pytest.approx(then["losses"][step], rel=1e-5)
+        assert now["end"] == pytest.approx(then["end"], rel=1e-4, abs=1e-4)
 
 
 @pytest.mark.parametrize("release", sorted({each.parent for each in ARCHIVES}), ids=lambda folder: folder.name)

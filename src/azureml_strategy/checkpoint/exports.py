@@ -147,14 +147,10 @@ def _exported(module: LightningModule, example: Tensor) -> Any:
     batch = torch.export.Dim("batch")
     try:
         with _without_logs():
+            # by torch.export itself: from a module, torch 2.8 would fall back on one trace, whatever the forward decides
+            program = torch.export.export(module, (example,), dynamic_shapes=({0: batch},))
             return torch.onnx.export(
-                module,
-                (example,),
-                dynamo=True,
-                verbose=False,
-                dynamic_shapes=({0: batch},),
-                input_names=[INPUT_NAME],
-                output_names=[OUTPUT_NAME],
+                program, dynamo=True, verbose=False, input_names=[INPUT_NAME], output_names=[OUTPUT_NAME]
             )
     except Exception as error:  # tracing runs the user's forward, which may raise anything
         reason = next(iter(str(error.__cause__ or error).strip().splitlines()), type(error).__name__)

@@ -6,12 +6,13 @@ import functools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import cast
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
@@ -147,6 +148,10 @@ def shard_parameters(module: nn.Module, mesh: DeviceMesh, blocks: Sequence[nn.Mo
     # do not cast the batch: its floats may be targets
     around = MixedPrecisionPolicy(inside.param_dtype, inside.reduce_dtype, cast_forward_inputs=False)
     fully_shard(module, mesh=mesh, mp_policy=around)
+    if mesh.device_type == "cpu":
+        for each in (*blocks, module):
+            # gloo takes a sum for an average before torch 2.9: https://github.com/pytorch/pytorch/issues/162338
+            cast(FSDPModule, each).set_force_sum_reduction_for_comms(True)
     for step in filter(lambda name: hasattr(module, name), _STEPS):
         register_fsdp_forward_method(module, step)
 
