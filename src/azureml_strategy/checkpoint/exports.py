@@ -147,7 +147,7 @@ def _exported(module: LightningModule, example: Tensor) -> Any:
     batch = torch.export.Dim("batch")
     try:
         with _without_logs():
-            # by torch.export itself: from a module, torch 2.8 would fall back on one trace, whatever the forward decides
+            # by torch.export itself: given a module, torch 2.8 falls back on one trace, whatever the forward decides
             program = torch.export.export(module, (example,), dynamic_shapes=({0: batch},))
             return torch.onnx.export(
                 program, dynamo=True, verbose=False, input_names=[INPUT_NAME], output_names=[OUTPUT_NAME]
