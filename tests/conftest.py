@@ -100,8 +100,10 @@ def _leaves_no_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
             os.environ[name] = environment[name]
         else:
             del os.environ[name]
-    # Processes that later tests start inherit it, and would find this test's modules before their own.
-    found, sys.path[:] = [*sys.path], path
+    # Processes that later tests start inherit it, and would find this test's modules before their own. Libraries may
+    # put their own folders there when they are imported, as IPython does.
+    added = [each for each in sys.path if each not in path and not each.startswith(sys.prefix)]
+    sys.path[:] = [each for each in sys.path if each not in added]
     # A worker of torch's data loader that is slow to end is told to, and not waited for.
     ending = [child for child in psutil.Process().children(recursive=True) if _counts(child)]
     _, children = psutil.wait_procs(ending, timeout=10)
@@ -112,7 +114,7 @@ def _leaves_no_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
     _be_rank_zero_again()
     sigterm, _ = signal.getsignal(signal.SIGTERM), signal.signal(signal.SIGTERM, handler)
     assert not changed, f"environment variables changed by the test: {sorted(changed)}"
-    assert found == path, f"Python's path was changed by the test: {sorted({*found} ^ {*path})}"
+    assert not added, f"folders left on Python's path by the test: {added}"
     assert not children, f"processes left behind by the test: {children}"
     assert not group, "the test left a torch.distributed process group behind"
     assert sigterm == handler, "the test left a SIGTERM handler behind"
