@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from tests.jobs.rendering import cache
-from tests.training.conftest import COMMAND, run
 
 from azureml_strategy.cli import _parser, main
 from azureml_strategy.command_line import is_override
@@ -84,22 +83,6 @@ def test_the_architecture_describes_every_room() -> None:
     described = {name for row in rows for name in re.findall(r"`([a-z_]+)`", row)}
     folders = {path.parent.name for path in (ROOT / "src" / "azureml_strategy").glob("*/__init__.py")}
     assert described == folders - {"conf", "recipes", "environments"}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_model_of_ones_own_as_its_page_says(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page's files, by the names in their first lines, and its commands, one after the other."""
-    page = ROOT / "docs" / "own_model.md"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///mlflow.db")
-    for text in re.findall(r"^```(?:python|yaml)\n(.*?)^```", page.read_text(), re.M | re.S):
-        Path(text.splitlines()[0].removeprefix("# ")).write_text(text)
-    outputs = [run(COMMAND, *words).stdout for words in commands(page)]
-    assert len(outputs) == 5
-    assert all("val/loss" in text for text in (*outputs[:2], *outputs[4:])), "the table at the end"
-    assert "azureml-strategy train ./my_run.yaml cluster=nc24ads_a100_v4" in outputs[3]
-    assert "none of the recipe's own" in outputs[4]
-    assert [len(list(Path(each).glob("checkpoints/*.ckpt"))) > 0 for each in ("wider", "two", "shipped")] == [True] * 3
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.stem)

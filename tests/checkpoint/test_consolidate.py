@@ -14,10 +14,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 
 from azureml_strategy.checkpoint.consolidate import checkpoint_format, consolidate
 from azureml_strategy.checkpoint.formats import CheckpointFormatError
+from azureml_strategy.checkpoint.module_making import make_module
+from azureml_strategy.checkpoint.plain_data import PlainDataStrategy, to_plain
 from azureml_strategy.cli import main
 
 
@@ -55,6 +58,49 @@ def test_a_single_file_loses_all_but_its_weights(single_file: Path, tmp_path: Pa
     assert "loops" in before
     assert not {"loops", "optimizer_states", "callbacks"} & after.keys()
     assert Linear.load_from_checkpoint(tmp_path / "new" / "weights.ckpt").layer.in_features == 3
+
+
+class Plain(PlainDataStrategy, SingleDeviceStrategy):
+    """What each of our strategies adds to a checkpoint, on one device."""
+
+
+class Vocabulary(Linear):
+    """Keeps something beside its weights, as docs/checkpoints.md says."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.words: list[Path] = []
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["words"] = [Path("a"), Path("b")]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.words = checkpoint["words"]
+
+
+def test_what_a_hook_of_the_module_has_added_is_kept(tmp_path: Path) -> None:
+    trainer = Trainer(accelerator="cpu", logger=False, barebones=True, strategy=Plain("cpu"))
+    trainer.strategy.connect(Vocabulary(3))
+    trainer.save_checkpoint(tmp_path / "pickled.ckpt")
+    torch.save(to_plain(torch.load(tmp_path / "pickled.ckpt", weights_only=False)), tmp_path / "whole.ckpt")
+    consolidate(tmp_path / "whole.ckpt", tmp_path / "weights.ckpt")
+    content = torch.load(tmp_path / "weights.ckpt", weights_only=True)
+    made = make_module(content)
+    assert isinstance(made, Vocabulary)
+    assert made.words == [Path("a"), Path("b")]
+
+
+class Odd:
+    """Has no plain form: a restart would have to run its code."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Odd, ()
+
+
+def test_what_has_no_plain_form_is_told(tmp_path: Path) -> None:
+    torch.save({"state_dict": {}, "extra": Odd()}, tmp_path / "odd.ckpt")
+    with pytest.raises(CheckpointFormatError, match=r"odd\.ckpt holds what a file of plain values cannot.* extra is"):
+        consolidate(tmp_path / "odd.ckpt", tmp_path / "weights.ckpt", trust_pickles=True)
 
 
 def test_shards_of_torch(tmp_path: Path) -> None:

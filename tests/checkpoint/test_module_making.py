@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import functools
 import sys
+import timeit
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from omegaconf import OmegaConf
 from torch import nn
+from torch.nn import functional
 
 from azureml_strategy.checkpoint.formats import CheckpointFormatError
 from azureml_strategy.checkpoint.module_making import make_module, modules_of
@@ -26,6 +32,7 @@ from azureml_strategy.checkpoint.module_record import (
     remember_input,
     told_of_module,
 )
+from azureml_strategy.checkpoint.plain_data import to_plain
 from azureml_strategy.models import GPTConfig, ImageClassifier, LanguageModel, ResNet50
 
 HERE = __name__
@@ -103,6 +110,70 @@ def test_by_a_module_of_a_folder(tmp_path: Path) -> None:
     assert sys.path == before, "a training in the same process would import far_away.py in place of its own"
 
 
+@dataclasses.dataclass
+class Held:
+    what: Any
+
+
+def shout(*_: Any) -> None:
+    raise AssertionError("a function of the file was called")
+
+
+class Calls(LightningModule):
+    """A module that calls what it is given, as those of torch call their activation."""
+
+    def __init__(self, activation: Any) -> None:
+        super().__init__()
+        while not callable(activation):
+            activation = activation.what if isinstance(activation, Held) else next(iter(activation))
+        activation(torch.zeros(1))
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint.get("extra", torch.relu)(torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [
+        *(functools.partial(shout, 1), shout, [shout], {"a": (shout,)}, collections.defaultdict(shout, a=shout)),
+        *(Held(shout), Held([functools.partial(timeit.timeit, "pass", "raise AssertionError")])),
+        *(timeit.timeit, torch.hub.load),
+    ],
+    ids=repr,
+)
+def test_a_function_of_a_file_is_not_called(activation: Any) -> None:
+    content = {"state_dict": {}, "hyper_parameters": {"activation": activation}, MODULE: {CLASS: f"{HERE}.Calls"}}
+    with pytest.raises(CheckpointFormatError, match=r"model\.activation holds .*--module-class"):
+        make_module(to_plain(content))
+    config = {"_target_": f"{HERE}.Calls", "activation": activation}
+    with pytest.raises(CheckpointFormatError, match=r"(model|activation|functions)"):
+        make_module(to_plain({"state_dict": {}, MODULE: {CONFIG: config}}))
+    extra = {"state_dict": {}, "hyper_parameters": {"activation": functional.gelu}, "extra": activation}
+    with pytest.raises(CheckpointFormatError, match="extra holds"):
+        make_module(to_plain({**extra, MODULE: {CLASS: f"{HERE}.Calls"}}))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(functional.gelu, functional.softplus, nn.ReLU, Held(Path("a")), OmegaConf.create({"a": [1, {"b": None}]})),
+        *(np.arange(3), np.float32(1), collections.OrderedDict(a={1, 2}), torch.float16, b"a", 10**30),
+    ],
+    ids=repr,
+)
+def test_values_classes_of_modules_and_torchs_functions_are_given(value: Any) -> None:
+    content = {"state_dict": {}, "hyper_parameters": {"value": value}, MODULE: {CLASS: f"{HERE}.Takes"}}
+    made = make_module(to_plain(content))
+    assert isinstance(made, Takes)
+    assert str(made.value) == str(value)
+
+
+class Takes(LightningModule):
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+
+
 @pytest.mark.parametrize(
     ("record", "words"),
     [
@@ -148,6 +219,13 @@ def test_the_input_is_that_of_the_batches_and_what_varies_is_free() -> None:
     assert module_entry(module)[MODULE][INPUT] == {"shape": [3, 8, None], "dtype": "float32"}
     remember_input(module, torch.zeros(4, 3, dtype=torch.uint8))
     assert module_entry(module)[MODULE][INPUT] == {"shape": [3], "dtype": "uint8"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_the_input_is_as_it_was_before_the_training_s_precision(dtype: torch.dtype) -> None:
+    module = Own(Widths([2]))
+    remember_input(module, torch.zeros(4, 3).to(dtype))
+    assert module_entry(module)[MODULE][INPUT] == {"shape": [3], "dtype": "float32"}
 
 
 def test_the_input_of_an_example_is_second_best() -> None:

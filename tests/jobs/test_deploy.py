@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 import yaml
 from azure.ai.ml import load_batch_deployment, load_batch_endpoint, load_online_deployment, load_online_endpoint
-from tests.jobs.azure_service import AzureService
+from tests.jobs.azure_service import AzureService, Reply, Request
 from tests.jobs.rendering import cache
 
 from azureml_strategy.checkpoint.module_record import CLASS, MODULE
@@ -51,6 +52,8 @@ instance_count: 2
 instance_type: Standard_NC4as_T4_v3
 model: azureml:digits:3
 name: green
+request_settings:
+  request_timeout_ms: 90000
 tags:
   owner: vision
 type: managed
@@ -65,6 +68,7 @@ environment:
   build:
     dockerfile_path: Dockerfile
     path: IMAGE
+error_threshold: 0
 max_concurrency_per_instance: 1
 mini_batch_size: 5
 model: azureml:digits@latest
@@ -73,7 +77,11 @@ output_action: append_row
 output_file_name: predictions.jsonl
 resources:
   instance_count: 1
+retry_settings:
+  max_retries: 3
+  timeout: 1800
 """
+_KEPT = "# size: of a new deployment; an existing deployment keeps its size where no option gives another\n"
 _FOLDER = re.compile(r"\S*/azureml_strategy/environments/\w+")
 
 
@@ -105,6 +113,9 @@ def test_a_dry_run_of_an_online_endpoint_prints_what_azure_takes(capsys: pytest.
     assert f"# code: {code}, with score.py\n" in comments
     assert "azureml-inference-server-http==1.4.1, on openmpi5.0-cuda12.6-ubuntu24.04" in comments
     assert '# curl "$URI" -H "Authorization: Bearer $KEY"' in comments
+    assert _KEPT not in comments
+    assert main([*DEPLOY, "--dry-run"]) == 0
+    assert _KEPT in printed(capsys)[2]
 
 
 def test_a_dry_run_of_a_batch_endpoint_prints_what_azure_takes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,7 +128,8 @@ def test_a_dry_run_of_a_batch_endpoint_prints_what_azure_takes(capsys: pytest.Ca
     assert (loaded.mini_batch_size, loaded.resources.instance_count, loaded.model) == (5, 1, "digits@latest")
     assert (code / "score.py").read_text().startswith('"""The scoring script of a batch endpoint')
     assert "azureml-core==" in comments
-    assert "# JOB=$(az ml batch-endpoint invoke --name digits" in comments
+    assert "# JOB=$(az ml batch-endpoint invoke --name digits --deployment-name default" in comments
+    assert _KEPT in comments
 
 
 def test_the_image_has_one_version_of_each_package(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -196,13 +208,14 @@ def test_an_online_endpoint_is_made_and_gets_all_requests(
     register(tmp_path)
     assert main(DEPLOY) == 0
     told = capsys.readouterr().out
-    assert "digits/default: azureml:digits:1, 100 % of the requests to https://digits." in told
+    assert "digits/default: azureml:digits:1 on 1 Standard_DS3_v2, 100 % of the requests to https://digits." in told
     stored = azure_service.workspace.resources
     assert stored["onlineEndpoints/digits"]["properties"]["traffic"] == {"default": 100}
     properties = stored["onlineEndpoints/digits/deployments/default"]["properties"]
     assert properties["model"].endswith("/models/digits/versions/1")
     assert properties["codeConfiguration"]["scoringScript"] == "score.py"
     assert properties["instanceType"] == "Standard_DS3_v2"
+    assert properties["requestSettings"]["requestTimeout"] == "PT1M30S"
     (image,) = [each["properties"] for name, each in stored.items() if name.startswith("environments/")]
     assert image["inferenceConfig"]["scoringRoute"] == {"path": "/score", "port": 5001}
     assert [name for name in azure_service.blobs.content if name.endswith("/score.py")]
@@ -216,10 +229,58 @@ def test_a_second_deployment_takes_what_it_is_given(
     assert main(DEPLOY) == 0
     assert main([*DEPLOY, "--deployment", "green"]) == 0
     assert azure_service.workspace.resources[endpoint]["properties"]["traffic"] == {"default": 100}
-    assert "digits/green: azureml:digits:1, 0 % of the requests" in capsys.readouterr().out
+    assert "digits/green: azureml:digits:1 on 1 Standard_DS3_v2, 0 % of the requests" in capsys.readouterr().out
     assert main([*DEPLOY, "--deployment", "green", "--traffic", "30"]) == 0
     assert azure_service.workspace.resources[endpoint]["properties"]["traffic"] == {"default": 70, "green": 30}
     assert len(azure_service.asked("PUT", "/onlineEndpoints/digits$")) == 3  # made once, and its traffic twice
+
+
+def test_a_deployment_that_is_there_keeps_the_sizes_that_no_option_gives(
+    azure_service: AzureService, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    register(tmp_path)
+    name = "onlineEndpoints/digits/deployments/default"
+    assert main([*DEPLOY, "--instance-type", "NC4as_T4_v3", "--instance-count", "3", "--max-samples", "64"]) == 0
+    assert main(DEPLOY) == 0
+    assert "azureml:digits:1 on 3 Standard_NC4as_T4_v3, 100 %" in capsys.readouterr().out.splitlines()[-5]
+    assert sizes(azure_service, name) == ("Standard_NC4as_T4_v3", 3, {"AZUREML_STRATEGY_MAX_SAMPLES": "64"})
+    assert main([*DEPLOY, "--instance-count", "2", "--max-samples", "8"]) == 0
+    assert sizes(azure_service, name) == ("Standard_NC4as_T4_v3", 2, {"AZUREML_STRATEGY_MAX_SAMPLES": "8"})
+    assert main([*DEPLOY, "--deployment", "green"]) == 0
+    assert sizes(azure_service, name.replace("default", "green")) == ("Standard_DS3_v2", 1, {})
+
+
+def sizes(azure_service: AzureService, name: str) -> tuple[str, int, dict[str, str]]:
+    """Instance type, instance count and variables."""
+    stored = azure_service.workspace.resources[name]
+    properties = stored["properties"]
+    return properties["instanceType"], stored["sku"]["capacity"], properties["environmentVariables"]
+
+
+def test_traffic_that_changes_while_a_deployment_is_made_is_kept(azure_service: AzureService, tmp_path: Path) -> None:
+    register(tmp_path)
+    assert main(DEPLOY) == 0
+    assert main([*DEPLOY, "--deployment", "blue"]) == 0
+    endpoint = azure_service.workspace.resources["onlineEndpoints/digits"]["properties"]
+
+    def someone_else() -> None:
+        endpoint["traffic"] = {"default": 50, "blue": 50}
+
+    while_made(azure_service, "digits/deployments/green", someone_else)
+    assert main([*DEPLOY, "--deployment", "green", "--traffic", "10"]) == 0
+    changed = azure_service.workspace.resources["onlineEndpoints/digits"]["properties"]
+    assert changed["traffic"] == {"default": 45, "blue": 45, "green": 10}
+
+
+def while_made(azure_service: AzureService, name: str, happens: Callable[[], None]) -> None:
+    """Let something happen when a deployment is asked for."""
+
+    def answer(request: Request) -> Reply:
+        if request.method == "PUT" and request.path.endswith(name):
+            happens()
+        return azure_service.manage(request)
+
+    azure_service.hosts["management.azure.com"] = answer
 
 
 @pytest.mark.parametrize(
@@ -262,7 +323,45 @@ def test_a_batch_endpoint_is_made_with_a_default(
     properties = stored["batchEndpoints/digits/deployments/default"]["properties"]
     assert properties["outputFileName"] == "predictions.jsonl"
     assert properties["miniBatchSize"] == 10
+    assert properties["errorThreshold"] == 0
+    assert properties["retrySettings"] == {"maxRetries": 3, "timeout": "PT30M"}
     assert properties["compute"].endswith("/computes/cpu")
+
+
+def test_a_second_batch_deployment_gets_no_calls_until_it_is_made_the_default(
+    azure_service: AzureService, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    register(tmp_path)
+    assert main(["cluster", "create", "--size", "nc24ads_a100_v4", "--name", "cpu"]) == 0
+    assert main(BATCH) == 0
+    assert main([*BATCH, "--deployment", "green"]) == 0
+    told = capsys.readouterr().out
+    assert "digits/green: azureml:digits:1; the endpoint's default stays default\n" in told
+    assert "invoke --name digits --deployment-name green --input" in told
+    command = "az ml batch-endpoint update --name digits --set defaults.deployment_name="
+    assert told.endswith(f"{command}green\n")
+    stored = azure_service.workspace.resources["batchEndpoints/digits"]["properties"]
+    assert stored["defaults"] == {"deploymentName": "default"}
+    assert main(BATCH) == 0
+    told = capsys.readouterr().out
+    assert "digits/default: azureml:digits:1, the endpoint's default" in told
+    assert command not in told
+    assert len(azure_service.asked("PUT", "/batchEndpoints/digits$")) == 2  # made once, and its default once
+
+
+def test_a_batch_deployment_that_is_there_keeps_the_sizes_that_no_option_gives(
+    azure_service: AzureService, tmp_path: Path
+) -> None:
+    register(tmp_path)
+    assert main(["cluster", "create", "--size", "nc24ads_a100_v4", "--name", "cpu"]) == 0
+    assert main([*BATCH, "--instance-count", "4", "--mini-batch-size", "50", "--max-samples", "64"]) == 0
+    assert main(BATCH) == 0
+    properties = azure_service.workspace.resources["batchEndpoints/digits/deployments/default"]["properties"]
+    assert (properties["resources"]["instanceCount"], properties["miniBatchSize"]) == (4, 50)
+    assert properties["environmentVariables"] == {"AZUREML_STRATEGY_MAX_SAMPLES": "64"}
+    assert main([*BATCH, "--instance-count", "2"]) == 0
+    properties = azure_service.workspace.resources["batchEndpoints/digits/deployments/default"]["properties"]
+    assert (properties["resources"]["instanceCount"], properties["miniBatchSize"]) == (2, 50)
 
 
 def test_a_class_of_the_users_needs_its_code(
@@ -270,10 +369,14 @@ def test_a_class_of_the_users_needs_its_code(
 ) -> None:
     register(tmp_path, "my_parts.Net")
     assert main(DEPLOY) == 2
-    assert "The model's class is my_parts.Net, which is not in azureml-strategy. Type --code" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "The model's class is my_parts.Net, which is not in azureml-strategy. Type --code" in told
+    assert "--requirements FILE if my_parts is a package of pip" in told
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "my_parts.py").write_text("")
     assert main([*DEPLOY, "--code", "mine"]) == 0
+    (tmp_path / "requirements.txt").write_text("my-parts\n")
+    assert main([*DEPLOY, "--requirements", "requirements.txt"]) == 0
 
 
 def test_a_model_that_does_not_tell_its_class_says_so_when_it_is_registered(
@@ -301,3 +404,41 @@ def test_a_model_that_is_not_there_and_a_quota_that_is_not(
     told = capsys.readouterr().err
     assert "Not enough quota available for VM (OutOfQuota, HTTP 400)." in told.splitlines()[-1]
     assert "take another --instance-type" in told
+
+
+def test_a_deployment_that_fails_tells_what_is_left_and_how_it_is_removed(
+    azure_service: AzureService, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    register(tmp_path)
+
+    def fail() -> None:
+        azure_service.operations.failure = "ResourceNotReady", "User container has crashed or terminated."
+
+    while_made(azure_service, "/deployments/default", fail)
+    assert main(DEPLOY) == 2
+    told = capsys.readouterr().err
+    assert "User container has crashed or terminated (ResourceNotReady)." in told.splitlines()[-1]
+    assert told.endswith(
+        "The endpoint digits and what there is of the deployment default are left: `az ml online-deployment get-logs "
+        "--endpoint-name digits --name default` tells why it failed, `az ml online-endpoint delete --name digits` "
+        "removes both.\n"
+    )
+    while_made(azure_service, "/deployments/green", fail)
+    assert main([*DEPLOY, "--deployment", "green"]) == 2
+    told = capsys.readouterr().err
+    assert told.endswith("`az ml online-deployment delete --endpoint-name digits --name green` removes the latter.\n")
+    while_made(azure_service, "/deployments/default", fail)
+    assert main(["cluster", "create", "--size", "nc24ads_a100_v4", "--name", "cpu"]) == 0
+    assert main(BATCH) == 2
+    told = capsys.readouterr().err
+    assert "`az ml batch-deployment show --endpoint-name digits --name default` tells its state, " in told
+    assert told.endswith("`az ml batch-endpoint delete --name digits` removes both.\n")
+
+
+def test_an_endpoint_that_is_not_made_leaves_nothing(
+    azure_service: AzureService, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    register(tmp_path)
+    azure_service.fail("PUT", "/onlineEndpoints/digits$", 403, "AuthorizationFailed", "You may not.")
+    assert main(DEPLOY) == 2
+    assert "left" not in capsys.readouterr().err

@@ -128,7 +128,7 @@ def inference_server() -> str:
 def serve(server: str, trained: Trained, folder: Path, **variables: str) -> Iterator[Endpoint]:
     """Start the server on the folder of code that `model deploy` makes, and end it; a fixture's body."""
     request = DeployRequest(model="digits", endpoint="digits", code=trained.code)
-    code: Any = render_online(request, "Standard_DS3_v2")[1].code_configuration
+    code: Any = render_online(request)[1].code_configuration
     port, log = free_port(), folder / "server.log"
     command = [
         server,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -57,7 +58,7 @@ def test_files_of_each_kind_get_the_modules_own_classes(
     Image.fromarray(images[3].permute(1, 2, 0).numpy()).save(tmp_path / "three.png")
     names = ("many.npy", "one.npy", "two.json", "three.png")
     found = rows(script, *(tmp_path / name for name in names))
-    assert [row["file"] for row in found] == list(names)
+    assert [row["file"] for row in found] == [str(tmp_path / name) for name in names], "folders may hold equal names"
     assert [row["classes"] for row in found] == [expected, expected[:1], expected[:2], expected[3:4]]
     assert len(found[0]["outputs"]) == 40
     assert np.mean(np.array(expected) == labels.numpy()) > 0.9
@@ -84,6 +85,14 @@ def test_a_file_that_the_model_cannot_take_gets_a_sentence_and_the_others_their_
     (tmp_path / "no.png").write_bytes(b"no image")
     (tmp_path / "list.json").write_text("[1]")
     (tmp_path / "empty.npy").touch()
+    (tmp_path / "open.npy").write_bytes(b"\x93NUMPY\x01\x00\x10\x00{'descr': (((((\n")
+    head = b"{'descr': '|u1', 'fortran_order': False, 'shape': (-1, -4)}\n"
+    (tmp_path / "negative.npy").write_bytes(b"\x93NUMPY\x01\x00" + len(head).to_bytes(2, "little") + head + b"1234")
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (32, 32, 3), np.uint8)).save(tmp_path / "cut.png")
+    content = (tmp_path / "cut.png").read_bytes()
+    second = content.index(b"IDAT") + 30  # a second part whose head is damaged
+    first = content[: content.index(b"IDAT") - 4] + (26).to_bytes(4, "big") + content[second - 30 : second]
+    (tmp_path / "cut.png").write_bytes(first + zlib.crc32(first[-30:]).to_bytes(4, "big") + bytes(40))
     (tmp_path / "notes.txt").write_text("notes")
     wanted = {
         "good.npy": None,
@@ -93,12 +102,15 @@ def test_a_file_that_the_model_cannot_take_gets_a_sentence_and_the_others_their_
         "no.png": "no.png is no image that can be read.",
         "list.json": 'is a list, not an object with "data"',
         "empty.npy": "empty",
+        "open.npy": "The .npy file has a damaged header.",
+        "negative.npy": "The .npy file is longer or shorter than its header says.",
+        "cut.png": "cut.png is no image that can be read.",
         "notes.txt": "notes.txt is no file of samples. Send .npy, .json or .png",
     }
     for row, words in zip(rows(script, *(tmp_path / name for name in wanted)), wanted.values(), strict=True):
         assert ("classes" in row) == (words is None)
         assert words is None or words in row["error"]
-        assert str(tmp_path) not in json.dumps(row)
+        assert str(tmp_path) not in row.get("error", "")
 
 
 def test_a_fault_of_the_model_fails_the_mini_batch(script: ModuleType, tmp_path: Path) -> None:

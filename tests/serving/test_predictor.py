@@ -35,6 +35,14 @@ def test_a_gpt_gives_logits_for_tokens(gpt: Predictor) -> None:
     assert torch.tensor(content["outputs"]).shape == (2, 3, 11)
 
 
+def test_an_answer_that_would_take_the_memory_is_refused(gpt: Predictor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("azureml_strategy.serving.predictor.MAX_NUMBERS", 40)
+    assert post(gpt, [[1, 2, 3]])[0] == 200
+    status, content = post(gpt, [[1, 2, 3, 4]])
+    assert status == 400
+    assert content["error"].startswith("The model gives 44 numbers for these samples, and an answer holds 40 at most.")
+
+
 @pytest.mark.parametrize(
     ("samples", "words"),
     [

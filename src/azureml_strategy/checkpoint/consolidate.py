@@ -13,15 +13,22 @@ import torch
 from azureml_strategy.checkpoint.formats import FORMATS, CheckpointFormat, CheckpointFormatError
 from azureml_strategy.checkpoint.module_record import MODULE, merged
 from azureml_strategy.checkpoint.plain_coding import decode
-from azureml_strategy.checkpoint.plain_data import HUGGING_FACE, MOVED, to_plain
+from azureml_strategy.checkpoint.plain_data import HUGGING_FACE, MOVED, UnsavableStateError, to_plain
 
-# The entries that `LightningModule.load_from_checkpoint` reads, and those that say where in the training the weights
-# are from. Optimizers, loops and callbacks are left out: they belong to a layout and a number of processes.
-_KEPT = (
-    *("epoch", "global_step", "pytorch-lightning_version"),
-    *("hyper_parameters", "hparams_name", "hparams_type"),
-    *(HUGGING_FACE, MODULE),
+# Entries of the training, which belong to a layout and a number of processes. All others are kept: they are read by
+# `LightningModule.load_from_checkpoint`, or a hook of the user's has added them and its other half asks for them.
+_OF_LIGHTNING = (
+    *("loops", "callbacks", "optimizer_states", "lr_schedulers", "native_amp_scaling_state"),
+    *("MixedPrecision", "FSDPPrecision"),
+    *("datamodule_hyper_parameters", "datamodule_hparams_name", "datamodule_hparams_type"),
 )
+_OF_DEEPSPEED = (
+    *("module", "optimizer", "lr_scheduler", "buffer_names", "param_shapes", "shared_params", "frozen_param_shapes"),
+    *("frozen_param_fragments", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps"),
+    *("global_steps", "global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions"),
+    *("ds_config", "ds_version", "num_experts"),
+)
+_OURS = "azureml_strategy"  # what entries of ours begin with
 
 
 def consolidate(
@@ -57,20 +64,29 @@ def consolidate(
 def read_whole(
     checkpoint: Path, *, trust_pickles: bool = False, told: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Read what `consolidate` writes: weights, hyperparameters, and what tells of the module, in plain form.
+    """Read what `consolidate` writes: weights and all entries that are not of the training alone, in plain form.
 
     Args:
         checkpoint, trust_pickles, told: as for `consolidate`.
 
     Raises:
-        CheckpointFormatError: the layout is not known, or reading would run code.
+        CheckpointFormatError: the layout is not known, reading would run code, or an entry has no plain form.
     """
     read = checkpoint_format(checkpoint).read(checkpoint, trust_pickles)
     if told:
         read = {**read, MODULE: merged(read.get(MODULE), told)}
-    moved = [each for each in read.get(MOVED, ()) if decode(each["at"])[0] in _KEPT]
-    kept = {name: read[name] for name in _KEPT if name in read}
-    return to_plain({"state_dict": dict(read["state_dict"]), **kept, MOVED: moved})
+    moved = [each for each in read.get(MOVED, ()) if not _is_of_training(decode(each["at"])[0])]
+    kept = {name: value for name, value in read.items() if not _is_of_training(name)}
+    try:
+        return to_plain({**kept, "state_dict": dict(read["state_dict"]), MOVED: moved})
+    except UnsavableStateError as error:  # of a checkpoint that others wrote, with trust_pickles
+        raise CheckpointFormatError(f"{checkpoint} holds what a file of plain values cannot. {error}") from error
+
+
+def _is_of_training(name: Any) -> bool:
+    if name in (MODULE, HUGGING_FACE):
+        return False
+    return name in _OF_LIGHTNING or name in _OF_DEEPSPEED or str(name).startswith(_OURS)
 
 
 def checkpoint_format(checkpoint: Path) -> CheckpointFormat:

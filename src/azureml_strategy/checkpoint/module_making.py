@@ -9,11 +9,17 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import torch
+from lightning.fabric.utilities.data import AttributeDict
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
@@ -21,12 +27,17 @@ from torch import nn
 from azureml_strategy.checkpoint.formats import CheckpointFormatError
 from azureml_strategy.checkpoint.module_record import CLASS, CONFIG, MODULE
 from azureml_strategy.checkpoint.plain_data import from_plain
-from azureml_strategy.checkpoint.plain_kinds import look_up
+from azureml_strategy.checkpoint.plain_kinds import KINDS, MAPPINGS, PLAIN, REFERENCES, SEQUENCES, look_up
 from azureml_strategy.cluster.redaction import REDACTED
 
 _SHOWN = 3
 # What Hydra reads beside a target. These two change nothing where a configuration holds plain values.
 _IGNORED = ("_target_", "_convert_", "_recursive_")
+# Types of what a module is given: what holds nothing else, and what holds more of these.
+_VALUES = PLAIN | KINDS.keys() - {defaultdict, deque, SimpleNamespace} | {int}
+_CONTAINERS = (*SEQUENCES.values(), *MAPPINGS.values(), AttributeDict, np.ndarray)
+# Entries that no hook of a module's is there for; only parts of the hyperparameters are given to anything.
+_OF_LIGHTNING = ("state_dict", "hyper_parameters", "hparams_type")
 
 
 @contextmanager
@@ -143,6 +154,8 @@ def _hyperparameters(kind: type, content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _called(kind: type, arguments: dict[str, Any], place: str) -> Any:
+    for name, value in arguments.items():
+        _check(value, f"{place}.{name}")
     try:
         return kind(**arguments)
     except Exception as error:  # a class of the user's may raise anything
@@ -151,8 +164,54 @@ def _called(kind: type, arguments: dict[str, Any], place: str) -> Any:
         ) from error
 
 
+def _check(value: Any, place: str) -> None:
+    """Refuse anything but values as an argument: a module may call a function, or a method of an object, that it gets.
+
+    Raises:
+        CheckpointFormatError: there is a function, or an object of another class, anywhere in the value.
+    """
+    for part in _parts(value):
+        _check(part, place)
+    if not (_is_value(value) or type(value) in _CONTAINERS or dataclasses.is_dataclass(value) or _is_config(value)):
+        raise CheckpointFormatError(
+            f"{place} holds {value!r:.100}. Only values are given to a module on the word of a file, no functions and "
+            "no other objects. Make a subclass whose __init__ needs no arguments, and name it by --module-class "
+            "MODULE.CLASS."
+        )
+
+
+def _is_value(value: Any) -> bool:
+    if isinstance(value, type):
+        return issubclass(value, (nn.Module, torch.optim.Optimizer))
+    if isinstance(value, REFERENCES):
+        return getattr(value, "__module__", None) in ("torch.nn.functional", "torch._C._nn")
+    return type(value) in _VALUES or isinstance(value, (nn.Module, np.generic, Enum))
+
+
+def _is_config(value: Any) -> bool:
+    return type(value).__module__ in ("omegaconf.dictconfig", "omegaconf.listconfig")
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    """What a container holds."""
+    if _is_config(value):
+        from omegaconf import OmegaConf
+
+        return [OmegaConf.to_container(value)]
+    if isinstance(value, np.ndarray):
+        return value.flat if value.dtype.hasobject else ()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [getattr(value, each.name, None) for each in dataclasses.fields(value)]
+        return [*fields, *getattr(value, "__dict__", {}).values()]
+    if type(value) not in _CONTAINERS:
+        return ()
+    return [each for pair in value.items() for each in pair] if isinstance(value, dict) else value
+
+
 def _prepare(module: LightningModule, content: dict[str, Any]) -> None:
     """Call what Lightning calls before it loads weights."""
+    for name in content.keys() - set(_OF_LIGHTNING):
+        _check(content[name], name)
     try:
         if is_overridden("configure_model", module):
             module.configure_model()

@@ -47,12 +47,14 @@ def remember_input(module: LightningModule, batch: Any) -> None:
     if not isinstance(first, Tensor) or first.dim() == 0:
         return
     sizes: tuple[int | None, ...] = tuple(first.shape[1:])
+    # As the data have it. What arrives here is cast by the training's precision, and the module is made without that.
+    dtype = torch.float32 if first.dtype.is_floating_point else first.dtype
     known = getattr(module, _INPUT, None)
-    if known == (sizes, first.dtype):
+    if known == (sizes, dtype):
         return
     if known is not None and len(known[0]) == len(sizes):
         sizes = tuple(old if old == new else None for old, new in zip(known[0], sizes, strict=True))
-    setattr(module, _INPUT, (sizes, first.dtype))
+    setattr(module, _INPUT, (sizes, dtype))
 
 
 def module_entry(module: LightningModule | None) -> dict[str, Any]:

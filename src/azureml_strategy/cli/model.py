@@ -89,17 +89,18 @@ def _add_deploy(group: Verbs) -> None:
     deploy.add_argument("--code", type=Path, metavar="FOLDER", help="with the modules of a class of your own")
     deploy.add_argument("--requirements", type=Path, metavar="FILE", help="further packages for the image")
     deploy.add_argument("--environment", metavar="AZUREML:NAME@LATEST", help="a registered one in place of our image")
-    deploy.add_argument("--instance-count", type=int, default=1, metavar="N", help="machines or nodes (default 1)")
-    deploy.add_argument("--max-samples", type=int, metavar="N", help="most in one request or file (default 256)")
+    sizes = deploy.add_argument_group("sizes", "by default those of the deployment if it is there, else as told here")
+    sizes.add_argument("--instance-count", type=int, metavar="N", help="machines or nodes (1)")
+    sizes.add_argument("--max-samples", type=int, metavar="N", help="most in one request or file (256)")
+    sizes.add_argument("--instance-type", metavar="VM_SIZE", help="online: of each machine (Standard_DS3_v2)")
+    sizes.add_argument("--mini-batch-size", type=int, metavar="N", help="batch: files at a time (10)")
     online = deploy.add_argument_group("online")
-    online.add_argument("--instance-type", metavar="VM_SIZE", help="of each machine (default Standard_DS3_v2)")
     online.add_argument(
         "--traffic", type=int, metavar="PERCENT", help="of the requests (default: all, unless another one has some)"
     )
     batch = deploy.add_argument_group("batch")
     batch.add_argument("--batch", action="store_true", help="a batch endpoint")
     batch.add_argument("--compute", metavar="CLUSTER", help="the cluster that predicts")
-    batch.add_argument("--mini-batch-size", type=int, metavar="N", help="files at a time (default 10)")
     add_create_options(deploy)
     add_workspace_options(deploy)
 
@@ -154,34 +155,38 @@ def _deploy_online(options: argparse.Namespace) -> int:
     from azureml_strategy.jobs.endpoints import render_online
 
     request = _request(options)
-    endpoint, deployment = render_online(request, options.instance_type or "Standard_DS3_v2")
+    endpoint, deployment = render_online(request)
     calls = calls_of_online(request.endpoint, request.deployment)
     if options.dry_run:
         return _print_dry_run(request, endpoint, deployment, calls)
     workspace = client(options)
     model = deployment.model = f"{request.model}:{check_model(workspace, request).version}"
-    made = create_online(workspace, endpoint, deployment, options.traffic)
+    made = create_online(workspace, request, endpoint, deployment, options.traffic)
     share = (made.traffic or {}).get(request.deployment, 0)
-    where = f"{made.name}/{deployment.name}"
-    print_text(f"{where}: azureml:{model}, {share} % of the requests to {made.scoring_uri}")
+    what = f"{made.name}/{deployment.name}: azureml:{model} on {deployment.instance_count} {deployment.instance_type}"
+    print_text(f"{what}, {share} % of the requests to {made.scoring_uri}")
     print("\n".join(calls))
     return 0
 
 
 def _deploy_batch(options: argparse.Namespace) -> int:
-    from azureml_strategy.jobs.deploy import calls_of_batch, check_model, create_batch
+    from azureml_strategy.jobs.deploy import calls_of_batch, check_model, create_batch, default_of, make_default
     from azureml_strategy.jobs.endpoints import render_batch
 
     request = _request(options)
-    size = 10 if options.mini_batch_size is None else options.mini_batch_size
-    endpoint, deployment = render_batch(request, options.compute, size)
-    calls = calls_of_batch(request.endpoint)
+    endpoint, deployment = render_batch(request, options.compute)
+    calls = calls_of_batch(request.endpoint, request.deployment)
     if options.dry_run:
         return _print_dry_run(request, endpoint, deployment, calls)
     workspace = client(options)
     model = deployment.model = f"{request.model}:{check_model(workspace, request).version}"
-    made = create_batch(workspace, endpoint, deployment)
-    print_text(f"{made.name}/{deployment.name}: azureml:{model}, the endpoint's default")
+    made = create_batch(workspace, request, endpoint, deployment)
+    default = default_of(made)
+    if default == request.deployment:
+        print_text(f"{made.name}/{deployment.name}: azureml:{model}, the endpoint's default")
+    else:
+        print_text(f"{made.name}/{deployment.name}: azureml:{model}; the endpoint's default stays {default}")
+        calls.append(make_default(request.endpoint, request.deployment))
     print("\n".join(calls))
     return 0
 
@@ -197,7 +202,9 @@ def _request(options: argparse.Namespace) -> DeployRequest:
         code=options.code,
         requirements=options.requirements,
         environment=options.environment,
-        instances=options.instance_count,
+        instance_type=options.instance_type,
+        instance_count=options.instance_count,
+        mini_batch_size=options.mini_batch_size,
         max_samples=options.max_samples,
         tags=dict(options.tag or ()) or None,
     )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from azureml_strategy.jobs.endpoints import DeployRequest
+from azureml_strategy.jobs.endpoints import SIZES, DeployRequest
 from azureml_strategy.jobs.service_errors import JobError, ServiceError, service_errors
+from azureml_strategy.serving import MAX_SAMPLES
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
@@ -29,7 +32,7 @@ def check_model(client: MLClient, request: DeployRequest) -> Model:
         The model, whose version is the one that is deployed.
 
     Raises:
-        JobError: its class lies in a module of the user's, and the request has no folder of code for it.
+        JobError: its class lies in a module of the user's, and nothing in the request brings it.
         ServiceError: there is no such model.
     """
     with service_errors():
@@ -37,24 +40,32 @@ def check_model(client: MLClient, request: DeployRequest) -> Model:
         model: Model = client.models.get(request.model, version=request.version, label=label)
     module_class = (model.tags or {}).get(CLASS_TAG)
     own = module_class is not None and module_class.split(".")[0] not in _IN_THE_IMAGE
-    if own and request.code is None and request.environment is None:
+    if own and request.code is None and request.requirements is None and request.environment is None:
         assert module_class is not None
+        name = module_class.split(".")[0]
         raise JobError(
             f"The model's class is {module_class}, which is not in azureml-strategy. Type --code FOLDER with the "
-            f"folder that holds {module_class.split('.')[0]}.py, or --environment with an image that has it."
+            f"folder that holds {name}.py, --requirements FILE if {name} is a package of pip, or --environment with an "
+            "image that has it."
         )
     return model
 
 
 def create_online(
-    client: MLClient, endpoint: ManagedOnlineEndpoint, deployment: ManagedOnlineDeployment, traffic: int | None
+    client: MLClient,
+    request: DeployRequest,
+    endpoint: ManagedOnlineEndpoint,
+    deployment: ManagedOnlineDeployment,
+    traffic: int | None,
 ) -> ManagedOnlineEndpoint:
     """Make an online endpoint unless it is there, make or change a deployment, and lead requests to it.
 
     Args:
         client: client of the workspace.
+        request: says which sizes one of this name keeps.
         endpoint: the endpoint; one of this name stays as it is.
-        deployment: the deployment, for which this call waits: minutes, and more while its image is built.
+        deployment: the deployment, for which this call waits: minutes, and more while its image is built. It gets the
+            sizes that it keeps.
         traffic: per cent of the requests that the deployment gets; the others share the rest as before. None gives it
             all of them, unless another deployment has some: then nothing changes.
 
@@ -65,34 +76,62 @@ def create_online(
         JobError: the traffic leaves requests without a deployment.
         ServiceError: there is no quota or permission, or the deployment does not start.
     """
+    name = str(deployment.name)
     found = _existing(lambda: client.online_endpoints.get(endpoint.name))
-    shares = _shares((found.traffic if found else None) or {}, str(deployment.name), traffic)
-    with service_errors():
-        if found is None:
+    _shares((found.traffic if found else None) or {}, name, traffic)  # refuses before anything is made
+    if found is None:
+        with service_errors():
             client.online_endpoints.begin_create_or_update(endpoint).result()
+    else:
+        _keep_sizes(request, _existing(lambda: client.online_deployments.get(name, endpoint.name)), deployment)
+    with _told_what_is_left("online", request, new=found is None):
         client.online_deployments.begin_create_or_update(deployment).result()
+    with service_errors():
         made: ManagedOnlineEndpoint = client.online_endpoints.get(endpoint.name)
+        shares = _shares(made.traffic or {}, name, traffic)  # another one may have changed it in these minutes
         if shares is not None:
             made.traffic = shares
             made = client.online_endpoints.begin_create_or_update(made).result()
     return made
 
 
-def create_batch(client: MLClient, endpoint: BatchEndpoint, deployment: ModelBatchDeployment) -> BatchEndpoint:
-    """Make a batch endpoint unless it is there, make or change a deployment, and make it the endpoint's default.
+def create_batch(
+    client: MLClient, request: DeployRequest, endpoint: BatchEndpoint, deployment: ModelBatchDeployment
+) -> BatchEndpoint:
+    """Make a batch endpoint unless it is there, and make or change a deployment: the default if there is none.
+
+    Args:
+        client: client of the workspace.
+        request: says which sizes one of this name keeps.
+        endpoint: the endpoint; one of this name stays as it is.
+        deployment: the deployment. It gets the sizes that it keeps.
+
+    Returns:
+        The endpoint as it is now.
 
     Raises:
         ServiceError: there is no permission, or no such cluster.
     """
+    name = str(deployment.name)
     found = _existing(lambda: client.batch_endpoints.get(endpoint.name))
-    with service_errors():
-        if found is None:
+    if found is None:
+        with service_errors():
             client.batch_endpoints.begin_create_or_update(endpoint).result()
+    else:
+        _keep_sizes(request, _existing(lambda: client.batch_deployments.get(name, endpoint.name)), deployment)
+    with _told_what_is_left("batch", request, new=found is None):
         client.batch_deployments.begin_create_or_update(deployment).result()
+    with service_errors():
         made: BatchEndpoint = client.batch_endpoints.get(endpoint.name)
-        made.defaults = {"deployment_name": deployment.name}
-        changed: BatchEndpoint = client.batch_endpoints.begin_create_or_update(made).result()
-    return changed
+        if default_of(made) is None:
+            made.defaults = {"deployment_name": name}
+            made = client.batch_endpoints.begin_create_or_update(made).result()
+    return made
+
+
+def default_of(endpoint: BatchEndpoint) -> str | None:
+    """The deployment that gets the calls of a batch endpoint which name none."""
+    return getattr(endpoint.defaults, "deployment_name", None)
 
 
 def calls_of_online(endpoint: str, deployment: str) -> list[str]:
@@ -105,13 +144,57 @@ def calls_of_online(endpoint: str, deployment: str) -> list[str]:
     ]
 
 
-def calls_of_batch(endpoint: str) -> list[str]:
-    """The commands that call a batch endpoint, and fetch what it has predicted."""
+def calls_of_batch(endpoint: str, deployment: str) -> list[str]:
+    """The commands that call a deployment of a batch endpoint, the default or not, and fetch what it has predicted."""
     return [
-        f"JOB=$(az ml batch-endpoint invoke --name {endpoint} --input azureml:DATA:1 --query name --output tsv)",
+        f"JOB=$(az ml batch-endpoint invoke --name {endpoint} --deployment-name {deployment} --input azureml:DATA:1 "
+        "--query name --output tsv)",
         "azureml-strategy jobs logs $JOB --follow",
         "az ml job download --name $JOB --output-name score",
     ]
+
+
+def make_default(endpoint: str, deployment: str) -> str:
+    """The command that makes a deployment the default of its batch endpoint."""
+    return f"az ml batch-endpoint update --name {endpoint} --set defaults.deployment_name={deployment}"
+
+
+def _keep_sizes(request: DeployRequest, before: Any, deployment: Any) -> None:
+    """Give a deployment the sizes of the one that is there, None if there is none, where the request has none."""
+    for name in SIZES:
+        kept = getattr(before, name, None)
+        if getattr(request, name) is None and kept is not None:
+            setattr(deployment, name, kept)
+    most = (getattr(before, "environment_variables", None) or {}).get(MAX_SAMPLES)
+    if request.max_samples is None and most is not None:
+        deployment.environment_variables = {MAX_SAMPLES: most}
+
+
+@contextmanager
+def _told_what_is_left(kind: str, request: DeployRequest, *, new: bool) -> Iterator[None]:
+    """Add to an error what a deployment that fails leaves, and the commands that tell more and remove it.
+
+    Args:
+        kind: `online` or `batch`.
+        request: has the names.
+        new: whether the endpoint was made for this deployment.
+
+    Raises:
+        ServiceError: the deployment failed.
+    """
+    try:
+        with service_errors():
+            yield
+    except ServiceError as error:
+        endpoint, deployment = request.endpoint, request.deployment
+        which = f"--endpoint-name {endpoint} --name {deployment}"
+        look = f"get-logs {which}` tells why it failed" if kind == "online" else f"show {which}` tells its state"
+        both, one = f"endpoint delete --name {endpoint}` removes both", f"deployment delete {which}` removes the latter"
+        told = (
+            f"The endpoint {endpoint} and what there is of the deployment {deployment} are left: "
+            f"`az ml {kind}-deployment {look}, `az ml {kind}-{both if new else one}."
+        )
+        raise ServiceError(f"{error} {told}", code=error.code, status=error.status) from error
 
 
 def _existing(get: Any) -> Any:

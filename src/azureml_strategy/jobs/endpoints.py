@@ -36,6 +36,12 @@ _PORT = 5001  # of Azure ML's inference server
 # https://learn.microsoft.com/azure/machine-learning/how-to-manage-quotas, limits of endpoints
 _NAME = re.compile(r"[a-zA-Z](?:[a-zA-Z0-9-]{1,30})[a-zA-Z0-9]")
 _MOST_INSTANCES = 50
+_REQUEST_TIMEOUT_MS = 90_000  # Azure's 5 s cut off many samples on a CPU; it allows 180 s
+_MINI_BATCH_TIMEOUT_S = 1800  # Azure's 30 s are too short for 10 files of 256 samples on a CPU
+_RETRIES = 3  # of a mini-batch
+_INSTANCE_TYPE, _INSTANCES, _MINI_BATCH_SIZE = "Standard_DS3_v2", 1, 10  # of a new deployment
+SIZES = ("instance_type", "instance_count", "mini_batch_size")
+"""What a request and a deployment both have: an attribute of a request that is None keeps that of the deployment."""
 _SIZE = re.compile(r"(?:Standard_)?[A-Z][A-Za-z0-9]*(?:[_-][A-Za-z0-9]+)*", re.I)
 
 
@@ -51,9 +57,14 @@ class DeployRequest:
         code: folder with the modules that the model's class is in. None for a class of this package or of the image.
         requirements: file of further packages for the image.
         environment: reference of a registered environment in place of our image.
-        instances: machines, or nodes of the cluster in a batch.
+        instance_type: VM size of each machine of an online endpoint, with or without `Standard_`.
+        instance_count: machines, or nodes of the cluster in a batch.
+        mini_batch_size: files that one call of the scoring script gets in a batch.
         max_samples: most samples in one request or file.
         tags: tags of endpoint and deployment.
+
+    None for one of these sizes keeps that of a deployment that is there already: `create_online` and `create_batch` see
+    to it. A new one gets Standard_DS3_v2, 1, 10 and 256.
     """
 
     model: str
@@ -63,16 +74,19 @@ class DeployRequest:
     code: Path | None = None
     requirements: Path | None = None
     environment: str | None = None
-    instances: int = 1
+    instance_type: str | None = None
+    instance_count: int | None = None
+    mini_batch_size: int | None = None
     max_samples: int | None = None
     tags: dict[str, str] | None = None
 
     def __post_init__(self) -> None:
         _check_name("--endpoint", self.endpoint)
         _check_name("--deployment", self.deployment)
-        _check_number("--instance-count", self.instances, _MOST_INSTANCES)
-        if self.max_samples is not None:
-            _check_number("--max-samples", self.max_samples)
+        _check_number("--instance-count", self.instance_count, _MOST_INSTANCES)
+        _check_number("--mini-batch-size", self.mini_batch_size)
+        _check_number("--max-samples", self.max_samples)
+        _check_size(self.instance_type)
         if self.requirements is not None and self.environment is not None:
             raise JobError("--requirements is for our own image, which --environment replaces. Keep one of them.")
         for option, path in (("--code", self.code), ("--requirements", self.requirements)):
@@ -87,20 +101,16 @@ class DeployRequest:
         return self.model + (f":{self.version}" if self.version else "@latest")
 
 
-def render_online(request: DeployRequest, instance_type: str) -> tuple[ManagedOnlineEndpoint, ManagedOnlineDeployment]:
+def render_online(request: DeployRequest) -> tuple[ManagedOnlineEndpoint, ManagedOnlineDeployment]:
     """Describe an online endpoint and a deployment as azure-ai-ml's entities, without a request to Azure.
 
-    Args:
-        request: what is deployed.
-        instance_type: VM size of each machine, with or without `Standard_`.
-
     Raises:
-        JobError: the size is no name of a size or retired, or the folder of code cannot be used.
+        JobError: the folder of code cannot be used.
     """
-    size = _instance_type(instance_type)
     quiet_sdk()
-    from azure.ai.ml.entities import ManagedOnlineDeployment, ManagedOnlineEndpoint
+    from azure.ai.ml.entities import ManagedOnlineDeployment, ManagedOnlineEndpoint, OnlineRequestSettings
 
+    size = request.instance_type or _INSTANCE_TYPE
     endpoint = ManagedOnlineEndpoint(name=request.endpoint, auth_mode="key", tags=request.tags)
     deployment = ManagedOnlineDeployment(
         name=request.deployment,
@@ -109,35 +119,41 @@ def render_online(request: DeployRequest, instance_type: str) -> tuple[ManagedOn
         code_configuration=_code(request, "online"),
         environment=_environment(request, "online"),
         environment_variables=_variables(request),
-        instance_type=size,
-        instance_count=request.instances,
+        request_settings=OnlineRequestSettings(request_timeout_ms=_REQUEST_TIMEOUT_MS),
+        instance_type=size if size.lower().startswith("standard_") else f"Standard_{size}",
+        instance_count=request.instance_count or _INSTANCES,
         tags=request.tags,
     )
     return endpoint, deployment
 
 
-def render_batch(
-    request: DeployRequest, compute: str, files_at_a_time: int = 10
-) -> tuple[BatchEndpoint, ModelBatchDeployment]:
+def render_batch(request: DeployRequest, compute: str) -> tuple[BatchEndpoint, ModelBatchDeployment]:
     """Describe a batch endpoint and a deployment as azure-ai-ml's entities, without a request to Azure.
 
     Args:
         request: what is deployed.
         compute: name of the cluster that predicts.
-        files_at_a_time: files that one call of the scoring script gets.
 
     Raises:
-        JobError: the number of files is none, or the folder of code cannot be used.
+        JobError: the folder of code cannot be used.
     """
-    _check_number("--mini-batch-size", files_at_a_time)
     quiet_sdk()
     from azure.ai.ml.constants import BatchDeploymentOutputAction
-    from azure.ai.ml.entities import BatchEndpoint, ModelBatchDeployment, ModelBatchDeploymentSettings
+    from azure.ai.ml.entities import (
+        BatchEndpoint,
+        BatchRetrySettings,
+        ModelBatchDeployment,
+        ModelBatchDeploymentSettings,
+    )
 
     settings = ModelBatchDeploymentSettings(
-        instance_count=request.instances,
-        mini_batch_size=files_at_a_time,
+        instance_count=request.instance_count or _INSTANCES,
+        mini_batch_size=request.mini_batch_size or _MINI_BATCH_SIZE,
         max_concurrency_per_instance=1,
+        # By default Azure ignores all failures, and a job completes with predictions missing. The scoring script gives
+        # a file that cannot be taken a line of its own, which is no failure.
+        error_threshold=0,
+        retry_settings=BatchRetrySettings(max_retries=_RETRIES, timeout=_MINI_BATCH_TIMEOUT_S),
         output_action=BatchDeploymentOutputAction.APPEND_ROW,
         output_file_name="predictions.jsonl",
         environment_variables=_variables(request),
@@ -169,15 +185,21 @@ def document(entity: Any) -> str:
 
 
 def describe(request: DeployRequest, deployment: Any) -> list[str]:
-    """The folder of code and the image of a deployment, a line each."""
-    code = f"code: {deployment.code_configuration.code}, with {SCRIPT}"
+    """The folder of code, the image, and what stays of a deployment that is there already, a line each."""
+    lines = [f"code: {deployment.code_configuration.code}, with {SCRIPT}", _describe_environment(request, deployment)]
+    if None in (request.instance_type, request.instance_count):
+        lines.append("size: of a new deployment; an existing deployment keeps its size where no option gives another")
+    return lines
+
+
+def _describe_environment(request: DeployRequest, deployment: Any) -> str:
     if request.environment:
-        return [code, f"environment: {request.environment}"]
+        return f"environment: {request.environment}"
     folder = Path(deployment.environment.build.path)
     base = base_of((folder / "Dockerfile").read_text(encoding="utf-8")).rpartition("/")[2].removesuffix(":latest")
     servers = [line for line in (folder / "serving.txt").read_text("utf-8").splitlines() if line.startswith(_SERVERS)]
     held = ", ".join([f"{PACKAGE} {version(PACKAGE)} and its tested versions", *servers])
-    return [code, f"environment: {held}, on {base}; Azure ML builds it from {folder}"]
+    return f"environment: {held}, on {base}; Azure ML builds it from {folder}"
 
 
 def _code(request: DeployRequest, kind: str) -> CodeConfiguration:
@@ -215,11 +237,11 @@ def _variables(request: DeployRequest) -> dict[str, str]:
     return {} if request.max_samples is None else {MAX_SAMPLES: str(request.max_samples)}
 
 
-def _instance_type(given: str) -> str:
-    if not _SIZE.fullmatch(given):
-        raise JobError(f"--instance-type {given} is no name of a VM size. Type one such as Standard_DS3_v2.")
-    refuse_retired(given)
-    return given if given.lower().startswith("standard_") else f"Standard_{given}"
+def _check_size(size: str | None) -> None:
+    if size is not None and not _SIZE.fullmatch(size):
+        raise JobError(f"--instance-type {size} is no name of a VM size. Type one such as {_INSTANCE_TYPE}.")
+    if size is not None:
+        refuse_retired(size)
 
 
 def _check_name(option: str, name: str) -> None:
@@ -230,6 +252,6 @@ def _check_name(option: str, name: str) -> None:
         )
 
 
-def _check_number(option: str, number: int, most: int | None = None) -> None:
-    if number < 1 or (most is not None and number > most):
+def _check_number(option: str, number: int | None, most: int | None = None) -> None:
+    if number is not None and (number < 1 or (most is not None and number > most)):
         raise JobError(f"{option} is {number}. Give a number from 1 {'on' if most is None else f'to {most}'}.")

@@ -29,8 +29,8 @@ def run(mini_batch: Sequence[str]) -> list[str]:
         mini_batch: paths of files; see `read_file` for their kinds.
 
     Returns:
-        One line of JSON for each file: `file`, and what `Predictor.predict` gives, or `error` with one sentence about a
-        file that the model cannot take. Azure ML appends the lines to the output.
+        One line of JSON for each file: `file`, its path as Azure ML gives it, and what `Predictor.predict` gives, or
+        `error` with one sentence about a file that the model cannot take. Azure ML appends the lines to the output.
 
     Raises:
         ModelFaultError: the model failed, so that Azure ML tries the mini-batch again and counts its failure.
@@ -41,6 +41,6 @@ def run(mini_batch: Sequence[str]) -> list[str]:
 def _row(path: Path) -> dict[str, object]:
     assert _predictor is not None, "Azure ML calls init first"
     try:
-        return {"file": path.name, **_predictor.predict(read_file(path, _predictor.expected))}
+        return {"file": str(path), **_predictor.predict(read_file(path, _predictor.expected))}
     except BadInputError as error:
-        return {"file": path.name, "error": str(error)}
+        return {"file": str(path), "error": str(error)}

@@ -20,6 +20,8 @@ IMAGES = (".png", ".jpg", ".jpeg", ".bmp")
 """Files that hold one sample each, as pixels."""
 MAX_BYTES = 16 * 2**20
 """The largest body of a request. Our choice, some times what Azure ML itself lets through."""
+MAX_NUMBERS = 2**22
+"""The most numbers in an answer. Our choice: as JSON they take some 80 MB, and as Python's floats twice that."""
 _NPY = b"\x93NUMPY"
 _BY_NUMBERS = "the numbers of one sample after the other in nested lists"
 
@@ -175,18 +177,18 @@ def _read_npy(body: bytes) -> Numbers:
         version = np.lib.format.read_magic(stream)
         header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, fortran, dtype = header(stream)
-    except ValueError as error:
+    except Exception as error:  # numpy parses it as Python, which may raise anything
         raise BadInputError("The .npy file has a damaged header. Write it with numpy.save.") from error
     content = body[stream.tell() :]
     if dtype.kind not in "iuf":
         raise BadInputError(f"The .npy file holds {dtype}, and no numbers. Send an array of numbers.")
-    if math.prod(shape) * dtype.itemsize != len(content):
+    if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != len(content):
         raise BadInputError("The .npy file is longer or shorter than its header says. Write it with numpy.save.")
     return np.frombuffer(content, dtype).reshape(shape, order="F" if fortran else "C")
 
 
 def _read_image(path: Path, expected: ExpectedInput) -> Numbers:
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
     mode = _mode(path, expected)
     assert expected.sizes is not None
@@ -194,7 +196,9 @@ def _read_image(path: Path, expected: ExpectedInput) -> Numbers:
         with Image.open(path) as image:
             _check_size(path, (image.height, image.width), expected.sizes[-2:])
             pixels = np.asarray(image.convert(mode))
-    except (UnidentifiedImageError, OSError, Image.DecompressionBombError) as error:
+    except BadInputError:
+        raise
+    except Exception as error:  # a damaged file may raise anything, even SyntaxError
         raise BadInputError(f"{path.name} is no image that can be read. Send it again, whole.") from error
     if len(expected.sizes) == 2:
         return pixels

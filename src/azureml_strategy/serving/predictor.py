@@ -17,7 +17,7 @@ from azureml_strategy.checkpoint import formats
 from azureml_strategy.checkpoint.module_making import make_module
 from azureml_strategy.checkpoint.module_record import INPUT, MODULE
 from azureml_strategy.serving import MAX_SAMPLES, WEIGHTS
-from azureml_strategy.serving.inputs import BadInputError, ExpectedInput
+from azureml_strategy.serving.inputs import MAX_NUMBERS, BadInputError, ExpectedInput
 
 _DEFAULT_SAMPLES = 256
 
@@ -87,7 +87,7 @@ class Predictor:
             each sample, if the model gives a row of two or more numbers for each.
 
         Raises:
-            BadInputError: an embedding of the model has no row for a number of the samples.
+            BadInputError: an embedding has no row for a number of the samples, or the outputs are too many.
             ModelFaultError: the model failed, or gave something other than finite numbers for each sample.
         """
         try:
@@ -117,6 +117,11 @@ def _answer(outputs: Any, samples: int) -> dict[str, Any]:
         raise ModelFaultError(
             "The model's forward gives no tensor with a row for each sample, so that it cannot be served as it is. "
             "Wrap it in a LightningModule whose forward does."
+        )
+    if outputs.numel() > MAX_NUMBERS:
+        raise BadInputError(
+            f"The model gives {outputs.numel():,} numbers for these samples, and an answer holds {MAX_NUMBERS:,} at "
+            "most. Send fewer samples at a time, or shorter ones."
         )
     numbers = outputs.float().cpu()
     if not torch.isfinite(numbers).all():
