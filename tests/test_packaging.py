@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -20,7 +19,7 @@ from mlflow.tracking import MlflowClient
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
-from tests.versions import read_results, table
+from tests.versions import PYTHONS, RESOLUTIONS, read_results, table
 
 ROOT = Path(__file__).parents[1]
 # What a build reads.
@@ -189,14 +188,17 @@ def lower(specifiers: SpecifierSet) -> Version:
 
 
 def test_the_bounds_are_what_was_tested() -> None:
-    """By `make test-versions`, which wrote the file."""
-    cases = json.loads((ROOT / "tests" / "versions.json").read_text())
-    (lowest,) = (case["versions"] for case in cases if (case["only"], case["python"]) == ("lowest", "3.11"))
+    """By `make test-versions`, which wrote the file: the oldest and the newest on each Python, and all passed."""
+    cases = read_results()
+    assert {case.name for case in cases} == {f"{only}-{python}" for only in RESOLUTIONS for python in PYTHONS}
+    assert [case.name for case in cases if not case.passed] == []
+    assert {case.only for case in cases if not case.quick} == set(RESOLUTIONS)
+    (lowest,) = (case.versions for case in cases if case.name == "lowest-3.11")
     allowed = bounds()
     for name in lowest.keys() - {"python"}:
         assert lower(allowed[name]) == Version(lowest[name]), name
     for case in cases:
-        assert all(allowed[name].contains(case["versions"][name]) for name in lowest.keys() - {"python"}), case
+        assert all(allowed[name].contains(case.versions[name]) for name in lowest.keys() - {"python"}), case
 
 
 def test_the_page_shows_what_was_tested() -> None:
