@@ -124,7 +124,7 @@ def _short(words: list[str], line: str) -> str:
         return f"{line} --sizes 64KB"
     if not recipes or not {"train", "tune", "study"} & set(words):
         return line
-    images = any("resnet50" in recipe for recipe in recipes)
+    images = any("resnet50" in recipe for recipe in recipes) and "data._target_=" not in line
     extra = ({} if "tune" in words else _SHORT) | (_SMALL_IMAGES if images else {})
     extra |= _TWO_CLASSES if "data.root=" in line and images else {}
     extra |= {"trainer.limit_train_batches": "9"} if "study" in words else {}  # more than its warm-up
