@@ -139,7 +139,6 @@ class Calls(LightningModule):
         *(Held(shout), Held([functools.partial(timeit.timeit, "pass", "raise AssertionError")])),
         *(timeit.timeit, torch.hub.load),
     ],
-    ids=repr,
 )
 def test_a_function_of_a_file_is_not_called(activation: Any) -> None:
     content = {"state_dict": {}, "hyper_parameters": {"activation": activation}, MODULE: {CLASS: f"{HERE}.Calls"}}
@@ -159,7 +158,6 @@ def test_a_function_of_a_file_is_not_called(activation: Any) -> None:
         *(functional.gelu, functional.softplus, nn.ReLU, Held(Path("a")), OmegaConf.create({"a": [1, {"b": None}]})),
         *(np.arange(3), np.float32(1), collections.OrderedDict(a={1, 2}), torch.float16, b"a", 10**30),
     ],
-    ids=repr,
 )
 def test_values_classes_of_modules_and_torchs_functions_are_given(value: Any) -> None:
     content = {"state_dict": {}, "hyper_parameters": {"value": value}, MODULE: {CLASS: f"{HERE}.Takes"}}
