@@ -427,6 +427,12 @@ def test_a_deployment_that_fails_tells_what_is_left_and_how_it_is_removed(
     assert main([*DEPLOY, "--deployment", "green"]) == 2
     told = capsys.readouterr().err
     assert told.endswith("`az ml online-deployment delete --endpoint-name digits --name green` removes the latter.\n")
+    assert main([*DEPLOY, "--deployment", "blue"]) == 0
+    while_made(azure_service, "/deployments/blue", fail)
+    assert main([*DEPLOY, "--deployment", "blue"]) == 2
+    told = capsys.readouterr().err
+    assert "The deployment blue was there before, and is not removed: `az ml online-deployment get-logs " in told
+    assert "delete" not in told, "it may still answer requests"
     while_made(azure_service, "/deployments/default", fail)
     assert main(["cluster", "create", "--size", "nc24ads_a100_v4", "--name", "cpu"]) == 0
     assert main(BATCH) == 2

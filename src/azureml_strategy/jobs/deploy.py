@@ -82,9 +82,9 @@ def create_online(
     if found is None:
         with service_errors():
             client.online_endpoints.begin_create_or_update(endpoint).result()
-    else:
-        _keep_sizes(request, _existing(lambda: client.online_deployments.get(name, endpoint.name)), deployment)
-    with _told_what_is_left("online", request, new=found is None):
+    before = _existing(lambda: client.online_deployments.get(name, endpoint.name)) if found else None
+    _keep_sizes(request, before, deployment)
+    with _told_what_is_left("online", request, endpoint=found is None, deployment=before is None):
         client.online_deployments.begin_create_or_update(deployment).result()
     with service_errors():
         made: ManagedOnlineEndpoint = client.online_endpoints.get(endpoint.name)
@@ -117,9 +117,9 @@ def create_batch(
     if found is None:
         with service_errors():
             client.batch_endpoints.begin_create_or_update(endpoint).result()
-    else:
-        _keep_sizes(request, _existing(lambda: client.batch_deployments.get(name, endpoint.name)), deployment)
-    with _told_what_is_left("batch", request, new=found is None):
+    before = _existing(lambda: client.batch_deployments.get(name, endpoint.name)) if found else None
+    _keep_sizes(request, before, deployment)
+    with _told_what_is_left("batch", request, endpoint=found is None, deployment=before is None):
         client.batch_deployments.begin_create_or_update(deployment).result()
     with service_errors():
         made: BatchEndpoint = client.batch_endpoints.get(endpoint.name)
@@ -171,13 +171,14 @@ def _keep_sizes(request: DeployRequest, before: Any, deployment: Any) -> None:
 
 
 @contextmanager
-def _told_what_is_left(kind: str, request: DeployRequest, *, new: bool) -> Iterator[None]:
+def _told_what_is_left(kind: str, request: DeployRequest, *, endpoint: bool, deployment: bool) -> Iterator[None]:
     """Add to an error what a deployment that fails leaves, and the commands that tell more and remove it.
 
     Args:
         kind: `online` or `batch`.
         request: has the names.
-        new: whether the endpoint was made for this deployment.
+        endpoint: whether the endpoint was made for this deployment.
+        deployment: whether the deployment is new. One that was there may still answer: nobody is told to delete it.
 
     Raises:
         ServiceError: the deployment failed.
@@ -186,14 +187,16 @@ def _told_what_is_left(kind: str, request: DeployRequest, *, new: bool) -> Itera
         with service_errors():
             yield
     except ServiceError as error:
-        endpoint, deployment = request.endpoint, request.deployment
-        which = f"--endpoint-name {endpoint} --name {deployment}"
+        which = f"--endpoint-name {request.endpoint} --name {request.deployment}"
         look = f"get-logs {which}` tells why it failed" if kind == "online" else f"show {which}` tells its state"
-        both, one = f"endpoint delete --name {endpoint}` removes both", f"deployment delete {which}` removes the latter"
-        told = (
-            f"The endpoint {endpoint} and what there is of the deployment {deployment} are left: "
-            f"`az ml {kind}-deployment {look}, `az ml {kind}-{both if new else one}."
-        )
+        left = f"The endpoint {request.endpoint} and what there is of the deployment {request.deployment} are left"
+        if endpoint:
+            remove = f", `az ml {kind}-endpoint delete --name {request.endpoint}` removes both"
+        elif deployment:
+            remove = f", `az ml {kind}-deployment delete {which}` removes the latter"
+        else:
+            left, remove = f"The deployment {request.deployment} was there before, and is not removed", ""
+        told = f"{left}: `az ml {kind}-deployment {look}{remove}."
         raise ServiceError(f"{error} {told}", code=error.code, status=error.status) from error
 
 
