@@ -8,14 +8,21 @@ import pytest
 from azureml_strategy.tracking.rank_times import History
 from azureml_strategy.tracking.slow_ranks import Cause, RankWindow, SlowRanks, compare, describe
 
+_NOISE = random.Random()
 USUAL = RankWindow(step=9, compute_s=0.080, data_wait_s=0.001, callbacks_s=0.001, communication_s=0.018, link_s=0.02)
+
+
+@pytest.fixture(autouse=True)
+def _the_same_noise() -> None:
+    """In each run: of 300 draws one is too wide for the tolerance, which is no fault of what is tested."""
+    _NOISE.seed(0)
 
 
 def ranks(number: int, rank: int = -1, **slower: float) -> list[RankWindow]:
     """Ranks that differ by one per cent at random, one of them slower."""
     windows = []
     for each in range(number):
-        noise = random.gauss(1, 0.01)
+        noise = _NOISE.gauss(1, 0.01)
         window = replace(USUAL, compute_s=0.080 * noise, link_s=0.020 * noise)
         windows.append(replace(window, **slower) if each == rank else window)
     return windows
