@@ -193,6 +193,7 @@ INTERNALS: dict[str, dict[str, str]] = {
     },
     "lightning.pytorch.strategies.deepspeed.DeepSpeedStrategy": {
         "_format_batch_size_and_grad_accum_config": "overridden: the Trainer's numbers and the configuration agree",
+        "_init_config_if_needed": "the configuration is complete before a module is built by it",
         "_initialize_deepspeed_inference": "overridden: a pipeline evaluates by its own engine",
         "_restore_zero_state": "hands whole weights out to the ranks, layer by layer",
         "_set_node_environment_variables": "overridden: DeepSpeed reads mpirun's local rank besides",
@@ -213,6 +214,7 @@ INTERNALS: dict[str, dict[str, str]] = {
         "_timeout": "as for the Trainer's",
     },
     "lightning.fabric.strategies.deepspeed.DeepSpeedStrategy": {
+        "_precision": "replaced where the forward pass runs under autocast, which takes inputs as they are",
         "_set_node_environment_variables": "overridden, as for the Trainer's",
     },
     "lightning.fabric.strategies.model_parallel.ModelParallelStrategy": {

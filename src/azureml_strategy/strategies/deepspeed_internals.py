@@ -6,9 +6,7 @@ DeepSpeed only in its functions: our strategies say by themselves that it is mis
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -36,9 +34,6 @@ INTERNALS: dict[str, dict[str, str]] = {
     },
     "deepspeed.runtime.engine.DeepSpeedEngine": {
         "_config": "the configuration of an engine that exists, to change what it loads",
-    },
-    "deepspeed.runtime.zero.partition_parameters": {
-        "_orig_torch_arange": "torch.arange as it is outside of zero.Init",
     },
     "deepspeed.utils.groups": {
         "_release_process_group_references": "forgets the groups of a former Trainer, which may be destroyed",
@@ -70,21 +65,3 @@ def forget_groups() -> None:
 def load_universal_checkpoint(engine: DeepSpeedEngine) -> None:
     """Make an engine load universal checkpoints. It reads this flag when it loads, and nothing else depends on it."""
     engine._config.load_universal_checkpoint = True
-
-
-def keep_type_of_ranges() -> None:
-    """Inside `deepspeed.zero.Init`, let `torch.arange` make float32. DeepSpeed undoes it at the end of its context.
-
-    With bf16 DeepSpeed makes all new tensors of that type. Positions above 256 and the frequencies of rotary
-    embeddings are not exact then, though both are buffers that training keeps in float32. transformers does the same
-    where it enters the context itself.
-    """
-    from deepspeed.accelerator import get_accelerator
-    from deepspeed.runtime.zero.partition_parameters import _orig_torch_arange
-
-    def arange(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
-        device = device or get_accelerator().current_device_name()
-        made: torch.Tensor = _orig_torch_arange(*args, device=device, **kwargs)
-        return made
-
-    torch.arange = arange

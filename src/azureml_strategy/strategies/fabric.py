@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.plugins.precision import DeepSpeedPrecision
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy
 from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
@@ -19,15 +20,23 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from azureml_strategy.huggingface.loading import Loading, loading_as
+from azureml_strategy.strategies.equal_buffers import EqualBuffers, equal_in_forward
 from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.launched import LaunchedProcesses
 from azureml_strategy.strategies.launcher import NodeLauncher
+from azureml_strategy.strategies.mixed_precision import (
+    MIXED,
+    compute_in_float32_beside_buffers,
+    float32_buffers,
+    mix_precision,
+    refuse_old_spectral_norm,
+)
 from azureml_strategy.strategies.model_parallel.clipping import clip_gradient_norm
 from azureml_strategy.strategies.model_parallel.gradients import copy_gradients
 from azureml_strategy.strategies.model_parallel.layout import Size, plan_layout
 from azureml_strategy.strategies.model_parallel.plan import is_parallel, spread
 from azureml_strategy.strategies.zero.config import require_compiler, require_deepspeed, strategy_arguments
-from azureml_strategy.strategies.zero.construction import Construction
+from azureml_strategy.strategies.zero.construction import Construction, zero_init
 from azureml_strategy.strategies.zero.device import AnyDevice
 
 
@@ -104,6 +113,8 @@ class FabricDeepSpeedStrategy(LaunchedFabricStrategy, AnyDevice, DeepSpeedStrate
             that have a place in it. Without a Trainer nothing replaces "auto" in it.
         offload_nvme: folder on a disk of the node that keeps parameters and optimizer states; `auto` finds the NVMe
             disk with the most free space. Needs stage 3.
+        autocast: as of AzureMLDeepSpeedStrategy.
+        broadcast_buffers: as of AzureMLDeepSpeedStrategy.
         cluster_environment: replaces the environment that the job's launch gives.
         require_infiniband: stop a multi-node job unless NCCL carries it over InfiniBand, instead of warning.
         kwargs: further arguments of `lightning.fabric.strategies.DeepSpeedStrategy`.
@@ -123,6 +134,8 @@ class FabricDeepSpeedStrategy(LaunchedFabricStrategy, AnyDevice, DeepSpeedStrate
         stage: int | None = None,
         config: str | Path | dict[str, Any] | None = None,
         offload_nvme: str | Path | None = None,
+        autocast: bool | None = None,
+        broadcast_buffers: bool = True,
         cluster_environment: ClusterEnvironment | None = None,
         require_infiniband: bool = False,
         **kwargs: Any,
@@ -139,23 +152,52 @@ class FabricDeepSpeedStrategy(LaunchedFabricStrategy, AnyDevice, DeepSpeedStrate
             self.config["zero_force_ds_cpu_optimizer"] = False
             # Fabric leaves it out, and DeepSpeed's default clips the norm to 1, without a word and unlike DDP.
             self.config["gradient_clipping"] = 0.0
+        self._autocast, self._broadcast_buffers = autocast, broadcast_buffers
         require_compiler(self.config)
 
     @contextmanager
     @override
     def module_sharded_context(self) -> Generator[None, None, None]:
         """Build a module in parts: `fabric.init_module()`. Under stage 3 its constructors may set weights."""
-        with super().module_sharded_context():
-            if not self.zero_stage_3:
+        if not self.zero_stage_3:
+            yield
+            return
+        assert isinstance(self.config, dict)
+        construction, loading = Construction(), Loading("zero_3", self.root_device, self.precision.precision)
+        try:
+            with zero_init(self.config, self.remote_device), construction.under(self.config), loading_as(loading):
                 yield
-                return
-            assert isinstance(self.config, dict)
-            construction, loading = Construction(), Loading("zero_3", self.root_device, self.precision.precision)
-            try:
-                with construction.under(self.config), loading_as(loading):
-                    yield
-            finally:
-                construction.end()
+        finally:
+            construction.end()
+
+    @override
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
+    ) -> tuple[Any, list[Optimizer], Any]:
+        engine, optimizers, scheduler = super().setup_module_and_optimizers(module, optimizers, scheduler)
+        self._prepare(engine, module)
+        return engine, optimizers, scheduler
+
+    @override
+    def setup_module(self, module: nn.Module) -> Any:
+        engine = super().setup_module(module)
+        self._prepare(engine, module)
+        return engine
+
+    def _prepare(self, engine: nn.Module, module: nn.Module) -> None:
+        precision = self.precision.precision
+        autocast = bool(float32_buffers(module)) if self._autocast is None else self._autocast
+        mix_precision(module, precision, self.root_device.type, autocast)
+        if autocast and precision in MIXED:
+            self._precision = _AutocastPrecision("bf16-mixed" if precision == "bf16-mixed" else "16-mixed")
+        if self._broadcast_buffers:
+            equal_in_forward(engine, EqualBuffers(module))
+
+
+class _AutocastPrecision(DeepSpeedPrecision):
+    @override
+    def convert_input(self, data: Any) -> Any:
+        return data  # autocast casts what it needs to, and targets are left alone
 
 
 class FabricModelParallelStrategy(LaunchedFabricStrategy, ModelParallelStrategy):
@@ -178,6 +220,7 @@ class FabricModelParallelStrategy(LaunchedFabricStrategy, ModelParallelStrategy)
         tensor_parallel_across_nodes: allow groups that span nodes; they wait for the network in every layer.
         activation_checkpointing: keep only the inputs of each sharded block, and recompute the rest in the backward
             pass.
+        broadcast_buffers: as of AzureMLModelParallelStrategy.
         cluster_environment: replaces the environment that the job's launch gives.
         require_infiniband: stop a multi-node job unless NCCL carries it over InfiniBand, instead of warning.
         kwargs: further arguments of Lightning's strategy, such as `save_distributed_checkpoint` and `timeout`.
@@ -195,6 +238,7 @@ class FabricModelParallelStrategy(LaunchedFabricStrategy, ModelParallelStrategy)
         tensor_parallel_size: Size = "auto",
         tensor_parallel_across_nodes: bool = False,
         activation_checkpointing: bool = False,
+        broadcast_buffers: bool = True,
         cluster_environment: ClusterEnvironment | None = None,
         require_infiniband: bool = False,
         **kwargs: Any,
@@ -209,6 +253,7 @@ class FabricModelParallelStrategy(LaunchedFabricStrategy, ModelParallelStrategy)
         self._across_nodes = tensor_parallel_across_nodes
         self._cuts_by_itself = parallelize_fn is not None
         self._activation_checkpointing = activation_checkpointing
+        self._broadcast_buffers = broadcast_buffers
         self._uncut: list[nn.Parameter] = []
 
     @override
@@ -235,6 +280,17 @@ class FabricModelParallelStrategy(LaunchedFabricStrategy, ModelParallelStrategy)
         for group in [group for optimizer in optimizers for group in _stateless(optimizer).param_groups]:
             group["params"] = [module.get_parameter(names[old]) if old in names else old for old in group["params"]]
         return module, optimizers, scheduler
+
+    @override
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        if self.precision.precision in MIXED:
+            refuse_old_spectral_norm(module, self.root_device.type, self.precision.precision)
+        compute_in_float32_beside_buffers(module, every_normalisation=bool(float32_buffers(module)))
+        module = super().setup_module(module)
+        if self._broadcast_buffers:
+            group = self.device_mesh["data_parallel"].get_group() if self._cuts_by_itself else None
+            equal_in_forward(module, EqualBuffers(module, group))
+        return module
 
     @override
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.compile import from_compiled
 from tests.strategies.pipeline.modules import Three
 
 from azureml_strategy.strategies.pipeline import PipelineError
-from azureml_strategy.strategies.pipeline.refusals import refuse_running_statistics, refuse_unsupported
+from azureml_strategy.strategies.pipeline.refusals import refuse_unsupported
 
 
 def refuse(module: LightningModule, precision: str = "32-true", sync: bool = False, **arguments: Any) -> None:
@@ -97,12 +97,3 @@ class BeforeZeroGrad(Callback):
 def test_callbacks() -> None:
     with pytest.raises(PipelineError, match=r"BeforeZeroGrad has its own on_before_zero_grad\(\).*on_after_backward"):
         refuse(Three(), callbacks=[BeforeZeroGrad()])
-
-
-def test_running_statistics_in_bfloat16_wherever_the_stages_are() -> None:
-    module = Three(sketched=True)
-    refuse_running_statistics(module, "bf16-mixed")
-    module.network["last"] = torch.nn.Sequential(torch.nn.BatchNorm1d(4, device="meta"))
-    refuse_running_statistics(module, "32-true")
-    with pytest.raises(PipelineError, match=r"weights of network\.last\.0 \(BatchNorm1d\) bfloat16.*GroupNorm"):
-        refuse_running_statistics(module, "bf16-mixed")

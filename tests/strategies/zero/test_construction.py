@@ -214,10 +214,14 @@ def test_transformers_without_accelerate_is_refused(monkeypatch: pytest.MonkeyPa
         pass
 
 
-def test_ranges_stay_exact_in_bf16() -> None:
-    with deepspeed.zero.Init(config_dict_or_path={**CONFIG, "bf16": {"enabled": True}}):
-        assert torch.arange(1000.0).dtype == torch.bfloat16
-        with construction.Construction().under(CONFIG):
-            assert torch.arange(1000.0)[-1] == 999
-            assert torch.zeros(1).dtype == torch.bfloat16
+def test_buffers_stay_exact_in_bf16() -> None:
+    config = {**CONFIG, "bf16": {"enabled": True}}
+    with construction.zero_init(config, None), construction.Construction().under(config):
+        assert torch.arange(1000.0)[-1] == 999
+        layer = nn.BatchNorm1d(3)
+        layer.register_buffer("mean", torch.tensor([0.485, 0.456, 0.406]))
+        whole = nn.Linear(3, 3).weight.detach().clone()
+    assert layer.mean.tolist() == pytest.approx([0.485, 0.456, 0.406], rel=1e-7)
+    assert layer.running_var.dtype == torch.float32
+    assert layer.weight.dtype == whole.dtype == torch.bfloat16
     assert torch.arange(4).dtype == torch.int64

@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
-from torch.utils.checkpoint import checkpoint
 
 from azureml_strategy.huggingface.loading import fill_all, refuse_lost_values
+from azureml_strategy.strategies.activation_checkpointing import checkpointed
 from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.host_memory import large_blocks_returned
 from azureml_strategy.strategies.model_parallel.checkpoint import copy_from_rank_zero
@@ -128,7 +128,7 @@ def checkpoint_activations(blocks: Sequence[nn.Module]) -> None:
     """Keep only the inputs of each block, and recompute the rest in the backward pass."""
     for block in blocks:
         # FSDP's hooks wrap this forward, so that a block is gathered once for its whole backward pass
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        block.forward = functools.partial(checkpointed(block), block.forward)
 
 
 def shard_parameters(module: nn.Module, mesh: DeviceMesh, blocks: Sequence[nn.Module], precision: str) -> None:

@@ -24,7 +24,14 @@ from azureml_strategy.huggingface.loading import Way
 from azureml_strategy.interfaces import WriteStaged
 from azureml_strategy.lightning_internals import accumulates, give_device_mesh
 from azureml_strategy.sequence_parallel import SequenceGroup
+from azureml_strategy.strategies.equal_buffers import EqualBuffersStrategy
 from azureml_strategy.strategies.launched import LaunchedStrategy
+from azureml_strategy.strategies.mixed_precision import (
+    MIXED,
+    compute_in_float32_beside_buffers,
+    float32_buffers,
+    refuse_old_spectral_norm,
+)
 from azureml_strategy.strategies.model_parallel.checkpoint import (
     check_checkpoint,
     copy_batch,
@@ -42,7 +49,7 @@ from azureml_strategy.strategies.model_parallel.plan import is_parallel, spread
 from azureml_strategy.strategies.model_parallel.sequences import share_sequences
 
 
-class AzureMLModelParallelStrategy(LaunchedStrategy, ModelParallelStrategy):
+class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, ModelParallelStrategy):
     """Parameters sharded over nodes, layers cut inside a node: `Trainer(strategy="azureml_model_parallel")`.
 
     Lightning's ModelParallelStrategy with nodes, processes and ranks from the Azure ML job. A module that spreads its
@@ -60,6 +67,8 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, ModelParallelStrategy):
         tensor_parallel_across_nodes: allow groups that span nodes; they wait for the network in every layer.
         activation_checkpointing: keep only the inputs of each sharded block, and recompute the rest in the backward
             pass.
+        broadcast_buffers: give all ranks the first one's buffers, as DDP does; see
+            `azureml_strategy.strategies.equal_buffers`.
         save_distributed_checkpoint: save a folder to which each rank writes its part; False gathers one file on rank 0.
         cluster_environment: replaces the environment that the job's launch gives.
         require_infiniband: stop a multi-node job unless NCCL carries it over InfiniBand, instead of warning.
@@ -78,6 +87,7 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, ModelParallelStrategy):
         sequence_parallel_size: int = 1,
         tensor_parallel_across_nodes: bool = False,
         activation_checkpointing: bool = False,
+        broadcast_buffers: bool = True,
         save_distributed_checkpoint: bool = True,
         cluster_environment: ClusterEnvironment | None = None,
         require_infiniband: bool = False,
@@ -95,6 +105,8 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, ModelParallelStrategy):
         self._stop_sharing: Callable[[], None] | None = None
         self._across_nodes = tensor_parallel_across_nodes
         self._activation_checkpointing = activation_checkpointing
+        self._broadcast_buffers = broadcast_buffers
+        self._restore_module: Callable[[], None] | None = None
         self._uncut: list[nn.Parameter] = []
 
     @property
@@ -131,7 +143,14 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, ModelParallelStrategy):
             self._stop_sharing = share_sequences(
                 self.lightning_module, group, self.device_mesh["tensor_parallel"].size()
             )
-        if not is_parallel(self.lightning_module):
+        spread_by_itself = is_parallel(self.lightning_module)
+        # Lightning's plugin has autocast around the steps already.
+        if self.precision_plugin.precision in MIXED:
+            refuse_old_spectral_norm(self.lightning_module, self.root_device.type, self.precision_plugin.precision)
+        self._restore_module = compute_in_float32_beside_buffers(
+            self.lightning_module, every_normalisation=bool(float32_buffers(self.lightning_module))
+        )
+        if not spread_by_itself:
             self._settle_sizes()
             self._uncut = spread(
                 self.lightning_module,
@@ -146,9 +165,16 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, ModelParallelStrategy):
             # Lightning's own setup refuses a module without configure_model: nothing else would have spread it.
             with self.recording_models():
                 super(ModelParallelStrategy, self).setup(trainer)
+        if self._broadcast_buffers:
+            # A module that spreads itself may hold other buffers on each rank of a tensor-parallel group.
+            replicas = self.device_mesh["data_parallel"].get_group() if spread_by_itself else None
+            self.keep_buffers_equal(self.lightning_module, replicas)
 
     @override
     def teardown(self) -> None:
+        if self._restore_module is not None:
+            self._restore_module()
+            self._restore_module = None
         if self._stop_sharing is not None:
             self._stop_sharing()
             self._stop_sharing = None
@@ -202,6 +228,7 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, ModelParallelStrategy):
         """
         if not self._save_distributed_checkpoint:
             return None
+        self.equal_before_use()
         rest = {name: value for name, value in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
         optimizers = {f"optimizer_{i}": each for i, each in enumerate(checkpoint.get("optimizer_states", []))}
         state = {"state_dict": checkpoint["state_dict"], **optimizers}

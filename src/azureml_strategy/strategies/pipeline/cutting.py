@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from typing_extensions import override
 
+from azureml_strategy.strategies.mixed_precision import float32_buffers
 from azureml_strategy.strategies.pipeline.chain import Chain
 from azureml_strategy.strategies.pipeline.partition import PipelineError, PipelineLayer, place_of, stage_bounds
 from azureml_strategy.strategies.pipeline.stage import StageLayer
@@ -81,6 +82,14 @@ class Cut:
             StageLayer(self._builder(index), layer.tied if self._ties_stages(index) else None, layer.tied_parameter)
             for index, layer in enumerate(self._chain)
         ]
+
+    def has_float32_buffers(self) -> bool:
+        """Whether a layer that each stage builds for itself, in no place of the module, has such buffers."""
+        with torch.device("meta"):
+            built = [
+                as_module(layer.build()) for layer, place in zip(self._chain, self.places, strict=True) if not place
+            ]
+        return any(map(float32_buffers, built))
 
     def drop_others(self, stage: int) -> None:
         """Put placeholders in the module, in the place of the layers of other stages than this."""

@@ -112,8 +112,6 @@ class StageEngine(PipelineEngine):  # type: ignore[misc] # DeepSpeed has no anno
     ) -> None:
         self.clock = clock
         self.profile: Callable[[str], AbstractContextManager[object]] = lambda name: nullcontext()
-        if config.get("bf16", {}).get("enabled"):
-            _prepare_for_bfloat16(stage)
         super().__init__(
             args=Namespace(device_rank=clock.device.index),
             model=stage,
@@ -176,10 +174,3 @@ class StageEngine(PipelineEngine):  # type: ignore[misc] # DeepSpeed has no anno
         schedule.ReduceTiedGrads: _timed_tied_reduction,
         schedule.OptimizerStep: _hold_optimizer_step,
     }
-
-
-def _prepare_for_bfloat16(stage: StageModule) -> None:
-    """Convert layers without parameters: DeepSpeed converts only parameters, no buffers."""
-    for layer in stage.layers.values():
-        if not list(layer.parameters()):
-            layer.to(torch.bfloat16)

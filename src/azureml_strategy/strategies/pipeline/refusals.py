@@ -9,7 +9,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
 from azureml_strategy.lightning_internals import is_compiled
 from azureml_strategy.strategies.pipeline.partition import PipelineError
@@ -33,27 +32,6 @@ def refuse_unsupported(trainer: Trainer, module: LightningModule, precision: str
     """
     for words in (*_of_run(trainer, precision, sync_batchnorm), *_of_module(module)):
         raise PipelineError(words)
-
-
-def refuse_running_statistics(module: LightningModule, precision: str) -> None:
-    """Refuse a layer that would mix bfloat16 weights with float32 running statistics.
-
-    All ranks raise the error, although only one stage has the layer.
-
-    Args:
-        module: holds the layers of all stages, which may be on the meta device.
-        precision: as in `Trainer(precision=...)`.
-
-    Raises:
-        PipelineError: there is such a layer.
-    """
-    for name, layer in module.named_modules() if precision.startswith("bf16") else ():
-        if isinstance(layer, BatchNorm) and layer.track_running_stats:
-            raise PipelineError(
-                f"Trainer(precision={precision!r}) makes the weights of {name} ({type(layer).__name__}) bfloat16 and "
-                "leaves its running statistics in float32, which torch does not compute with. Use "
-                "precision='32-true', or a normalisation without running statistics, such as nn.GroupNorm."
-            )
 
 
 def _of_run(trainer: Trainer, precision: str, sync_batchnorm: bool) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import io
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
@@ -13,8 +12,9 @@ import torch
 from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 from torch.utils._pytree import tree_map
-from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
+
+from azureml_strategy.strategies.activation_checkpointing import checkpointed
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ class StageModule(PipelineModule):  # type: ignore[misc] # DeepSpeed has no anno
                 specs,
                 num_stages=len(bounds) - 1,
                 activation_checkpoint_interval=checkpointed_layers,
-                activation_checkpoint_func=functools.partial(checkpoint, use_reentrant=False),
             )
+        self.activation_checkpoint_func = checkpointed(self)
         self._mark_parameters()
         for parameter in self.parameters():
             parameter.data = parameter.data.contiguous()  # DeepSpeed sends raw bytes and ignores channels_last

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -37,13 +36,14 @@ from azureml_strategy.huggingface.loading import Loading, fill_all, loading_as, 
 from azureml_strategy.interfaces import WriteStaged
 from azureml_strategy.lightning_internals import skip_backward, updates_logs
 from azureml_strategy.strategies.launched import LaunchedStrategy
+from azureml_strategy.strategies.mixed_precision import MIXED, float32_buffers, two_types_explained
 from azureml_strategy.strategies.pipeline.checkpoint import PipelineLayout
 from azureml_strategy.strategies.pipeline.cutting import Cut
 from azureml_strategy.strategies.pipeline.engine import StageClock
 from azureml_strategy.strategies.pipeline.hugging_face import find_chain
 from azureml_strategy.strategies.pipeline.micro_batches import check_loader
 from azureml_strategy.strategies.pipeline.partition import PipelineError, PipelineReady, check_method
-from azureml_strategy.strategies.pipeline.refusals import refuse_running_statistics, refuse_unsupported
+from azureml_strategy.strategies.pipeline.refusals import refuse_unsupported
 from azureml_strategy.strategies.zero.checkpoint import StagedDeepSpeedStrategy
 from azureml_strategy.strategies.zero.config import ignored_beside_config, require_deepspeed
 
@@ -67,6 +67,10 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
             the backward pass; 0 keeps all.
         zero_stage: 1 partitions the optimizer states over the replicas; 0 does not. With bfloat16, where the states
             hold float32 copies of the parameters, it is always 1.
+        autocast: run layers and steps under torch.autocast in `bf16-mixed`, and give them batches as they are; None
+            does so for modules with float32 buffers that meet activations.
+        broadcast_buffers: give all replicas the first one's buffers, as DDP does; see
+            `azureml_strategy.strategies.equal_buffers`.
         cluster_environment: replaces the environment that the job's launch gives.
         require_infiniband: stop a multi-node job unless NCCL carries it over InfiniBand, instead of warning.
         kwargs: `accelerator`, `parallel_devices`, `precision_plugin`, `process_group_backend`, `timeout` and
@@ -88,6 +92,8 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
         partition: str = "parameters",
         activation_checkpointing: int = 0,
         zero_stage: int = 0,
+        autocast: bool | None = None,
+        broadcast_buffers: bool = True,
         cluster_environment: ClusterEnvironment | None = None,
         require_infiniband: bool = False,
         **kwargs: Any,
@@ -106,6 +112,8 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
         self.partition = partition
         self.activation_checkpointing = activation_checkpointing
         self.zero_stage = zero_stage
+        self._broadcast_buffers = broadcast_buffers
+        self._autocast, self._autocasts = autocast, False
         self._cut: Cut | None = None
         self._run: PipelineRun | None = None
         super().__init__(
@@ -186,14 +194,16 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
         from azureml_strategy.strategies.pipeline.stage import StageModule
 
         assert isinstance(model, LightningModule)
-        refuse_running_statistics(model, self.precision_plugin.precision)
         refuse_lost_values(model)
         self._chain = find_chain(model, self.activation_checkpointing > 0)
         self._cut = Cut(model, self._chain, self.num_stages, self.partition)
         replicas = self.world_size // self.num_stages
+        found = bool(float32_buffers(model)) or self._cut.has_float32_buffers()
+        self._autocasts = found if self._autocast is None else self._autocast
         self._cut.drop_others(self.global_rank // replicas)
         fill_all(model, self.root_device)
         self._stage = StageModule(self._cut.stage_layers(), self._cut.bounds, self.activation_checkpointing)
+        self.precision_plugin.convert_module(self._stage)  # Lightning has converted sketches; these layers are new
         self._cut.keep_built()
         rank_zero_info(self._cut.summary(replicas))
         return model.to(self.root_device)
@@ -211,6 +221,13 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
         clock = StageClock(self.root_device)
         engine = StageEngine(self._stage, optimizer, lr_scheduler, config, clock)
         self._run = PipelineRun(engine, model, self._chain, self.micro_batches)
+        self.mix_precision(self._stage, self._autocasts)
+        dtype = MIXED.get(self.precision_plugin.precision)
+        if self._autocasts and dtype is not None:
+            # The module's step runs beside the layers, on what comes out of them.
+            self._stage.loss_fn = torch.autocast(self.root_device.type, dtype)(self._stage.loss_fn)
+        if self._broadcast_buffers:
+            self.keep_buffers_equal(self._stage, engine.grid.get_data_parallel_group())
         return engine, engine.optimizer
 
     @override
@@ -221,27 +238,22 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
     def training_step(self, batch: Any, *arguments: Any) -> Tensor:
         assert self._run is not None
         assert self.lightning_module is not None
+        self.equal_before_step()
         measure = updates_logs(self.lightning_module.trainer)
-        loss = self._run.train(batch, arguments, measure)
+        with two_types_explained(self.precision_plugin):
+            loss = self._run.train(batch, arguments, measure)
         return self.precision_plugin.post_backward(loss, self.lightning_module)  # calls on_after_backward
 
     @override
     def validation_step(self, batch: Any, *arguments: Any) -> None:
         assert self._run is not None
-        self._run.evaluate("validation_step", batch, arguments)
+        with two_types_explained(self.precision_plugin):
+            self._run.evaluate("validation_step", batch, arguments)
 
     @override
     def test_step(self, batch: Any, *arguments: Any) -> None:
         assert self._run is not None
         self._run.evaluate("test_step", batch, arguments)
-
-    @override
-    def on_validation_start(self) -> None:
-        self._equal_buffers()
-
-    @override
-    def on_test_start(self) -> None:
-        self._equal_buffers()
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
@@ -281,13 +293,6 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
         assert self._cut is not None
         replicas, precision = self.world_size // self.num_stages, self.precision_plugin.precision
         return PipelineLayout(self._cut.bounds, replicas, self.zero_stage, precision, self._cut.places)
-
-    def _equal_buffers(self) -> None:
-        """Give all replicas the first one's running statistics, as DDP does: a checkpoint holds only those."""
-        ranks = self.deepspeed_engine.grid.get_data_parallel_group_ranks()
-        group = self.deepspeed_engine.grid.get_data_parallel_group()
-        for buffer in self._stage.buffers() if len(ranks) > 1 else ():
-            dist.broadcast(buffer, src=ranks[0], group=group)
 
 
 def _check_range(name: str, value: int, valid: bool, allowed: str) -> None:

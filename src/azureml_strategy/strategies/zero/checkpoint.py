@@ -16,12 +16,16 @@ from azureml_strategy.checkpoint.plain_data import WRITTEN_APART, PlainDataStrat
 from azureml_strategy.control.gather import Exchange
 from azureml_strategy.interfaces import WriteStaged
 from azureml_strategy.strategies.deepspeed_internals import load_universal_checkpoint
+from azureml_strategy.strategies.equal_buffers import EqualBuffersStrategy
+from azureml_strategy.strategies.mixed_precision import MixedPrecisionStrategy
 from azureml_strategy.strategies.zero import universal
 from azureml_strategy.strategies.zero.device import AnyDeviceDeepSpeedStrategy
 from azureml_strategy.strategies.zero.universal import require_same_slices, require_zero_checkpoint
 
 
-class StagedDeepSpeedStrategy(PlainDataStrategy, AnyDeviceDeepSpeedStrategy):
+class StagedDeepSpeedStrategy(
+    PlainDataStrategy, EqualBuffersStrategy, MixedPrecisionStrategy, AnyDeviceDeepSpeedStrategy
+):
     """Lightning's DeepSpeed strategy, but it can hand out the files of a checkpoint instead of writing them."""
 
     @property
@@ -47,6 +51,7 @@ class StagedDeepSpeedStrategy(PlainDataStrategy, AnyDeviceDeepSpeedStrategy):
 
         if not can_be_collected(self.deepspeed_engine):
             return None
+        self.equal_before_use()
 
         def save(folder: str) -> None:
             DeepSpeedStrategy.save_checkpoint(self, checkpoint, folder)

@@ -17,6 +17,7 @@ from typing_extensions import override
 from azureml_strategy.huggingface.loading import Way
 from azureml_strategy.lightning_internals import training_source
 from azureml_strategy.strategies.launched import LaunchedStrategy
+from azureml_strategy.strategies.mixed_precision import float32_buffers
 from azureml_strategy.strategies.zero import tensor_parallel
 from azureml_strategy.strategies.zero.checkpoint import AnyWorldDeepSpeedStrategy
 from azureml_strategy.strategies.zero.config import (
@@ -26,7 +27,7 @@ from azureml_strategy.strategies.zero.config import (
     require_deepspeed,
     strategy_arguments,
 )
-from azureml_strategy.strategies.zero.construction import Construction
+from azureml_strategy.strategies.zero.construction import Construction, zero_init
 
 
 class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
@@ -46,6 +47,11 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
             disk with the most free space. Needs stage 3.
         tensor_parallel_size: ranks that share each matrix and read the same samples; the module's
             `tensor_parallel_plan()` says how.
+        autocast: run the forward pass under torch.autocast in `bf16-mixed` and `16-mixed`, and give it batches as they
+            are; None does so for modules with float32 buffers that meet activations. Without it, floating-point inputs
+            and targets are rounded to 16 bits.
+        broadcast_buffers: give all ranks the first one's buffers, as DDP does; see
+            `azureml_strategy.strategies.equal_buffers`.
         logging_batch_size_per_gpu: samples per batch of one process in DeepSpeed's speed log, for loaders that do not
             tell; `auto` takes the loader's number. Nothing else depends on it. It works beside `config` too.
         cluster_environment: replaces the environment that the job's launch gives.
@@ -67,6 +73,8 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
         config: str | Path | dict[str, Any] | None = None,
         offload_nvme: str | Path | None = None,
         tensor_parallel_size: int = 1,
+        autocast: bool | None = None,
+        broadcast_buffers: bool = True,
         logging_batch_size_per_gpu: int | Literal["auto"] = "auto",
         cluster_environment: ClusterEnvironment | None = None,
         require_infiniband: bool = False,
@@ -81,6 +89,7 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
             # With offload, DeepSpeed would refuse the module's own optimizer, although torch runs it on the host too.
             self.config["zero_force_ds_cpu_optimizer"] = False
         self._logged_batch_size = None if logging_batch_size_per_gpu == "auto" else logging_batch_size_per_gpu
+        self._autocast, self._broadcast_buffers = autocast, broadcast_buffers
         self._tensor_parallel_size = tensor_parallel.agreed_size(self.config, tensor_parallel_size)
         require_compiler(self.config)
         self._construction = Construction()
@@ -88,13 +97,22 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
     @contextmanager
     @override
     def model_sharded_context(self) -> Generator[None, None, None]:
-        with super().model_sharded_context():
-            if not self.zero_stage_3:
-                yield
-                return
-            assert isinstance(self.config, dict)
-            with self._construction.under(self.config):
-                yield
+        self._init_config_if_needed()
+        if not self.zero_stage_3:
+            yield
+            return
+        assert isinstance(self.config, dict)
+        with zero_init(self.config, self.remote_device), self._construction.under(self.config):
+            yield
+
+    @override
+    def init_deepspeed(self) -> None:
+        super().init_deepspeed()
+        assert self.lightning_module is not None
+        module = self.lightning_module
+        self.mix_precision(module, bool(float32_buffers(module)) if self._autocast is None else self._autocast)
+        if self._broadcast_buffers:
+            self.keep_buffers_equal(module)
 
     @override
     def teardown(self) -> None:

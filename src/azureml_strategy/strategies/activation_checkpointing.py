@@ -1,0 +1,49 @@
+"""Computes activations again in the backward pass, and counts a batch once in the running statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from azureml_strategy.strategies.mixed_precision import NORMS_WITH_STATISTICS
+
+
+def checkpointed(module: nn.Module) -> Callable[..., Any]:
+    """Return `torch.utils.checkpoint.checkpoint` for functions that run layers of a module.
+
+    The second forward pass, which torch makes for the backward pass, would add the batch to running statistics again.
+
+    Args:
+        module: has the layers.
+
+    Returns:
+        A function of another one and its arguments.
+    """
+    if not any(isinstance(layer, NORMS_WITH_STATISTICS) for layer in module.modules()):
+        return partial(checkpoint, use_reentrant=False)  # torch.compile takes no contexts
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), _without_statistics(module)
+
+    return partial(checkpoint, use_reentrant=False, context_fn=contexts)
+
+
+@contextmanager
+def _without_statistics(module: nn.Module) -> Iterator[None]:
+    tracking = [
+        layer
+        for layer in module.modules()
+        if isinstance(layer, NORMS_WITH_STATISTICS) and layer.training and layer.track_running_stats
+    ]
+    for layer in tracking:
+        layer.track_running_stats = False  # a layer in training normalises by the batch in either case
+    try:
+        yield
+    finally:
+        for layer in tracking:
+            layer.track_running_stats = True

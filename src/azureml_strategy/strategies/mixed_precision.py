@@ -1,0 +1,253 @@
+"""Lets modules with float32 buffers train on 16-bit weights, as they do under DDP in `bf16-mixed` and `16-mixed`.
+
+DDP keeps float32 weights, and autocast casts them where they are used. DeepSpeed makes the weights 16-bit, and FSDP2
+gathers them so. Buffers stay float32 under all of them: a running mean would lose its small updates otherwise. What
+then meets a buffer is float32, and torch refuses most operations between float32 and 16 bits.
+
+Two things help. A normalisation computes with float32 copies of its weights where its statistics or its input are
+float32; each copy is as small as a row of activations. And where other buffers are float32, the forward pass runs
+under autocast, as DDP's does. A module without such buffers runs as before: its activations take no more memory.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.spectral_norm import SpectralNorm
+from typing_extensions import override
+
+from azureml_strategy.strategies.errors import ConfigurationError
+
+# The mixed precisions, and the type that they compute with.
+MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+_HALVES = (torch.bfloat16, torch.float16)
+# What torch says of two types in one operation, in its own words for each kind of operation.
+_TWO_TYPES = re.compile(r"same dtype|expected scalar type|have scalar type|match weight dtype|promoting not supported")
+NORMS_WITH_STATISTICS = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
+"""The layers that may keep running statistics."""
+_NORMALISATIONS = (*NORMS_WITH_STATISTICS, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
+class AutocastPrecision(DeepSpeedPrecision):
+    """DeepSpeed's `bf16-mixed` or `16-mixed` with a forward pass under autocast."""
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        """Leave the batch alone, as DDP does: its floats may be targets, or large numbers that a buffer centers."""
+        return data
+
+
+class MixedPrecisionStrategy(ParallelStrategy):
+    """Mix-in before Lightning's DeepSpeed strategy."""
+
+    _restore_module: Callable[[], None] | None = None
+
+    def mix_precision(self, module: nn.Module, autocast: bool) -> None:
+        """Have a module compute with 16-bit weights beside float32 buffers, until `teardown`.
+
+        Args:
+            module: what DeepSpeed's engine calls; it has made the weights 16-bit.
+            autocast: whether its forward pass runs under autocast, see `float32_buffers`.
+
+        Raises:
+            ConfigurationError: a layer computes with weights and buffers where neither helps.
+        """
+        plugin, undo = self.precision_plugin, ExitStack()
+        undo.callback(mix_precision(module, plugin.precision, self.root_device.type, autocast))
+        if plugin.precision in MIXED and autocast:
+            undo.callback(setattr, self, "_precision_plugin", plugin)
+            self._precision_plugin = AutocastPrecision("bf16-mixed" if plugin.precision == "bf16-mixed" else "16-mixed")
+        self._restore_module = undo.close
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with two_types_explained(self.precision_plugin):
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with two_types_explained(self.precision_plugin):
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def teardown(self) -> None:
+        if self._restore_module is not None:
+            self._restore_module()
+            self._restore_module = None
+        super().teardown()
+
+
+def float32_buffers(module: nn.Module) -> list[str]:
+    """Return the names of the buffers whose values meet activations in float32.
+
+    Statistics of normalisations are not among them, because those layers return the type of their input. Neither are
+    the tables of models of transformers that no checkpoint holds, such as rotary frequencies: its code casts their
+    results, as it expects 16-bit weights.
+
+    Args:
+        module: whose buffers, and those of its submodules, are looked at.
+    """
+    return [
+        f"{path}.{name}" if path else name
+        for path, owner in module.named_modules()
+        if not isinstance(owner, NORMS_WITH_STATISTICS)
+        for name, buffer in owner.named_buffers(recurse=False)
+        if (buffer.is_floating_point() or buffer.is_complex())
+        and buffer.dtype not in _HALVES
+        and not (_is_of_transformers(owner) and name in owner._non_persistent_buffers_set)
+    ]
+
+
+def mix_precision(module: nn.Module, precision: str, device_type: str, autocast: bool) -> Callable[[], None]:
+    """Have a module in DeepSpeed's engine compute with its 16-bit weights beside float32 buffers.
+
+    Args:
+        module: what the engine calls.
+        precision: as in `Trainer(precision=...)`; nothing is to be done but in `bf16-mixed` and `16-mixed`.
+        device_type: `cuda` or `cpu`.
+        autocast: whether the forward pass runs under autocast.
+
+    Returns:
+        A function that makes the module what it was.
+
+    Raises:
+        ConfigurationError: see `refuse_old_spectral_norm`.
+    """
+    undo, dtype = ExitStack(), MIXED.get(precision)
+    if dtype is not None:
+        refuse_old_spectral_norm(module, device_type, precision)
+        undo.callback(compute_in_float32_beside_buffers(module, every_normalisation=autocast))
+        if autocast:
+            undo.callback(autocast_forward(module, device_type, dtype))
+    return undo.close
+
+
+def refuse_old_spectral_norm(module: nn.Module, device_type: str, precision: str) -> None:
+    """Refuse `torch.nn.utils.spectral_norm` on 16-bit weights on a CPU, where no autocast casts its products.
+
+    Raises:
+        ConfigurationError: a layer has it.
+    """
+    for name, layer in module.named_modules() if device_type == "cpu" else ():
+        if any(isinstance(hook, SpectralNorm) for hook in layer._forward_pre_hooks.values()):
+            raise ConfigurationError(
+                f"{name} has torch.nn.utils.spectral_norm, which multiplies its weight with a float32 buffer, and with "
+                f"precision={precision!r} the weight is 16-bit here. Write "
+                "torch.nn.utils.parametrizations.spectral_norm instead, which torch recommends; or precision='32-true'."
+            )
+
+
+def compute_in_float32_beside_buffers(module: nn.Module, every_normalisation: bool) -> Callable[[], None]:
+    """Have normalisations compute with float32 copies of 16-bit weights where their statistics or input are float32.
+
+    Parametrizations with buffers, such as spectral norms, compute in float32 altogether.
+
+    Args:
+        module: whose layers get another `forward`.
+        every_normalisation: also those without statistics, such as LayerNorm, for modules whose other buffers make
+            activations float32.
+
+    Returns:
+        A function that gives the layers their own `forward` back.
+    """
+    kinds = _NORMALISATIONS if every_normalisation else NORMS_WITH_STATISTICS
+    undo = ExitStack()
+    for layer in module.modules():
+        normalises = isinstance(layer, kinds) and "weight" in layer._parameters
+        if normalises or (isinstance(layer, ParametrizationList) and float32_buffers(layer)):
+            _replace_forward(undo, layer, partial(_forward_in_float32, layer, layer.forward))
+    return undo.close
+
+
+def autocast_forward(module: nn.Module, device_type: str, dtype: torch.dtype) -> Callable[[], None]:
+    """Run the calls of a module under autocast.
+
+    DeepSpeed ends every autocast around its engine, so that this one begins inside.
+
+    Args:
+        module: a LightningModule inside DeepSpeed's engine, or the layers of a stage.
+        device_type: `cuda` or `cpu`.
+        dtype: of the operations that autocast computes in 16 bits.
+
+    Returns:
+        A function that ends it for later calls.
+    """
+    running: list[torch.autocast] = []  # a step of a LightningModule calls the module again
+
+    def begin(_: nn.Module, __: Any) -> None:
+        running.append(torch.autocast(device_type, dtype))
+        running[-1].__enter__()  # type: ignore[no-untyped-call]
+
+    def end(_: nn.Module, __: Any, ___: Any) -> None:
+        running.pop().__exit__(None, None, None)
+
+    handles = [module.register_forward_pre_hook(begin), module.register_forward_hook(end, always_call=True)]
+
+    def remove() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return remove
+
+
+def _forward_in_float32(layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    own = dict(layer.named_parameters(recurse=False))
+    if not any(each.dtype in _HALVES for each in own.values()) or not _meets_float32(layer, args):
+        return forward(*args, **kwargs)
+    weights = {name: each.float() for name, each in own.items()}
+    # They shadow the parameters: Python finds an attribute of the object itself before nn.Module is asked.
+    layer.__dict__.update(weights)
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        for name in weights:
+            del layer.__dict__[name]
+
+
+def _meets_float32(layer: nn.Module, args: tuple[Any, ...]) -> bool:
+    if isinstance(layer, ParametrizationList):
+        return True
+    statistics = getattr(layer, "running_mean", None)
+    if statistics is not None:
+        return bool(statistics.dtype == torch.float32)  # in bf16-true they are bf16 like the weights
+    return any(isinstance(each, Tensor) and each.dtype == torch.float32 for each in args)
+
+
+def _replace_forward(undo: ExitStack, layer: nn.Module, forward: Callable[..., Any]) -> None:
+    own = layer.__dict__.get("forward")  # where activation checkpointing or the user has replaced it before
+    layer.forward = forward
+    if own is None:
+        undo.callback(layer.__dict__.pop, "forward", None)
+    else:
+        undo.callback(setattr, layer, "forward", own)
+
+
+@contextmanager
+def two_types_explained(plugin: Precision) -> Iterator[None]:
+    """Say what to type where a step makes a float32 tensor of its own, which nothing tells before it runs."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        if plugin.precision not in MIXED or isinstance(plugin, AutocastPrecision) or not _TWO_TYPES.search(str(error)):
+            raise
+        raise ConfigurationError(
+            f"With precision={plugin.precision!r} the weights are 16-bit here, and the step has made a float32 tensor "
+            f"that met them: {error}. Let torch cast where it must: autocast=True as an argument of the strategy, or "
+            "strategy.autocast=true in a recipe; or make the tensor of its neighbour's type: torch.randn_like(x)."
+        ) from error
+
+
+def _is_of_transformers(module: nn.Module) -> bool:
+    return type(module).__module__.partition(".")[0] == "transformers"
