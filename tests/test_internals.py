@@ -33,7 +33,15 @@ LISTED = {
 OTHERS = {
     "python": {"_SubParsersAction", "_Hash", "_current_frames", "_exit", "_getframe", "_replace"},
     "torch": {
-        *("_forward_pre_hooks", "_version", "_is_mkldnn_bf16_supported", "_iterator", "_spec", "_tensor_name"),
+        *(
+            "_BatchNorm",
+            "_forward_pre_hooks",
+            "_version",
+            "_is_mkldnn_bf16_supported",
+            "_iterator",
+            "_spec",
+            "_tensor_name",
+        ),
         *("_MEM_FORMAT_ENCODING", "_StorageInfo", "_StoragePrefix", "_buffers", "_get_layout", "_parameters", "_world"),
         *("_is_profiler_enabled", "_set_is_profiler_enabled", "_new_shared", "_upsample_bilinear2d_aa"),
         *("_get_ddp_logging_data", "_set_ddp_runtime_logging_sample_rate", "_non_persistent_buffers_set"),

@@ -67,8 +67,8 @@ class MixedPrecisionStrategy(ParallelStrategy):
         plugin, undo = self.precision_plugin, ExitStack()
         undo.callback(mix_precision(module, plugin.precision, self.root_device.type, autocast))
         if plugin.precision in MIXED and autocast:
-            undo.callback(setattr, self, "_precision_plugin", plugin)
-            self._precision_plugin = AutocastPrecision("bf16-mixed" if plugin.precision == "bf16-mixed" else "16-mixed")
+            undo.callback(setattr, self, "precision_plugin", plugin)
+            self.precision_plugin = AutocastPrecision("bf16-mixed" if plugin.precision == "bf16-mixed" else "16-mixed")
         self._restore_module = undo.close
 
     @override
