@@ -1,6 +1,7 @@
-"""Write the table of measured figures into benchmarks/README.md, from results/*.json; the docs site shows it too.
+"""Write the tables of measured figures into benchmarks/README.md and docs/gpu.md, from results/*.json.
 
-The text of the table is in figures.md.jinja. A test compares README with what this writes.
+The text of each table is in a template. The docs site shows the first one too. A test compares the pages with what
+this writes.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ import jinja2
 
 HERE = Path(__file__).parent
 BEGIN, END = "<!-- figures: python benchmarks/figures.py -->\n", "<!-- end of figures -->\n"
-_TEMPLATE = HERE / "figures.md.jinja"
+PAGES = {HERE / "README.md": "figures.md.jinja", HERE.parent / "docs" / "gpu.md": "figures_gpu.md.jinja"}
 
 
-def table() -> str:
+def table(template: str = "figures.md.jinja") -> str:
     """The table with its figures filled in.
+
+    Args:
+        template: name of the file beside this one that has its text.
 
     Raises:
         KeyError: the template asks for a figure that the results do not have.
@@ -26,6 +30,7 @@ def table() -> str:
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
     environment.globals.update(
         one=one,
+        whole=whole,
         spread=spread,
         each=each,
         lowest=lowest,
@@ -36,7 +41,7 @@ def table() -> str:
         missed_above=lambda limit, path: "" if number(path) <= limit else ": **missed**",
         missed_below=lambda limit, path: "" if number(path) >= limit else ": **missed**",
     )
-    return environment.from_string(_TEMPLATE.read_text()).render()
+    return environment.from_string((HERE / template).read_text()).render()
 
 
 def figure(path: str) -> Any:
@@ -57,6 +62,11 @@ def number(path: str) -> float:
 def one(path: str, digits: int = 2) -> str:
     """The figure alone."""
     return _text(number(path), digits)
+
+
+def whole(path: str) -> str:
+    """The figure without digits after the point, its thousands apart."""
+    return f"{math.floor(number(path) + 0.5):,}"
 
 
 def spread(path: str, digits: int = 2) -> str:
@@ -101,12 +111,12 @@ def _text(value: float, digits: int) -> str:
     return f"{math.copysign(scaled, value):.{digits}f}"
 
 
-def filled(readme: str) -> str:
-    """The README with the table between its two marks."""
-    before, rest = readme.split(BEGIN)
-    return before + BEGIN + table() + END + rest.split(END)[1]
+def filled(page: Path) -> str:
+    """The text of one of the pages with its table between the two marks."""
+    before, rest = page.read_text().split(BEGIN)
+    return before + BEGIN + table(PAGES[page]) + END + rest.split(END)[1]
 
 
 if __name__ == "__main__":
-    page = HERE / "README.md"
-    page.write_text(filled(page.read_text()))
+    for page in PAGES:
+        page.write_text(filled(page))

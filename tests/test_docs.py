@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
 from itertools import pairwise
@@ -19,6 +20,7 @@ from azureml_strategy.training.resolvers import register_resolvers
 __all__ = ["cache"]  # a fixture
 
 ROOT = Path(__file__).parents[1]
+FIGURES = [ROOT / "benchmarks" / "README.md", ROOT / "docs" / "gpu.md"]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -95,3 +97,11 @@ def test_every_page_that_is_linked_is_there() -> None:
     for page in PAGES:
         for link in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
             assert (page.parent / link).exists(), f"{page.name} links to {link}"
+
+
+@pytest.mark.parametrize("page", FIGURES, ids=lambda page: page.stem)
+def test_the_tables_have_the_figures_of_the_results(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    figures = importlib.import_module("figures")
+    assert set(figures.PAGES) == set(FIGURES)
+    assert figures.filled(page) == page.read_text(), "type: python benchmarks/figures.py"

@@ -61,6 +61,12 @@ CHARTS = (
         ("simplejpeg/images_per_cpu_second", "before/images_per_cpu_second", "torchvision/images_per_cpu_second"),
         "",
     ),
+    Chart(
+        "ResNet-50 on one H100, eager, images a second",
+        "resnet50_gpu/eager/images_per_s",
+        ("recipe", "lightning", "loop"),
+        "",
+    ),
 )
 
 

@@ -1,6 +1,6 @@
 """Decodes JPEGs on the GPU, by nvJPEG through torchcodec.
 
-NOT RUN: there was no GPU where this was written. What runs without one is tested: the packing of batches, cropping and
+NOT RUN on a GPU so far (docs/gpu.md). What runs without one is tested: the packing of batches, cropping and
 resizing, and the refusals. torchcodec's part follows its documentation of `torchcodec.decoders.decode_jpeg`, 0.16.
 
 A worker only reads records and chooses crops. What nvJPEG does not take (anything but a whole JPEG of one or three

@@ -10,6 +10,7 @@ import pytest
 
 from azureml_strategy.network.nccl_log import describe, read_transport
 
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 FILES = sorted((Path(__file__).parents[2] / "samples" / "nccl_logs").glob("*.json"))
 DESCRIPTIONS = {
     "02": "InfiniBand, 8 HCAs (mlx5_ib0 ... mlx5_ib7), GPUDirect RDMA",
@@ -85,3 +86,16 @@ def test_interfaces_and_other_devices() -> None:
 
 def test_the_samples_are_there() -> None:
     assert len(FILES) == 12
+
+
+@pytest.mark.parametrize(
+    ("job", "ranks", "refused"),
+    [("one_process_for_each_gpu", 1, 0), ("two_processes_on_one_gpu", 2, 2)],
+)
+def test_the_logs_of_an_h100(job: str, ranks: int, refused: int) -> None:
+    """Logs that benchmarks/nccl_gpu.py wrote on a machine with one GPU, where NCCL refuses a second rank on it."""
+    transport = read_transport(RESULTS / f"nccl_gpu.{job}.log")
+    assert (transport.kind, transport.interface, transport.gpudirect) == ("socket", "eth0", False)
+    assert (transport.nccl_version, transport.ranks, transport.evidence) == ("2.28.9", ranks, "init")
+    assert sum(error.count for error in transport.errors if error.name == "duplicate GPU") == refused
+    assert all(error.fix.startswith("Start at most") for error in transport.errors if error.name == "duplicate GPU")
