@@ -40,10 +40,14 @@ def _without_statistics(module: nn.Module) -> Iterator[None]:
         for layer in module.modules()
         if isinstance(layer, NORMS_WITH_STATISTICS) and layer.training and layer.track_running_stats
     ]
+    momenta = [layer.momentum for layer in tracking]
     for layer in tracking:
-        layer.track_running_stats = False  # a layer in training normalises by the batch in either case
+        # Without statistics it would save less for the backward pass, and torch compares what the two passes save.
+        layer.momentum = 0.0
+        layer.__dict__["num_batches_tracked"] = None
     try:
         yield
     finally:
-        for layer in tracking:
-            layer.track_running_stats = True
+        for layer, momentum in zip(tracking, momenta, strict=True):
+            layer.momentum = momentum
+            del layer.__dict__["num_batches_tracked"]

@@ -31,7 +31,10 @@ from azureml_strategy.strategies.errors import ConfigurationError
 MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 _HALVES = (torch.bfloat16, torch.float16)
 # What torch says of two types in one operation, in its own words for each kind of operation.
-_TWO_TYPES = re.compile(r"same dtype|expected scalar type|have scalar type|match weight dtype|promoting not supported")
+_TWO_TYPES = re.compile(
+    r"same dtype|expected scalar type|have scalar type|match weight dtype|promoting not supported"
+    r"|should be the same"
+)
 NORMS_WITH_STATISTICS = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
