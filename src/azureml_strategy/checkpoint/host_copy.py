@@ -272,8 +272,8 @@ def needed_bytes(regions: Sequence[Region]) -> int:
 def has_bytes(tensor: Tensor) -> bool:
     """Tell whether a tensor is only a view of bytes.
 
-    One that is empty, sparse, quantized, nested, on the meta device or of a subclass is not, nor one with a conjugate or
-    negative bit.
+    One that is empty, sparse, quantized, nested, on the meta device or of a subclass is not, nor one with a conjugate
+    or negative bit.
     """
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_nested
     bits = tensor.is_meta or tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
