@@ -6,19 +6,23 @@ import json
 import os
 import pickle
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 
 from azureml_strategy.checkpoint.consolidate import checkpoint_format, consolidate
-from azureml_strategy.checkpoint.formats import CheckpointFormatError
+from azureml_strategy.checkpoint.formats import ZERO, CheckpointFormatError
 from azureml_strategy.checkpoint.module_making import make_module
 from azureml_strategy.checkpoint.plain_data import PlainDataStrategy, to_plain
 from azureml_strategy.cli import main
@@ -232,3 +236,53 @@ def test_code_of_a_checkpoint_is_not_run(
     with suppress(Exception, dcp.CheckpointException):  # what lies in these folders is no model
         consolidate(tmp_path / "theirs.ckpt", tmp_path / "weights.ckpt", trust_pickles=True)
     assert (tmp_path / "sprung").exists() == (lay is not in_a_shard)
+
+
+def test_what_other_threads_load_meanwhile_is_loaded_as_they_ask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSpeed's tool would run the code of pickles. Nobody else's loading changes while it is kept from that."""
+    write_zero(tmp_path / "run")
+    torch.save({"spacing": Fraction(1, 3)}, tmp_path / "mine.pt")
+    load, read = torch.load, list[Any]()
+
+    def load_of_another_thread() -> None:
+        read.append(load(tmp_path / "mine.pt", weights_only=False)["spacing"])
+        try:
+            load(tmp_path / "mine.pt", weights_only=True)
+        except pickle.UnpicklingError:
+            read.append("refused")
+
+    def load_and_meanwhile(*arguments: Any, **named: Any) -> Any:
+        with ThreadPoolExecutor(1) as other:
+            other.submit(load_of_another_thread).result()
+        return load(*arguments, **named)
+
+    monkeypatch.setattr(torch, "load", load_and_meanwhile)
+    before = dict(os.environ)
+    weights = ZERO.read(tmp_path / "run")["state_dict"]
+    assert {name: each.tolist() for name, each in weights.items()} == {"weight": [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]}
+    assert len(read) >= 6, "Lightning's entries, and those of DeepSpeed's tool"
+    assert set(read) == {Fraction(1, 3), "refused"}
+    assert dict(os.environ) == before
+    assert "_Inert" not in str(torch.serialization.get_safe_globals())
+
+
+def write_zero(path: Path) -> None:
+    """A checkpoint of one process under ZeRO-2: six float32 numbers, and a learning rate that numpy has computed."""
+    module = {
+        "module": {"weight": torch.zeros(2, 3, dtype=torch.bfloat16)},
+        "buffer_names": [],
+        "param_shapes": [{"weight": torch.Size([2, 3])}],
+        "frozen_param_shapes": None,
+        "frozen_param_fragments": None,
+        "shared_params": {},
+        "ds_version": "0.19.0",
+        "lr": np.float64(0.1),
+    }
+    optimizer = {
+        "zero_stage": ZeroStageEnum.gradients,
+        "partition_count": 1,
+        "single_partition_of_fp32_groups": [torch.arange(6.0)],
+    }
+    of_deepspeed(path, {ZERO_OPTIMIZER: {"optimizer_state_dict": optimizer}, "mp_rank_00_model_states.pt": module})

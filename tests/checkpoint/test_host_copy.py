@@ -14,6 +14,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from typing_extensions import override
 
 from azureml_strategy.checkpoint.host_copy import HostCopyBuffer, has_bytes, lay_out, span
 
@@ -155,6 +157,169 @@ def _address_space_bytes() -> int:
 def test_what_cannot_be_pickled_fails_at_once() -> None:
     with pytest.raises((AttributeError, TypeError), match=r"pickle|local object"):
         HostCopyBuffer().copy({"hook": lambda: None})
+
+
+class OnGpu(Tensor):
+    """A tensor that says it is on a GPU, where there is none. It knows only how it gets to the host."""
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> OnGpu:
+        made: OnGpu = Tensor._make_wrapper_subclass(
+            cls, held.size(), strides=held.stride(), dtype=held.dtype, device="cuda:0"
+        )
+        made.held = held
+        return made
+
+    @classmethod
+    @override
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].held)
+        if func is torch.ops.aten._to_copy.default and kwargs["device"].type == "cpu":
+            return args[0].held.clone()
+        raise AssertionError(f"{func} takes memory of the GPU")
+
+
+class Scaled(Tensor):
+    """A wrapper as those of torchao's quantized weights and optimizer states: bytes, and the scales of their rows."""
+
+    codes: Tensor
+    scale: Tensor
+
+    @staticmethod
+    def __new__(cls, codes: Tensor, scale: Tensor) -> Scaled:
+        made: Scaled = Tensor._make_wrapper_subclass(
+            cls, codes.size(), dtype=torch.float32, device=codes.device, requires_grad=False
+        )
+        made.codes, made.scale = codes, scale
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], str]:
+        return ["codes", "scale"], "rows"
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: str, size: Any, stride: Any) -> Scaled:
+        assert context == "rows"
+        return cls(inner["codes"], inner["scale"])
+
+    @classmethod
+    @override
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
+            return tree_map(lambda each: cls(func(each.codes), func(each.scale)), args[0])
+        raise AssertionError(func)
+
+
+def scaled(place: Any = lambda tensor: tensor) -> Scaled:
+    codes = torch.arange(12, dtype=torch.uint8).view(3, 4)
+    return Scaled(place(codes), place(torch.tensor([1.0, 2.0, 3.0])))
+
+
+@pytest.mark.parametrize("wrap", [lambda each: each, nn.Parameter], ids=["tensor", "parameter"])
+def test_a_wrapper_is_on_the_host_and_takes_no_memory_of_the_gpu(wrap: Any) -> None:
+    content = {"wrapped": wrap(scaled(OnGpu)), "inside": wrap(Scaled(OnGpu(torch.ones(2, 2)), scaled()))}
+    found = HostCopyBuffer().copy(content).content()
+    assert [each.device.type for each in found.values()] == ["cpu", "cpu"]
+    assert type(found["wrapped"]) is Scaled
+    assert type(found["wrapped"].codes) is type(found["wrapped"].scale) is Tensor
+    assert isinstance(found["wrapped"], nn.Parameter) == (wrap is nn.Parameter)
+    assert found["wrapped"].requires_grad == (wrap is nn.Parameter)
+    assert found["wrapped"].codes.flatten().tolist() == list(range(12))
+    assert found["inside"].scale.codes.flatten().tolist() == list(range(12))
+    assert b"cuda" not in saved(found).getvalue(), "the file loads where there is no GPU"
+
+
+def test_a_subclass_that_says_nothing_of_what_it_holds_is_on_the_host() -> None:
+    found = HostCopyBuffer().copy([OnGpu(torch.ones(3)), OnGpu(torch.empty(0))]).content()
+    assert [(type(each), each.device.type, each.numel()) for each in found] == [(Tensor, "cpu", 3), (Tensor, "cpu", 0)]
+
+
+def test_what_a_wrapper_holds_shares_memory_in_the_copy() -> None:
+    codes = torch.arange(12, dtype=torch.uint8).view(3, 4)
+    taken = HostCopyBuffer().copy({"whole": codes, "wrapped": Scaled(codes[1:], torch.ones(2))})
+    codes.zero_()
+    found = taken.content()
+    assert found["wrapped"].codes.flatten().tolist() == list(range(4, 12))
+    found["whole"].fill_(7)
+    assert found["wrapped"].codes.unique().tolist() == [7]
+
+
+def unusual() -> dict[str, Tensor]:
+    """Tensors that are more than bytes, none of which shares its memory with another."""
+    dense = torch.tensor([[0.0, 1.0, 0.0, 0.0], [2.0, 0.0, 0.0, 3.0]])
+    layouts = {
+        "coo": dense.to_sparse(),
+        "csr": dense.to_sparse_csr(),
+        "csc": dense.to_sparse_csc(),
+        "bsr": dense.to_sparse_bsr((2, 2)),
+        "bsc": dense.to_sparse_bsc((2, 2)),
+    }
+    pieces = [torch.arange(6.0).view(2, 3), torch.ones(1, 3)]
+    complexes = torch.tensor([1 + 2j, 3 - 4j])
+    return {
+        **layouts,
+        "per tensor": torch.quantize_per_tensor(dense, 0.5, 1, torch.qint8),
+        "per channel": torch.quantize_per_channel(
+            dense, torch.tensor([0.5, 1.0]), torch.tensor([0, 1]), 0, torch.qint8
+        ),
+        "jagged": torch.nested.nested_tensor(pieces, layout=torch.jagged),
+        "nested": torch.nested.nested_tensor(pieces),
+        "conjugate": complexes.clone().conj(),
+        "negative": complexes.clone().conj().imag,
+        "both": torch._neg_view(complexes.clone().conj()),
+        "parameter": nn.Parameter(complexes.clone().conj()),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* support is in beta", "ignore:.*nested tensors", "ignore:torch.quantize")
+@pytest.mark.parametrize("kind", [*unusual()])
+def test_unusual_tensors_are_written_as_the_original_would_have_been(kind: str) -> None:
+    tensor = unusual()[kind]
+    expected = torch.load(saved(tensor), weights_only=True)
+    taken = HostCopyBuffer().copy([tensor])
+    _overwrite(tensor)
+    copy = taken.content()[0]
+    found = torch.load(saved(copy), weights_only=True)
+    assert type(copy) is type(tensor)
+    for of in ("layout", "dtype", "is_nested", "is_quantized", "requires_grad"):
+        assert getattr(found, of) == getattr(expected, of)
+    assert (found.is_conj(), found.is_neg()) == (expected.is_conj(), expected.is_neg())
+    assert all(map(torch.equal, _parts(found), _parts(expected)))
+
+
+def _overwrite(tensor: Tensor) -> None:
+    with torch.no_grad():
+        if tensor.is_nested:
+            tensor.values().zero_()
+        elif not tensor.is_quantized:
+            tensor.zero_()
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    if tensor.is_nested:
+        return [*tensor.unbind()]
+    return [tensor.dequantize() if tensor.is_quantized else tensor.to_dense()]
+
+
+def test_a_conjugate_shares_the_memory_of_its_original() -> None:
+    numbers = torch.tensor([1 + 2j, 3 - 4j])
+    found = HostCopyBuffer().copy({"is": numbers, "mirrored": numbers.conj()}).content()
+    found["is"].fill_(1j)
+    assert found["mirrored"].tolist() == [-1j, -1j]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: the tensors lie in its memory")
+@pytest.mark.filterwarnings("ignore:Sparse .* support is in beta", "ignore:.*nested tensors", "ignore:torch.quantize")
+def test_unusual_tensors_of_a_gpu_are_on_the_host() -> None:
+    there = {kind: tensor.detach().cuda() for kind, tensor in unusual().items()} | {"wrapped": scaled(Tensor.cuda)}
+    torch.cuda.reset_peak_memory_stats()
+    found = HostCopyBuffer().copy(there).content()
+    assert torch.cuda.max_memory_allocated() == torch.cuda.memory_allocated(), "nothing was copied on the GPU"
+    assert {kind: each.device.type for kind, each in found.items()} == dict.fromkeys(there, "cpu")
+    assert b"cuda" not in saved(found).getvalue()
 
 
 def test_span_reaches_from_the_first_element_to_the_last() -> None:

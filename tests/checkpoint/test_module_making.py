@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import sys
 import timeit
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,14 @@ def test_by_a_module_of_a_folder(tmp_path: Path) -> None:
         assert sys.path == [*before, str(tmp_path)]
         assert type(make_module(content)).__name__ == "Far"
     assert sys.path == before, "a training in the same process would import far_away.py in place of its own"
+
+
+def test_what_another_thread_adds_to_the_path_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = [*sys.path]
+    with modules_of(tmp_path), ThreadPoolExecutor(1) as other:
+        other.submit(sys.path.append, "of another thread").result()
+    assert sys.path == [*before, "of another thread"]
 
 
 @dataclasses.dataclass

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from azureml_strategy.control import roll_call
 from azureml_strategy.hang_detection import HangWatch
 from azureml_strategy.hang_detection.callback import _is_failure, _kills
-from azureml_strategy.hang_detection.main_thread import Progress
+from azureml_strategy.hang_detection.main_thread import START, TRAINING, Progress
 from azureml_strategy.hang_detection.watch import Failure
 
 
@@ -35,6 +35,22 @@ def callback(monkeypatch: pytest.MonkeyPatch) -> HangWatch:
     callback = HangWatch()
     callback._watch, callback._progress = Told(), Progress(600, 1800)  # type: ignore[assignment]
     return callback
+
+
+def test_a_start_that_was_suspended_goes_on_as_a_start(callback: HangWatch) -> None:
+    """As while rank 0 converts a checkpoint: what follows is the first batch, which may take longer than others."""
+    progress = callback._progress
+    assert progress is not None
+    progress.batch_done(TRAINING)  # of a validation before the fit
+    progress.phase = START
+    callback.pause()
+    assert progress.limit_s == float("inf")
+    callback.resume()
+    assert (progress.phase, progress.limit_s) == (START, 1800)
+    progress.note(TRAINING)
+    callback.pause()
+    callback.resume()
+    assert progress.phase == TRAINING
 
 
 @pytest.mark.parametrize(

@@ -80,3 +80,11 @@ def test_what_cannot_be_tuned_trains_as_it_is_and_says_why(run_job: RunJob, tmp_
     for rank in (0, 1):
         assert "world_size 64, and here 2" in job.results[rank]["world_size"]
         assert "model Other 1, and here Deep" in job.results[rank]["model"]
+        assert "devices 2 x H100, and here 2 x cpu" in job.results[rank]["devices"]
+        assert "precision x, and here 32-true" in job.results[rank]["precision"]
+        words = "batch float32 [4, 99], int64 [4], and here float32 [4, 8], int64 [4]"
+        assert words in job.results[rank]["batch"]
+        again = job.results[rank]["again"]
+        assert again["measured"] is not None
+        assert again["calls"] == 2
+    assert "are for another batch, and are measured anew" in job.output

@@ -6,13 +6,14 @@ runs no code from a checkpoint's pickles, unless the caller trusts them.
 
 from __future__ import annotations
 
+import importlib.util
 import json
-import os
 import pickle
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import IO, Any
 
 import torch
@@ -23,7 +24,6 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from typing_extensions import override
 
-_FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 # DeepSpeed's files hold objects of these modules: its loss scaler, its enums, learning rates that numpy computed. No
 # weights are made of them.
 _INERT_MODULES = ("deepspeed.", "numpy.")
@@ -106,11 +106,11 @@ def read_file(file: Path, trust_pickles: bool) -> Any:
         raise CheckpointFormatError(_refusal(file, _unsafe(file))) from error
 
 
-@contextmanager
-def reading_deepspeed(files: Iterable[Path], trust_pickles: bool) -> Iterator[None]:
-    """Keep `torch.load` from running code of these files, whoever calls it: DeepSpeed's tools would let it.
+class DeepSpeedReader:
+    """Reads files that DeepSpeed wrote, and has DeepSpeed's tool read them so, without running code of theirs.
 
-    Objects of DeepSpeed's and numpy's classes become empty objects, and none of the classes' code runs.
+    Objects of DeepSpeed's and numpy's classes become empty objects, and none of the classes' code runs. What other
+    threads load meanwhile is loaded as they ask.
 
     Args:
         files: files that DeepSpeed wrote.
@@ -119,25 +119,64 @@ def reading_deepspeed(files: Iterable[Path], trust_pickles: bool) -> Iterator[No
     Raises:
         CheckpointFormatError: a file asks for something else.
     """
-    if trust_pickles:
-        yield
-        return
-    wanted = {file: _unsafe(file) for file in files}
-    for file, names in wanted.items():
-        if not all(name.startswith(_INERT_MODULES) for name in names):
-            raise CheckpointFormatError(_refusal(file, names))
-    harmless: list[Any] = [(int if name == _STAGE else _Inert, name) for names in wanted.values() for name in names]
-    before = os.environ.get(_FORCE)
-    os.environ[_FORCE] = "1"
-    try:
-        with torch.serialization.safe_globals(harmless):
-            yield
-    except pickle.UnpicklingError as error:
-        raise CheckpointFormatError(_refusal(next(iter(wanted)).parent, [])) from error
-    finally:
-        os.environ.pop(_FORCE)
-        if before is not None:
-            os.environ[_FORCE] = before
+
+    def __init__(self, files: Iterable[Path], trust_pickles: bool) -> None:
+        self._trust_pickles = trust_pickles
+        wanted = {} if trust_pickles else {file: _unsafe(file) for file in files}
+        for file, names in wanted.items():
+            if not all(name.startswith(_INERT_MODULES) for name in names):
+                raise CheckpointFormatError(_refusal(file, names))
+        self._harmless: list[Any] = [
+            (int if name == _STAGE else _Inert, name) for names in wanted.values() for name in names
+        ]
+
+    def load(self, file: Any, **arguments: Any) -> Any:
+        """Load a file as `torch.load` does, whatever the caller says of `weights_only`.
+
+        Raises:
+            CheckpointFormatError: it asks for more than values, tensors and what is harmless.
+        """
+        if self._trust_pickles:
+            return torch.load(file, **{**arguments, "weights_only": False})
+        # torch has one list of what is safe for all threads. It is longer while one pickle is read, and two readers
+        # would take one another's entries off.
+        with _safe_list, torch.serialization.safe_globals(self._harmless):
+            try:
+                return torch.load(file, **{**arguments, "weights_only": True})
+            except pickle.UnpicklingError as error:
+                raise CheckpointFormatError(_refusal(Path(str(file)), [])) from error
+
+    def weights(self, path: Path) -> dict[str, Tensor]:
+        """Join the float32 weights of a checkpoint of ZeRO, by DeepSpeed's own tool.
+
+        The tool loads with `weights_only=False`. So this runs a copy of the module, which is made to stand alone, with
+        `load` in the place of torch's.
+
+        Args:
+            path: the folder, which has a file `latest`.
+        """
+        spec = importlib.util.find_spec("deepspeed.utils.zero_to_fp32")
+        assert spec is not None
+        assert spec.loader is not None
+        tool: Any = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(tool)
+        tool.torch = _OtherLoad(self.load)
+        joined: dict[str, Tensor] = tool.get_fp32_state_dict_from_zero_checkpoint(str(path))
+        return joined
+
+
+_safe_list = threading.Lock()
+
+
+class _OtherLoad(ModuleType):
+    """Torch, but with another `load`."""
+
+    def __init__(self, load: Callable[..., Any]) -> None:
+        super().__init__("torch")
+        self.load = load
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
 
 
 class _Inert:
@@ -289,8 +328,7 @@ def _is_pipeline(path: Path) -> bool:
 def _read_pipeline(path: Path, trust_pickles: bool) -> dict[str, Any]:
     # This file holds Lightning's own entries, the same on all ranks. Its pickled tensors stay on disk.
     first = path / _SHARDS / "mp_rank_00_model_states.pt"
-    with reading_deepspeed([first], trust_pickles):
-        saved = read_file(first, trust_pickles)
+    saved = DeepSpeedReader([first], trust_pickles).load(first, map_location="cpu", mmap=True)
     return {**saved, "state_dict": consolidate_pipeline(path, trust_pickles)}
 
 
@@ -304,8 +342,6 @@ def _is_zero(path: Path) -> bool:
 
 
 def _read_zero(path: Path, trust_pickles: bool) -> dict[str, Any]:
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
     if _zero_files(path, "*mp_rank_01_model_states.pt"):
         raise CheckpointFormatError(
             f"{path} was saved with tensor_parallel_size above 1: each file holds a slice of each matrix, and "
@@ -314,9 +350,9 @@ def _read_zero(path: Path, trust_pickles: bool) -> dict[str, Any]:
             "whose checkpoints are consolidated whatever their tensor_parallel_size."
         )
     # This file holds Lightning's own entries, the same on all ranks. Its pickled tensors stay on disk.
-    with reading_deepspeed(_zero_files(path, "*.pt"), trust_pickles):
-        saved = read_file(_zero_files(path, "*_model_states.pt")[0], trust_pickles)
-        return {**saved, "state_dict": get_fp32_state_dict_from_zero_checkpoint(str(path))}
+    reader = DeepSpeedReader(_zero_files(path, "*.pt"), trust_pickles)
+    saved = reader.load(_zero_files(path, "*_model_states.pt")[0], map_location="cpu", mmap=True)
+    return {**saved, "state_dict": reader.weights(path)}
 
 
 def _zero_files(path: Path, pattern: str) -> list[Path]:

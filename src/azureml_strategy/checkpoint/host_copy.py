@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import io
+import logging
+import mmap
+import os
 import pickle
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+log = logging.getLogger(__name__)
+
 _ALIGNMENT = 64  # bytes, one cache line
+# cudaHostRegisterPortable: pinned for all GPUs of the process, not only for the current one.
+_PORTABLE = 1
 
 
 class HostCopy:
@@ -25,18 +32,18 @@ class HostCopy:
     Args:
         structure: the pickled state without its tensors.
         tensors: copies of the tensors, in the order in which the pickler met them.
-        gpu_done: the event that marks the end of the copies from GPUs; None without GPUs.
+        gpus_done: one event for each GPU, which marks the end of its copies.
     """
 
-    def __init__(self, structure: io.BytesIO, tensors: Sequence[Tensor], gpu_done: torch.cuda.Event | None) -> None:
+    def __init__(self, structure: io.BytesIO, tensors: Sequence[Tensor], gpus_done: Sequence[torch.cuda.Event]) -> None:
         self._structure = structure
         self._tensors = tensors
-        self._gpu_done = gpu_done
+        self._gpus_done = gpus_done
 
     def content(self) -> Any:
         """Return the copied state, with its tensors on the host. Any thread may call this."""
-        if self._gpu_done is not None:
-            self._gpu_done.synchronize()
+        for event in self._gpus_done:
+            event.synchronize()
         self._structure.seek(0)
         return _Unpickler(self._structure, self._tensors).load()
 
@@ -49,55 +56,140 @@ class HostCopyBuffer:
     """
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = HostMemory()
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def copy(self, content: Any) -> HostCopy:
-        """Copy what `torch.save` would write, as it is now.
+        """Copy what `torch.save` would write, as it is now, but with all tensors on the host.
 
         The copy of host tensors is complete when this returns, so no later write to them reaches it. GPUs copy in the
         order of the current stream, before any work that the training queues later in this stream. Other threads of the
         user must not write to the state meanwhile.
 
         Everything that is not a tensor is pickled. Tensors that share memory share it in the copy. Of a view, only the
-        visible part is copied.
+        visible part is copied. Of a wrapper around other tensors, such as a DTensor, those are copied. Sparse and
+        quantized tensors, and subclasses that say nothing of what they hold, are copied while the host waits.
 
         Args:
-            content: tensors on any device, nested in any objects that can be pickled.
+            content: tensors on any device, nested in any objects that can be pickled. Tensors on `meta` stay there.
 
         Returns:
             The copy, valid until the next one is made.
 
         Raises:
-            MemoryError, RuntimeError: the host has too little memory.
+            MemoryError, OSError, RuntimeError: the host has too little memory.
             pickle.PicklingError, TypeError, AttributeError: something cannot be pickled.
         """
         structure = io.BytesIO()
         pickler = _Pickler(structure)
         pickler.dump(content)
-        sources = [_local_part(each) for each in pickler.tensors]
+        sources: list[Tensor] = []
+        makers = [_take_apart(each, sources) for each in pickler.tensors]
         regions = lay_out(sources)
-        self._reserve(needed_bytes(regions))
-        # Tensors without memory that can be copied byte by byte, such as sparse ones.
-        copies = {i: each.clone() for i, each in enumerate(sources) if not has_bytes(each)}
+        self._memory.reserve(needed_bytes(regions))
+        copies = {i: _on_host(each) for i, each in enumerate(sources) if not has_bytes(each)}
         for region in regions:
-            copies |= region.copied_into(self._memory, sources)
-        gpu_done = None
-        if any(each.is_cuda for each in sources):
-            gpu_done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            gpu_done.record()
-        return HostCopy(structure, [_like(each, copies[i]) for i, each in enumerate(pickler.tensors)], gpu_done)
+            copies |= region.copied_into(self._memory.bytes, sources)
+        gpus_done = _events([region.tensor.device for region in regions if region.tensor.is_cuda])
+        self._memory.filled_by(gpus_done)
+        return HostCopy(structure, [make(copies) for make in makers], gpus_done)
 
-    def _reserve(self, size: int) -> None:
-        if self._memory.numel() >= size:
+
+class HostMemory:
+    """Bytes on the host. With GPUs their pages are pinned, so that a GPU writes into them by itself.
+
+    The pages of ordinary memory are registered with CUDA. torch's own pinned memory would take up to twice as much, as
+    its allocator rounds each block up to a power of two, and it would keep the blocks that were freed.
+
+    The pages are released before their memory is freed, whatever frees it: growth, the end of the last copy that lies
+    in it, an exception, or the end of the process.
+
+    Attributes:
+        bytes: the memory, as a tensor.
+    """
+
+    def __init__(self) -> None:
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+        self._writers: list[torch.cuda.Event] = []
+
+    def reserve(self, size: int) -> None:
+        """Have at least this many bytes, which nobody writes into any more. Those that were there may be lost.
+
+        Args:
+            size: in bytes.
+
+        Raises:
+            MemoryError, OSError, RuntimeError: the host has too little memory.
+        """
+        for event in self._writers:
+            event.synchronize()
+        if self.bytes.numel() >= size:
             return
-        self._memory = torch.empty(0, dtype=torch.uint8)  # free the old memory first
+        self.bytes = torch.empty(0, dtype=torch.uint8)  # free the old memory first
         if torch.cuda.is_available():
-            with suppress(RuntimeError):  # too little memory can be pinned: copies from the GPU take longer
-                self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-                return
-        self._memory = torch.from_numpy(np.empty(size, dtype=np.uint8))  # numpy asks for huge pages
+            self._writers = []
+            self.bytes = torch.from_numpy(_pinned(size, self._writers))
+        else:
+            self.bytes = torch.from_numpy(np.empty(size, dtype=np.uint8))  # numpy asks for huge pages
+
+    def filled_by(self, events: Sequence[torch.cuda.Event]) -> None:
+        """Note after which events GPUs have written into the memory. It is neither freed nor used again before."""
+        self._writers[:] = events
+
+
+def _pinned(size: int, writers: list[torch.cuda.Event]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Whole pages that GPUs can write into by themselves; ordinary ones, with a warning, if CUDA cannot pin them.
+
+    Processes that are forked later, such as those of a DataLoader, share the pages. A kernel copies private pages that
+    are pinned for each of them.
+
+    Args:
+        size: in bytes.
+        writers: what to wait for before the pages are released.
+    """
+    pages = mmap.mmap(-1, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
+    memory = np.frombuffer(pages, dtype=np.uint8)
+    cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    status = cudart.cudaHostRegister(memory.ctypes.data, memory.nbytes, _PORTABLE)
+    if int(status) == 0:
+        # An array calls this before it lets go of its memory. A mapping would call it afterwards.
+        weakref.finalize(memory, _release, memory.ctypes.data, torch.cuda.current_device(), os.getpid(), writers)
+        return memory
+    log.warning(
+        "CUDA cannot pin %s bytes of host memory (%s), so that training waits longer for the copy of a checkpoint. "
+        "Raise the limit of locked memory (ulimit -l), or take a node with more memory.",
+        f"{memory.nbytes:,}",
+        cudart.cudaGetErrorString(status),
+    )
+    with suppress(RuntimeError):  # torch reports the error at its next kernel, and clears it only by that
+        torch.ones(1, device="cuda")
+    return memory
+
+
+def _release(address: int, device: int, process: int, writers: Sequence[torch.cuda.Event]) -> None:
+    """Give pages back to the system, before their memory is freed."""
+    if os.getpid() != process:
+        return  # a forked child has pinned nothing, and cannot use CUDA
+    with suppress(RuntimeError):  # a GPU that has failed writes no more
+        for event in writers:
+            event.synchronize()
+    cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    with torch.cuda.device(device):  # a thread that has not used CUDA yet would start it on the first GPU
+        status = cudart.cudaHostUnregister(address)
+    if int(status) != 0:
+        reason = cudart.cudaGetErrorString(status)
+        log.warning("The host memory of a checkpoint's copy stays pinned until this process ends: %s", reason)
+
+
+def _events(devices: Sequence[torch.device]) -> list[torch.cuda.Event]:
+    """Mark what was queued so far on the current stream of each GPU."""
+    events = []
+    for device in dict.fromkeys(devices):
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))
+        events.append(event)
+    return events
 
 
 @dataclass
@@ -178,23 +270,63 @@ def needed_bytes(regions: Sequence[Region]) -> int:
 
 
 def has_bytes(tensor: Tensor) -> bool:
-    """Tell whether a tensor is only a view of bytes: not empty, sparse, quantized, on the meta device or a subclass."""
-    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and tensor.numel() > 0
-    return plain and not (tensor.is_meta or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    """Tell whether a tensor is only a view of bytes.
+
+    One that is empty, sparse, quantized, nested, on the meta device or of a subclass is not, nor one with a conjugate
+    or negative bit.
+    """
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_nested
+    bits = tensor.is_meta or tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
+    return plain and not bits and tensor.numel() > 0
 
 
-def _local_part(tensor: Tensor) -> Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+def _on_host(tensor: Tensor) -> Tensor:
+    """A copy of a tensor that is more than bytes. On a GPU it takes no memory."""
+    return tensor.clone() if tensor.device.type in ("cpu", "meta") else tensor.cpu()
 
 
-def _like(source: Tensor, copy: Tensor) -> Tensor:
-    """Give the copy the type of its source."""
-    if isinstance(source, DTensor):
-        # `from_local` would move the copy to the devices of the mesh.
-        copy = DTensor(copy, source._spec, requires_grad=False)  # type: ignore[no-untyped-call]
-    if type(source) is nn.Parameter:
-        return nn.Parameter(copy, requires_grad=source.requires_grad)
-    return copy.requires_grad_(source.requires_grad)
+def _take_apart(tensor: Tensor, sources: list[Tensor]) -> Callable[[Mapping[int, Tensor]], Tensor]:
+    """Find the tensors that hold the values of a tensor.
+
+    Args:
+        tensor: of any kind.
+        sources: they are added to this list.
+
+    Returns:
+        Makes the like of the tensor on the host, from copies by their index in `sources`.
+    """
+    if hasattr(type(tensor), "__tensor_flatten__"):  # torch's protocol for wrappers of other tensors
+        return _unwrap(tensor, sources)
+    memory, conjugate, negative = tensor.detach(), tensor.is_conj(), tensor.is_neg()
+    memory = memory.conj() if conjugate else memory  # without the bit, the same bytes
+    memory = torch._neg_view(memory) if negative else memory
+    index = len(sources)
+    sources.append(memory)
+
+    def make(copies: Mapping[int, Tensor]) -> Tensor:
+        copy = copies[index]
+        copy = torch._neg_view(copy) if negative else copy
+        copy = copy.conj() if conjugate else copy
+        if type(tensor) is nn.Parameter:
+            return nn.Parameter(copy, requires_grad=tensor.requires_grad)
+        return copy.requires_grad_(tensor.requires_grad)
+
+    return make
+
+
+def _unwrap(tensor: Any, sources: list[Tensor]) -> Callable[[Mapping[int, Tensor]], Tensor]:
+    names, context = tensor.__tensor_flatten__()
+    held = {name: getattr(tensor, name) for name in names}  # a DTensor holds its mesh, too
+    makers = {name: _take_apart(each, sources) for name, each in held.items() if isinstance(each, Tensor)}
+
+    def make(copies: Mapping[int, Tensor]) -> Tensor:
+        inner = held | {name: make_part(copies) for name, make_part in makers.items()}
+        copy: Tensor = type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(copy, requires_grad=tensor.requires_grad)
+        return copy.requires_grad_(tensor.requires_grad)
+
+    return make
 
 
 class _Pickler(pickle.Pickler):

@@ -47,13 +47,12 @@ def modules_of(folder: Path | None) -> Iterator[None]:
     Args:
         folder: where modules of the user's are; None if they are installed.
     """
-    before = [*sys.path]
-    if folder is not None and str(folder) not in before:
-        sys.path.append(str(folder))
+    added = [str(folder)] if folder is not None and str(folder) not in sys.path else []
+    sys.path.extend(added)
     try:
         yield
     finally:
-        sys.path[:] = before
+        sys.path[:] = [each for each in sys.path if each not in added]  # what other threads have added stays
 
 
 def make_module(content: dict[str, Any]) -> LightningModule:

@@ -277,6 +277,40 @@ class StoreExchange(Exchange):
         self._store.set(key, to_json(value))
 
 
+def on_rank_zero(who: str, rank: int, world_size: int, step: Callable[[], Value]) -> Value:
+    """Run a step on rank 0 that may take hours, while the other ranks wait; a collective.
+
+    A collective would end the others' wait after the time limit of the process group, 30 minutes by default. Here they
+    wait for as long as rank 0 sends heartbeats, and a failure on rank 0 ends their waits at once. Only ranks without a
+    common store wait in a collective.
+
+    Args:
+        who: the class that calls it, for the error.
+        rank: this process's global rank.
+        world_size: number of ranks of this Trainer.
+        step: called on rank 0 alone. What it returns is sent to the others.
+
+    Returns:
+        What the step returned, on all ranks.
+
+    Raises:
+        StepError: the step failed, or rank 0 is gone; on all ranks. With one process it is the step's own error.
+        RuntimeError: a rank was in another collective.
+    """
+    if world_size == 1:
+        return step()
+    store = meet(who, rank, world_size, None).store
+    if store is None:
+        return GroupExchange(rank).on_rank_zero(step)
+    exchange = StoreExchange(store)
+    try:
+        value = exchange.on_rank_zero(step)
+        exchange.leave()
+    finally:
+        exchange.close()
+    return value
+
+
 def _outcome(step: Callable[[], Value], who: str) -> tuple[Value | None, str | None]:
     try:
         return step(), None

@@ -30,7 +30,7 @@ from azureml_strategy.control.process import Member, address_towards, this_proce
 from azureml_strategy.control.rendezvous import another_connection
 from azureml_strategy.control.store import ControlStore
 from azureml_strategy.hang_detection.alarm import HangReporter, name_ended_processes, say
-from azureml_strategy.hang_detection.main_thread import CHECKPOINT, END, STOP_BARRIER, TRAINING, Progress
+from azureml_strategy.hang_detection.main_thread import CHECKPOINT, END, START, STOP_BARRIER, TRAINING, Progress
 from azureml_strategy.hang_detection.watch import Failure, Watch
 from azureml_strategy.lightning_internals import SubprocessScriptLauncher, collective_timeout
 
@@ -98,6 +98,7 @@ class HangWatch(IsolatedCallback):
         self._folder = folder
         self._kill = kill
         self._progress: Progress | None = None
+        self._resumes_as = TRAINING
         self._watch: Watch | None = None
 
     @override
@@ -151,14 +152,15 @@ class HangWatch(IsolatedCallback):
         self._watch = None  # it goes on, and a checkpoint written on the way out is still noted
 
     def pause(self) -> None:
-        """Suspend the limit while the ranks wait at a stop barrier."""
+        """Suspend the limit while the ranks wait at a stop barrier, or for what rank 0 does for all."""
         if self._progress is not None:
+            self._resumes_as = START if self._progress.phase == START else TRAINING
             self._progress.note(STOP_BARRIER)
 
     def resume(self) -> None:
-        """Apply the limit again after a stop barrier."""
+        """Apply the limit again after a stop barrier. A start that was suspended goes on with its own limit."""
         if self._progress is not None:
-            self._progress.note(TRAINING)
+            self._progress.note(self._resumes_as)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from azureml_strategy.control.gather import on_rank_zero
+from azureml_strategy.control.store import StepError
 from azureml_strategy.huggingface import transformers_internals as internals
 from azureml_strategy.huggingface.file_slices import open_slices
 from azureml_strategy.huggingface.sources import PretrainedModelError, Source, find_source
@@ -250,17 +252,13 @@ def _sketched(cls: Any, config: Any, files: list[Path], dtype: torch.dtype, sour
 
 def _receive(model: PreTrainedModel, device: torch.device) -> None:
     """Give a sketch its weights: rank 0 reads them, and the others get them from it."""
-    failure: list[str | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            fill(model, model, device)
-        except Exception as error:  # whatever it is, the others wait for the weights
-            failure = [f"{type(error).__name__}: {error}"]
-    else:
+    rank = dist.get_rank()
+    if rank > 0:
         _make_room(model, device)
-    dist.broadcast_object_list(failure)
-    if failure[0] is not None:
-        raise PretrainedModelError(f"Rank 0 could not read the weights of {source_of(model)}: {failure[0]}")
+    try:  # a large model on a slow disk takes longer than a collective waits
+        on_rank_zero("load_pretrained", rank, dist.get_world_size(), lambda: fill(model, model, device))
+    except StepError as error:
+        raise PretrainedModelError(f"Rank 0 could not read the weights of {source_of(model)}: {error}") from error
     for tensor in itertools.chain(model.parameters(), model.buffers()):
         values = tensor.detach().to(device)
         dist.broadcast(values, src=0)

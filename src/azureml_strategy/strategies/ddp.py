@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,11 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from azureml_strategy.cluster.environ import LaunchError
+from azureml_strategy.control.gather import gather
 from azureml_strategy.lightning_internals import is_interactive, register_communication_hook
 from azureml_strategy.strategies.compression import Compression, communication_hook, on_any_backend
 from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.launched import LaunchedStrategy
-from azureml_strategy.strategies.tuning.record import Conditions, Tuning
+from azureml_strategy.strategies.tuning.record import Conditions, Tuning, describe_batch, device_name
 from azureml_strategy.strategies.tuning.search import Request
 from azureml_strategy.strategies.tuning.settings import Settings, allowed_compressions
 from azureml_strategy.strategies.tuning.trials import POWERSGD_EXACT_STEPS, TrialBench
@@ -64,7 +66,7 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
         LaunchError: the job's variables give no rank to trust or contradict the Trainer, or a `start_method` other than
             `popen` in a job.
         ConfigurationError: an unknown compression, or two hooks; at the start of training, a file of another model,
-            number of ranks or version of torch.
+            number or kind of devices, precision or version of torch; at the first batch, one of another batch.
     """
 
     def __init__(
@@ -114,7 +116,8 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
         self._order = TuningOrder(
             tune, Request(settings, allowed_compressions(tune_lossy), tune_static_graph), Path(tuned) if tuned else None
         )
-        self._tunes_next = False
+        # Whether the first batch decides on settings: measures them, or finds that known ones are for another batch.
+        self._awaits_batch = False
         self.tuning: Tuning | None = None
         if self._job_environment is not None and start_method != "popen":
             raise LaunchError(
@@ -138,16 +141,16 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        self._tunes_next = False
+        self._awaits_batch = False
         if trainer.state.fn == TrainerFn.FITTING and (self._order.tune or self._order.file is not None):
             self._prepare_tuning(trainer)
         super().setup(trainer)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        if self._tunes_next:
-            self._tunes_next = False
-            self._tune(args, kwargs)
+        if self._awaits_batch:
+            self._awaits_batch = False
+            self._settle(args, kwargs)
         return super().training_step(*args, **kwargs)
 
     @override
@@ -173,22 +176,34 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
             return
         if self.tuning is None:
             self.tuning = self._order.earlier(trainer, self._conditions())
-        self._tunes_next = self.tuning is None
+        self._awaits_batch = True
         if self.tuning is not None:
             self._use(self.tuning.pick)
 
     def _conditions(self) -> Conditions:
-        """What settings are tuned for here."""
+        """What settings are tuned for here, before the first batch; a collective."""
         assert self.lightning_module is not None
-        return Conditions.of(self.lightning_module, self.world_size, self.num_nodes, dist.get_backend())
+        devices = gather(device_name(self.root_device))
+        precision = str(self.precision_plugin.precision)
+        return Conditions.of(
+            self.lightning_module, self.world_size, self.num_nodes, dist.get_backend(), devices, precision
+        )
 
-    def _tune(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Measure, before the first step of the module, and go on with what was picked."""
+    def _settle(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Decide on the settings before the first step of the module: measure, unless known ones fit the batch."""
         module = self.lightning_module
         assert module is not None
+        batch = gather(describe_batch((arguments, named)))[0]
+        used = self._order.request.default
+        if self.tuning is not None:
+            if self._order.fits_batch(self.tuning, batch):
+                return
+            used = self.tuning.pick
+            say("The communication settings of an earlier attempt are for another batch, and are measured anew.")
         bench = TrialBench(module, arguments, named, self._wrapped, self._forward)
-        self.tuning = tune(self._order, module.trainer, module, bench, self._conditions())
-        if self.tuning.pick != self._order.request.default:
+        here = replace(self._conditions(), batch=batch)
+        self.tuning = tune(self._order, module.trainer, module, bench, here)
+        if self.tuning.pick != used:
             self._wrap_anew(self.tuning.pick)
 
     def _wrapped(self, module: LightningModule, settings: Settings) -> DistributedDataParallel:

@@ -305,7 +305,8 @@ def _own_processes(trainer: Trainer) -> Iterator[None]:
                 _end(processes)
             if dist.is_initialized():
                 dist.destroy_process_group()
-            os.environ.clear()
+            for name in os.environ.keys() - environ.keys():  # other threads find the rest there all the time
+                del os.environ[name]
             os.environ.update(environ)
 
 

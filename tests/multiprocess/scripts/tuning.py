@@ -203,6 +203,10 @@ class Manual(Deep):
         optimizer.step()
 
 
+# As a file that was measured on longer rows.
+OTHER = {"batch": "float32 [4, 99], int64 [4]"}
+
+
 def refused() -> dict[str, Any]:
     """Modules that cannot be measured train as they are; files that do not fit end the run."""
     found: dict[str, Any] = {
@@ -210,7 +214,7 @@ def refused() -> dict[str, Any]:
     }
     found["files"] = sorted(each.name for each in FOLDER.rglob("*.json"))
     train(tune=True, tuned=str(FOLDER / "given.json"))
-    for name, value in {"world_size": 64, "model": "Other 1"}.items():
+    for name, value in {"world_size": 64, "model": "Other 1", "devices": "2 x H100", "precision": "x", **OTHER}.items():
         file = FOLDER / f"{name}.json"
         if RANK == 0:
             content = json.loads((FOLDER / "given.json").read_text())
@@ -220,6 +224,10 @@ def refused() -> dict[str, Any]:
             train(tuned=str(file))
         except ConfigurationError as error:
             found[name] = str(error)
+    if RANK == 0:
+        (FOLDER / "again").mkdir()
+        (FOLDER / "batch.json").rename(FOLDER / "again" / "tuned_ddp.json")
+    found["again"] = train(tune=True, folder="again", steps=2)
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.pytorch import Trainer
 
 from azureml_strategy.strategies import AzureMLDDPStrategy
 from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.tuning.record import (
     Conditions,
     Tuning,
+    describe_batch,
     read_tuning,
     refuse_other_conditions,
     tuning_of,
@@ -25,10 +27,11 @@ from azureml_strategy.strategies.tuning.record import (
 from azureml_strategy.strategies.tuning.search import Request, Trials
 from azureml_strategy.strategies.tuning.settings import COMPRESSIONS, Settings, sizes_first_bucket
 from azureml_strategy.strategies.tuning.trials import RefusalError
-from azureml_strategy.strategies.tuning.tuner import refuse_straggler
+from azureml_strategy.strategies.tuning.tuner import TuningOrder, refuse_straggler
 
 MODULE = torch.nn.Linear(3, 2)
-HERE = Conditions.of(MODULE, 4, 2, "gloo")
+HERE = replace(Conditions.of(MODULE, 4, 2, "gloo", ["H100"] * 4, "bf16-mixed"), batch="float32 [8, 3]")
+OF_OLD_VERSIONS = ("devices", "precision", "batch")
 SETTINGS = st.builds(
     Settings,
     st.none() | st.integers(1, 200),
@@ -92,6 +95,12 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
         (Conditions.of(MODULE, 4, 4, "gloo"), "num_nodes 2, and here 4"),
         (Conditions.of(MODULE, 4, 2, "nccl"), "backend gloo, and here nccl"),
         (replace(HERE, torch="9.9"), f"torch {torch.__version__}, and here 9.9"),
+        (
+            Conditions.of(MODULE, 4, 2, "gloo", ["V100", "H100", "V100", "H100"]),
+            "devices 4 x H100, and here 2 x H100, 2 x V100",
+        ),
+        (replace(HERE, precision="32-true"), "precision bf16-mixed, and here 32-true"),
+        (replace(HERE, batch="float32 [16, 3]"), "batch float32 [8, 3], and here float32 [16, 3]"),
     ],
 )
 def test_other_conditions_are_refused_by_name(other: Conditions, words: str) -> None:
@@ -101,6 +110,47 @@ def test_other_conditions_are_refused_by_name(other: Conditions, words: str) -> 
         refuse_other_conditions(Path("t.json"), tuning, other)
     assert words in str(refused.value)
     assert "Measure anew" in str(refused.value)
+
+
+def test_a_file_of_an_older_version_is_taken_with_a_warning_that_names_what_it_lacks(tmp_path: Path) -> None:
+    path = tmp_path / "tuned.json"
+    content = json.loads(made(Settings(), Settings(25), [1.0]).to_text())
+    for name in OF_OLD_VERSIONS:
+        del content["conditions"][name]
+    path.write_text(json.dumps(content))
+    order = TuningOrder(False, Request(Settings()), path)
+    with pytest.warns(UserWarning, match="does not say its devices and precision and batch, as an older version"):
+        found = order.earlier(Trainer(accelerator="cpu", logger=False), HERE)
+    assert found is not None
+    assert found.pick == Settings(25)
+    assert order.fits_batch(found, "float32 [99]")
+    with pytest.raises(ConfigurationError, match="world_size 4, and here 8"):
+        refuse_other_conditions(path, found, replace(HERE, world_size=8))
+
+
+@pytest.mark.parametrize("tune", [False, True])
+def test_settings_for_another_batch_are_refused_or_measured_anew(tune: bool) -> None:
+    tuning = made(Settings(), Settings(25), [1.0])
+    order = TuningOrder(tune, Request(Settings()), None if tune else Path("t.json"))
+    assert order.fits_batch(tuning, HERE.batch)
+    assert order.fits_batch(tuning, None), "a batch of an unknown kind"
+    if tune:
+        assert not order.fits_batch(tuning, "float32 [99]")
+    else:
+        with pytest.raises(ConfigurationError, match=r"'t.json' was measured for batch float32 \[8, 3\], and here"):
+            order.fits_batch(tuning, "float32 [99]")
+
+
+def test_a_batch_in_words() -> None:
+    @dataclass
+    class Pair:
+        image: torch.Tensor
+        label: torch.Tensor
+
+    images, labels = torch.zeros(8, 3, 32, 32, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64)
+    for batch in ((images, labels), {"x": images, "y": [labels, "names"]}, Pair(images, labels)):
+        assert describe_batch(((batch, 7), {})) == "uint8 [8, 3, 32, 32], int64 [8]"
+    assert describe_batch(((object(), 7), {})) is None
 
 
 def test_the_report_names_costs_and_the_pick() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -12,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
 
 from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.tuning.search import Request, Trials
@@ -33,6 +35,10 @@ class Conditions:
         num_nodes: number of nodes.
         backend: of the process group.
         torch: its version.
+        devices: how many of which; None in a file of an older version.
+        precision: the Trainer's word; None in a file of an older version.
+        batch: types and shapes of the tensors in rank 0's first batch; None in a file of an older version, before the
+            first batch, and for a batch of an unknown kind.
     """
 
     model: str
@@ -40,15 +46,68 @@ class Conditions:
     num_nodes: int
     backend: str
     torch: str
+    devices: str | None = None
+    precision: str | None = None
+    batch: str | None = None
 
     @staticmethod
-    def of(module: nn.Module, world_size: int, num_nodes: int, backend: str) -> Conditions:
-        """Those of a module on a process group."""
+    def of(
+        module: nn.Module,
+        world_size: int,
+        num_nodes: int,
+        backend: str,
+        devices: Sequence[str] | None = None,
+        precision: str | None = None,
+    ) -> Conditions:
+        """Those of a module on a process group, before its first batch.
+
+        Args:
+            module: what is trained.
+            world_size: number of ranks.
+            num_nodes: number of nodes.
+            backend: of the process group.
+            devices: the name of each rank's device.
+            precision: the Trainer's word.
+        """
         shapes = [
             [name, list(each.shape), str(each.dtype)] for name, each in module.named_parameters() if each.requires_grad
         ]
         checksum = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16]
-        return Conditions(f"{type(module).__name__} {checksum}", world_size, num_nodes, backend, str(torch.__version__))
+        kinds = sorted(Counter(devices or ()).items())
+        counted = ", ".join(f"{number} x {name}" for name, number in kinds) or None
+        version = str(torch.__version__)
+        model = f"{type(module).__name__} {checksum}"
+        return Conditions(model, world_size, num_nodes, backend, version, counted, precision)
+
+    def differences(self, here: Conditions) -> list[str]:
+        """In which points others differ from these, where both are known."""
+        measured, present = asdict(self), asdict(here)
+        return [
+            f"{name} {measured[name]}, and here {present[name]}"
+            for name in present
+            if None not in (measured[name], present[name]) and measured[name] != present[name]
+        ]
+
+
+def device_name(device: torch.device) -> str:
+    """A name that says how fast a device is: that of a GPU, or `cpu`."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def describe_batch(arguments: Any) -> str | None:
+    """Types and shapes of the tensors in a batch; None if there are none, as in an object of an unknown kind.
+
+    Args:
+        arguments: tensors, nested in collections and dataclasses.
+    """
+    found: list[str] = []
+
+    def describe(tensor: Tensor) -> Tensor:
+        found.append(f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}")
+        return tensor
+
+    apply_to_collection(arguments, Tensor, describe)
+    return ", ".join(found) or None
 
 
 @dataclass(frozen=True)
@@ -198,10 +257,7 @@ def refuse_other_conditions(path: Path, tuning: Tuning, here: Conditions) -> Non
     Raises:
         ConfigurationError: naming what differs.
     """
-    measured, present = asdict(tuning.conditions), asdict(here)
-    differing = [
-        f"{name} {measured[name]}, and here {present[name]}" for name in present if measured[name] != present[name]
-    ]
+    differing = tuning.conditions.differences(here)
     if differing:
         raise ConfigurationError(
             f"tuned={str(path)!r} was measured for {'; '.join(differing)}. There it says nothing about what is fast. "

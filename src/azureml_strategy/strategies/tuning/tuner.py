@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from lightning.pytorch import LightningModule, Trainer
@@ -62,17 +62,37 @@ class TuningOrder:
         except StepError as error:
             raise ConfigurationError(str(error).removeprefix("ConfigurationError: ")) from error
 
+    def fits_batch(self, tuning: Tuning, batch: str | None) -> bool:
+        """Whether what an earlier run has found holds for the first batch of this one. If not, it is measured anew.
+
+        Args:
+            tuning: what `earlier` has returned.
+            batch: rank 0's, as `describe_batch` has it.
+
+        Raises:
+            ConfigurationError: it does not, and nothing is to be measured.
+        """
+        here = replace(tuning.conditions, batch=batch)
+        if self.file is not None and not self.tune:
+            refuse_other_conditions(self.file, tuning, here)
+        return not tuning.conditions.differences(here)
+
     def _read(self, folder: Path | None, here: Conditions) -> Tuning | None:
         """On rank 0."""
         if self.file is not None:
             found = read_tuning(self.file)
             refuse_other_conditions(self.file, found, here)
+            if missing := [name for name, value in asdict(found.conditions).items() if value is None]:
+                rank_zero_warn(
+                    f"tuned={str(self.file)!r} does not say its {' and '.join(missing)}, as an older version wrote it. "
+                    "It is taken as it is: measure anew if they have changed since."
+                )
             return found
         path = folder / FILE if self.tune and folder is not None else None
         if path is None or not path.is_file():
             return None
         found = read_tuning(path)
-        if found.conditions != here or found.request != self.request:
+        if found.conditions.differences(here) or found.request != self.request:
             return None
         say(f"Takes the communication settings that {path} has from an earlier attempt; delete it to measure anew.")
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from azureml_strategy.checkpoint.plain_data import WRITTEN_APART, PlainDataStrategy, to_plain
-from azureml_strategy.control.gather import Exchange
-from azureml_strategy.interfaces import WriteStaged
+from azureml_strategy.control.gather import Exchange, on_rank_zero
+from azureml_strategy.control.store import StepError
+from azureml_strategy.interfaces import WriteStaged, paused
 from azureml_strategy.strategies.deepspeed_internals import load_universal_checkpoint
 from azureml_strategy.strategies.equal_buffers import EqualBuffersStrategy
+from azureml_strategy.strategies.errors import UnfitCheckpointError
 from azureml_strategy.strategies.mixed_precision import MixedPrecisionStrategy
 from azureml_strategy.strategies.zero import universal
 from azureml_strategy.strategies.zero.device import AnyDeviceDeepSpeedStrategy
@@ -101,10 +104,20 @@ class AnyWorldDeepSpeedStrategy(StagedDeepSpeedStrategy):
     def _convert(self, checkpoint: Path, saved: int) -> None:
         rank_zero_info(f"{checkpoint} was saved by {saved} process(es): converting it for {self.world_size}.")
         universal.require_convertible(checkpoint)
-        if self.is_global_zero:
-            universal.convert(checkpoint)
-        self.barrier()
+        self._on_rank_zero(checkpoint, lambda: universal.convert(checkpoint))
         load_universal_checkpoint(self.deepspeed_engine)
+
+    def _on_rank_zero(self, checkpoint: Path, work: Callable[[], None]) -> None:
+        """Have rank 0 read a whole checkpoint, which may take longer than a collective or the hang watch waits."""
+        assert self.lightning_module is not None
+        try:
+            with paused(self.lightning_module.trainer):
+                on_rank_zero(type(self).__name__, self.global_rank, self.world_size, work)
+        except StepError as error:
+            raise UnfitCheckpointError(
+                f"Rank 0 cannot read the checkpoint {checkpoint} for the other ranks: {error}. Use an earlier one, "
+                f"or resume with as many processes as wrote it, {universal.saved_processes(checkpoint)}."
+            ) from error
 
     def _load_weights_in_parts(self, checkpoint: Path) -> dict[str, Any]:
         """Load the weights of a stage 3 checkpoint for evaluation. DeepSpeed itself needs an optimizer for that.
@@ -114,7 +127,12 @@ class AnyWorldDeepSpeedStrategy(StagedDeepSpeedStrategy):
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
         assert self.lightning_module is not None
-        weights = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint)) if self.is_global_zero else {}
+        weights: dict[str, Any] = {}
+
+        def read() -> None:
+            weights.update(get_fp32_state_dict_from_zero_checkpoint(str(checkpoint)))
+
+        self._on_rank_zero(checkpoint, read)
         self._restore_zero_state({"state_dict": weights}, strict=self.lightning_module.strict_loading)
         for buffer in self.lightning_module.buffers():
             dist.broadcast(buffer, src=0)
