@@ -7,8 +7,9 @@ from tests.multiprocess.conftest import RunJob
 
 ON_CPU = {"DS_ACCELERATOR": "cpu"}
 ALL = [
-    *("ddp", "local_sgd", "diloco", "zero_1", "zero_2", "zero", "model_parallel", "one_stage"),
+    *("ddp", "local_sgd", "zero", "model_parallel", "one_stage"),
     *("fabric:azureml_ddp", "fabric:azureml_deepspeed_stage_2", "fabric:azureml_model_parallel"),
+    *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("diloco", "zero_1", "zero_2")),
 ]
 
 
@@ -19,9 +20,11 @@ def test_the_group_is_destroyed_at_the_end(run_job: RunJob, name: str) -> None:
     assert job.each("left") == [False]
 
 
-@pytest.mark.parametrize(("how", "code"), [("exit", 3), ("raise", 1)])
-def test_the_exit_code_is_that_of_the_script(run_job: RunJob, how: str, code: int) -> None:
-    job = run_job("ends.py", how, "zero_2", processes_per_node=2, extra=ON_CPU)
+@pytest.mark.parametrize(
+    ("how", "name", "code"), [("exit", "zero_2", 3), ("raise", "zero_2", 1), ("sigterm", "ddp", 143)]
+)
+def test_the_exit_code_is_that_of_the_script(run_job: RunJob, how: str, name: str, code: int) -> None:
+    job = run_job("ends.py", how, name, processes_per_node=2, extra=ON_CPU)
     assert job.exit_code == code, job.output
     assert job.each("left") == [False, False]
 

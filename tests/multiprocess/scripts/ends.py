@@ -1,12 +1,14 @@
 """Trains under strategies one after another, and tells at the very end of the process whether there is a process group.
 
-Arguments: how the script ends, and the strategies. `raise_in_fit` lets the last rank fail within a fit.
+Arguments: how the script ends, and the strategies. Within a fit
+`raise_in_fit` lets the last rank fail, and `sigterm` sends the signal.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
+import signal
 import sys
 from typing import Any
 
@@ -45,13 +47,19 @@ class Fails(Callback):
             raise ValueError("of one rank alone")
 
 
+class Stops(Callback):
+    def on_train_batch_end(self, *_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+CALLBACKS: dict[str, list[type[Callback]]] = {"raise_in_fit": [Fails], "sigterm": [Stops]}
+
+
 def fit(name: str) -> None:
-    callbacks: list[Callback] = [Fails()] if how == "raise_in_fit" else []
+    callbacks = [make() for make in CALLBACKS.get(how, [])]
     model: LightningModule
     data: DataLoader[Any]
-    trainer: Trainer = quiet_trainer(
-        strategy=ALL[name](), limit_train_batches=4, callbacks=callbacks, limit_val_batches=1
-    )
+    trainer: Trainer = quiet_trainer(strategy=ALL[name](), max_epochs=4, callbacks=callbacks, limit_val_batches=1)
     if name in ("one_stage", "model_parallel"):
         tokens = torch.arange(64 * 8).view(64, 8) % 32
         model, data = tiny_gpt(), DataLoader(TensorDataset(tokens, tokens), batch_size=8)

@@ -71,7 +71,7 @@ def refuse_infiniband(num_nodes: int) -> None:
         )
 
 
-def refuse_unordered_nccl(version: tuple[int, ...], started: bool) -> None:
+def refuse_unordered_nccl(version: tuple[int, ...]) -> None:
     """Refuse delayed exchanges on GPUs where NCCL cannot keep the operations of two groups in one order.
 
     A delayed exchange runs while the training uses its own groups. NCCL 2.26 and newer start the operations of all
@@ -80,7 +80,6 @@ def refuse_unordered_nccl(version: tuple[int, ...], started: bool) -> None:
 
     Args:
         version: of NCCL.
-        started: whether an earlier training of this process may have used NCCL.
 
     Raises:
         ConfigurationError: NCCL is older, or is told not to keep the order.
@@ -91,9 +90,9 @@ def refuse_unordered_nccl(version: tuple[int, ...], started: bool) -> None:
             "exchange runs beside other collectives. Leave delay out, use a newer torch, or say "
             "process_group_backend='gloo'."
         )
-    given = os.environ.get(ONE_ORDER, "0" if started else "1")
+    given = os.environ.get(ONE_ORDER)
     if given != "1":
-        why = f"{ONE_ORDER}={given}" if ONE_ORDER in os.environ else "an earlier training has started NCCL without it"
+        why = f"{ONE_ORDER}={given}" if given else "an earlier training of this process has started NCCL without it"
         raise ConfigurationError(
             f"delay needs {ONE_ORDER}=1 before NCCL starts, or NCCL may deadlock where an exchange runs beside other "
             f"collectives; but {why}. Set the variable to 1 for the whole process, or leave delay out."

@@ -115,9 +115,7 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
 
     @override
     def setup_environment(self) -> None:
-        backend = self._process_group_backend or default_process_group_backend(self.root_device)
-        if self._rules.delay and "nccl" in backend and self.world_size > 1:
-            refuse_unordered_nccl(torch.cuda.nccl.version(), started=dist.is_initialized())
+        if self._delays_nccl and not dist.is_initialized():
             os.environ.setdefault(ONE_ORDER, "1")
         super().setup_environment()
 
@@ -127,6 +125,8 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
             assert self.lightning_module is not None
             if not self._allow_infiniband:
                 refuse_infiniband(self.num_nodes)
+            if self._delays_nccl:
+                refuse_unordered_nccl(torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
             refuse_unsupported(trainer, self.lightning_module, sync_batchnorm=self._layer_sync is not None)
             self._connect()
             self._steps = trainer.global_step if self._saved is None else self._saved["global_step"]
@@ -275,6 +275,12 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
     def _trainer(self) -> Trainer:
         assert self.lightning_module is not None
         return self.lightning_module.trainer
+
+    @property
+    def _delays_nccl(self) -> bool:
+        """Whether exchanges run on NCCL beside other collectives."""
+        backend = self._process_group_backend or default_process_group_backend(self.root_device)
+        return self._rules.delay > 0 and self.world_size > 1 and "nccl" in backend
 
     @property
     def _of_fit(self) -> PeriodicAveraging:
