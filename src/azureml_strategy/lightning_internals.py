@@ -6,6 +6,7 @@ subclass uses on itself. `tests/test_internals.py` checks all of them on the old
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import signal
 import traceback
@@ -150,6 +151,7 @@ INTERNALS: dict[str, dict[str, str]] = {
     },
     # Processes and process groups of strategies.
     "lightning.fabric.utilities.distributed": {
+        "_destroy_dist_connection": "taken out of the exit handlers: it waits for other ranks without a limit",
         "_get_default_process_group_backend_for_device": "what Lightning will choose, for which NCCL is prepared",
     },
     "lightning.fabric.utilities.imports": {
@@ -176,7 +178,7 @@ INTERNALS: dict[str, dict[str, str]] = {
         "_num_nodes": "set by our setter, as the job has them",
         "_process_group_backend": "what the user chose",
         "_register_ddp_hooks": "overridden: Lightning registers a hook on a GPU only",
-        "_setup_model": "called again with tuned settings, and when local SGD has warmed up: DDP inside the node alone",
+        "_setup_model": "overridden: on the current stream; called again with tuned settings, or inside the node",
         "_start_method": "whether processes are forked or spawned",
         "_timeout": "of collectives, for the network's set-up and the time after which a hang is one",
     },
@@ -192,6 +194,7 @@ INTERNALS: dict[str, dict[str, str]] = {
         "_timeout": "as for DDP",
     },
     "lightning.pytorch.strategies.deepspeed.DeepSpeedStrategy": {
+        "_init_deepspeed_distributed": "extended: the process group is bound to this process's device",
         "_format_batch_size_and_grad_accum_config": "overridden: the Trainer's numbers and the configuration agree",
         "_init_config_if_needed": "the configuration is complete before a module is built by it",
         "_initialize_deepspeed_inference": "overridden: a pipeline evaluates by its own engine",
@@ -209,12 +212,15 @@ INTERNALS: dict[str, dict[str, str]] = {
         "_parallel_devices": "as for the Trainer's",
     },
     "lightning.fabric.strategies.ddp.DDPStrategy": {
+        "_ddp_kwargs": "the arguments of DDP, which is made on the current stream",
+        "_determine_ddp_device_ids": "likewise",
         "_num_nodes": "what Fabric sets instead of the property that follows the launch",
         "_process_group_backend": "as for the Trainer's",
         "_timeout": "as for the Trainer's",
     },
     "lightning.fabric.strategies.deepspeed.DeepSpeedStrategy": {
         "_precision": "replaced where the forward pass runs under autocast, which takes inputs as they are",
+        "_init_deepspeed_distributed": "extended, as for the Trainer's",
         "_set_node_environment_variables": "overridden, as for the Trainer's",
     },
     "lightning.fabric.strategies.model_parallel.ModelParallelStrategy": {
@@ -574,6 +580,14 @@ def fabric_in_the_making() -> Fabric | None:
 def is_compiled(module: LightningModule) -> bool:
     """Tell whether `torch.compile` was given the module as a whole."""
     return module._compiler_ctx is not None
+
+
+def leave_process_group() -> None:
+    """Have Lightning destroy no process group at the end of this process.
+
+    It registers that for NCCL's when it makes one. An earlier group that it meant is gone: there is only one.
+    """
+    atexit.unregister(distributed._destroy_dist_connection)
 
 
 def give_device_mesh(module: LightningModule, mesh: DeviceMesh) -> None:

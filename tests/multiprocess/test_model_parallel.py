@@ -141,3 +141,10 @@ def test_four_ranks(run_job: RunJob, tmp_path: Path) -> None:
     assert_gpt(job.results[0]["gpt"])
     seen = [result["seen"] for result in job.each("both")]
     assert seen[0] == seen[1] != seen[2] == seen[3]
+
+
+def test_a_module_that_does_not_spread_itself_leaves_no_group_of_a_former_mesh(run_job: RunJob) -> None:
+    """`auto` left both ranks to it, by a first mesh. Each group of NCCL's takes memory of the GPU."""
+    job = run_job("settled.py", processes_per_node=2)
+    assert job.exit_code == 0, job.output
+    assert job.results[0] == job.results[1] == {"sizes": [2, 1], "sharded": True, "unused": 0}

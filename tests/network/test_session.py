@@ -151,6 +151,15 @@ def test_a_node_that_does_not_report_is_left_out(tmp_path: Path, monkeypatch: py
         NetworkSession(launch(0), "nccl", node, plan, HashStore(), True).observe()
 
 
+@pytest.mark.parametrize("line", ["NET/IB : No device found.", "Failed to open libibverbs.so[.1]"])
+def test_one_node_misses_no_network(tmp_path: Path, line: str) -> None:
+    """One process alone has no channel, and NCCL names the sockets that it would use."""
+    text = SOCKETS.rpartition("node:")[0] + f"node:1:2 [0] NCCL INFO {line}\n"
+    assert network(tmp_path, {0: text}).warnings == []
+    (of_both,) = [each for each in network(tmp_path, {0: text, 1: text}).warnings if line in each]
+    assert "NCCL saw no InfiniBand adapter" in of_both or "libibverbs" in of_both
+
+
 @pytest.fixture
 def prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Node:
     """`prepare_network` sees a machine of its own, and changes no variable for longer than the test."""

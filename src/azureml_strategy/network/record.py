@@ -11,7 +11,7 @@ from azureml_strategy.cluster.launch import Launch
 from azureml_strategy.network.findings import Finding
 from azureml_strategy.network.infiniband import natural_order
 from azureml_strategy.network.nccl import NetworkPlan
-from azureml_strategy.network.nccl_log import Transport, describe
+from azureml_strategy.network.nccl_log import Transport, describe, without_network
 from azureml_strategy.network.node import Node
 
 # A job is as fast as its slowest node.
@@ -107,7 +107,7 @@ def _observed(transport: Transport | str, num_nodes: int) -> dict[str, Any]:
     if num_nodes > 1:
         return seen
     # With one node no traffic leaves it, whatever network NCCL selected.
-    errors = [asdict(error) for error in transport.errors]
+    errors = [asdict(error) for error in without_network(transport.errors)]
     summary = f"{transport.intra_node or 'one device'}, inside one node"
     return seen | {"kind": "p2p-only", "gpudirect": None, "summary": summary, "errors": errors}
 

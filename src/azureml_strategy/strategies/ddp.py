@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies.ddp import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
@@ -22,6 +23,7 @@ from azureml_strategy.lightning_internals import is_interactive, register_commun
 from azureml_strategy.strategies.compression import Compression, communication_hook, on_any_backend
 from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.launched import LaunchedStrategy
+from azureml_strategy.strategies.process_group import end_process_group
 from azureml_strategy.strategies.tuning.record import Conditions, Tuning, describe_batch, device_name
 from azureml_strategy.strategies.tuning.search import Request
 from azureml_strategy.strategies.tuning.settings import Settings, allowed_compressions
@@ -112,7 +114,6 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
             start_method=start_method,
             **{**kwargs, **settings.arguments()},
         )
-        self._group_is_ours = False
         self._order = TuningOrder(
             tune, Request(settings, allowed_compressions(tune_lossy), tune_static_graph), Path(tuned) if tuned else None
         )
@@ -135,11 +136,6 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
             DDPStrategy._configure_launcher(self)
 
     @override
-    def setup_environment(self) -> None:
-        self._group_is_ours = not dist.is_initialized()
-        super().setup_environment()
-
-    @override
     def setup(self, trainer: Trainer) -> None:
         self._awaits_batch = False
         if trainer.state.fn == TrainerFn.FITTING and (self._order.tune or self._order.file is not None):
@@ -157,8 +153,13 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
     def teardown(self) -> None:
         super().teardown()
         # A notebook's own group of one process would be in the way of the next cell, which may fork.
-        if self._launcher is None and self._job_environment is None and self._group_is_ours and dist.is_initialized():
-            dist.destroy_process_group()
+        if self._launcher is None and self._job_environment is None:
+            end_process_group()
+
+    @override
+    def _setup_model(self, model: Module) -> DistributedDataParallel:
+        # Lightning 2.6 wraps on a stream of its own, which torch 2.11 and newer warn of: gradients arrive on another.
+        return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
 
     @override
     def _register_ddp_hooks(self) -> None:

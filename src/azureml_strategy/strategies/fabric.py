@@ -16,6 +16,7 @@ from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy
 from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -98,6 +99,11 @@ class FabricDDPStrategy(LaunchedFabricStrategy, DDPStrategy):
             require_infiniband=require_infiniband,
             **kwargs,
         )
+
+    @override
+    def setup_module(self, module: nn.Module) -> DistributedDataParallel:
+        """Wrap a module on the current stream, as the Trainer's `AzureMLDDPStrategy` does."""
+        return DistributedDataParallel(module, device_ids=self._determine_ddp_device_ids(), **self._ddp_kwargs)
 
 
 class FabricDeepSpeedStrategy(LaunchedFabricStrategy, AnyDevice, DeepSpeedStrategy):

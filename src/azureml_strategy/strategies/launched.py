@@ -13,6 +13,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
@@ -27,6 +28,7 @@ from azureml_strategy.network.record import RunNetwork
 from azureml_strategy.network.session import prepare_network
 from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.launcher import NodeLauncher
+from azureml_strategy.strategies.process_group import note_failure, own_process_group
 
 # The network of this process's group. A later Trainer in the same process uses the same group.
 _networks: dict[str, RunNetwork] = {}
@@ -157,10 +159,18 @@ class LaunchedProcesses:
         if self._job_environment is not None:
             assert self.parallel_devices is not None
             self._job_environment.validate_settings(len(self.parallel_devices), self.num_nodes)
-            if not dist.is_initialized():
+        if dist.is_initialized():
+            super().setup_environment()  # type: ignore[misc]
+            note_failure(failed=False)
+            return
+        try:
+            if self._job_environment is not None:
                 self._start_on_network(self._job_environment.launch)
-                return
-        super().setup_environment()  # type: ignore[misc]
+            else:
+                super().setup_environment()  # type: ignore[misc]
+        finally:
+            if dist.is_initialized():
+                own_process_group()
 
     @property
     def network(self) -> RunNetwork | None:
@@ -208,6 +218,12 @@ class LaunchedProcesses:
 
 class LaunchedStrategy(LaunchedProcesses, RecordsModels, ParallelStrategy):
     """`LaunchedProcesses` for the Trainer's strategies, with checkpoints that a restart and transformers can load."""
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        # All ranks stop at SIGTERM together. Any other error may be this rank's alone.
+        note_failure(failed=not isinstance(exception, SIGTERMException))
 
     @property
     def loads_pretrained(self) -> Way:

@@ -31,6 +31,7 @@ from azureml_strategy.cluster.environ import TERMINATION_SWITCH, switched_off
 from azureml_strategy.cluster.launch import PartialLaunch
 from azureml_strategy.cluster.redaction import redact, remember_secrets
 from azureml_strategy.preemption.termination import TerminateTogether
+from azureml_strategy.strategies.process_group import end_process_group, note_failure, own_process_group
 from azureml_strategy.tracking import JobMLFlowLogger, JobWandbLogger
 from azureml_strategy.tracking.job_tracking import JobThroughput, JobTracking
 from azureml_strategy.training.checks import check_config
@@ -304,7 +305,9 @@ def _own_processes(trainer: Trainer) -> Iterator[None]:
             if failed:
                 _end(processes)
             if dist.is_initialized():
-                dist.destroy_process_group()
+                own_process_group()  # whichever strategy has made it
+                note_failure(failed)
+                end_process_group()
             for name in os.environ.keys() - environ.keys():  # other threads find the rest there all the time
                 del os.environ[name]
             os.environ.update(environ)

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import LearningRateFinder, StochasticWeightAver
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from azureml_strategy.strategies import AzureMLDDPStrategy
 from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.local_sgd import AzureMLLocalSGDStrategy, GrowingPeriod, QuadraticPeriod, refusals
 from azureml_strategy.strategies.local_sgd.fragments import cut, statistics, trainable
@@ -172,6 +173,41 @@ def test_infiniband_is_refused_unless_allowed(monkeypatch: pytest.MonkeyPatch) -
     refusals.refuse_infiniband(num_nodes=1)
     with pytest.raises(ConfigurationError, match=r"have InfiniBand \(mlx5_ib0\).*allow_infiniband=True"):
         refusals.refuse_infiniband(num_nodes=2)
+
+
+@pytest.mark.parametrize(
+    ("version", "given", "words"),
+    [
+        ((2, 25, 1), "1", r"needs NCCL 2.26 or newer, and this is 2.25.1.*process_group_backend='gloo'"),
+        ((2, 27, 3), "0", r"NCCL_LAUNCH_ORDER_IMPLICIT=0. Set the variable to 1"),
+        ((2, 27, 3), None, "an earlier training of this process has started NCCL without it. Set the variable to 1"),
+        ((2, 26, 2), "1", None),
+    ],
+)
+def test_delayed_exchanges_need_one_order_of_all_groups(
+    monkeypatch: pytest.MonkeyPatch, version: tuple[int, ...], given: str | None, words: str | None
+) -> None:
+    monkeypatch.setattr(os, "environ", {} if given is None else {refusals.ONE_ORDER: given})
+    if words is None:
+        refusals.refuse_unordered_nccl(version)
+        return
+    with pytest.raises(ConfigurationError, match=words):
+        refusals.refuse_unordered_nccl(version)
+
+
+@pytest.mark.parametrize(("delay", "backend", "expected"), [(2, "nccl", "1"), (0, "nccl", None), (2, "gloo", None)])
+def test_nccl_is_told_to_keep_the_order(
+    monkeypatch: pytest.MonkeyPatch, delay: int, backend: str, expected: str | None
+) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(AzureMLDDPStrategy, "setup_environment", lambda strategy: None)
+    monkeypatch.setattr(AzureMLLocalSGDStrategy, "world_size", 2)
+    strategy = AzureMLLocalSGDStrategy(period=4, delay=delay, process_group_backend=backend)
+    strategy.parallel_devices = [torch.device("cpu")] * 2
+    monkeypatch.setattr(strategy, "set_world_ranks", lambda: None)
+    monkeypatch.setattr(AzureMLLocalSGDStrategy, "root_device", torch.device("cuda", 0))
+    strategy.setup_environment()
+    assert os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT") == expected
 
 
 def test_periods() -> None:

@@ -5,6 +5,6 @@ from __future__ import annotations
 from azureml_strategy.network.nccl_log.devices import Kind
 from azureml_strategy.network.nccl_log.failures import LogError
 from azureml_strategy.network.nccl_log.reader import read_transport
-from azureml_strategy.network.nccl_log.transport import Transport, describe
+from azureml_strategy.network.nccl_log.transport import Transport, describe, without_network
 
-__all__ = ["Kind", "LogError", "Transport", "describe", "read_transport"]
+__all__ = ["Kind", "LogError", "Transport", "describe", "read_transport", "without_network"]

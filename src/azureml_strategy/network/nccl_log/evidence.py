@@ -50,7 +50,7 @@ class Evidence:
         without_device: the first line that reports no verbs device.
         failed: network of a failed transfer.
         relaxed_ordering: whether a list of adapters shows relaxed ordering; None without a list.
-        nodes: nodes of the largest communicator; 1 if NCCL does not report it.
+        nodes: nodes of the largest communicator; 0 if NCCL does not report it.
         nvlink_between_nodes: whether NVLink spans the nodes (MNNVL).
     """
 
@@ -72,7 +72,7 @@ class Evidence:
         self.version: str | None = None
         self.library: Literal["nccl", "rccl"] = "nccl"
         self.ranks: int | None = None
-        self.nodes = 1
+        self.nodes = 0
         self.nvlink_between_nodes = False
         self._expects_error = False
 

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from azureml_strategy.network.nccl_log.devices import Kind
 from azureml_strategy.network.nccl_log.evidence import Evidence
 from azureml_strategy.network.nccl_log.lines import Log, Messages, read_lines
-from azureml_strategy.network.nccl_log.transport import Sharp, Transport, Verdict, find, find_fallback, judge
+from azureml_strategy.network.nccl_log.transport import Sharp, Transport, Verdict, find, find_errors, judge
 
 
 def uses_gpudirect(evidence: Evidence, kind: Kind) -> bool | None:
@@ -102,7 +102,7 @@ def _conclude(evidence: Evidence, verdict: Verdict) -> Transport:
         gpudirect=uses_gpudirect(evidence, verdict.kind),
         hcas=hcas,
         interface=next(iter(evidence.interfaces), None),
-        errors=(*evidence.errors, *find_fallback(evidence, verdict)),
+        errors=find_errors(evidence, verdict),
         findings=tuple(find(evidence, verdict)),
         evidence=verdict.basis,
         plugin=plugin,

@@ -108,6 +108,8 @@ def _adapters(names: tuple[str, ...]) -> str:
     return f"{len(names)} HCA{'s' if len(names) > 1 else ''} ({shown})"
 
 
+# These errors are about the way between nodes.
+_ABOUT_NETWORKS = {"no device", "libibverbs"}
 # After these errors there is no communicator.
 _NOTHING_ESTABLISHED = {"no interface", "bootstrap time-out"}
 
@@ -172,7 +174,7 @@ def _channel_uses(evidence: Evidence) -> tuple[Use, ...]:
 def _is_one_node(evidence: Evidence) -> bool:
     """Whether all traffic stays inside one node, or on NVLink that spans nodes."""
     over_nvlink = evidence.nvlink_between_nodes or any("MNNVL" in route.name for _, route in evidence.routes)
-    return over_nvlink or (evidence.nodes == 1 and len(evidence.hosts) <= 1)
+    return over_nvlink or (evidence.nodes <= 1 and len(evidence.hosts) <= 1)
 
 
 def _use(evidence: Evidence, host: str | None, network: str, device: int | None = None) -> Use:
@@ -200,6 +202,18 @@ def find(evidence: Evidence, verdict: Verdict) -> Iterator[LogError]:
         yield from _roce(evidence)
     yield from _without_gpudirect(evidence, verdict)
     yield from _wrong_interface(evidence)
+
+
+def without_network(errors: Iterable[LogError]) -> tuple[LogError, ...]:
+    """The errors that matter inside one node. No traffic leaves it, so nothing is lost where NCCL found no network."""
+    return tuple(error for error in errors if error.name not in _ABOUT_NETWORKS)
+
+
+def find_errors(evidence: Evidence, verdict: Verdict) -> tuple[LogError, ...]:
+    """The failures that the log reports, and a fallback to sockets."""
+    errors = (*evidence.errors, *find_fallback(evidence, verdict))
+    said_one_node = evidence.nodes == 1 and len(evidence.hosts) <= 1
+    return without_network(errors) if said_one_node else errors
 
 
 def find_fallback(evidence: Evidence, verdict: Verdict) -> Iterator[LogError]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from azureml_strategy.strategies.local_sgd.exchange import Exchanges
 from azureml_strategy.strategies.local_sgd.fragments import Fragment, cut, statistics, trainable
-from azureml_strategy.strategies.local_sgd.parts import Part, by_name, cut_parts
+from azureml_strategy.strategies.local_sgd.parts import Part, by_name, cut_parts, cut_shares
 from azureml_strategy.strategies.local_sgd.period import Rules
 
 # Kinds of exchanges, in what ranks compare before one.
@@ -30,13 +29,13 @@ class _UnderWay:
         part: index of the part; -1 for the statistics.
         due: the step after which it arrives.
         own: what this replica had when it began, flat; empty if it arrives at once.
-        average: to come.
+        average: waits for the average, see `Exchanges.begin`.
     """
 
     part: int
     due: int
     own: Tensor
-    average: Future[Tensor] = field(default_factory=Future)
+    average: Callable[[], Tensor]
 
 
 class PeriodicAveraging:
@@ -102,16 +101,6 @@ class PeriodicAveraging:
         if self.step == self._begun + self._length:
             self._begin_period(learning_rate)
 
-    def averages(self) -> dict[str, Tensor]:
-        """The means over the ranks of parameters and statistics as they are now, by name; a collective."""
-        tensors, counted = {**self._shared, **self._added()}, statistics(self._module)
-        averaged = {name: torch.empty_like(each) for name, each in {**tensors, **counted}.items()}
-        for number, fragment in enumerate([*cut(tensors, 1), *_statistics_fragment(counted)]):
-            flat = fragment.read({**tensors, **counted})
-            mean = self._exchanges.begin(*self._place(_WHOLE, number, flat), flat, self._exchanges.mean)
-            fragment.write(self._exchanges.wait(mean), averaged)
-        return averaged
-
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Give the module the averages, and its own values back afterwards; a collective."""
@@ -125,10 +114,21 @@ class PeriodicAveraging:
                 self.show_own()
 
     def show_averages(self) -> None:
-        """Give the module the averages until `show_own`; a collective."""
-        averages, tensors = self.averages(), self._tensors()
-        self._own = {name: tensors[name].detach().clone() for name in averages}
-        self._copy(averages)
+        """Give the module the averages of parameters and statistics until `show_own`; a collective.
+
+        It takes the memory of one further copy of the model, its own values, and of a share that is under way.
+        """
+        tensors, counted = {**self._shared, **self._added()}, statistics(self._module)
+        of_module = {**tensors, **counted}
+        self._own = {name: each.detach().clone() for name, each in of_module.items()}
+        try:
+            for number, share in enumerate([*cut_shares(tensors), *_statistics_fragment(counted)]):
+                flat = share.read(of_module)
+                mean = self._exchanges.begin(*self._place(_WHOLE, number, flat), flat, self._exchanges.mean)
+                share.write(self._exchanges.wait(mean), of_module)
+        except BaseException:
+            self.show_own()  # what is saved of a failed training must not be half of each
+            raise
 
     def show_own(self) -> None:
         """Give the module back what this replica has trained."""
@@ -151,7 +151,8 @@ class PeriodicAveraging:
 
     def end(self) -> None:
         """Give the module the averages for good; a collective. What is under way is dropped."""
-        self._copy(self.averages())
+        self.show_averages()
+        self._own = None
         self._under_way = []
 
     def meet(self, epoch: int) -> None:
@@ -161,7 +162,7 @@ class PeriodicAveraging:
             RanksApartError: a rank has come to another step, or is still in the epoch before.
         """
         nothing = torch.empty(0)
-        self._exchanges.begin(*self._place(_EPOCH, epoch, nothing), nothing, lambda given: given).result()
+        self._exchanges.begin(*self._place(_EPOCH, epoch, nothing), nothing, _same)()
 
     def shared_state(self) -> dict[str, Any]:
         """What all ranks have alike: where the period is, common parameters and the outer momentum, by name."""
@@ -214,8 +215,7 @@ class PeriodicAveraging:
             if part.compression is not None:
                 part.compression.residuals = [each.to(device) for each in residuals]
         for each in own["under_way"]:
-            arrived: Future[Tensor] = Future()
-            arrived.set_result(each["average"].to(device))
+            arrived = partial(_same, each["average"].to(device))
             self._under_way.append(_UnderWay(each["part"], each["due"], each["own"].to(device), arrived))
 
     def _begin_period(self, learning_rate: float) -> None:
@@ -306,6 +306,10 @@ class PeriodicAveraging:
 
     def _place(self, kind: int, number: int, tensor: Tensor) -> tuple[tuple[int, ...], str]:
         return (kind, self.step, number, tensor.numel(), self._length), _WORDS
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _statistics_fragment(tensors: Mapping[str, Tensor]) -> list[Fragment]:

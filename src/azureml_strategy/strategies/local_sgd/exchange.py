@@ -21,11 +21,17 @@ class RanksApartError(RuntimeError):
 
 
 class Exchanges:
-    """Runs collectives one after another on a thread, while the main thread trains.
+    """Runs collectives one after another beside the training.
 
-    They have a process group of their own, so that they do not mix with those of the training. Only this thread uses
-    it, and every rank gives it the same work in the same order. The thread is a daemon: if other ranks are gone, a
-    collective may not end before its timeout, and the interpreter must not wait for it.
+    They have a process group of their own, so that they do not mix with those of the training. Every rank gives it the
+    same work in the same order.
+
+    With gloo a thread of its own runs them, as gloo's collectives hold up their caller. It is a daemon: if other ranks
+    are gone, a collective may not end before its timeout, and the interpreter must not wait for it.
+
+    NCCL's are queued on a stream of their own by the thread that trains. NCCL may deadlock unless all ranks launch the
+    operations of all groups in one order (NCCL user guide, "Using multiple NCCL communicators concurrently"), and two
+    threads have none.
 
     Args:
         group: of all ranks, used by nobody else; None for a single rank.
@@ -36,40 +42,46 @@ class Exchanges:
         self.group = group
         self.device = device
         self.size = dist.get_world_size(group) if group is not None else 1
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._threaded = self._stream is None or (group is not None and dist.get_backend(group) == "gloo")
         self._work: queue.SimpleQueue[tuple[Future[Tensor], Callable[[], Tensor]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="local-sgd-exchange", daemon=True)
-        self._thread.start()
+        if self._threaded:
+            self._thread.start()
 
     def begin(
         self, place: tuple[int, ...], words: str, tensor: Tensor, average: Callable[[Tensor], Tensor]
-    ) -> Future[Tensor]:
+    ) -> Callable[[], Tensor]:
         """Begin an exchange.
 
         Args:
             place: where this rank is: a few numbers that must be the same on all ranks.
             words: what the numbers are, as `step {0} of epoch {1}`, for the error.
-            tensor: what this rank gives. It must not be changed afterwards, as this thread reads and writes it.
-            average: returns the average of the ranks' tensors, from this rank's. Called on this thread.
+            tensor: what this rank gives. It must not be changed afterwards, as the exchange reads and writes it.
+            average: returns the average of the ranks' tensors, from this rank's. Called on the thread, or the stream.
 
         Returns:
-            The average to come; or RanksApartError, or the error of the network.
+            What waits for the average and returns it, for `wait`; or raises RanksApartError, or the network's error.
         """
         ready = self._ready(tensor)
+        if not self._threaded:
+            return self._queued(place, words, ready, lambda: average(tensor))
 
         def work() -> Tensor:
-            self._require_together(place, words)
+            self._gathered(place, words)()
             ready()
             return average(tensor)
 
         result: Future[Tensor] = Future()
         self._work.put((result, work))
-        return result
+        return result.result
 
-    def wait(self, exchange: Future[Tensor]) -> Tensor:
+    def wait(self, exchange: Callable[[], Tensor]) -> Tensor:
         """Wait for an average. On a GPU, what this thread queues from now on waits for it instead."""
-        averaged = exchange.result()
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+        averaged = exchange()
+        if self._stream is not None:
+            if self._threaded:
+                torch.cuda.current_stream(self.device).wait_stream(self._stream)
             averaged.record_stream(torch.cuda.current_stream(self.device))
         return averaged
 
@@ -81,22 +93,23 @@ class Exchanges:
         return tensor
 
     def close(self, wait_s: float) -> bool:
-        """End the thread.
+        """End the thread, if there is one.
 
         Args:
             wait_s: the longest wait for what it has begun, in seconds.
 
         Returns:
-            Whether the thread has ended, so that the group can be destroyed.
+            Whether no thread uses the group any more, so that it can be destroyed.
         """
+        if not self._threaded:
+            return True
         self._work.put(None)
         self._thread.join(wait_s)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        if self.device.type == "cuda":
+        if self._stream is not None:
             torch.cuda.set_device(self.device)
-            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
             torch.cuda.set_stream(self._stream)
         with torch.no_grad():
             while (given := self._work.get()) is not None:
@@ -107,42 +120,80 @@ class Exchanges:
                     result.set_exception(error)
                 del given, result, work  # or the thread would keep the tensors until the next exchange
 
+    def _queued(
+        self, place: tuple[int, ...], words: str, ready: Callable[[], None], average: Callable[[], Tensor]
+    ) -> Callable[[], Tensor]:
+        """Queue an exchange on the stream, on which it waits for all that the caller has queued before.
+
+        So where the caller waits for it at once, the operations of all groups run one after another on the GPU. Ranks
+        that came from different places are found when the average is asked for: NCCL has mixed their tensors by then,
+        but nobody gets the result.
+        """
+        with torch.cuda.stream(self._stream), torch.no_grad():
+            ready()
+            compare = self._gathered(place, words)
+            averaged = average()
+            done = torch.cuda.current_stream(self.device).record_event()
+
+        def result() -> Tensor:
+            compare()
+            torch.cuda.current_stream(self.device).wait_event(done)
+            return averaged
+
+        return result
+
     def _ready(self, tensor: Tensor) -> Callable[[], None]:
-        """Return what to call before this thread reads a tensor that the main thread has queued work for on a GPU."""
-        if self.device.type != "cuda":
+        """Return what to call before an exchange reads a tensor that the caller has queued work for on a GPU."""
+        stream = self._stream
+        if stream is None:
             return lambda: None
         queued = torch.cuda.current_stream(self.device).record_event()
 
         def ready() -> None:
-            self._stream.wait_event(queued)
+            stream.wait_event(queued)
             # Its memory is of the main thread's stream, which could use it for another tensor as soon as Python has let
             # go of this one, while work on it is still queued here.
             if tensor.is_cuda:
-                tensor.record_stream(self._stream)
+                tensor.record_stream(stream)
 
         return ready
 
-    def _require_together(self, place: tuple[int, ...], words: str) -> None:
-        """Compare where the ranks are, before their tensors are mixed.
+    def _gathered(self, place: tuple[int, ...], words: str) -> Callable[[], None]:
+        """Gather where the ranks are, and return what compares it.
 
         Ranks with unequal numbers of batches would average parameters of different steps, or one would wait for ever.
-
-        Raises:
-            RanksApartError: they are at different places.
+        What compares waits for the gathering alone, not for what is queued behind it, and raises RanksApartError.
         """
         if self.group is None:
-            return
+            return lambda: None
         own = torch.tensor(place, dtype=torch.int64, device=self.device)
         gathered = own.new_empty(self.size, len(place))
         dist.all_gather(list(gathered), own, group=self.group)
-        places = [tuple(each) for each in gathered.tolist()]
-        if len(set(places)) > 1:
-            listed = "; ".join(f"rank {rank}: {words.format(*each)}" for rank, each in enumerate(places))
-            raise RanksApartError(
-                f"The ranks average their models, but they are at different places ({listed}). Each rank must take "
-                "equally many optimizer steps. Give all ranks the same number of batches in each epoch: "
-                "Trainer(use_distributed_sampler=True), or limit_train_batches=N for iterable data."
-            )
+        places, arrived = _on_host(gathered)
+
+        def compare() -> None:
+            arrived()
+            _require_together([tuple(each) for each in places.tolist()], words)
+
+        return compare
+
+
+def _on_host(tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
+    """A copy of a tensor on the host, and what waits for it."""
+    if not tensor.is_cuda:
+        return tensor, lambda: None
+    copied = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    return copied, torch.cuda.current_stream(tensor.device).record_event().synchronize
+
+
+def _require_together(places: list[tuple[int, ...]], words: str) -> None:
+    if len(set(places)) > 1:
+        listed = "; ".join(f"rank {rank}: {words.format(*each)}" for rank, each in enumerate(places))
+        raise RanksApartError(
+            f"The ranks average their models, but they are at different places ({listed}). Each rank must take "
+            "equally many optimizer steps. Give all ranks the same number of batches in each epoch: "
+            "Trainer(use_distributed_sampler=True), or limit_train_batches=N for iterable data."
+        )
 
 
 class Compression:

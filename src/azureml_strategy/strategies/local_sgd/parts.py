@@ -84,9 +84,7 @@ def cut_parts(
         anchors: common parameters so far, by name; those that are missing are as they are now.
         momenta: of the outer optimizer so far, by name; those that are missing are zero.
     """
-    elements = sum(each.numel() for each in shared.values())
-    per_fragment = max(1, math.ceil(elements / rules.fragments / _MOST_ELEMENTS))
-    fragments = cut(shared, rules.fragments * per_fragment)
+    fragments = cut_shares(shared, rules.fragments)
     if not rules.anchored:
         return [Part(each) for each in fragments]
     common = {name: anchors.get(name, each) for name, each in shared.items()}
@@ -97,6 +95,12 @@ def cut_parts(
         if rules.outer_learning_rate is not None:
             _give_outer(part, rules.outer_learning_rate, rules.outer_momentum, shared, momenta)
     return parts
+
+
+def cut_shares(tensors: Mapping[str, Tensor], fragments: int = 1) -> list[Fragment]:
+    """Cut tensors into fragments, and each into as many shares as it needs to be exchanged in little memory."""
+    elements = sum(each.numel() for each in tensors.values())
+    return cut(tensors, fragments * max(1, math.ceil(elements / fragments / _MOST_ELEMENTS)))
 
 
 def by_name(flats: list[tuple[Part, Tensor]], shared: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 from lightning.pytorch import LightningModule, Trainer
@@ -10,6 +11,9 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from azureml_strategy.control.gather import gather
 from azureml_strategy.network import read_hcas
 from azureml_strategy.strategies.errors import ConfigurationError
+
+ONE_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
+"""NCCL's variable that keeps the operations of several groups in the order of their launches."""
 
 
 def refuse_unsupported(trainer: Trainer, module: LightningModule, sync_batchnorm: bool) -> None:
@@ -64,6 +68,34 @@ def refuse_infiniband(num_nodes: int) -> None:
             f"These nodes have InfiniBand ({', '.join(found)}). Gradients travel faster there than they are computed, "
             "so that local SGD would cost accuracy and save nothing. Use strategy='azureml_ddp'; or say "
             "allow_infiniband=True (strategy.allow_infiniband=true in a recipe) where you have measured otherwise."
+        )
+
+
+def refuse_unordered_nccl(version: tuple[int, ...]) -> None:
+    """Refuse delayed exchanges on GPUs where NCCL cannot keep the operations of two groups in one order.
+
+    A delayed exchange runs while the training uses its own groups. NCCL 2.26 and newer start the operations of all
+    groups on the GPU as they were launched, if NCCL_LAUNCH_ORDER_IMPLICIT is set before its first operation (NCCL user
+    guide, "Using multiple NCCL communicators concurrently"). Older ones may deadlock.
+
+    Args:
+        version: of NCCL.
+
+    Raises:
+        ConfigurationError: NCCL is older, or is told not to keep the order.
+    """
+    if version < (2, 26):
+        raise ConfigurationError(
+            f"delay needs NCCL 2.26 or newer, and this is {'.'.join(map(str, version))}, which may deadlock where an "
+            "exchange runs beside other collectives. Leave delay out, use a newer torch, or say "
+            "process_group_backend='gloo'."
+        )
+    given = os.environ.get(ONE_ORDER)
+    if given != "1":
+        why = f"{ONE_ORDER}={given}" if given else "an earlier training of this process has started NCCL without it"
+        raise ConfigurationError(
+            f"delay needs {ONE_ORDER}=1 before NCCL starts, or NCCL may deadlock where an exchange runs beside other "
+            f"collectives; but {why}. Set the variable to 1 for the whole process, or leave delay out."
         )
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -20,6 +22,7 @@ from azureml_strategy.checkpoint.formats import AVERAGED
 from azureml_strategy.checkpoint.plain_data import to_plain
 from azureml_strategy.control.gather import GroupExchange
 from azureml_strategy.interfaces import WriteStaged
+from azureml_strategy.lightning_internals import default_process_group_backend
 from azureml_strategy.strategies.ddp import AzureMLDDPStrategy
 from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.local_sgd.averaging import PeriodicAveraging
@@ -27,12 +30,15 @@ from azureml_strategy.strategies.local_sgd.checkpoint import ENTRY, cloned, own_
 from azureml_strategy.strategies.local_sgd.exchange import Exchanges
 from azureml_strategy.strategies.local_sgd.period import PeriodSchedule, Rules
 from azureml_strategy.strategies.local_sgd.refusals import (
+    ONE_ORDER,
     refuse_infiniband,
     refuse_long_period,
     refuse_unequal_batches,
+    refuse_unordered_nccl,
     refuse_unsupported,
 )
 from azureml_strategy.strategies.model_parallel.checkpoint import copy_from_rank_zero
+from azureml_strategy.strategies.process_group import end_subgroup
 
 # How long the end of a fit waits for an exchange that is under way.
 _LAST_WAIT_SECONDS = 60.0
@@ -108,11 +114,19 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
         self._saved: dict[str, Any] | None = None
 
     @override
+    def setup_environment(self) -> None:
+        if self._delays_nccl and not dist.is_initialized():
+            os.environ.setdefault(ONE_ORDER, "1")
+        super().setup_environment()
+
+    @override
     def setup(self, trainer: Trainer) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
             assert self.lightning_module is not None
             if not self._allow_infiniband:
                 refuse_infiniband(self.num_nodes)
+            if self._delays_nccl:
+                refuse_unordered_nccl(torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
             refuse_unsupported(trainer, self.lightning_module, sync_batchnorm=self._layer_sync is not None)
             self._connect()
             self._steps = trainer.global_step if self._saved is None else self._saved["global_step"]
@@ -253,7 +267,7 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
         if exchanges is not None and exchanges.close(_LAST_WAIT_SECONDS) and dist.is_initialized():
             for group in (exchanges.group, self._node_group):
                 if group is not None:
-                    dist.destroy_process_group(group)
+                    end_subgroup(group)
         self._node_group = None
         super().teardown()
 
@@ -261,6 +275,12 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
     def _trainer(self) -> Trainer:
         assert self.lightning_module is not None
         return self.lightning_module.trainer
+
+    @property
+    def _delays_nccl(self) -> bool:
+        """Whether exchanges run on NCCL beside other collectives."""
+        backend = self._process_group_backend or default_process_group_backend(self.root_device)
+        return self._rules.delay > 0 and self.world_size > 1 and "nccl" in backend
 
     @property
     def _of_fit(self) -> PeriodicAveraging:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
@@ -47,6 +48,7 @@ from azureml_strategy.strategies.model_parallel.module import (
 )
 from azureml_strategy.strategies.model_parallel.plan import is_parallel, spread
 from azureml_strategy.strategies.model_parallel.sequences import share_sequences
+from azureml_strategy.strategies.process_group import end_subgroup
 
 
 class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, ModelParallelStrategy):
@@ -271,9 +273,15 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
         if self._asked_sizes != ("auto", "auto") or planned or self._tensor_parallel_size == 1:
             return
         self._data_parallel_size, self._tensor_parallel_size = self.world_size, 1
+        assert self._device_mesh is not None
+        former = self._device_mesh.get_all_groups()
         axes = ("data_parallel", "tensor_parallel")
         self._device_mesh = init_device_mesh(self.root_device.type, (self.world_size, 1), mesh_dim_names=axes)
         give_device_mesh(self.lightning_module, self._device_mesh)
+        used = (dist.group.WORLD, *self._device_mesh.get_all_groups())
+        for group in former:
+            if all(group is not other for other in used):
+                end_subgroup(group)
 
 
 def _may_be_cut(module: object) -> bool:

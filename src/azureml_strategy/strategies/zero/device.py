@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import ClassVar
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies.deepspeed import DeepSpeedStrategy
 
+from azureml_strategy.lightning_internals import default_process_group_backend
 from azureml_strategy.strategies.deepspeed_internals import compile_no_operations, forget_groups
 
 
@@ -21,6 +24,8 @@ class AnyDevice:
     # The class of Lightning whose `setup_environment` refuses every device but CUDA's.
     requires_cuda: ClassVar[type]
     local_rank: int
+    _process_group_backend: str | None
+    _timeout: timedelta | None
     _parallel_devices: list[torch.device] | None
 
     @property
@@ -41,6 +46,17 @@ class AnyDevice:
             super(self.requires_cuda, self).setup_environment()  # type: ignore[arg-type]
         else:
             super().setup_environment()  # type: ignore[misc]
+
+    def _init_deepspeed_distributed(self) -> None:
+        """Start the process group on this process's device, and have DeepSpeed use it.
+
+        DeepSpeed itself gives a group of one process no device, so that torch warns at each barrier.
+        """
+        if self.root_device.type == "cuda" and not dist.is_initialized():
+            self._set_node_environment_variables()
+            backend = self._process_group_backend or default_process_group_backend(self.root_device)
+            dist.init_process_group(backend, timeout=self._timeout, device_id=self.root_device)
+        super()._init_deepspeed_distributed()  # type: ignore[misc]
 
     def _set_node_environment_variables(self) -> None:
         super()._set_node_environment_variables()  # type: ignore[misc]
