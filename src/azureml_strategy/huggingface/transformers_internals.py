@@ -399,7 +399,7 @@ def declare_zero_3(config: dict[str, Any], cuts: Callable[[], bool]) -> object:
 
     class Declared(HfDeepSpeedConfig):
         def is_zero3(self) -> bool:
-            return bool(super().is_zero3()) and (cuts() or not _is_building())  # type: ignore[no-untyped-call]
+            return bool(super().is_zero3()) and (cuts() or not _is_building())
 
     return Declared(config)  # type: ignore[no-untyped-call]
 

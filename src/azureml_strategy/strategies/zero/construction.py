@@ -147,7 +147,7 @@ class Construction:
     """What a ZeRO-3 strategy adds to the code that builds a model under `deepspeed.zero.Init`.
 
     transformers is told that DeepSpeed cuts parameters until `end`: some of its functions gather for themselves then.
-    What it builds outside of `under` is whole. It is not imported for that; it may be imported while the model is built.
+    What it builds outside of `under` is whole. It is not imported for that; it may be while the model is built.
     """
 
     def __init__(self) -> None:
