@@ -28,6 +28,9 @@ def fit(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fit]:
     port = str(free_port())
     for name, value in {"LOCAL_RANK": "0", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, value)
+    for name in ("RANK", "WORLD_SIZE"):  # which DeepSpeed sets, and nobody takes back
+        monkeypatch.setenv(name, "0")
+        monkeypatch.delenv(name)
 
     def train(
         module: LightningModule, strategy: Any = None, callbacks: Any = (), ckpt_path: Any = None, **arguments: Any

@@ -20,20 +20,21 @@ def assert_equal_on_all_ranks(job: Job, *path: str) -> None:
     assert values[0] == values[1]
 
 
-def test_features_give_the_numbers_of_stock_ddp(run_job: RunJob) -> None:
-    job = run_job("ddp_features.py", "features", nodes=2)
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_features_give_the_numbers_of_stock_ddp(run_job: RunJob, nodes: int) -> None:
+    job = run_job("ddp_features.py", "features", nodes=nodes)
     assert job.exit_code == 0, job.output
     for name, (ours, stock) in job.results[0].items():
         assert ours["losses"] == stock["losses"], name
         assert ours["parameters"] == stock["parameters"], name
         assert sum(ours["losses"][-4:]) < sum(ours["losses"][:4]), name
         assert (ours["views"], stock["views"]) == (True, False)
-        assert job.results[1][name][0]["parameters"] == ours["parameters"], name
-    assert_losses_of_one_process([job.results[rank]["plain"][0] for rank in (0, 1)])
+        assert job.results[nodes - 1][name][0]["parameters"] == ours["parameters"], name
+    assert_losses_of_one_process([each[0] for each in job.each("plain")])
 
 
 def assert_losses_of_one_process(ranks: list[dict[str, Any]]) -> None:
-    """The mean loss of two ranks is the loss of one process that reads both ranks' rows in one batch."""
+    """The mean loss of the ranks is the loss of one process that reads all ranks' rows in one batch."""
     sys.path.insert(0, str(SCRIPTS))
     try:
         from common import Regression, Rows
@@ -42,14 +43,14 @@ def assert_losses_of_one_process(ranks: list[dict[str, Any]]) -> None:
     model, rows = Regression(), Rows().rows
     optimizer = model.configure_optimizers()
     expected = []
-    for step in range(EPOCHS * len(rows) // (2 * BATCH)):
+    for step in range(EPOCHS * len(rows) // (len(ranks) * BATCH)):
         read = [row for rank in ranks for row in rank["read"][step * BATCH : (step + 1) * BATCH]]
         loss = model._loss((rows[read], torch.tensor(read)))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         expected.append(loss.item())
-    mean = [(first + second) / 2 for first, second in zip(*(rank["losses"] for rank in ranks), strict=True)]
+    mean = [sum(losses) / len(ranks) for losses in zip(*(rank["losses"] for rank in ranks), strict=True)]
     assert mean == pytest.approx(expected, rel=1e-5)
 
 
@@ -69,13 +70,14 @@ def test_gradient_compression_works_on_the_cpu(run_job: RunJob) -> None:
     assert job.results[0]["powersgd"]["error_feedback"] > 0
 
 
-def test_validate_test_predict(run_job: RunJob) -> None:
-    job = run_job("ddp_features.py", "evaluations", nodes=2)
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_validate_test_predict(run_job: RunJob, nodes: int) -> None:
+    job = run_job("ddp_features.py", "evaluations", nodes=nodes)
     assert job.exit_code == 0, job.output
     ours = job.results[0]
-    assert ours["validate"] == job.results[1]["validate"]
+    assert ours["validate"] == job.results[nodes - 1]["validate"]
     assert ours["validate"][0]["val_loss"] == ours["test"][0]["val_loss"]
-    predicted = [value for pair in zip(ours["predict"], job.results[1]["predict"], strict=True) for value in pair]
+    predicted = [value for of_ranks in zip(*job.each("predict"), strict=True) for value in of_ranks]
     assert len(predicted) == 64
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from tests.multiprocess.conftest import RunJob
 
@@ -17,6 +19,7 @@ def test_losses_and_outputs_are_those_of_stock_ddp_and_of_one_process(run_job: R
     alone = run_job("fabric.py", 4, "auto", in_job=False)
     assert alone.exit_code == 0, alone.output
     one = alone.results[0]["auto"]
+    check_one_process(run_job, [name for name in names if name != "tensor"], one)
     for name in ("stock", *names):
         ranks = job.each(name)
         assert [each["world_size"] for each in ranks] == [4] * 4
@@ -29,6 +32,17 @@ def test_losses_and_outputs_are_those_of_stock_ddp_and_of_one_process(run_job: R
         assert first[name]["strategy"] == "FabricDDPStrategy"
         assert first[name]["losses"] == first["stock"]["losses"], "to the last bit"
         assert first[name]["check"] == first["stock"]["check"]
+
+
+def check_one_process(run_job: RunJob, names: list[str], expected: dict[str, Any]) -> None:
+    """One process of a job, which reads the rows of all four."""
+    job = run_job("fabric.py", 4, *names, extra=ON_CPU)
+    assert job.exit_code == 0, job.output
+    for name in names:
+        found = job.results[0][name]
+        assert found["world_size"] == 1
+        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5), name
+        assert found["check"] == pytest.approx(expected["check"], rel=1e-4), name
 
 
 def test_one_process_a_node_starts_the_others(run_job: RunJob) -> None:

@@ -52,7 +52,7 @@ def check_numbers(job: Job, oracle: dict[str, Any]) -> None:
     assert len(plain["losses"]) == 12
     assert sum(plain["losses"][-4:]) < 0.95 * sum(plain["losses"][:4])
     assert mean_losses(job, "ddp", (0, 1)) == pytest.approx(plain["losses"], **LOSSES)
-    assert oracle["one stage"]["losses"] == pytest.approx(plain["losses"], **LOSSES)
+    check_one_stage(oracle)
     first, last = job.results[0], job.results[1]
     for name in ("pipeline", "zero", "by kind"):
         assert first[name]["losses"] == pytest.approx(plain["losses"], **LOSSES), name
@@ -66,6 +66,20 @@ def check_numbers(job: Job, oracle: dict[str, Any]) -> None:
     # bfloat16 has 8 bits: 2**-8 = 0.4 %
     assert first["bf16"]["losses"] == pytest.approx(plain["losses"], rel=4e-3)
     assert first["bf16"]["losses"] != first["pipeline"]["losses"]
+
+
+def check_one_stage(oracle: dict[str, Any]) -> None:
+    """A pipeline of one process, which has one stage unless told otherwise."""
+    plain = oracle["plain"]
+    for name in ("one stage", "one stage, zero"):
+        assert oracle[name]["losses"] == pytest.approx(plain["losses"], **LOSSES), name
+        assert oracle[name]["weights"] == pytest.approx(plain["weights"], **WEIGHTS), name
+    assert oracle["one stage again"]["losses"] == oracle["one stage"]["losses"][6:]
+    assert oracle["one stage, bf16"]["losses"] == pytest.approx(plain["losses"], rel=4e-3)
+    by_epoch, alone = oracle["one stage, by epoch"], oracle["by epoch"]
+    assert by_epoch["losses"] == pytest.approx(alone["losses"], **LOSSES)
+    shared = {metric: by_epoch["metrics"][metric] for metric in alone["metrics"]}
+    assert shared == pytest.approx(alone["metrics"], **LOSSES)
 
 
 def check_logs(first: dict[str, Any], last: dict[str, Any], oracle: dict[str, Any], folder: Path) -> None:

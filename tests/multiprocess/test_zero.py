@@ -51,8 +51,9 @@ def check_losses(ranks: list[Results], oracle: Results) -> None:
     expected = oracle["ddp"]["losses"]
     assert len(expected) == 2 * BATCHES
     assert sum(expected[-4:]) < 0.95 * sum(expected[:4])
-    assert oracle["stage_3"]["losses"] == close(expected)
     for name in LAYOUTS:
+        assert oracle[name]["losses"] == close(expected), f"{name} on one process"
+        assert oracle[name]["val_loss"] == close(oracle["ddp"]["val_loss"]), name
         assert by_step(ranks, name) == close(by_step([oracle], "ddp")), name
         for rank in ranks:
             assert rank[name]["losses"] == close(rank["ddp"]["losses"]), name
@@ -65,9 +66,11 @@ def check_resuming(ranks: list[Results], oracle: Results, again: Results) -> Non
     for name in ("stage_1", "stage_3"):
         for rank in ranks:
             assert rank[f"{name}_from_2"]["losses"] == close(rank[name]["losses"][BATCHES:], 1e-7), name
+        assert again[f"{name}_from_1"]["losses"] == oracle[name]["losses"][BATCHES:], f"{name}: not bit for bit"
         expected = by_step([oracle], name)[BATCHES // 2 :]
         assert by_step(ranks, f"{name}_from_1") == close(expected), name
         assert by_step([again], f"{name}_from_2") == close(expected), name
+    assert again["validated"] == close(oracle["ddp"]["val_loss"])
 
 
 def check_others(ranks: list[Results], oracle: Results) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
@@ -15,6 +17,29 @@ SMALL = [
     *("trainer.max_steps=30", "trainer.val_check_interval=15", "data.cache=cache"),
     *("trainer.log_every_n_steps=1", "trainer.limit_val_batches=2"),
 ]
+
+
+# Notes the losses of each job of a sweep.
+CALLBACK = """
+import json
+from lightning.pytorch import Callback
+
+
+class Record(Callback):
+    def __init__(self):
+        self.losses = []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.losses.append(float(outputs["loss"]))
+
+    def on_fit_end(self, trainer, module):
+        with open("losses.jsonl", "a") as file:
+            file.write(json.dumps([type(trainer.strategy).__name__, trainer.world_size, self.losses]) + "\\n")
+"""
+STRATEGIES = (
+    *("ddp", "local_sgd", "diloco", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"),
+    *("deepspeed_stage_3_offload", "model_parallel", "pipeline"),
+)
 
 
 def tokens_of_a_step(store: MlflowClient, run: Run) -> float:
@@ -69,3 +94,21 @@ def test_a_model_over_two_nodes_learns_and_counts_its_tokens_once(recipe: str, s
     rate, of_a_device = (mine.data.metrics[f"summary/samples_per_second{each}"] for each in ("", "_per_device"))
     assert of_a_device == pytest.approx(rate / 2)
     assert 0.3 < tokens_of_a_step(store, mine) / (replicas * 8 * 32) < 3
+
+
+@pytest.mark.slow
+def test_each_strategy_trains_in_one_process_of_an_emulated_job(store: MlflowClient) -> None:
+    """One after the other in the same process, with the losses of DDP; two exchanges would come later."""
+    Path("my_callbacks.py").write_text(CALLBACK)
+    train = [COMMAND, "train", "gpt_ddp", "-m", f"strategy={','.join(STRATEGIES)}", "trainer=cpu", "trainer.devices=1"]
+    record = ["callbacks={record: {_target_: my_callbacks.Record}}", "tracking=console", "checkpoint=none"]
+    last = ["trainer.max_steps=3", "trainer.val_check_interval=3", "model.network.layers=2"]
+    small = [each for each in SMALL if each.partition("=")[0] not in {one.partition("=")[0] for one in last}]
+    emulate = [COMMAND, "emulate", "--nodes", "1", "--"]
+    run(*emulate, *train, *small, *last, *record, variables={"PYTHONPATH": str(Path.cwd())})
+    found = [json.loads(line) for line in Path("losses.jsonl").read_text().splitlines()]
+    assert [world_size for _, world_size, _ in found] == [1] * len(STRATEGIES)
+    _, _, expected = found[0]
+    assert len(expected) == 3
+    for strategy, (kind, _, losses) in zip(STRATEGIES, found, strict=True):
+        assert losses == pytest.approx(expected, rel=1e-5), f"{strategy}, {kind}"

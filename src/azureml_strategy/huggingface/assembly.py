@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from azureml_strategy.checkpoint.formats import CheckpointFormatError
 from azureml_strategy.huggingface.adapters import digest, is_original, keeps_base, own_checksums
 from azureml_strategy.huggingface.record import AdapterRecord, BaseRecord, ModelRecord
-from azureml_strategy.huggingface.transformers_internals import find_models, tied_weights
+from azureml_strategy.huggingface.transformers_internals import find_models, tied_weights, whole_models
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -114,9 +114,10 @@ def _load_base(record: ModelRecord, base: BaseRecord, source: str) -> PreTrained
     config = kind.config_class.from_dict(json.loads(record.config))
     revision = {"revision": record.revision} if record.revision and source == record.source else {}
     try:
-        model: PreTrainedModel = kind.from_pretrained(
-            source, config=config, dtype=getattr(torch, base.dtype), **revision
-        )
+        with whole_models():
+            model: PreTrainedModel = kind.from_pretrained(
+                source, config=config, dtype=getattr(torch, base.dtype), **revision
+            )
     except OSError as error:  # transformers', for what is missing
         raise CheckpointFormatError(
             f"The base {source} cannot be read: {str(error).splitlines()[0]} Name it by --model FOLDER, or leave "

@@ -2,7 +2,7 @@
 
 | strategy | how |
 |---|---|
-| none, or one process | `from_pretrained` |
+| none, or one process except under ZeRO-3 | `from_pretrained` |
 | DDP, ZeRO-1, ZeRO-2 | rank 0 reads, and sends to the others |
 | FSDP2, tensor parallelism, pipeline | a sketch without memory now; each rank reads its parts when they are known |
 | ZeRO-3 | built in parts; rank 0 reads block by block, and hands out |

@@ -27,6 +27,7 @@ INTERNALS: dict[str, dict[str, str]] = {
     },
     "transformers.integrations.deepspeed": {
         "HfDeepSpeedConfig": "while it lives, transformers gathers parameters that DeepSpeed has cut",
+        "_hf_deepspeed_config_weak_ref": "which one lives; there is no public way to hide it for a while",
     },
     "transformers.PreTrainedConfig": {
         "_attn_implementation": "the name of the attention function in use; a configuration shows it nowhere else",
@@ -58,6 +59,8 @@ INTERNALS: dict[str, dict[str, str]] = {
 }
 # The module with the class of all models. It is imported by the time that anyone builds one.
 MODELS = "transformers.modeling_utils"
+# The functions there that build a model or read its weights, and ask whether DeepSpeed cuts it.
+_BUILDERS = {"from_pretrained", "_from_config", "_load_pretrained_model"}
 # Each style of transformers' tensor-parallel plans that ours do as well, and its name here.
 _STYLES = {
     "colwise": "colwise",
@@ -139,6 +142,12 @@ def is_tokenizer(value: object) -> bool:
     return transformers is not None and isinstance(
         value, (transformers.PreTrainedTokenizerBase, transformers.ProcessorMixin)
     )
+
+
+def cache_class() -> type | None:
+    """Return the class of what keeps the keys and values of earlier tokens; None if transformers is not imported."""
+    caches = sys.modules.get("transformers.cache_utils")
+    return None if caches is None else cast(type, caches.Cache)
 
 
 def library_class(model: PreTrainedModel) -> str:
@@ -287,7 +296,7 @@ def sketch(
         with safe_open(file, "pt", backend="pread") as opened:
             for name in opened.keys():  # noqa: SIM118 # it is no mapping
                 headers[name] = torch.empty(opened.get_slice(name).get_shape(), dtype=dtype, device="meta")
-    with _without_progress():
+    with _without_progress(), whole_models():
         model, report = cls.from_pretrained(
             None,
             config=config,
@@ -328,7 +337,7 @@ def read_parts(
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.modeling_utils import LoadStateDictConfig
 
-    with torch.device("meta"):
+    with torch.device("meta"), whole_models():
         twin = cls._from_config(copy.deepcopy(config), dtype=dtype)
     for name in [*dict(twin.named_parameters(remove_duplicate=False)), *dict(twin.named_buffers())]:
         owner, _, attribute = name.rpartition(".")
@@ -339,7 +348,7 @@ def read_parts(
         device_map={"": device},
         weight_mapping=cast(Any, get_model_conversion_mapping(twin, None, None)),
     )
-    with _without_progress():
+    with _without_progress(), whole_models():
         twin._load_pretrained_model(twin, dict(slices), None, how)
     return {name: tensor for name, tensor in twin.state_dict(keep_vars=True).items() if not tensor.is_meta}
 
@@ -372,18 +381,49 @@ def _without_progress() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def declare_zero_3(config: dict[str, Any]) -> object:
+def declare_zero_3(config: dict[str, Any], cuts: Callable[[], bool]) -> object:
     """Tell transformers that DeepSpeed cuts parameters: `from_pretrained` and others gather for themselves then.
+
+    A training goes on after its model is built. `generate` and some models' forwards still have to know of it then, so
+    that all ranks take the same number of steps. But a model that the user builds meanwhile, such as a teacher, is no
+    part of what DeepSpeed trains, and nobody would gather its parameters: it is built whole.
 
     Args:
         config: DeepSpeed's configuration, with stage 3.
+        cuts: whether a model that is built now is cut.
 
     Returns:
         An object. It is so for as long as the object lives.
     """
     from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
-    return HfDeepSpeedConfig(config)  # type: ignore[no-untyped-call]
+    class Declared(HfDeepSpeedConfig):
+        def is_zero3(self) -> bool:
+            return bool(super().is_zero3()) and (cuts() or not _is_building())
+
+    return Declared(config)  # type: ignore[no-untyped-call]
+
+
+def _is_building() -> bool:
+    """Whether this thread is inside of a function of transformers that builds a model."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None:
+        if frame.f_code.co_name in _BUILDERS and frame.f_globals.get("__name__") == MODELS:
+            return True
+        frame = frame.f_back
+    return False
+
+
+@contextmanager
+def whole_models() -> Iterator[None]:
+    """Let transformers build whole models, whatever configuration of ZeRO-3 is alive in this process."""
+    from transformers.integrations import deepspeed as integration
+
+    alive, integration._hf_deepspeed_config_weak_ref = integration._hf_deepspeed_config_weak_ref, None
+    try:
+        yield
+    finally:
+        integration._hf_deepspeed_config_weak_ref = alive
 
 
 @contextmanager

@@ -227,14 +227,13 @@ class LaunchedStrategy(LaunchedProcesses, RecordsModels, ParallelStrategy):
 
     @property
     def loads_pretrained(self) -> Way:
-        """How `load_pretrained` gives a model of transformers its weights in `configure_model`, on several ranks."""
-        return "broadcast"
+        """How `load_pretrained` gives a model of transformers its weights in `configure_model`."""
+        return "broadcast" if self.world_size > 1 else "whole"
 
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        way: Way = self.loads_pretrained if self.world_size > 1 else "whole"
-        loading = Loading(way, self.root_device, self.precision_plugin.precision)
+        loading = Loading(self.loads_pretrained, self.root_device, self.precision_plugin.precision)
         with loading_as(loading), super().tensor_init_context(empty_init):
             yield
 

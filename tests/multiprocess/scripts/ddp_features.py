@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -37,7 +38,8 @@ COMPRESSIONS = ("bf16", "fp16", "powersgd")
 
 def fit(strategy: DDPStrategy, trainer_arguments: dict[str, Any], model_arguments: dict[str, Any]) -> dict[str, Any]:
     model, views = Regression(**model_arguments), BucketViews()
-    trainer = quiet_trainer(strategy=strategy, max_epochs=6, callbacks=[views], num_nodes=2, **trainer_arguments)
+    nodes = int(os.environ["WORLD_SIZE"])
+    trainer = quiet_trainer(strategy=strategy, max_epochs=6, callbacks=[views], num_nodes=nodes, **trainer_arguments)
     trainer.fit(model, loader())
     return {"losses": model.losses, "parameters": parameters(model), "views": views.seen, "read": model.read}
 

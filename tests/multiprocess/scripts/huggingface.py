@@ -16,20 +16,28 @@ from sequences import details
 from azureml_strategy.strategies import (
     AzureMLDDPStrategy,
     AzureMLDeepSpeedStrategy,
+    AzureMLLocalSGDStrategy,
     AzureMLModelParallelStrategy,
     PipelineStrategy,
 )
 
+# Ranks that share a layer, a sequence or a model; one process shares nothing.
+SHARING = min(2, int(os.environ["WORLD_SIZE"]))
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "ddp": AzureMLDDPStrategy,
     "fsdp": AzureMLModelParallelStrategy,
-    "tensor": lambda: AzureMLModelParallelStrategy(tensor_parallel_size=2),
-    "sequence": lambda: AzureMLModelParallelStrategy(sequence_parallel_size=2),
+    "recomputing": lambda: AzureMLModelParallelStrategy(activation_checkpointing=True),
+    "local_sgd": lambda: AzureMLLocalSGDStrategy(period=2),
+    "diloco": lambda: AzureMLLocalSGDStrategy(period=2, outer_learning_rate=1.0, outer_momentum=0.0),
+    "tensor": lambda: AzureMLModelParallelStrategy(tensor_parallel_size=SHARING),
+    "sequence": lambda: AzureMLModelParallelStrategy(sequence_parallel_size=SHARING),
     "sequence_tensor": lambda: AzureMLModelParallelStrategy(sequence_parallel_size=2, tensor_parallel_size=2),
     "both": lambda: AzureMLModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2),
+    "zero_1": lambda: AzureMLDeepSpeedStrategy(stage=1),
     "zero_2": lambda: AzureMLDeepSpeedStrategy(stage=2),
     "zero_3": lambda: AzureMLDeepSpeedStrategy(stage=3),
-    "pipeline": lambda: PipelineStrategy(num_stages=2, micro_batches=ACCUMULATED),
+    "offload": lambda: AzureMLDeepSpeedStrategy(stage=3, offload_optimizer=True, offload_parameters=True),
+    "pipeline": lambda: PipelineStrategy(micro_batches=ACCUMULATED),
 }
 
 

@@ -73,7 +73,7 @@ def train(name: str, adapters: bool, base: Path, resume: Path | None = None) -> 
     seed_everything(0, verbose=False)  # the order of samples follows from it
     if resume is not None:
         torch.manual_seed(7)
-    stock = name in ("ddp", "stage_3")
+    stock = name in ("ddp", "stage_3") and int(os.environ["WORLD_SIZE"]) > 1
     losses, module = (
         Losses(),
         FineTuning(base, adapters, LlamaForCausalLM.from_pretrained if stock else load_pretrained),

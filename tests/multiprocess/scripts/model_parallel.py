@@ -293,7 +293,18 @@ def four_ranks(folder: Path) -> dict[str, Any]:
 
 
 def save_alone(folder: Path) -> dict[str, Any]:
-    return {"alone": fit(sharded(), 1, callbacks=[SaveAfter(folder / "alone.ckpt")])}
+    """Whatever the sizes are given as, one process has one part."""
+    one_file = {"save_distributed_checkpoint": False}
+    return {
+        "alone": fit(sharded(), 1, callbacks=[SaveAfter(folder / "alone.ckpt")]),
+        "sizes": fit(sharded("auto", data_parallel_size=1, sequence_parallel_size=1), 1),
+        "file": fit(sharded(**one_file), 1, callbacks=[SaveAfter(folder / "file_alone.ckpt")]),
+        "recomputing": fit(sharded(activation_checkpointing=True), 1),
+        "alone_resumed": fit(sharded(), 1, resume=folder / "alone.ckpt"),
+        "file_resumed": fit(sharded(**one_file), 1, resume=folder / "file_alone.ckpt"),
+        "bf16": fit(sharded(), 1, precision="bf16-mixed"),
+        "bf16_ddp": fit(AzureMLDDPStrategy(), 1, precision="bf16-mixed"),
+    }
 
 
 def resume_alone(folder: Path) -> dict[str, Any]:

@@ -145,7 +145,11 @@ def one_process() -> dict[str, Any]:
     """The oracle: DDP of one rank, which reads in one batch what several read in theirs; and one stage."""
     return {
         "plain": compare("plain", AzureMLDDPStrategy()),
-        "one stage": compare("one_stage", PipelineStrategy(num_stages=1)),
+        "one stage": compare("one_stage", PipelineStrategy()),
+        "one stage again": fit("one_stage_again", PipelineStrategy(), resume="one_stage", **STEPPED),
+        "one stage, zero": compare("one_stage_zero", PipelineStrategy(num_stages=1, zero_stage=1, micro_batches=2)),
+        "one stage, bf16": fit("one_stage_bf16", PipelineStrategy(), precision="bf16-mixed", **STEPPED),
+        "one stage, by epoch": fit("one_stage_sgd", PipelineStrategy(), ByEpoch()),
         "by epoch": {**fit("by_epoch", AzureMLDDPStrategy(), ByEpoch()), "weights": weights("by_epoch", ByEpoch())},
         "wide": fit("wide", AzureMLDDPStrategy(), tiny_gpt(64, 6)),
         "chain": chain(AzureMLDDPStrategy()),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import cast
+from typing import Any, cast
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from azureml_strategy.huggingface.loading import fill_all, refuse_lost_values
+from azureml_strategy.huggingface.transformers_internals import cache_class
 from azureml_strategy.strategies.activation_checkpointing import checkpointed
 from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.host_memory import large_blocks_returned
@@ -128,7 +129,17 @@ def checkpoint_activations(blocks: Sequence[nn.Module]) -> None:
     """Keep only the inputs of each block, and recompute the rest in the backward pass."""
     for block in blocks:
         # FSDP's hooks wrap this forward, so that a block is gathered once for its whole backward pass
-        block.forward = functools.partial(checkpointed(block), block.forward)
+        block.forward = functools.partial(_call_without_cache, checkpointed(block), block.forward, cache_class())
+
+
+def _call_without_cache(
+    call: Callable[..., Any], forward: Callable[..., Any], kind: type | None, *args: Any, **kwargs: Any
+) -> Any:
+    """Call a block that is called again in the backward pass, which would add its tokens to a cache once more."""
+    if kind is not None and torch.is_grad_enabled():
+        args = tuple(None if isinstance(each, kind) else each for each in args)
+        kwargs = {name: None if isinstance(each, kind) else each for name, each in kwargs.items()}
+    return call(forward, *args, **kwargs)
 
 
 def shard_parameters(module: nn.Module, mesh: DeviceMesh, blocks: Sequence[nn.Module], precision: str) -> None:

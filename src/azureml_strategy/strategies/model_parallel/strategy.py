@@ -114,7 +114,7 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
     @property
     @override
     def loads_pretrained(self) -> Way:
-        return "in_parts"
+        return "in_parts" if self.world_size > 1 else super().loads_pretrained
 
     @property
     @override

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
@@ -58,7 +58,8 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
     stages there are n replicas, which read different samples. Each batch of a data loader belongs to one replica.
 
     Args:
-        num_stages: parts that the module is cut into; must divide the number of ranks.
+        num_stages: parts that the module is cut into; must divide the number of ranks. `auto`: 2, and 1 where there is
+            a single process.
         micro_batches: pieces that a training batch is cut into; must divide the batch size. With more of them, the
             stages are less idle, see `pipeline_bubble`.
         partition: quantity of which each stage gets an equal share: `parameters`, `uniform` (layers) or `type:KIND`
@@ -87,7 +88,7 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
     def __init__(
         self,
         *,
-        num_stages: int = 2,
+        num_stages: int | Literal["auto"] = "auto",
         micro_batches: int = 4,
         partition: str = "parameters",
         activation_checkpointing: int = 0,
@@ -100,14 +101,16 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
     ) -> None:
         require_deepspeed()
         check_method(partition)
-        _check_range("num_stages", num_stages, num_stages >= 1, "1 or more")
+        stages = 2 if num_stages == "auto" else num_stages
+        _check_range("num_stages", stages, stages >= 1, "1 or more")
         _check_range("micro_batches", micro_batches, micro_batches >= 1, "1 or more")
         _check_range("activation_checkpointing", activation_checkpointing, activation_checkpointing >= 0, "0 or more")
         _check_range("zero_stage", zero_stage, zero_stage in (0, 1), "0 or 1: more would cut gradients in mid-schedule")
         ignored = ignored_beside_config(kwargs)
         if ignored:
             raise PipelineError(f"A pipeline has no {', '.join(ignored)}: those are arguments of ZeRO. Leave them out.")
-        self.num_stages = num_stages
+        self.num_stages = stages
+        self._chooses_stages = num_stages == "auto"
         self.micro_batches = micro_batches
         self.partition = partition
         self.activation_checkpointing = activation_checkpointing
@@ -147,6 +150,8 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
             trainer, self.lightning_module, self.precision_plugin.precision, self._layer_sync is not None
         )
         super().setup_environment()
+        if self._chooses_stages and self.world_size == 1:
+            self.num_stages = 1
         if self.world_size % self.num_stages:
             raise PipelineError(
                 f"num_stages={self.num_stages} does not divide the {self.world_size} processes of this run. Choose a "

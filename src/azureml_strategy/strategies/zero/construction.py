@@ -146,12 +146,13 @@ def zero_init(config: dict[str, Any], remote_device: str | None) -> Iterator[Non
 class Construction:
     """What a ZeRO-3 strategy adds to the code that builds a model under `deepspeed.zero.Init`.
 
-    transformers is told that DeepSpeed cuts parameters, for as long as this object has it so: some of its functions
-    gather for themselves then. It is not imported for that; it may be imported while the model is built.
+    transformers is told that DeepSpeed cuts parameters until `end`: some of its functions gather for themselves then.
+    What it builds outside of `under` is whole. It is not imported for that; it may be while the model is built.
     """
 
     def __init__(self) -> None:
         self._declared: object | None = None
+        self._cuts = False
 
     @contextmanager
     def under(self, config: dict[str, Any]) -> Iterator[None]:
@@ -167,7 +168,7 @@ class Construction:
 
             def declare(_: ModuleType) -> None:
                 _require_accelerate()
-                self._declared = declare_zero_3(config)
+                self._declared = declare_zero_3(config, lambda: self._cuts)
                 stack.enter_context(inside_zero_init())
 
             dtype = next((half for key, half in _HALVES.items() if config.get(key, {}).get("enabled")), None)
@@ -176,10 +177,14 @@ class Construction:
             stack.callback(when_imported(MODELS, declare))
             stack.enter_context(large_blocks_returned())
             stack.enter_context(GatherForUse())
-            yield
+            self._cuts = True
+            try:
+                yield
+            finally:
+                self._cuts = False
 
     def end(self) -> None:
-        """Let transformers build whole models again."""
+        """Tell transformers that nothing is cut any more."""
         self._declared = None
 
 

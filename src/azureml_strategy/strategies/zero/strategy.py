@@ -122,7 +122,8 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
     @property
     @override
     def loads_pretrained(self) -> Way:
-        return "zero_3" if self.zero_stage_3 else "broadcast"
+        # One process cuts its parameters too, into one part.
+        return "zero_3" if self.zero_stage_3 else super().loads_pretrained
 
     @property
     def exclude_frozen_parameters(self) -> bool:
