@@ -26,35 +26,37 @@ import sys
 import torch
 import deepspeed
 import lightning.pytorch
+import networkx
+import torch._inductor.compile_fx
 import pytorch_lightning
 from lightning.fabric import Fabric
 from lightning.pytorch.demos.boring_classes import BoringModel
-from pytorch_lightning.demos.boring_classes import BoringModel as OtherModel
+
+import azureml_strategy.strategies
 
 QUIET = dict(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
 
 
-def made(**arguments):
-    environment = lightning.pytorch.Trainer(**arguments, **QUIET).strategy.cluster_environment
+def told(environment):
     print(type(environment).__name__, environment.global_rank(), environment.world_size())
+
+
+def made(**arguments):
+    told(lightning.pytorch.Trainer(**arguments, **QUIET).strategy.cluster_environment)
+
+
+def made_by_the_copy(**arguments):
+    told(pytorch_lightning.Trainer(**arguments, **QUIET).strategy.cluster_environment)
+
+
+def fabric(**arguments):
+    told(Fabric(accelerator="cpu", **arguments).strategy.cluster_environment)
 
 
 def fit(**arguments):
     trainer = lightning.pytorch.Trainer(**arguments, **QUIET, max_steps=1, limit_val_batches=0)
     trainer.fit(BoringModel())
     print(trainer.global_step)
-
-
-def fit_the_copy(**arguments):
-    trainer = pytorch_lightning.Trainer(**arguments, **QUIET, max_steps=1, limit_val_batches=0)
-    trainer.fit(OtherModel())
-    print(trainer.global_step)
-
-
-def fabric(**arguments):
-    fabric = Fabric(accelerator="cpu", **arguments)
-    fabric.launch()
-    print(fabric.world_size)
 
 
 # Each job is another process, which need not import all anew.
@@ -88,13 +90,14 @@ OFF = {LAUNCH_SWITCH: "off"}
 CASES: dict[str, tuple[list[dict[str, str]], list[str]]] = {
     # MPI is asked outside of a job, and where the user wants stock Lightning; or the rest would show nothing.
     "made(strategy='ddp', devices=1)": ([{}, in_a_job("mpi") | OFF], [f"ended with {STARTED_MPI}"] * 2),
-    "fit(strategy='azureml_ddp')": ([in_a_job("pytorch"), in_a_job("mpi")], ["1"] * 2),
-    "fit(strategy='ddp')": ([in_a_job("pytorch")], ["1"]),
-    "fit(strategy='auto')": ([in_a_job("pytorch")], ["1"]),
-    "fit(strategy='azureml_deepspeed_stage_2')": ([in_a_job("mpi"), in_a_job("none")], ["1"] * 2),
-    "fit_the_copy(strategy='ddp', devices=1)": ([in_a_job("pytorch")], ["1"]),
-    "fabric(strategy='azureml_ddp')": ([in_a_job("mpi")], ["1"]),
-    "fabric(strategy='ddp')": ([in_a_job("pytorch")], ["1"]),
+    "made(strategy='azureml_ddp')": ([in_a_job("pytorch"), in_a_job("mpi")], ["AzureMLEnvironment 0 1"] * 2),
+    "made(strategy='ddp')": ([in_a_job("pytorch")], ["AzureMLEnvironment 0 1"]),
+    "made(strategy='ddp', num_nodes=1)": ([in_a_job("none")], ["LightningEnvironment 0 1"]),
+    "made_by_the_copy(strategy='ddp', devices=1)": ([in_a_job("pytorch")], ["LightningEnvironment 0 1"]),
+    "fabric(strategy='azureml_ddp')": ([in_a_job("mpi")], ["AzureMLEnvironment 0 1"]),
+    "fabric(strategy='ddp')": ([in_a_job("pytorch")], ["AzureMLEnvironment 0 1"]),
+    "fit(strategy='azureml_ddp')": ([in_a_job("pytorch")], ["1"]),
+    "fit(strategy='azureml_deepspeed_stage_2')": ([in_a_job("mpi")], ["1"]),
     # One that is not ours has its ranks from mpirun's variables where it had them from MPI.
     "made(strategy='ddp_spawn', num_nodes=2, devices=1)": (
         [in_a_job("mpi", rank, nodes=2) for rank in range(2)],
