@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import sys
@@ -23,6 +24,7 @@ from azureml_strategy.cluster.environ import (
     THROUGHPUT_SWITCH,
     TRACKING_SWITCH,
     LaunchError,
+    in_azure_ml,
     switched_off,
 )
 from azureml_strategy.import_hook import when_imported
@@ -49,6 +51,8 @@ def register_when_lightning_is_imported() -> None:
     when_imported("lightning.pytorch.strategies", _register)
     when_imported("lightning.fabric.strategies", _register_in_fabric)
     when_imported("pytorch_lightning.strategies", _register_refusals)
+    for connector in CONNECTORS:
+        when_imported(connector, _take_launch_for_mpi)
 
 
 def job_callbacks() -> list[Callback]:
@@ -261,6 +265,45 @@ def _ours_in_job(ours: Callable[..., Any], stock: Callable[..., Any], **argument
     return strategy
 
 
+def _take_launch_for_mpi(connector: ModuleType) -> None:
+    """Let a Trainer or Fabric of a job know by its launch what it would ask MPI.
+
+    For a strategy that is given by its name, Lightning chooses the source of ranks first. It asks MPIEnvironment, which
+    starts MPI wherever mpi4py is installed, whoever has started the job; and where MPI is broken, as in an image
+    without ssh, MPI_Init ends the process before any error in Python. `AzureMLEnvironment` gives the same ranks.
+    """
+    stock = connector.MPIEnvironment
+
+    class LaunchOrMPI:
+        """Stands for MPIEnvironment in Lightning's list of environments; outside a job it is that one."""
+
+        def __new__(cls) -> Any:
+            if _asks_mpi():
+                return stock()
+            from azureml_strategy.cluster.environment import AzureMLEnvironment
+
+            return AzureMLEnvironment()
+
+        @staticmethod
+        def detect() -> bool:
+            # Where MPI would know of other processes: a stock strategy has had its ranks from there.
+            return bool(stock.detect()) if _asks_mpi() else _started_by_mpirun()
+
+    connector.MPIEnvironment = LaunchOrMPI  # type: ignore[attr-defined]
+
+
+def _asks_mpi() -> bool:
+    return switched_off(os.environ, LAUNCH_SWITCH) or not in_azure_ml(os.environ)
+
+
+def _started_by_mpirun() -> bool:
+    from azureml_strategy.cluster.launch import Launch
+
+    launch = _launch()
+    several = isinstance(launch, Launch) and launch.launcher == "mpi" and launch.world_size > 1
+    return several and importlib.util.find_spec("mpi4py") is not None
+
+
 def _register_refusals(strategies: ModuleType) -> None:
     """Register a refusal: `pytorch_lightning` is a copy of Lightning with its own classes, where ours cannot work."""
     for name in _STRATEGIES:
@@ -331,6 +374,13 @@ def _refuse_in_fabric(**arguments: Any) -> NoReturn:
     )
 
 
+# Modules of both copies of Lightning that choose where ranks come from, in the Trainer and in Fabric.
+CONNECTORS = (
+    "lightning.pytorch.trainer.connectors.accelerator_connector",
+    "lightning.fabric.connector",
+    "pytorch_lightning.trainer.connectors.accelerator_connector",
+    "lightning_fabric.connector",
+)
 # Names of Lightning's whose strategies start the script anew, or are started by a launcher.
 _REPLACED = {"ddp", "ddp_find_unused_parameters_true", "ddp_find_unused_parameters_false"}
 # the Trainer's maker: Fabric's

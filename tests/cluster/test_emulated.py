@@ -18,12 +18,59 @@ SHELL = {
     "NCCL_DEBUG": "INFO",
     **dict.fromkeys(SWITCHES, "off"),
 }
+# Settings of the user's, or of the image, with names like those of a launch.
+SETTINGS = (
+    *("OMPI_MCA_btl", "OMPI_MCA_plm_rsh_agent", "OMPI_MCA_ess_singleton_isolated", "OMPI_MCA_coll_hcoll_enable"),
+    *("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_CC", "OMPI_MCA_orte_base_help_aggregate", "PMIX_MCA_gds", "PMIX_INSTALL_PREFIX"),
+    *(
+        "PRTE_MCA_plm_ssh_agent",
+        "I_MPI_FABRICS",
+        "MV2_USE_CUDA",
+        "MPI_HOME",
+        "VC_PATH",
+        "SLURM_CONF",
+        "AZURE_ML_WORKSPACE",
+    ),
+    *("TORCHELASTIC_ENABLE_FILE_TIMER", "AZUREML_STRATEGY_SCHEDULED_EVENTS", "AZUREML_STRATEGY_PLANNED"),
+)
+# What mpirun of Open MPI 4 and 5 sets, as processes of theirs have printed it.
+OF_MPIRUN = (
+    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    *("OMPI_COMM_WORLD_NODE_RANK", "OMPI_WORLD_SIZE", "OMPI_WORLD_LOCAL_SIZE", "OMPI_UNIVERSE_SIZE", "OMPI_ARGV"),
+    *("OMPI_NUM_APP_CTX", "OMPI_FIRST_RANKS", "OMPI_APP_CTX_NUM_PROCS", "OMPI_FILE_LOCATION", "OMPI_COMMAND"),
+    *("OMPI_MCA_ess", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_ess_base_vpid", "OMPI_MCA_pmix", "OMPI_MCA_initial_wdir"),
+    *("OMPI_MCA_num_procs", "OMPI_MCA_cpu_type", "OMPI_MCA_shmem_RUNTIME_QUERY_hint", "OMPI_MCA_mpi_oversubscribe"),
+    *("OMPI_MCA_orte_hnp_uri", "OMPI_MCA_orte_local_daemon_uri", "OMPI_MCA_orte_app_num", "OMPI_MCA_orte_num_nodes"),
+    *("OMPI_MCA_orte_launch", "OMPI_MCA_orte_tmpdir_base", "OMPI_MCA_orte_bound_at_launch"),
+    *("OMPI_MCA_orte_precondition_transports", "OMPI_MCA_orte_top_session_dir", "OMPI_MCA_orte_jobfam_session_dir"),
+    *("OMPI_MCA_orte_ess_num_procs", "OMPI_MCA_orte_ess_node_rank", "PMIX_NAMESPACE", "PMIX_RANK", "PMIX_VERSION"),
+    *("PMIX_SERVER_URI41", "PMIX_SERVER_TMPDIR", "PMIX_SYSTEM_TMPDIR", "PMIX_SECURITY_MODE", "PMIX_GDS_MODULE"),
+    *("PMIX_HOSTNAME", "PMIX_BFROP_BUFFER_TYPE", "PRTE_LAUNCHED"),
+)
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_a_shell_keeps_nothing_of_a_job(distribution: str) -> None:
     inside = SHELL | azure_variables(LAUNCH, distribution, ADDRESSES, RUN, 6105)
     assert without_job_variables(inside) == SHELL
+
+
+def test_settings_of_the_users_stay() -> None:
+    shell = SHELL | dict.fromkeys(SETTINGS, "mine")
+    assert without_job_variables(shell) == shell
+    of_other_jobs = dict.fromkeys((*OF_MPIRUN, "SLURM_JOB_ID", "PMI_RANK", "MPI_LOCALRANKID", "VC_TASK_INDEX"), "1")
+    assert without_job_variables(shell | of_other_jobs) == shell
+
+
+def test_only_an_mpirun_that_started_the_shell_has_set_variables_by_which_mpi_finds_it() -> None:
+    mine = dict.fromkeys((name for name in OF_MPIRUN if name.startswith("OMPI_MCA_")), "mine")
+    assert without_job_variables(mine) == mine
+
+
+def test_paths_of_inputs_are_another_jobs_or_the_users() -> None:
+    paths = {"AZURE_ML_INPUT_images": "/data", "AZURE_ML_OUTPUT_run": "/out"}
+    assert without_job_variables(SHELL | paths) == SHELL | paths
+    assert without_job_variables(SHELL | paths | {"AZUREML_RUN_ID": "other"}) == SHELL
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)

@@ -32,12 +32,12 @@ OF_JOB = (
     | {"AZ_BATCHAI_IS_CURRENT_NODE_MASTER", "AZ_BATCH_IS_CURRENT_NODE_MASTER", "AZ_BATCHAI_MPI_MASTER_NODE"}
     | {"AZ_BATCH_MASTER_NODE", "AZ_BATCH_HOST_LIST", "AZ_BATCH_NODE_LIST"}
 )
-# What makes several nodes fit on one machine; LC_CTYPE is Python's own.
-OF_MACHINE = {"OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "PYTHONUNBUFFERED", "PATH", "LC_CTYPE"}
+# What makes several nodes fit on one machine, also on one with GPUs; LC_CTYPE is Python's own.
+OF_MACHINE = {"CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "PYTHONUNBUFFERED", "PATH", "LC_CTYPE"}
 OTHER_JOB = {
     "AZUREML_DATAREFERENCE_images": "/mnt/old",
     "OMPI_COMM_WORLD_RANK": "7",
-    "OMPI_MCA_btl": "tcp",
+    "OMPI_MCA_ess": "^singleton",
     "RANK": "7",
     "WORLD_SIZE": "8",
     "TF_CONFIG": "{}",
@@ -47,6 +47,7 @@ OTHER_JOB = {
     "MLFLOW_RUN_ID": "another",
     "MLFLOW_EXPERIMENT_ID": "9",
 }
+MINE = {"MLFLOW_TRACKING_USERNAME": "me", "OMPI_MCA_btl": "tcp"}
 
 
 @pytest.mark.parametrize("distribution", OF_LAUNCHER)
@@ -54,7 +55,7 @@ def test_each_process_gets_the_variables_of_its_place_and_no_others(
     run_code: RunCode, monkeypatch: pytest.MonkeyPatch, distribution: str
 ) -> None:
     shell = dict(os.environ)
-    for name, value in (OTHER_JOB | {"MLFLOW_TRACKING_USERNAME": "me"}).items():
+    for name, value in (OTHER_JOB | MINE).items():
         monkeypatch.setenv(name, value)
     job = run_code(PRINT_ENVIRON, nodes=2, processes_per_node=2, distribution=distribution)
     assert (job.exit_code, job.status) == (0, "FINISHED")
@@ -62,9 +63,9 @@ def test_each_process_gets_the_variables_of_its_place_and_no_others(
     for rank, environ in enumerate(environs):
         added = environ.keys() - shell.keys()
         # Two emulated jobs at once share a machine, which Azure ML's never do: a port is given where 6105 is taken.
-        assert added - OF_MACHINE - {"MASTER_PORT"} == OF_JOB | (OF_LAUNCHER[distribution] - {"MASTER_PORT"}) | {
-            "MLFLOW_TRACKING_USERNAME"
-        }
+        assert (
+            added - OF_MACHINE - {"MASTER_PORT"} == OF_JOB | (OF_LAUNCHER[distribution] - {"MASTER_PORT"}) | MINE.keys()
+        )
         assert not OTHER_JOB.items() & environ.items()
         assert environ["AZUREML_CR_NODE_RANK"] == str(rank // 2)
     if distribution != "none":

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tests.network.conftest import NOBODY, Tree, job
 from torch._C import _distributed_c10d
 
+from azureml_strategy.cluster.environ import PLANNED_VARIABLES
 from azureml_strategy.network.nccl import (
-    PLANNED_VARIABLES,
     NetworkPlan,
     configured_settings,
     log_folder,
@@ -57,6 +57,17 @@ def test_the_places_add_up(tree: Tree, environ: dict[str, str]) -> None:
         "NCCL_ALGO": ("Ring", str(home)),
         "NCCL_PROTO": ("Simple", str(etc)),
     }
+
+
+@pytest.mark.parametrize("library", ["NCCL", "RCCL", "GLOO"])
+def test_what_an_image_says_of_its_library_is_no_setting(tree: Tree, environ: dict[str, str], library: str) -> None:
+    """NVIDIA's images set NCCL_VERSION=2.27.3 and the like; `doctor` and the record of a run take them for nobody's."""
+    about = [f"{library}_{name}" for name in ("VERSION", "HOME", "ROOT", "ROOT_DIR", "INCLUDE_DIR", "LIB_DIR", "PATH")]
+    settings = {f"{library}_DEBUG": "WARN", f"{library}_LIBRARIES_MAX": "1", f"{library}_NET_PLUGIN": "none"}
+    tree.write("etc/nccl.conf", f"{library}_VERSION=2.7")
+    environ |= settings | dict.fromkeys(about, "2.27.3")
+    assert configured_settings(environ, root=tree.root).keys() == settings.keys()
+    assert {each.variable for each in plan_nccl(environ=environ, root=tree.root).kept} == settings.keys()
 
 
 def test_a_file_that_the_user_names_stands_for_that_at_home_even_if_it_is_not_there(

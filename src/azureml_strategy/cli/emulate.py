@@ -33,6 +33,12 @@ def add_to(verbs: Verbs) -> None:
         "--processes-per-node", type=int, default=1, metavar="N", help="processes on each node (default 1)"
     )
     verb.add_argument(
+        "--gpus-per-node",
+        type=int,
+        metavar="N",
+        help="GPUs of each node (default: one for each process, or none where there are too few; 0 for CPUs)",
+    )
+    verb.add_argument(
         "--distribution",
         default="pytorch",
         help="pytorch (default), mpi, tensorflow, or none for a job without a distribution block",
@@ -76,6 +82,7 @@ def _run(options: argparse.Namespace) -> int:
             bandwidth=options.bandwidth,
             preemption=None if after is None else Preemption(after, options.preempt_notice),
             nodes_after=options.nodes_after,
+            gpus_per_node=options.gpus_per_node,
         )
         return emulate(job)
     except EmulationError as error:

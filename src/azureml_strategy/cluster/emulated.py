@@ -3,23 +3,47 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from azureml_strategy.cluster.environ import BATCH_PORT, SWITCHES
+from azureml_strategy.cluster.environ import (
+    BATCH_PORT,
+    EVENTS_VARIABLE,
+    PLANNED_VARIABLES,
+    SWITCHES,
+    in_azure_ml,
+)
 from azureml_strategy.cluster.launch import Launch
 
 DISTRIBUTIONS = ("pytorch", "mpi", "tensorflow", "none")
-# An emulated job must not inherit these from its shell: they belong to another job or to a launcher.
-_PREFIXES = (
-    *("AZUREML_", "AZURE_ML_", "AZ_BATCH", "AMLARC_", "OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "MV2_COMM_", "VC_"),
-    *("TORCHELASTIC_", "SLURM_", "MLFLOW_EXPERIMENT_"),
-)
+# An emulated job must not inherit these from its shell: they belong to another job or to a launcher. Names of the same
+# kind are settings, which stay: OMPI_MCA_btl, OMPI_ALLOW_RUN_AS_ROOT, PMIX_MCA_gds, SLURM_CONF, AZURE_ML_WORKSPACE.
 _NAMES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "MASTER_IP"),
     *("GROUP_RANK", "GROUP_WORLD_SIZE", "CROSS_RANK", "CROSS_SIZE", "LOCAL_SIZE", "NODE_COUNT", "GPU_PER_NODE_COUNT"),
-    *("TF_CONFIG", "RAY_ADDRESS", "VK_TASK_INDEX", "MLFLOW_RUN_ID", "MLFLOW_TRACKING_URI"),
+    *("TF_CONFIG", "RAY_ADDRESS", "VK_TASK_INDEX", "VC_TASK_INDEX", "VC_WORKER_HOSTS", "VC_WORKER_NUM"),
+    *("MLFLOW_RUN_ID", "MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"),
+    *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_ERROR_FILE"),
+    *("TORCHELASTIC_USE_AGENT_STORE", "OMPI_UNIVERSE_SIZE", "OMPI_NUM_APP_CTX", "OMPI_FIRST_RANKS", "OMPI_ARGV"),
+    *("OMPI_APP_CTX_NUM_PROCS", "OMPI_FILE_LOCATION", "OMPI_COMMAND", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    "PRTE_LAUNCHED",
 )
+_FAMILIES = re.compile(
+    r"(?:AZUREML_|AZ_BATCH|AMLARC_|OMPI_COMM_WORLD_|OMPI_WORLD_|MV2_COMM_WORLD_|PMI_|PMIX_(?!MCA_|INSTALL_PREFIX$)"
+    r"|SLURM_(?!CONF$))\w+"
+)
+# Only a job has set these, where the shell is one of a job.
+_PATHS_OF_A_JOB = re.compile(r"AZURE_ML_(?:INPUT|OUTPUT)_\w+")
+# Only mpirun has set these, where it has started the shell: by them MPI_Init finds it. Sources: setup_fork and
+# setup_child in schizo_ompi.c of Open MPI 3 and 4; for 5, pmdl_ompi.c of OpenPMIx.
+_OF_MPIRUN = re.compile(
+    r"OMPI_MCA_(?:ess|ess_base_jobid|ess_base_vpid|pmix|initial_wdir|num_procs|cpu_type|shmem_RUNTIME_QUERY_hint"
+    r"|mpi_oversubscribe|orte_(?:hnp_uri|local_daemon_uri|app_num|num_nodes|num_restarts|launch|tmpdir_base"
+    r"|bound_at_launch|base_applied_binding|precondition_transports|top_session_dir|jobfam_session_dir|ess_\w+))"
+)
+# Variables of ours that the user sets, or that belong to settings that stay.
+_KEPT = (*SWITCHES, EVENTS_VARIABLE, PLANNED_VARIABLES)
 
 
 # Name of the cluster that an emulated job says it runs on.
@@ -84,11 +108,18 @@ def azure_variables(
 
 
 def without_job_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment as a shell outside any job has it. The user's switches for our callbacks stay."""
+    """Return the environment as a shell outside any job has it, with all settings of the user's.
+
+    Args:
+        environ: that of a shell, inside another job or outside of any.
+    """
+    families = [_FAMILIES]
+    families += [_PATHS_OF_A_JOB] * in_azure_ml(environ)
+    families += [_OF_MPIRUN] * ("OMPI_COMM_WORLD_RANK" in environ)
     return {
         name: value
         for name, value in environ.items()
-        if name in SWITCHES or not (name.startswith(_PREFIXES) or name in _NAMES)
+        if name in _KEPT or not (name in _NAMES or any(family.fullmatch(name) for family in families))
     }
 
 

@@ -39,6 +39,8 @@ BATCH_PORT = 6000
 DEFAULT_PORT = 6105
 # Address to poll for Scheduled Events, on any machine, instead of Azure's own; `off` turns polling off.
 EVENTS_VARIABLE = "AZUREML_STRATEGY_SCHEDULED_EVENTS"
+# The variables of communication that a plan has set in this process or its parent, as JSON: none of the user's.
+PLANNED_VARIABLES = "AZUREML_STRATEGY_PLANNED"
 _WHOLE_NUMBER = re.compile(r"[0-9]{1,9}")
 _INITIAL_ENVIRON = "/proc/self/environ"
 _PLACEHOLDERS = ("localhost", "localhost.localdomain", "ip6-localhost", "127.0.0.1", "127.0.1.1", "::1", "0.0.0.0")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from azureml_strategy.emulator.gpus import enough_gpus
 from azureml_strategy.emulator.job import Emulated, EmulatedJob, Preemption, emulate, emulate_run
 from azureml_strategy.emulator.nodes import EmulationError
 
-__all__ = ["Emulated", "EmulatedJob", "EmulationError", "Preemption", "emulate", "emulate_run"]
+__all__ = ["Emulated", "EmulatedJob", "EmulationError", "Preemption", "emulate", "emulate_run", "enough_gpus"]

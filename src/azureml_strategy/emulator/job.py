@@ -26,6 +26,7 @@ from azureml_strategy.cluster.emulated import (
 from azureml_strategy.cluster.environ import DEFAULT_PORT, EVENTS_VARIABLE
 from azureml_strategy.cluster.launch import Launch
 from azureml_strategy.cluster.redaction import redact_text
+from azureml_strategy.emulator.gpus import NodeGPUs, share_out
 from azureml_strategy.emulator.nodes import EmulationError, IsolatedNodes, reserved_port
 from azureml_strategy.emulator.processes import Outcome, PowerCut, Process, run_together
 from azureml_strategy.tracking.batch import Batch, End
@@ -181,6 +182,8 @@ class EmulatedJob:
         bandwidth: rate of each node's link, such as `1gbit`; only with `isolate`.
         preemption: when to preempt the last node during the first attempt; None for no preemption.
         nodes_after: number of nodes when the job starts again after that; None for as many as before.
+        gpus_per_node: number of GPUs that the processes of a node see, and share out by local rank; 0 for CPUs. None
+            for one for each process, while this machine has enough; else CPUs.
 
     Raises:
         EmulationError: the settings do not make a job.
@@ -194,6 +197,7 @@ class EmulatedJob:
     bandwidth: str | None = None
     preemption: Preemption | None = None
     nodes_after: int | None = None
+    gpus_per_node: int | None = None
 
     def __post_init__(self) -> None:
         if not self.command:
@@ -217,6 +221,11 @@ class EmulatedJob:
             raise EmulationError(
                 f"--nodes-after {self.nodes_after} is how many nodes, 1 or more, a job comes back with that loses one. "
                 "Add --preempt-after, such as 20s."
+            )
+        if self.gpus_per_node and self.gpus_per_node < self.processes_per_node:
+            raise EmulationError(
+                f"--gpus-per-node {self.gpus_per_node} for {self.processes_per_node} process(es) on each node: NCCL "
+                "lets no two share a GPU. Use at least as many as processes, or 0 for CPUs."
             )
 
 
@@ -256,36 +265,38 @@ def emulate_run(job: EmulatedJob) -> Emulated:
         raise EmulationError(f"There is no program {job.command[0]!r}. Write the command as without emulation.")
     network = IsolatedNodes(job.nodes, job.bandwidth) if job.isolate else None
     ports = nullcontext(DEFAULT_PORT) if job.isolate else reserved_port()  # isolated nodes have their own ports
+    gpus = share_out(max(job.nodes, job.nodes_after or 0), job.processes_per_node, job.gpus_per_node)
     with mlflow_run(job.isolate, command_run_name(job.command)) as run, network or nullcontext(), ports as port:
-        _announce(job, run)
-        outcome = _run_preempted(job, run, port) if job.preemption else _run(job, run, network, port)
+        _announce(job, run, gpus)
+        outcome = _run_preempted(job, run, gpus, port) if job.preemption else _run(job, run, gpus, network, port)
         run_status = {0: "FINISHED", 130: "KILLED", 141: "KILLED", 143: "KILLED"}.get(outcome.exit_code, "FAILED")
         run.end(run_status)
     _report(outcome)
     return Emulated(outcome.exit_code, run)
 
 
-def _run(job: EmulatedJob, run: EmulatedRun, network: IsolatedNodes | None, port: int) -> Outcome:
-    return run_together(_processes(job, run, network, port, EmulatedAttempt(), {}))
+def _run(job: EmulatedJob, run: EmulatedRun, gpus: NodeGPUs, network: IsolatedNodes | None, port: int) -> Outcome:
+    return run_together(_processes(job, run, gpus, network, port, EmulatedAttempt(), {}))
 
 
-def _run_preempted(job: EmulatedJob, run: EmulatedRun, port: int) -> Outcome:
+def _run_preempted(job: EmulatedJob, run: EmulatedRun, gpus: NodeGPUs, port: int) -> Outcome:
     """Run the job with a preemption, as on low-priority nodes: a node ends, and the same run starts again."""
     assert job.preemption is not None
     attempts = [EmulatedAttempt(number, "LowPriority") for number in range(2)]
     lost = f"node {job.nodes - 1}"
     with announced(job.preemption, lost) as (addresses, power_cut):
-        outcome = run_together(_processes(job, run, None, port, attempts[0], addresses), power_cut)
+        outcome = run_together(_processes(job, run, gpus, None, port, attempts[0], addresses), power_cut)
     if outcome.lost_node is None:
         return outcome
     again = replace(job, nodes=job.nodes_after or job.nodes)
     print(f"\n{lost} was taken away. The job starts again: same run, attempt 1, {again.nodes} node(s).\n", flush=True)
-    return run_together(_processes(again, run, None, port, attempts[1], {}))
+    return run_together(_processes(again, run, gpus, None, port, attempts[1], {}))
 
 
 def _processes(
     job: EmulatedJob,
     run: EmulatedRun,
+    gpus: NodeGPUs,
     network: IsolatedNodes | None,
     port: int,
     attempt: EmulatedAttempt,
@@ -311,6 +322,7 @@ def _processes(
         own_port = None if job.distribution in ("pytorch", "none") or port == DEFAULT_PORT else port
         environ = {
             **_shared_machine(job, isolated=network is not None),
+            **gpus.variables(node),
             **azure_variables(launch, job.distribution, addresses, run, own_port, attempt),
         }
         if f"node {node}" in events:
@@ -336,10 +348,12 @@ def _search_path() -> str:
     return os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
 
 
-def _announce(job: EmulatedJob, run: EmulatedRun) -> None:
+def _announce(job: EmulatedJob, run: EmulatedRun, gpus: NodeGPUs) -> None:
     shape = f"{job.nodes} node(s) x {job.processes_per_node} process(es), distribution {job.distribution}"
     links = f", isolated, {job.bandwidth or 'unshaped'} links" if job.isolate else ""
     print(f"Emulating an Azure ML job: {shape}{links}; run {run.run_id} in {redact_text(run.tracking_uri)}", flush=True)
+    if gpus.line:
+        print(gpus.line, flush=True)
 
 
 def _report(outcome: Outcome) -> None:

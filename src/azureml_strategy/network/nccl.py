@@ -8,22 +8,27 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from azureml_strategy.cluster.environ import PLANNED_VARIABLES
 from azureml_strategy.network.conflicts import find_conflicts
 from azureml_strategy.network.findings import Finding, find_faults
 from azureml_strategy.network.node import Node, read_node
 from azureml_strategy.network.settings import Setting, wanted_settings
 from azureml_strategy.network.sysfs import read_text
 
-# The variables that an earlier plan has set in this process or its parent, as JSON: they do not come from the user.
-PLANNED_VARIABLES = "AZUREML_STRATEGY_PLANNED"
 _PREFIXES = ("NCCL_", "RCCL_", "TORCH_NCCL_", "TORCH_FR_", "GLOO_")
 _NAMES = ("CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING")
+# These say which library is installed, and where: it reads none of them. NVIDIA's images set NCCL_VERSION, and whoever
+# builds torch the others (its cmake/Modules/FindNCCL.cmake).
+_OF_THE_BUILD = re.compile(
+    r"(?:NCCL|RCCL|GLOO)_(?:VERSION|VER|HOME|PREFIX|DIR|PATH|LIBRARIES|(?:ROOT|INCLUDE|LIB|LIBRARY)(?:_DIRS?|_PATH)?)"
+)
 
 # The levels at which NCCL logs its transport.
 _TELLING_LEVELS = ("INFO", "TRACE", "ABORT")
@@ -69,7 +74,7 @@ def planned_before(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_ours_to_read(name: str) -> bool:
-    return name.startswith(_PREFIXES) or name in _NAMES
+    return (name.startswith(_PREFIXES) and not _OF_THE_BUILD.fullmatch(name)) or name in _NAMES
 
 
 def _read(path: Path) -> dict[str, str]:

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from azureml_strategy.emulator import EmulatedJob, EmulationError, emulate_run
+from azureml_strategy.emulator import EmulatedJob, EmulationError, emulate_run, enough_gpus
 from azureml_strategy.jobs import JobError
 from azureml_strategy.lazy import require_library
 from azureml_strategy.study.options import StudyError, StudyOptions, headings, run_overrides
@@ -61,9 +61,12 @@ def emulate_sizes(options: StudyOptions) -> Iterator[Figures]:
         KeyboardInterrupt: the user, or SIGTERM, ended a job.
     """
     command = ["env", f"OMP_NUM_THREADS={threads_per_process(options)}", *(options.command or _train(options))]
+    processes = options.processes_per_node or 1
+    # Sizes that ran on GPUs beside others that did not would compare devices, not sizes.
+    gpus = None if enough_gpus(max(options.nodes), processes) else 0
     for nodes, heading in headings(options):
         print(f"\n{heading}", flush=True)
-        yield _emulate(EmulatedJob(command, nodes, options.processes_per_node or 1))
+        yield _emulate(EmulatedJob(command, nodes, processes, gpus_per_node=gpus))
 
 
 def _train(options: StudyOptions) -> list[str]:

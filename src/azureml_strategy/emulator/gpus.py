@@ -1,0 +1,100 @@
+"""Shares this machine's GPUs out over emulated nodes, so that no two processes get the same one."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from azureml_strategy.cluster.environ import seen
+from azureml_strategy.emulator.nodes import EmulationError
+
+_NONE = "-1"  # CUDA and HIP end their list of devices at a number that no device has
+
+
+@dataclass(frozen=True)
+class NodeGPUs:
+    """The GPUs that each emulated node sees.
+
+    Attributes:
+        variable: the variable that says which GPUs a process sees.
+        values: its value for the processes of each node, node 0 first; empty if it stays as the shell has it.
+        line: what to tell of it; empty if there is nothing to tell.
+    """
+
+    variable: str = ""
+    values: tuple[str, ...] = ()
+    line: str = ""
+
+    def variables(self, node: int) -> dict[str, str]:
+        """Return what to set for the processes of a node."""
+        return {self.variable: self.values[node]} if self.values else {}
+
+
+def share_out(nodes: int, processes_per_node: int, gpus_per_node: int | None = None) -> NodeGPUs:
+    """Give each node GPUs of its own.
+
+    A node gets as many as it has processes. Each process sees those of its node and takes the one of its local rank, as
+    on Azure. Where there are too few, all processes run on CPUs, where every strategy works by gloo. On one GPU they
+    would not: NCCL refuses two ranks there, gloo sends no tensor of a GPU from one rank to another, which a pipeline
+    does (torch.distributed, table of backends), and the copies of a model have the memory of one GPU together.
+
+    Args:
+        nodes: number of nodes; the largest, if it changes.
+        processes_per_node: number of processes on each.
+        gpus_per_node: GPUs of a node, where these are not as many as its processes; 0 for CPUs.
+
+    Raises:
+        EmulationError: the machine has fewer GPUs than were asked for.
+    """
+    variable, visible = _visible_gpus()
+    each = processes_per_node if gpus_per_node is None else gpus_per_node
+    if nodes * each > len(visible):
+        if gpus_per_node is not None:
+            raise EmulationError(_too_few(variable, nodes, gpus_per_node, len(visible)))
+        return _hidden(variable, nodes, _shortage(nodes, processes_per_node, len(visible))) if visible else NodeGPUs()
+    if each == 0:
+        return _hidden(variable, nodes, "GPUs: these nodes have none, and all run on CPUs.") if visible else NodeGPUs()
+    shares = [visible[node * each : (node + 1) * each] for node in range(nodes)]
+    line = "GPUs: " + "; ".join(f"node {node} has {', '.join(share)}" for node, share in enumerate(shares)) + "."
+    # A single node with all of them needs no list; and the number of a GPU that is cut into MIG parts names none.
+    unchanged = nodes * each == len(visible) and nodes == 1
+    return NodeGPUs(line=line) if unchanged else NodeGPUs(variable, tuple(map(",".join, shares)), line)
+
+
+def enough_gpus(nodes: int, processes_per_node: int) -> bool:
+    """Tell whether this machine has a GPU for each process."""
+    return nodes * processes_per_node <= len(_visible_gpus()[1])
+
+
+def _visible_gpus() -> tuple[str, list[str]]:
+    """Return the variable that chooses GPUs, and the names of those that torch sees here, as it takes them.
+
+    The shell's value may be a list of numbers or of UUIDs. It may also name GPUs that are not there; the list ends
+    before the first of them. Of several MIG parts a process sees the first.
+    """
+    import torch
+
+    variable = "HIP_VISIBLE_DEVICES" if torch.version.hip else "CUDA_VISIBLE_DEVICES"
+    count = torch.cuda.device_count()
+    listed = os.environ.get(variable, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    names = map(str, range(count)) if listed is None else (name.strip() for name in listed.split(","))
+    return variable, list(names)[:count]
+
+
+def _hidden(variable: str, nodes: int, line: str) -> NodeGPUs:
+    return NodeGPUs(variable, (_NONE,) * nodes, line)
+
+
+def _shortage(nodes: int, processes_per_node: int, gpus: int) -> str:
+    processes = nodes * processes_per_node
+    return (
+        f"GPUs: this machine shows {gpus}, too few for {processes} processes, and NCCL lets no two share one. So all "
+        f"run on CPUs, by gloo. For GPUs, emulate at most {gpus} process(es)."
+    )
+
+
+def _too_few(variable: str, nodes: int, gpus_per_node: int, gpus: int) -> str:
+    return (
+        f"--gpus-per-node {gpus_per_node} for {nodes} node(s) needs {nodes * gpus_per_node} GPUs, but torch sees "
+        f"{gpus} here ({seen(os.environ, [variable])}). Leave it out, or write --gpus-per-node 0 to run on CPUs."
+    )
