@@ -212,9 +212,10 @@ class ThroughputCallback(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._breakdown is not None:
+            self._breakdown.ask_reducer()
         steps = self._recorder.take(wait=True)
         if self._breakdown is not None:
-            steps = self._breakdown.with_reducer(steps)
             self._breakdown.last_step_done(trainer)
         self._account(trainer, steps)
         if self._breakdown is not None:
@@ -248,9 +249,11 @@ class ThroughputCallback(Callback):
             self._breakdown.close()
 
     def _close_window(self, trainer: Trainer, step: int) -> None:
+        if self._breakdown is not None:
+            self._breakdown.ask_reducer()
         steps = self._recorder.take()
         if self._breakdown is not None:
-            steps = self._breakdown.window(steps, step)
+            self._breakdown.window(steps, step)
         totals = self._account(trainer, steps)
         if not steps:
             return
