@@ -25,9 +25,11 @@ FUSED = ("Adam", "AdamW", "SGD")
 _WAITING = ("data_wait", "copy", "forward_wait", "host", "communication", "bubble", "optimizer", "other")
 _COMPUTING = ("forward", "backward")
 # Keys that advice on a run's parts names. A script has arguments of the same names.
-_RUN_KEYS = (
-    *("trainer.check_val_every_n_epoch", "trainer.limit_val_batches"),
-    *("checkpoint.every_minutes", "checkpoint.asynchronous"),
+_RUN_KEYS = frozenset(
+    {
+        *("trainer.check_val_every_n_epoch", "trainer.limit_val_batches"),
+        *("checkpoint.every_minutes", "checkpoint.asynchronous"),
+    }
 )
 _OUTSIDE = ("startup", "validation", "checkpoint", "redone", "other")
 
@@ -240,7 +242,7 @@ def _of_run(times: Mapping[str, float], facts: RunFacts) -> Iterator[Advice]:
             share = times[name] / sum(times.values())
             what = f"{PHASES[name]}: {share:.0%} of its time"
             why, action = _RUN_ADVICE[name]
-            for key in _RUN_KEYS if facts.keys is None else ():
+            for key in _RUN_KEYS - (facts.keys or frozenset()):
                 action = action.replace(key, key.partition(".")[2])
             yield _advice(f"run_{name}" if name == "other" else name, share, what, why, action, facts)
 
