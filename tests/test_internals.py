@@ -44,7 +44,7 @@ OTHERS = {
         ),
         *("_MEM_FORMAT_ENCODING", "_StorageInfo", "_StoragePrefix", "_buffers", "_get_layout", "_parameters", "_world"),
         *("_is_profiler_enabled", "_set_is_profiler_enabled", "_new_shared", "_upsample_bilinear2d_aa"),
-        *("_get_ddp_logging_data", "_set_ddp_runtime_logging_sample_rate", "_non_persistent_buffers_set"),
+        *("_get_ddp_logging_data", "_set_ddp_runtime_logging_sample_rate", "_non_persistent_buffers_set", "_sleep"),
     },
     "torchmetrics": {"_cache", "_compute_groups_create_state_ref", "_groups_checked", "_state_is_copy"},
     "omegaconf": {"_get_node", "_get_parent", "_invalidate_flags_cache", "_key", "_metadata"},

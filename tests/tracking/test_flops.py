@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from azureml_strategy.models import GPTConfig, ImageClassifier, LanguageModel, ResNet50
-from azureml_strategy.tracking.flops import flops_of, gpu_peak_flops, peak_flops
+from azureml_strategy.tracking.flops import flops_of, gpu_peak_flops, mfu_text, peak_flops
 
 
 @pytest.mark.parametrize(
@@ -32,16 +33,16 @@ def test_gpus_of_azure(name: str, precision: str, tera: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "products", "tera"),
+    ("name", "tf32", "tera"),
     [
-        ("NVIDIA A100-SXM4-80GB", "high", 156),
-        ("NVIDIA A100-SXM4-80GB", "highest", 19.5),
-        ("Tesla V100-SXM2-16GB", "high", 15.7),
-        ("AMD Instinct MI300X", "high", 163.4),
+        ("NVIDIA A100-SXM4-80GB", True, 156),
+        ("NVIDIA A100-SXM4-80GB", False, 19.5),
+        ("Tesla V100-SXM2-16GB", True, 15.7),
+        ("AMD Instinct MI300X", True, 163.4),
     ],
 )
-def test_float32_products_may_be_in_tf32(name: str, products: str, tera: float) -> None:
-    assert gpu_peak_flops(name, "32-true", products) == tera * 1e12
+def test_float32_products_may_be_in_tf32(name: str, tf32: bool, tera: float) -> None:
+    assert gpu_peak_flops(name, "32-true", tf32) == tera * 1e12
 
 
 @pytest.mark.parametrize(
@@ -58,6 +59,52 @@ def test_float32_products_may_be_in_tf32(name: str, products: str, tera: float) 
 )
 def test_what_nobody_has_said_has_no_peak(name: str, precision: str) -> None:
     assert gpu_peak_flops(name, precision) is None
+
+
+@pytest.fixture
+def precisions() -> Iterator[None]:
+    """Torch's settings of float32, given back in the end."""
+    backends = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)
+    before = [each.fp32_precision for each in backends]
+    yield
+    for each, was in zip(backends, before, strict=True):
+        each.fp32_precision = was
+
+
+@pytest.mark.skipif(not hasattr(torch.backends.cudnn, "conv"), reason="torch 2.8 has the older setting only")
+def test_torchs_newer_settings_of_float32_are_read(monkeypatch: pytest.MonkeyPatch, precisions: None) -> None:
+    """After them, torch raises where one asks for the older ones."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    torch.backends.cudnn.conv.fp32_precision = "ieee"
+    assert peak_flops(torch.device("cuda"), "32-true") == 494.7e12
+    assert peak_flops(torch.device("cuda"), "32-true", convolutions=1.0) == pytest.approx(66.9e12)
+
+
+@pytest.mark.parametrize(("convolutions", "tera"), [(0.0, 66.9), (1.0, 494.7), (0.5, 2 / (1 / 66.9 + 1 / 494.7))])
+def test_convolutions_of_float32_are_in_tf32_by_default(
+    convolutions: float, tera: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    assert peak_flops(torch.device("cuda"), "32-true", convolutions) == pytest.approx(tera * 1e12)
+
+
+def test_the_part_of_convolutions_is_counted() -> None:
+    flops = flops_of(ImageClassifier(ResNet50(10)))
+    assert flops is not None
+    flops(images(1, 64))
+    assert 0.99 < flops.convolutions < 1
+    transformer = flops_of(LanguageModel(SHAPE))
+    assert transformer is not None
+    assert transformer.convolutions == 0
+
+
+@pytest.mark.parametrize(
+    ("mfu", "text"),
+    [(0.0042, "0.42%"), (0.17, "17%"), (0.013, "1.3%"), (0.00004, "0.0040%"), (1.04, "104%"), (0, "0%")],
+)
+def test_an_mfu_has_two_significant_digits(mfu: float, text: str) -> None:
+    assert mfu_text(mfu) == text
 
 
 def test_a_cpu_has_no_peak() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from argparse import Namespace
@@ -14,7 +15,15 @@ import torch
 from mlflow.tracking import MlflowClient
 
 from azureml_strategy.tracking import JobMLFlowLogger
-from azureml_strategy.tracking.values import as_number, as_step, as_texts, fit_azure, new_params
+from azureml_strategy.tracking.values import (
+    DeviceValue,
+    as_number,
+    as_step,
+    as_texts,
+    copy_to_host,
+    fit_azure,
+    new_params,
+)
 
 NUMBERS: list[Any] = [
     *(2, 2.0, np.float16(2), np.float64(2), np.int8(2), np.array(2.0), np.array([2]), np.array([[2.0]])),
@@ -140,6 +149,94 @@ def test_a_gpu_value_is_read_later_and_does_not_change_until_then() -> None:
     behind.record()
     assert not behind.query()  # nobody waited for the GPU
     tensor.zero_()
+    assert float(value) == 1.5
+
+
+class Stream:
+    """A GPU's stream whose work is done when a test says so: what is queued, and how much of it is done."""
+
+    def __init__(self) -> None:
+        self.queued: list[Any] = []
+        self.done = 0
+        self.copies = 0
+
+    def queue(self, work: Any) -> int:
+        self.queued.append(work)
+        return len(self.queued)
+
+    def run_until(self, count: int) -> None:
+        while self.done < count:
+            self.done += 1
+            self.queued[self.done - 1]()
+
+
+class OnGpu(torch.overrides.TorchFunctionMode):
+    """Gives tensors of float32 and others a fake GPU's answers: what is computed of them is queued in a stream."""
+
+    def __init__(self, stream: Stream) -> None:
+        super().__init__()
+        self.stream = stream
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.stack, torch.Tensor.clone, torch.Tensor.to):
+            out = func(*args, **{name: each for name, each in (kwargs or {}).items() if name != "non_blocking"}).clone()
+            wanted, number = out.clone(), torch.Tensor.to
+            out.zero_()  # until the stream comes to it
+            source = args[0]
+
+            def work() -> None:
+                latest = torch.stack(source) if func is torch.stack else source
+                out.copy_(latest.to(out.dtype)) if func is not torch.stack else out.copy_(latest)
+
+            assert wanted.shape == out.shape
+            if func is number:
+                self.stream.copies += 1
+                assert (kwargs or {}).get("non_blocking"), "a copy that waits for the GPU"
+            self.stream.queue(work)
+            return out
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
+    stream = Stream()
+
+    class Event:
+        def record(self) -> None:
+            self.at = len(stream.queued)
+
+        def synchronize(self) -> None:
+            stream.run_until(self.at)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    return stream
+
+
+def test_the_numbers_of_a_call_are_one_copy_each_kind_behind_which_nothing_is_waited_for(stream: Stream) -> None:
+    floats = [torch.tensor(1 / 3), torch.tensor([2.5]), torch.tensor(math.nan)]
+    count = torch.tensor(2**53 - 1)
+    values = [DeviceValue(each) for each in (floats[0], count, *floats[1:])]
+    with OnGpu(stream):
+        copy_to_host(values)
+        copy_to_host(values)  # they have been
+    behind = stream.queue(lambda: pytest.fail("it waits for what was queued after it"))
+    assert stream.done == 0
+    assert stream.copies == 2
+    found = [float(each) for each in values]
+    assert found[:3] == [float(floats[0]), 2.0**53 - 1, 2.5]
+    assert math.isnan(found[3])
+    assert stream.done == behind - 1
+
+
+def test_a_number_that_changes_after_it_was_logged_is_the_one_that_was_logged(stream: Stream) -> None:
+    tensor = torch.tensor(1.5)
+    value = DeviceValue(tensor)
+    with OnGpu(stream):
+        copy_to_host([3.0, value])
+    stream.queue(lambda: tensor.zero_())
+    assert float(value) == 1.5
+    stream.run_until(len(stream.queued))
     assert float(value) == 1.5
 
 

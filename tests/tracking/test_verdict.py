@@ -1,12 +1,25 @@
 import inspect
 import math
+import re
 
 import pytest
 import torch
 
-from azureml_strategy.tracking.verdict import FUSED, NAMES, RunFacts, judge
+from azureml_strategy.tracking.report import has_compiled_parts
+from azureml_strategy.tracking.verdict import FUSED, NAMES, PHASES, RunFacts, judge
 
 BUSY = {"data_wait": 0.01, "forward": 0.33, "backward": 0.62, "optimizer": 0.02, "other": 0.02}
+
+
+RECIPE = frozenset(
+    {
+        "data.num_workers",
+        "data.batch_size",
+        "trainer.precision",
+        "strategy.gradient_compression",
+        "strategy.bucket_cap_mb",
+    }
+)
 
 
 def with_share(name, share):
@@ -15,7 +28,7 @@ def with_share(name, share):
 
 
 def test_a_run_that_waits_for_data_is_told_so_with_its_workers_and_the_gain_by_amdahls_law():
-    verdict = judge(with_share("data_wait", 0.4), facts=RunFacts(loader_workers=2, cost=50.0))
+    verdict = judge(with_share("data_wait", 0.4), facts=RunFacts(loader_workers=2, cost=50.0, keys=RECIPE))
     assert verdict.part == "data_wait"
     assert verdict.headline == "This run waits most for data: 40% of each step."
     first = verdict.advice[0]
@@ -57,7 +70,7 @@ def test_each_part_has_its_own_advice(part, advised):
 def test_communication_over_sockets_between_nodes_leads_to_infiniband_and_ddp_to_compression():
     shares = with_share("communication", 0.3)
     assert "InfiniBand" in judge(shares, facts=RunFacts(nodes=2, transport="socket")).advice[0].action
-    ddp = judge(shares, facts=RunFacts(nodes=2, transport="ib", strategy="AzureMLDDPStrategy")).advice[0]
+    ddp = judge(shares, facts=RunFacts(nodes=2, transport="ib", strategy="AzureMLDDPStrategy", keys=RECIPE)).advice[0]
     assert "gradient_compression=bf16" in ddp.action
 
 
@@ -77,6 +90,65 @@ def test_a_run_that_computes_is_left_alone_unless_its_mfu_is_low():
     assert slow.advice[0].share == pytest.approx(0.95 - 0.25)
     assert "bf16-mixed" in slow.advice[0].action
     assert "bf16-mixed" not in judge(BUSY, facts=RunFacts(mfu=0.1, precision="bf16-mixed")).advice[0].action
+
+
+def test_what_waits_comes_before_what_computes_slowly():
+    shares = {"data_wait": 0.27, "forward": 0.3, "backward": 0.4, "other": 0.03}
+    verdict = judge(shares, facts=RunFacts(mfu=0.0042))
+    assert verdict.headline == "This run waits most for data: 27% of each step."
+    assert [each.part for each in verdict.advice] == ["data_wait", "computing"]
+    assert verdict.advice[1].what == "MFU is 0.42%"
+
+
+def test_no_gain_is_promised_where_nobody_knows_what_the_network_can_reach():
+    slow = judge(BUSY, facts=RunFacts(mfu=0.1, precision="bf16-mixed"))
+    assert slow.advice[0].gain == ""
+    assert "faster" not in slow.line
+
+
+LAUNCHES = {"forward": 0.02, "backward": 0.05, "host": 0.7, "optimizer": 0.1, "other": 0.13}
+
+
+@pytest.mark.parametrize(
+    ("facts", "advised", "kept_back"),
+    [
+        (RunFacts(), "Compile the model (torch.compile), or", "model.compile"),
+        (RunFacts(compiled=True), 'Replay CUDA graphs (torch.compile with mode="reduce-overhead"), or', "Compile"),
+        (RunFacts(keys=RECIPE), "Make the batch larger (data.batch_size), or", "ompile"),
+        (RunFacts(keys=RECIPE | {"model.compile"}), "Compile the model (model.compile=true), or", "torch.compile"),
+        (RunFacts(keys=RECIPE | {"model.compile"}, compiled=True), "Make the batch larger", "ompile"),
+    ],
+)
+def test_a_gpu_that_waits_for_its_host_gets_what_can_be_done_in_this_run(facts, advised, kept_back):
+    verdict = judge(LAUNCHES, facts=facts)
+    assert verdict.headline == "This run waits most for the host to launch kernels: 70% of each step."
+    assert verdict.advice[0].action.startswith(advised)
+    assert kept_back not in verdict.line
+
+
+KEY = re.compile(r"\b(?:data|trainer|strategy|model|checkpoint|profile)\.\w+")
+
+
+@pytest.mark.parametrize("keys", [None, frozenset({"data.num_workers"}), RECIPE])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_no_key_is_named_that_the_recipe_does_not_have(keys, compiled):
+    for strategy in ("AzureMLDDPStrategy", "PipelineStrategy"):
+        for workers in (0, None):
+            facts = RunFacts(keys=keys, compiled=compiled, mfu=0.1, strategy=strategy, loader_workers=workers)
+            parts = [name for name in NAMES if name not in ("forward", "backward")]
+            texts = [each.action for part in parts for each in judge(with_share(part, 0.3), facts=facts).advice]
+            texts += [each.action for each in judge({}, dict.fromkeys(PHASES, 900.0), facts).advice]
+            assert set(KEY.findall(" ".join(texts))) <= (keys or frozenset())
+
+
+def test_compiled_parts_of_a_module_are_found():
+    plain, inside, whole = (torch.nn.Sequential(torch.nn.Linear(2, 2)) for _ in range(3))
+    inside[0].compile()
+    assert not has_compiled_parts(plain)
+    assert has_compiled_parts(inside)
+    assert has_compiled_parts(torch.nn.ModuleList([torch.compile(whole)]))
+    plain.step = torch.compile(lambda value: value)
+    assert has_compiled_parts(plain)
 
 
 def test_parts_of_the_run_are_weighed_against_parts_of_the_step():

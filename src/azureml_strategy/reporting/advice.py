@@ -44,11 +44,19 @@ def facts_of(record: RunRecord) -> RunFacts:
         optimizer=record.run.tags.get("azureml_strategy.optimizer", ""),
         hook=record.run.tags.get("azureml_strategy.longest_hook", ""),
         mfu=record.metric("summary/mfu", "throughput/mfu"),
+        compiled=record.run.tags.get("azureml_strategy.compiled") == "true",
+        keys=_keys(record),
         slow_ranks=slow,
         slow_share=share,
         cost=record.metric("cost/run"),
         currency=record.run.tags.get("cost.currency", "USD"),
     )
+
+
+def _keys(record: RunRecord) -> frozenset[str] | None:
+    """The keys of the run's recipe; None for a script, whose hyperparameters have no sections of a recipe."""
+    names = record.run.params
+    return frozenset(name.replace("/", ".") for name in names) if "trainer/precision" in names else None
 
 
 def _slow_ranks(record: RunRecord) -> tuple[tuple[str, ...], float]:
@@ -153,6 +161,7 @@ _TITLES = {
     "data_wait": "Feed the device faster",
     "copy": "Copy less, or earlier",
     "forward_wait": "Wait less in training_step",
+    "host": "Launch less, or faster",
     "communication": "Talk less, or over a faster network",
     "bubble": "Fill the pipeline",
     "optimizer": "Make the update cheaper",

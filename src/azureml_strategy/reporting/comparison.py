@@ -11,6 +11,7 @@ from azureml_strategy.reporting.collect import RunRecord
 from azureml_strategy.reporting.formats import count, duration, figure, money
 from azureml_strategy.reporting.page import LegendEntry, Page, Section, Table
 from azureml_strategy.reporting.part_charts import PART_COLOURS, bars
+from azureml_strategy.tracking.flops import mfu_text
 from azureml_strategy.tracking.verdict import NAMES
 
 _MOST_CHARTS = 16
@@ -85,7 +86,7 @@ def _figures(records: Sequence[RunRecord]) -> list[list[str]]:
         ("samples per second", lambda record: _text(record.metric(*_RATES))),
         ("per device", lambda record: _text(record.metric(*(f"{name}_per_device" for name in _RATES)))),
         ("step, median ms", lambda record: _text(_times(1000, record.metric("summary/step_time_median_s")))),
-        ("MFU", lambda record: _percent(record.metric("summary/mfu", "throughput/mfu"))),
+        ("MFU", lambda record: _mfu(record.metric("summary/mfu", "throughput/mfu"))),
         ("waiting for data", lambda record: _percent(record.shares.get("data_wait"))),
         ("exposed communication", lambda record: _percent(record.shares.get("communication"))),
         ("goodput", lambda record: _percent(record.metric("time/goodput"))),
@@ -119,6 +120,10 @@ def _text(value: float | None) -> str:
 
 def _percent(value: float | None) -> str:
     return "" if value is None else f"{value:.1%}"
+
+
+def _mfu(value: float | None) -> str:
+    return "" if value is None else mfu_text(value)
 
 
 def _cost(record: RunRecord, name: str) -> str:

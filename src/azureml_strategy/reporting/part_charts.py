@@ -16,6 +16,7 @@ PART_COLOURS: Mapping[str, str] = {
     "forward": "part-compute",
     "forward_wait": "part-save",
     "backward": "part-compute2",
+    "host": "part-start",
     "communication": "part-network",
     "bubble": "part-bubble",
     "optimizer": "part-optimizer",

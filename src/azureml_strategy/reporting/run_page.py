@@ -9,6 +9,7 @@ from azureml_strategy.reporting.collect import RunRecord
 from azureml_strategy.reporting.formats import count, duration, figure, moment, money
 from azureml_strategy.reporting.page import Page, Text, Tile
 from azureml_strategy.reporting.run_sections import run_sections
+from azureml_strategy.tracking.flops import mfu_text
 from azureml_strategy.tracking.verdict import Verdict
 
 _STATUS = {
@@ -90,7 +91,7 @@ def _tiles(record: RunRecord) -> Iterator[Tile]:
         yield Tile("step, median", f"{figure(1000 * median)} ms", f"95% below {figure(1000 * p95)} ms" if p95 else "")
     mfu = record.metric("summary/mfu", "throughput/mfu")
     if mfu is not None:
-        yield Tile("MFU", f"{mfu:.1%}", "of the devices' peak")
+        yield Tile("MFU", mfu_text(mfu), "of the devices' peak")
     goodput = record.metric("time/goodput")
     if goodput is not None:
         yield Tile("goodput", f"{goodput:.0%}", "of the time trained")

@@ -14,6 +14,7 @@ from rich.table import Table
 from azureml_strategy.cluster.job import format_money
 from azureml_strategy.study.options import StudyOptions, count
 from azureml_strategy.study.scaling import Row, Scaling
+from azureml_strategy.tracking.flops import mfu_text
 from azureml_strategy.tracking.tables import print_table
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def study_columns(scaling: Scaling) -> list[Column]:
         Column("per device", lambda row: _text(row.figures.per_device, ",.1f")),
         Column("speed-up", lambda row: _text(row.speed_up, ".2f")),
         Column("efficiency", lambda row: _text(row.efficiency, ".1%")),
-        Column("MFU", lambda row: _text(row.figures.mfu, ".1%")),
+        Column("MFU", lambda row: "" if row.figures.mfu is None else mfu_text(row.figures.mfu)),
         Column(f"{scaling.currency} per 10^6 {unit}", _cost),
         Column("transport", lambda row: row.figures.transport or ""),
         Column("result", lambda row: row.figures.problem),

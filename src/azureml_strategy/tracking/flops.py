@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import re
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from lightning.fabric.utilities.throughput import measure_flops
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
 
 from azureml_strategy.interfaces import CountsFlops, NamesInputs
 
@@ -45,46 +46,99 @@ _PEAKS: dict[str, dict[str, float]] = {
 _KINDS = {"bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "16", "16-true": "16", "32-true": "32"}
 
 
-def peak_flops(device: torch.device, precision: str) -> float | None:
+def peak_flops(device: torch.device, precision: str, convolutions: float = 0.0) -> float | None:
     """Floating-point operations per second that a device can do; None if no peak is known.
 
     Args:
         device: a GPU; a CPU has no peak here.
         precision: one of Lightning's, such as `bf16-mixed`.
+        convolutions: part of the network's operations that are convolutions, 0 to 1. The others are products.
     """
     if device.type != "cuda":
         return None
-    return gpu_peak_flops(torch.cuda.get_device_name(device), precision, torch.get_float32_matmul_precision())
+    name = torch.cuda.get_device_name(device)
+    products, convolved = (
+        gpu_peak_flops(name, precision, each) for each in (products_in_tf32(), convolutions_in_tf32())
+    )
+    if products is None or convolved is None:
+        return None
+    # Times add up, so the mean is harmonic.
+    return 1 / ((1 - convolutions) / products + convolutions / convolved)
 
 
-def gpu_peak_flops(name: str, precision: str, float32_products: str = "highest") -> float | None:
+def products_in_tf32() -> bool:
+    """Whether cuBLAS computes products of float32 matrices in TF32, by whichever of torch's settings was used."""
+    # torch 2.8 has the older setting only. Newer ones refuse to read it once the newer one was set.
+    newer = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
+    return torch.get_float32_matmul_precision() != "highest" if newer is None else newer == "tf32"
+
+
+def convolutions_in_tf32() -> bool:
+    """Whether cuDNN computes convolutions of float32 in TF32, as it does by default."""
+    newer = getattr(getattr(torch.backends.cudnn, "conv", None), "fp32_precision", None)
+    return bool(torch.backends.cudnn.allow_tf32) if newer is None else newer == "tf32"
+
+
+def gpu_peak_flops(name: str, precision: str, tf32: bool = False) -> float | None:
     """The peak of a GPU by its name, such as `NVIDIA H100 80GB HBM3`.
 
     Args:
         name: as the driver reports it.
         precision: one of Lightning's.
-        float32_products: the value of `torch.get_float32_matmul_precision`. All but `highest` allow TF32 in float32
-            products.
+        tf32: whether operations on float32 may be in TF32.
     """
     peaks = next((peaks for pattern, peaks in _PEAKS.items() if re.fullmatch(pattern, name)), {})
     kind = _KINDS.get(precision)
-    if kind == "32" and float32_products != "highest" and "tf32" in peaks:
+    if kind == "32" and tf32 and "tf32" in peaks:
         kind = "tf32"
     return peaks[kind] * _TERA if kind in peaks else None
 
 
-def flops_of(module: LightningModule) -> Callable[[Any], float] | None:
-    """Return a function that counts the operations of training on a batch; None if the module supports no count.
+def mfu_text(mfu: float) -> str:
+    """A utilisation with two significant digits: `0.42%`, `17%`."""
+    percent = 100 * mfu
+    digits = 1 - math.floor(math.log10(percent)) if percent > 0 else 0
+    return f"{percent:.{max(digits, 0)}f}%"
 
-    The function is the module's own `training_flops`; otherwise torch counts, once for each shape of a sample. Call
-    this before the strategy splits the module: the count is of the whole model, whichever rank computes which part.
+
+class Flops(Protocol):
+    """Counts the operations of training on a batch.
+
+    Attributes:
+        convolutions: part of the operations so far that are convolutions, 0 to 1.
+    """
+
+    convolutions: float
+
+    def __call__(self, batch: Any) -> float:
+        """Operations of training on a batch."""
+
+
+def flops_of(module: LightningModule) -> Flops | None:
+    """Return what counts the operations of training on a batch; None if the module supports no count.
+
+    It is the module's own `training_flops`; otherwise torch counts, once for each shape of a sample. Call this before
+    the strategy splits the module: the count is of the whole model, whichever rank computes which part.
 
     Args:
         module: one that is a `CountsFlops` or a `NamesInputs`.
     """
     if isinstance(module, CountsFlops):
-        return module.training_flops
-    return _FlopCounter(module).count if isinstance(module, NamesInputs) else None
+        return _StatedFlops(module)
+    return _FlopCounter(module) if isinstance(module, NamesInputs) else None
+
+
+class _StatedFlops:
+    """What a module says of its operations. Which of them are convolutions is estimated by the sizes of the weights."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        sizes = [(each, weight.numel()) for each in module.modules() for weight in each.parameters(recurse=False)]
+        convolved = sum(size for each, size in sizes if isinstance(each, _ConvNd))
+        self.convolutions = convolved / max(sum(size for _, size in sizes), 1)
+
+    def __call__(self, batch: Any) -> float:
+        return float(self._module.training_flops(batch))
 
 
 class _FlopCounter:
@@ -96,8 +150,9 @@ class _FlopCounter:
     def __init__(self, module: LightningModule) -> None:
         self._model: Any = _on_meta(module)
         self._per_sample: dict[tuple[Any, ...], float] = {}
+        self.convolutions = 0.0
 
-    def count(self, batch: Any) -> float:
+    def __call__(self, batch: Any) -> float:
         """Operations of training on a batch; 0 if they cannot be counted."""
         inputs = self._model.pipeline_batch(batch)[0]
         tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
@@ -108,14 +163,20 @@ class _FlopCounter:
 
     def _measure(self, inputs: Any) -> float:
         without_numbers = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), inputs)
+        counter = FlopCounterMode(display=False)
         try:
-            return measure_flops(self._model, lambda: self._model(without_numbers), _sum)
+            with counter:
+                _sum(self._model(without_numbers)).backward()  # type: ignore[no-untyped-call]
         except Exception as error:  # the user's forward pass may fail in any way on meta tensors: training must go on
             rank_zero_warn(
                 f"No MFU: the forward pass of {type(self._model).__name__} cannot be tried on tensors without numbers "
                 f"({type(error).__name__}: {error}). Give it a training_flops(batch), the operations of a step."
             )
             return 0.0
+        whole = counter.get_total_flops()
+        found = counter.get_flop_counts()["Global"]
+        self.convolutions = sum(flops for name, flops in found.items() if "conv" in str(name)) / max(whole, 1)
+        return whole
 
 
 def _sum(outputs: Any) -> Tensor:

@@ -37,7 +37,15 @@ from azureml_strategy.tracking.run import (
 from azureml_strategy.tracking.sender import send_file
 from azureml_strategy.tracking.store import StoreAwayError, StoreRefusedError, one_attempt_client, store_errors
 from azureml_strategy.tracking.termination import TerminationFlush
-from azureml_strategy.tracking.values import as_number, as_step, as_texts, fit_azure, new_params, type_name
+from azureml_strategy.tracking.values import (
+    as_number,
+    as_step,
+    as_texts,
+    copy_to_host,
+    fit_azure,
+    new_params,
+    type_name,
+)
 from azureml_strategy.tracking.writer import BatchWriter
 
 if TYPE_CHECKING:
@@ -396,6 +404,7 @@ class JobMLFlowLogger(MLFlowLogger):
                 accepted[clean_name(name)] = as_number(value)
             except ValueError as reason:
                 self._warn_once(name, f"Metric {name} is left out here, its value is a {type_name(value)}: {reason}.")
+        copy_to_host(accepted.values())
         return accepted
 
     def _step(self, step: Any, values: dict[str, SupportsFloat]) -> int:

@@ -38,7 +38,7 @@ _LINK_READINGS = 4
 # Windows in the artifact; of two that are joined, the slower times stay.
 _HISTORY = 500
 _CALL_S = 5.0
-_COMPUTING = (Part.FORWARD, Part.BACKWARD, Part.OPTIMIZER)
+_COMPUTING = (Part.FORWARD, Part.BACKWARD, Part.HOST, Part.OPTIMIZER)
 _CALLBACKS = (Part.OTHER, Part.COPY)
 _WAITING = (Part.FORWARD_WAIT, Part.COMMUNICATION, Part.BUBBLE)
 

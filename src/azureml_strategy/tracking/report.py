@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning_utilities.core.rank_zero import rank_zero_only
 from rich.table import Table
+from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -20,6 +21,7 @@ from azureml_strategy.cluster.data_parallel import data_parallel_size
 from azureml_strategy.cluster.job import format_money, read_job
 from azureml_strategy.tracking.cost import CostTracker, find_cost
 from azureml_strategy.tracking.description import markdown_table
+from azureml_strategy.tracking.flops import mfu_text
 from azureml_strategy.tracking.logger import JobMLFlowLogger
 from azureml_strategy.tracking.network import run_network
 from azureml_strategy.tracking.run import RunLocation
@@ -43,11 +45,15 @@ class RunReport(Callback):
 
     Args:
         metrics: names of logged metrics to show; by default those with the name of an accuracy (`acc`, `top1`, ...).
+
+    Attributes:
+        keys: of the recipe that is trained, such as `data.num_workers`, which the verdict may name; None in a script.
     """
 
     def __init__(self, metrics: Sequence[str] | None = None) -> None:
         super().__init__()
         self.metrics = metrics
+        self.keys: frozenset[str] | None = None
         self._started = 0.0
 
     @override
@@ -58,9 +64,12 @@ class RunReport(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        tags = {"azureml_strategy.compiled": str(has_compiled_parts(pl_module)).lower()}
         optimizer = _optimizer(trainer)
-        for logger in self._run_loggers(trainer) if optimizer else ():
-            logger.log_tags({"azureml_strategy.optimizer": optimizer})
+        if optimizer:
+            tags["azureml_strategy.optimizer"] = optimizer
+        for logger in self._run_loggers(trainer):
+            logger.log_tags(tags)
 
     @override
     @rank_zero_only
@@ -69,7 +78,7 @@ class RunReport(Callback):
         summary = throughput.summary() if throughput else None
         if throughput and summary:
             self._log_summary(trainer, summary, throughput.unit)
-        rows, remarks, verdict = self.rows(trainer), self.remarks(trainer), _verdict(trainer)
+        rows, remarks, verdict = self.rows(trainer), self.remarks(trainer), _verdict(trainer, self.keys)
         loggers = self._run_loggers(trainer)
         hook = throughput.longest_hook() if throughput else ""
         for logger in loggers if hook else ():
@@ -131,7 +140,7 @@ class RunReport(Callback):
 
 def _throughput_rows(summary: ThroughputSummary, unit: str, devices: int) -> list[tuple[str, str]]:
     median_ms, p95_ms = 1e3 * summary.step_time_median_s, 1e3 * summary.step_time_p95_s
-    mfu = [("MFU", f"{summary.mfu:.1%}")] if summary.mfu is not None else []
+    mfu = [("MFU", mfu_text(summary.mfu))] if summary.mfu is not None else []
     return [
         (f"{unit}/s", f"{summary.samples_per_second:,.1f}"),
         ("per device", f"{summary.samples_per_second_per_device:,.1f} ({devices} device{'s' * (devices > 1)})"),
@@ -141,7 +150,7 @@ def _throughput_rows(summary: ThroughputSummary, unit: str, devices: int) -> lis
     ]
 
 
-def _verdict(trainer: Trainer) -> Verdict:
+def _verdict(trainer: Trainer, keys: frozenset[str] | None) -> Verdict:
     """What the run waited for most, and what to do about it."""
     throughput, cost, network = find_throughput(trainer), find_cost(trainer), run_network(trainer)
     summary = throughput.summary() if throughput else None
@@ -155,6 +164,8 @@ def _verdict(trainer: Trainer) -> Verdict:
         optimizer=_optimizer(trainer),
         hook=throughput.longest_hook() if throughput else "",
         mfu=summary.mfu if summary else None,
+        compiled=has_compiled_parts(trainer.lightning_module),
+        keys=keys,
         slow_ranks=(slow.place,) if slow else (),
         slow_share=slow.share if slow else 0.0,
         cost=cost.so_far if cost else None,
@@ -162,6 +173,13 @@ def _verdict(trainer: Trainer) -> Verdict:
     )
     seconds = {name: getattr(clock, f"{name}_s") for name in PHASES} if clock else {}
     return judge(summary.shares if summary else {}, seconds, facts)
+
+
+def has_compiled_parts(module: nn.Module) -> bool:
+    """Whether torch.compile was given the module, one inside it, or a function that one of them has for its own."""
+    return any(
+        hasattr(value, "_torchdynamo_orig_callable") for each in module.modules() for value in vars(each).values()
+    )
 
 
 def _optimizer(trainer: Trainer) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers import Logger
@@ -14,20 +15,13 @@ from typing_extensions import override
 
 from azureml_strategy.cluster.job import read_job
 from azureml_strategy.lightning_internals import is_interactive
+from azureml_strategy.tracking.device_meter import DeviceMeter
 from azureml_strategy.tracking.logger import JobMLFlowLogger
 from azureml_strategy.tracking.rank_times import RankTimes
 from azureml_strategy.tracking.slow_ranks import Slowest
 from azureml_strategy.tracking.span_profiler import install, remove
 from azureml_strategy.tracking.step_breakdown import Breakdown, Phase
-from azureml_strategy.tracking.step_meters import (
-    DeviceMeter,
-    HostMeter,
-    Meter,
-    Part,
-    PlainMeter,
-    ReducerTimes,
-    host_meter,
-)
+from azureml_strategy.tracking.step_meters import HostMeter, Meter, Part, PlainMeter, ReducerTimes, host_meter
 from azureml_strategy.tracking.step_timer import Clock, Step
 from azureml_strategy.tracking.time_budget import STEPS_DONE, TimeBudget, WallClock, process_age_s
 
@@ -122,19 +116,16 @@ class RunBreakdown:
         if self._trains:
             self.breakdown.begin(Phase.TRAINING)
 
-    def window(self, steps: list[Step], step: int) -> list[Step]:
-        """Take the steps of a window, tell the other ranks, and return the steps with what only the reducer knows."""
-        steps = self.with_reducer(steps)
+    def window(self, steps: list[Step], step: int) -> None:
+        """Tell the other ranks of a window's steps."""
         if self._ranks is not None and steps:
             self._ranks.add(steps, step)
-        return steps
 
-    def with_reducer(self, steps: list[Step]) -> list[Step]:
-        """The steps, with the exposed communication that only DDP's reducer can tell from the backward pass."""
-        if self._reducer is None or not steps:
-            return steps
-        share = self._reducer.exposed_share()
-        return [step._replace(parts=_exposed(step.parts, share)) for step in steps]
+    def ask_reducer(self) -> None:
+        """Have the steps that are read next show the exposed communication that only DDP's reducer can tell."""
+        meter = self.breakdown.meter
+        if self._reducer is not None and isinstance(meter, DeviceMeter):
+            meter.exposed_share = self._reducer.exposed_share()
 
     def last_step_done(self, trainer: Trainer) -> None:
         """The last step is done; the other ranks may still be in theirs."""
@@ -201,20 +192,12 @@ class RunBreakdown:
         if device == "cuda":
             if isinstance(model, DistributedDataParallel):
                 self._reducer = ReducerTimes(lambda: trainer.strategy.model, every or _UNLOGGED_STEPS)
-            return DeviceMeter(clock)
+            return DeviceMeter(clock, torch.cuda._sleep)
         if device != "cpu" or not self._is_real:
             return PlainMeter()
         # DDP sends in the forward pass only to make buffers alike, such as those of BatchNorm.
         forward_sends = not isinstance(model, DistributedDataParallel) or bool(model.will_sync_module_buffers())  # type: ignore[no-untyped-call]
         return host_meter(trainer.world_size, forward_sends)
-
-
-def _exposed(parts: Sequence[float], share: float) -> list[float]:
-    """The parts of a step of whose backward pass this share was exposed communication."""
-    found = list(parts)
-    found[Part.BACKWARD] = (1 - share) * parts[Part.BACKWARD]
-    found[Part.COMMUNICATION] += share * parts[Part.BACKWARD]
-    return found
 
 
 def _steps_before(trainer: Trainer, loggers: Sequence[Logger]) -> float:

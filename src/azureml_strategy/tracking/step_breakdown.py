@@ -194,12 +194,19 @@ class Breakdown:
         self.totals[self.route[self.part]] += now - self.since
         self.last = self.since = now
 
-    def cut_step(self) -> Any:
-        """A step ends now, and the next one begins: what the meter keeps of it."""
+    def cut_step(self, end: Any = None) -> Any:
+        """A step ends now, and the next one begins: what the meter keeps of it.
+
+        Args:
+            end: this moment on the clock that measures steps; by default the meter records it.
+
+        Returns:
+            The step, for `meter`; None for one that must not count.
+        """
         self.flush()
         parts = list(map(sub, self.totals, self._cut_at))
         self._cut_at = self.totals.copy()
-        return self.meter.cut(parts)
+        return self.meter.cut(parts, end)
 
     def longest_hook(self) -> tuple[str, Line] | None:
         """The hook of a callback or module that took longest of those in steps, and its name: `Ema.on_train_batch_end`.

@@ -1,37 +1,35 @@
-"""What a step is spent on, and how to measure it: the host's clock, the kernel's for a CPU, or events on a GPU."""
+"""What a step is spent on, and how a CPU's is measured: by the host's clock and the kernel's."""
 
 from __future__ import annotations
 
 import os
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from enum import IntEnum
-from itertools import pairwise
 from typing import Any, Protocol
 
 from torch.nn.parallel import DistributedDataParallel
 
-from azureml_strategy.tracking.step_timer import Clock
-
 
 class Part(IntEnum):
-    """What time is spent on. The first nine are parts of a step."""
+    """What time is spent on. The first ten are parts of a step."""
 
     DATA_WAIT = 0
     COPY = 1
     FORWARD = 2
     FORWARD_WAIT = 3
     BACKWARD = 4
-    COMMUNICATION = 5
-    BUBBLE = 6
-    OPTIMIZER = 7
-    OTHER = 8
-    STARTUP = 9
-    VALIDATION = 10
-    CHECKPOINT = 11
-    ENDING = 12
+    HOST = 5
+    COMMUNICATION = 6
+    BUBBLE = 7
+    OPTIMIZER = 8
+    OTHER = 9
+    STARTUP = 10
+    VALIDATION = 11
+    CHECKPOINT = 12
+    ENDING = 13
 
     @property
     def label(self) -> str:
@@ -39,7 +37,7 @@ class Part(IntEnum):
         return self.name.lower()
 
 
-STEP_PARTS = tuple(Part)[:9]
+STEP_PARTS = tuple(Part)[:10]
 # A thread that was off its core for less has waited for nobody. Then the queue, the dearer to read, is not asked.
 _NO_WAIT_S = 10e-6
 
@@ -55,18 +53,22 @@ class Meter(Protocol):
     def leave(self) -> None:
         """The innermost main span ends."""
 
-    def cut(self, host: list[float]) -> Any:
+    def cut(self, host: list[float], end: Any = None) -> Any:
         """A step ends, and the next one begins.
 
         Args:
             host: seconds of each part of the step, by the host's clock. It belongs to the meter from now on.
+            end: the step's end, on the clock that measures steps; by default now.
 
         Returns:
-            The step, for `seconds`.
+            The step, for `seconds`; None for one that must not count, since it was measured in a way of its own.
         """
 
+    def moments(self, step: Any) -> Iterable[Any]:
+        """What the device must have passed before the times of a step can be read."""
+
     def seconds(self, step: Any) -> list[float]:
-        """Seconds of each part of a step that the device has finished."""
+        """Seconds of each part of a step, all of whose `moments` have passed."""
 
 
 class HostMeter:
@@ -114,7 +116,7 @@ class HostMeter:
         self._read()
         self._inside.pop()
 
-    def cut(self, host: list[float]) -> list[float]:
+    def cut(self, host: list[float], end: Any = None) -> list[float]:
         """A step ends. What the thread slept in forward, backward and optimizer, it waited."""
         for part, wait in self._waits.items():
             waited = max(0.0, min(self._slept[part], host[part]))
@@ -123,8 +125,12 @@ class HostMeter:
         self._slept = [0.0] * len(Part)
         return host
 
+    def moments(self, step: list[float]) -> Iterable[Any]:
+        """None: its times are known."""
+        return ()
+
     def seconds(self, step: list[float]) -> list[float]:
-        """The step itself: its times are known."""
+        """The step itself."""
         return step
 
     def _read(self) -> None:
@@ -149,59 +155,17 @@ class PlainMeter:
     def leave(self) -> None:
         """Do nothing."""
 
-    def cut(self, host: list[float]) -> list[float]:
+    def cut(self, host: list[float], end: Any = None) -> list[float]:
         """The host's times."""
         return host
+
+    def moments(self, step: list[float]) -> Iterable[Any]:
+        """None: its times are known."""
+        return ()
 
     def seconds(self, step: list[float]) -> list[float]:
         """The step itself."""
         return step
-
-
-class DeviceMeter:
-    """Records the ends of the main spans in the GPU's stream, so that the times are the GPU's.
-
-    The host queues work far ahead of the GPU. A part gets the time between its marks on the GPU, so that a wait for
-    data shows up only if the GPU had nothing else to do.
-
-    Args:
-        clock: records the moments.
-    """
-
-    parts = frozenset(
-        {
-            *(Part.DATA_WAIT, Part.COPY, Part.FORWARD, Part.BACKWARD),
-            *(Part.OPTIMIZER, Part.BUBBLE, Part.COMMUNICATION),
-        }
-    )
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._inside = [Part.OTHER]
-        self._marks: list[tuple[Any, Part]] = [(clock.now(), Part.OTHER)]
-
-    def enter(self, part: Part) -> None:
-        """A main span begins."""
-        self._inside.append(part)
-        self._marks.append((self._clock.now(), part))
-
-    def leave(self) -> None:
-        """The innermost main span ends."""
-        self._inside.pop()
-        self._marks.append((self._clock.now(), self._inside[-1]))
-
-    def cut(self, host: list[float]) -> list[tuple[Any, Part]]:
-        """A step ends: its marks, with one at its end."""
-        end = self._clock.now()
-        marks, self._marks = self._marks, [(end, self._inside[-1])]
-        return [*marks, (end, Part.OTHER)]
-
-    def seconds(self, step: list[tuple[Any, Part]]) -> list[float]:
-        """The time between the marks."""
-        found = [0.0] * len(Part)
-        for (start, part), (end, _) in pairwise(step):
-            found[part] += self._clock.seconds(start, end)
-        return found
 
 
 def host_meter(world_size: int, forward_sends: bool = True) -> Meter:

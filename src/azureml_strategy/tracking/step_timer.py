@@ -94,6 +94,10 @@ class Step(NamedTuple):
     parts: Sequence[float] = ()
 
 
+# Samples, FLOPs, moments, and what the meter keeps.
+_Done = tuple[int, float, list[Any], Any]
+
+
 class StepRecorder:
     """Turns the moments of a training loop into steps.
 
@@ -107,16 +111,17 @@ class StepRecorder:
 
     def __init__(self, clock: Clock, breakdown: Breakdown | None = None) -> None:
         self._clock = clock
-        self._done: deque[tuple[int, float, list[Any], Any]] = deque()
+        self._done: deque[_Done] = deque()
         self._breakdown = breakdown
         self._begin(clock.now())
 
     def resume(self) -> None:
         """Training resumes after a pause. The time before belongs to no step."""
         interrupted = len(self._moments) > 1
+        moment = self._clock.now()
         if self._breakdown is not None:
-            self._breakdown.cut_step()
-        self._begin(self._clock.now())
+            self._breakdown.cut_step(moment)
+        self._begin(moment)
         self._whole = not interrupted
 
     def discard_step(self) -> None:
@@ -135,8 +140,8 @@ class StepRecorder:
 
     def step_done(self, keep: bool) -> None:
         """The last batch was the last one of its step; `keep` is False during the warm-up."""
-        parts = self._breakdown.cut_step() if self._breakdown is not None else None
-        if keep and self._whole:
+        parts = self._breakdown.cut_step(self._moments[-1]) if self._breakdown is not None else None
+        if keep and self._whole and (parts is not None or self._breakdown is None):
             self._done.append((self._samples, self._flops, self._moments, parts))
         self._begin(self._moments[-1])
 
@@ -147,12 +152,18 @@ class StepRecorder:
             wait: make the host wait for the steps that the device has yet to finish; otherwise a later call returns
                 them.
         """
-        if wait and self._done:
-            self._clock.wait_for(self._done[-1][2][-1])
+        for done in self._done if wait else ():
+            for moment in self._moments_of(done):
+                self._clock.wait_for(moment)
         steps = []
-        while self._done and self._clock.has_passed(self._done[0][2][-1]):
+        # All of a step's moments: a script may have switched streams within it, so that the last is not reached last.
+        while self._done and all(map(self._clock.has_passed, self._moments_of(self._done[0]))):
             steps.append(self._measure(*self._done.popleft()))
         return steps
+
+    def _moments_of(self, done: _Done) -> list[Any]:
+        _, _, moments, parts = done
+        return [*moments, *(self._breakdown.meter.moments(parts) if self._breakdown is not None else ())]
 
     def _begin(self, moment: Any) -> None:
         # The start of the step; then for each batch, when it was ready and when it was done.

@@ -143,7 +143,7 @@ def summarize(
 
 
 # Shown only where there is some.
-_RARE = (Part.FORWARD_WAIT, Part.BUBBLE)
+_RARE = (Part.FORWARD_WAIT, Part.HOST, Part.BUBBLE)
 
 
 def _shares(parts: Sequence[float], unknown: frozenset[Part]) -> dict[str, float]:

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from azureml_strategy.cluster.data_parallel import data_parallel_size
 from azureml_strategy.lightning_internals import accumulates, logged_step
-from azureml_strategy.tracking.flops import flops_of, peak_flops
+from azureml_strategy.tracking.flops import Flops, flops_of, peak_flops
 from azureml_strategy.tracking.run_breakdown import RunBreakdown
 from azureml_strategy.tracking.slow_ranks import Slowest
 from azureml_strategy.tracking.step_meters import STEP_PARTS, Part
@@ -129,8 +129,7 @@ class ThroughputCallback(Callback):
         self._step_times = array("d")  # 8 bytes a step: a million steps are 8 MB
         self._steps = 0
         self._ranks = self._replicas = 1
-        self._peak: float | None = None
-        self._flops: Callable[[Any], float] | None = None
+        self._flops: Flops | None = None
 
     @property
     def measures(self) -> bool:
@@ -146,8 +145,11 @@ class ThroughputCallback(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         # The module is still whole here: the strategy splits it later.
-        self._peak = self.peak_flops or peak_flops(trainer.strategy.root_device, str(trainer.precision))
-        self._flops = flops_of(pl_module) if self._peak and stage == "fit" else None
+        device, precision = trainer.strategy.root_device, str(trainer.precision)
+        self._flops = None
+        if stage == "fit" and (self.peak_flops or peak_flops(device, precision)):
+            self._flops = flops_of(pl_module)
+        self._device, self._precision = device, precision
         if stage == "fit":
             # Here, since a fit whose steps are all done already starts no training.
             self._totals, self._step_times, self._steps, self.latest = Totals(), array("d"), 0, None
@@ -212,9 +214,10 @@ class ThroughputCallback(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._breakdown is not None:
+            self._breakdown.ask_reducer()
         steps = self._recorder.take(wait=True)
         if self._breakdown is not None:
-            steps = self._breakdown.with_reducer(steps)
             self._breakdown.last_step_done(trainer)
         self._account(trainer, steps)
         if self._breakdown is not None:
@@ -248,9 +251,11 @@ class ThroughputCallback(Callback):
             self._breakdown.close()
 
     def _close_window(self, trainer: Trainer, step: int) -> None:
+        if self._breakdown is not None:
+            self._breakdown.ask_reducer()
         steps = self._recorder.take()
         if self._breakdown is not None:
-            steps = self._breakdown.window(steps, step)
+            self._breakdown.window(steps, step)
         totals = self._account(trainer, steps)
         if not steps:
             return
@@ -286,13 +291,19 @@ class ThroughputCallback(Callback):
         self._totals = self._totals.plus(totals)
         return totals
 
+    def _peak_flops(self) -> float | None:
+        """Of one device, at this run's precision and for the operations of its network."""
+        if self._flops is None or self.peak_flops:
+            return self.peak_flops
+        return peak_flops(self._device, self._precision, self._flops.convolutions)
+
     def _summarize(self, totals: Totals, step_times: Sequence[float]) -> ThroughputSummary:
         return summarize(
             totals,
             step_times,
             ranks=self._ranks,
             replicas=self._replicas,
-            peak_flops=self._peak,
+            peak_flops=self._peak_flops(),
             unknown=self._unknown,
         )
 

@@ -6,7 +6,7 @@ import math
 import operator
 import warnings
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, SupportsFloat
 
 import torch
@@ -20,26 +20,51 @@ _STEPS = range(-(2**63), 2**63)
 
 
 class DeviceValue:
-    """A number that a GPU may still be computing.
-
-    The constructor queues a copy behind the work that computes the number, and returns at once.
+    """A number that a GPU may still be computing, until `copy_to_host` and for a while after it.
 
     Args:
-        tensor: has one element and is on a CUDA device; the caller may change it in place afterwards.
+        tensor: has one element and is on a CUDA device.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._copy = tensor.detach().clone()
-        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._copied.record()
+        self._tensor = tensor.detach()
+        self._copied: torch.cuda.Event | None = None
+
+    @property
+    def kind(self) -> tuple[torch.device, torch.dtype]:
+        """Values of one kind are copied at once."""
+        return self._tensor.device, self._tensor.dtype
 
     def __float__(self) -> float:
+        if self._copied is None:
+            copy_to_host([self])
+        assert self._copied is not None
         self._copied.synchronize()
-        return float(self._copy)
+        return float(self._tensor)
+
+
+def copy_to_host(values: Iterable[Any]) -> None:
+    """Queue copies of those among the values that are a `DeviceValue`, and return at once.
+
+    All of one kind are one copy into pinned memory, behind the work that computes them and before whatever the caller
+    queues next: reading one later waits for this copy and not for that. The caller may change the tensors in place.
+    """
+    kinds: dict[tuple[torch.device, torch.dtype], list[DeviceValue]] = {}
+    for each in values:
+        if isinstance(each, DeviceValue) and each._copied is None:
+            kinds.setdefault(each.kind, []).append(each)
+    for (device, _), alike in kinds.items():
+        with torch.cuda.device(device):
+            joined = torch.stack([each._tensor.reshape(()) for each in alike])
+            on_host = joined.to("cpu", non_blocking=True)  # which is pinned, as torch does it for such a copy
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record()
+        for each, number in zip(alike, on_host.unbind(), strict=True):
+            each._tensor, each._copied = number, copied
 
 
 def as_number(value: Any) -> SupportsFloat:
-    """Convert a value to a float, or to an object that reads a GPU tensor's current value later.
+    """Convert a value to a float, or to a `DeviceValue`, for `copy_to_host`, that reads a GPU tensor's value later.
 
     `float()` of that object waits for the GPU; this function does not. NaN and infinity are numbers, and so are True
     and False: 1.0 and 0.0.

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from azureml_strategy.cluster.job import format_money
+from azureml_strategy.tracking.flops import mfu_text
 
 # A smaller part is not worth a change: it is within the spread between two runs of the same configuration.
 _WORTH_IT = 0.05
@@ -21,8 +22,15 @@ GOOD_MFU = 0.4
 https://arxiv.org/abs/2204.02311)."""
 FUSED = ("Adam", "AdamW", "SGD")
 """Optimizers of torch that take `fused=True` on a CPU and on a GPU."""
-_WAITING = ("data_wait", "copy", "forward_wait", "communication", "bubble", "optimizer", "other")
+_WAITING = ("data_wait", "copy", "forward_wait", "host", "communication", "bubble", "optimizer", "other")
 _COMPUTING = ("forward", "backward")
+# Keys that advice on a run's parts names. A script has arguments of the same names.
+_RUN_KEYS = frozenset(
+    {
+        *("trainer.check_val_every_n_epoch", "trainer.limit_val_batches"),
+        *("checkpoint.every_minutes", "checkpoint.asynchronous"),
+    }
+)
 _OUTSIDE = ("startup", "validation", "checkpoint", "redone", "other")
 
 NAMES: Mapping[str, str] = {
@@ -31,6 +39,7 @@ NAMES: Mapping[str, str] = {
     "forward": "forward",
     "forward_wait": "waiting in forward",
     "backward": "backward",
+    "host": "waiting for the host",
     "communication": "exposed communication",
     "bubble": "pipeline bubble",
     "optimizer": "optimizer",
@@ -62,6 +71,8 @@ class RunFacts:
         optimizer: class of the optimizer, such as `SGD`, or `SGD(fused=True)` if it is fused already.
         hook: that most of what belongs to no other part of a step went into: `Ema.on_train_batch_end, 4.1 ms a call`.
         mfu: model FLOPs utilisation, 0 to 1.
+        compiled: whether torch.compile is used for the module or parts of it.
+        keys: of the recipe, such as `data.num_workers`; None for a script, to which no key is named.
         slow_ranks: each rank that holds up the others, in words: `rank 3 (node-1, cuda:0)`.
         slow_share: part of a step for which the others wait for the slow ranks, 0 to 1.
         cost: of the run so far.
@@ -76,10 +87,28 @@ class RunFacts:
     optimizer: str = ""
     hook: str = ""
     mfu: float | None = None
+    compiled: bool = False
+    keys: frozenset[str] | None = None
     slow_ranks: tuple[str, ...] = ()
     slow_share: float = 0.0
     cost: float | None = None
     currency: str = "USD"
+
+    def way(self, key: str, value: str, otherwise: str) -> str:
+        """How to set something here: by its key where the recipe has it, else in Python.
+
+        Args:
+            key: of a recipe.
+            value: to set; empty if only the key is named.
+            otherwise: what a script writes.
+        """
+        if self.keys is None or key not in self.keys:
+            return otherwise
+        return f"{key}={value}" if value else key
+
+    def can(self, key: str) -> bool:
+        """Whether something that has this key in recipes can be done here: in a script, or by the key."""
+        return self.keys is None or key in self.keys
 
 
 @dataclass(frozen=True)
@@ -93,6 +122,7 @@ class Advice:
         why: one sentence.
         action: what to try: one or two sentences.
         saving: money that the run would have saved at most, with its currency; empty if the cost is not known.
+        is_bound: whether `share` is known to bound the gain. What a network can reach at most is not known.
     """
 
     part: str
@@ -101,6 +131,7 @@ class Advice:
     why: str
     action: str
     saving: str = ""
+    is_bound: bool = True
 
     @property
     def speed_up(self) -> float:
@@ -109,7 +140,9 @@ class Advice:
 
     @property
     def gain(self) -> str:
-        """The gain in percent and money, as a sentence."""
+        """The gain in percent and money, as a sentence; empty if nothing bounds it."""
+        if not self.is_bound:
+            return ""
         percent = 100 * (self.speed_up - 1)
         money = f", {self.saving} less for this run" if self.saving else ""
         return f"At most {percent:.0f}% faster{money}."
@@ -121,7 +154,7 @@ class Verdict:
 
     Attributes:
         headline: one sentence: what the run waits for most, or that it does not wait.
-        advice: what to try, the largest gain first; empty if nothing is worth it or nothing was measured.
+        advice: what to try, the largest wait first and computing last; empty if nothing is worth it, or was measured.
         measured: whether the run says where its time goes.
     """
 
@@ -138,7 +171,7 @@ class Verdict:
     def line(self) -> str:
         """The verdict for a console or a tag: the headline, what to try and the gain."""
         first = self.advice[0] if self.advice else None
-        return f"{self.headline} {first.action} {first.gain}" if first else self.headline
+        return " ".join(filter(None, (self.headline, first.action, first.gain))) if first else self.headline
 
 
 def judge(
@@ -157,7 +190,8 @@ def judge(
     if not shares and not times:
         return Verdict("This run did not measure where its time goes.", measured=False)
     found = [*_of_steps(shares, _training_share(times), facts), *_of_run(times, facts)]
-    worth = sorted((each for each in found if each.share >= _WORTH_IT), key=lambda each: -each.share)
+    worth = [each for each in found if each.share >= _WORTH_IT]
+    worth.sort(key=lambda each: (each.part == "computing", -each.share))
     return Verdict(_headline(worth, shares), tuple(worth))
 
 
@@ -199,7 +233,7 @@ def _of_steps(shares: Mapping[str, float], training: float, facts: RunFacts) -> 
     if facts.mfu is not None and computing > facts.mfu / GOOD_MFU:
         # The step would still take as long as its FLOPs take at a good utilisation.
         share = (computing - facts.mfu / GOOD_MFU) * training
-        yield _advice("computing", share, f"MFU is {facts.mfu:.0%}", *_computing(facts), facts)
+        yield Advice("computing", share, f"MFU is {mfu_text(facts.mfu)}", *_computing(facts), is_bound=False)
 
 
 def _of_run(times: Mapping[str, float], facts: RunFacts) -> Iterator[Advice]:
@@ -207,7 +241,10 @@ def _of_run(times: Mapping[str, float], facts: RunFacts) -> Iterator[Advice]:
         if name in times:
             share = times[name] / sum(times.values())
             what = f"{PHASES[name]}: {share:.0%} of its time"
-            yield _advice(f"run_{name}" if name == "other" else name, share, what, *_RUN_ADVICE[name], facts)
+            why, action = _RUN_ADVICE[name]
+            for key in _RUN_KEYS - (facts.keys or frozenset()):
+                action = action.replace(key, key.partition(".")[2])
+            yield _advice(f"run_{name}" if name == "other" else name, share, what, why, action, facts)
 
 
 def _advice(part: str, share: float, what: str, why: str, action: str, facts: RunFacts) -> Advice:
@@ -231,6 +268,7 @@ _WAITED_FOR = {
     "data_wait": "data",
     "copy": "copies to the device",
     "forward_wait": "something in training_step",
+    "host": "the host to launch kernels",
     "communication": "gradients from other ranks",
     "bubble": "other pipeline stages",
     "optimizer": "the optimizer",
@@ -242,11 +280,13 @@ def _data_wait(facts: RunFacts) -> tuple[str, str]:
     workers = facts.loader_workers
     if workers == 0:
         why = "The loader has no workers, so batches are prepared between the steps."
-        return why, "Give it workers: data.num_workers=4, or DataLoader(num_workers=4, persistent_workers=True)."
+        way = facts.way("data.num_workers", "4", "DataLoader(num_workers=4, persistent_workers=True)")
+        return why, f"Give it workers: {way}."
     many = "the loader" if workers is None else f"the loader, with {workers} worker{'s' * (workers > 1)} a rank,"
     return (
         f"The device is idle while {many} prepares the next batch.",
-        "Raise data.num_workers, and read from the node's own disk or from packed files instead of many small ones.",
+        f"Raise {facts.way('data.num_workers', '', 'the num_workers of the DataLoader')}, and read from the node's own "
+        "disk or from packed files instead of many small ones.",
     )
 
 
@@ -261,28 +301,65 @@ def _forward_wait(facts: RunFacts) -> tuple[str, str]:
     return (
         "The training thread sleeps in training_step, which sends no gradients: it waits for files, a process, a lock, "
         "or for other ranks in a collective of its own.",
-        "Move reading into the data set, and use self.log(sync_dist=True) once an epoch. profile.steps shows where.",
+        "Move reading into the data set, and use self.log(sync_dist=True) once an epoch. "
+        f"{_profile(facts)} shows where.",
     )
+
+
+def _profile(facts: RunFacts) -> str:
+    return facts.way("profile.steps", "", "The callback ProfileSteps")
+
+
+def _host(facts: RunFacts) -> tuple[str, str]:
+    why = "In forward and backward the GPU has done what it was given, and waits for Python to launch the next kernels."
+    ways = []
+    if not facts.compiled and facts.can("model.compile"):
+        ways.append(f"compile the model ({facts.way('model.compile', 'true', 'torch.compile')})")
+    elif facts.compiled and facts.keys is None:
+        ways.append('replay CUDA graphs (torch.compile with mode="reduce-overhead")')
+    ways.append(f"make the batch larger{_batch_size(facts)}")
+    ways.append("call fewer hooks and small operations in forward")
+    return why, f"{_sentence(ways)} {_profile(facts)} shows what is launched."
+
+
+def _batch_size(facts: RunFacts) -> str:
+    return " (data.batch_size)" if facts.keys and "data.batch_size" in facts.keys else ""
+
+
+def _sentence(ways: list[str]) -> str:
+    """What to try, the first way first."""
+    text = ", or ".join(ways)
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def _communication(facts: RunFacts) -> tuple[str, str]:
     why = "Nothing computes while gradients are under way, so the network is slower than the backward pass."
+    compress = _compress(facts)
     if facts.nodes > 1 and facts.transport in ("socket", "roce", "ofi"):
         why = f"Traffic between nodes goes over {facts.transport} and not over InfiniBand."
-        return why, "Run `azureml-strategy doctor`, or take a VM size with InfiniBand. Else compress: " + _COMPRESS
-    if "ddp" in facts.strategy.lower():
-        return why, "Compress the gradients: " + _COMPRESS + " Larger batches talk less often."
+        other = f" Else compress: {compress}" if compress else ""
+        return why, f"Run `azureml-strategy doctor`, or take a VM size with InfiniBand.{other}"
+    if compress:
+        return why, f"Compress the gradients: {compress} Larger batches talk less often."
     return why, "Larger batches talk less often; what talks most belongs inside a node. " + _CHECK_NETWORK
 
 
-_COMPRESS = "strategy.gradient_compression=bf16, and larger buckets: strategy.bucket_cap_mb=100."
+def _compress(facts: RunFacts) -> str:
+    """How to send less under DDP; empty under what has no such settings."""
+    if "ddp" not in facts.strategy.lower() or not facts.can("strategy.gradient_compression"):
+        return ""
+    less = facts.way("strategy.gradient_compression", "bf16", 'AzureMLDDPStrategy(gradient_compression="bf16")')
+    return f"{less}, and larger buckets: {facts.way('strategy.bucket_cap_mb', '100', 'bucket_cap_mb=100')}."
+
+
 _CHECK_NETWORK = "Check the links with `azureml-strategy bench`."
 
 
 def _bubble(facts: RunFacts) -> tuple[str, str]:
     return (
         "The stages have nothing to do while the pipeline fills and drains.",
-        "Cut the batch into more micro-batches (strategy.micro_batches), or use fewer stages.",
+        f"Cut the batch into more micro-batches ({facts.way('strategy.micro_batches', '', 'micro_batches')}), "
+        "or use fewer stages.",
     )
 
 
@@ -302,7 +379,8 @@ def _other(facts: RunFacts) -> tuple[str, str]:
         return "Most of this time is in one hook.", f"Look at {facts.hook}: have it do less, or only every few steps."
     return (
         "This time is between the parts: callbacks, loggers, `.item()` calls and other Python.",
-        "Log less often (trainer.log_every_n_steps), and look for the callback that takes long with profile.steps.",
+        f"Log less often ({facts.way('trainer.log_every_n_steps', '', 'log_every_n_steps of the Trainer')}). "
+        f"{_profile(facts)} shows the callback that takes long.",
     )
 
 
@@ -310,6 +388,7 @@ _STEP_ADVICE: Mapping[str, Callable[[RunFacts], tuple[str, str]]] = {
     "data_wait": _data_wait,
     "copy": _copy,
     "forward_wait": _forward_wait,
+    "host": _host,
     "communication": _communication,
     "bubble": _bubble,
     "optimizer": _optimizer,
@@ -340,9 +419,14 @@ _RUN_ADVICE: Mapping[str, tuple[str, str]] = {
 
 
 def _computing(facts: RunFacts) -> tuple[str, str]:
-    half = "bf16" in facts.precision or "16" in facts.precision
-    precision = "" if half else "Use trainer.precision=bf16-mixed. "
+    ways = []
+    if "16" not in facts.precision:
+        ways.append(f"use {facts.way('trainer.precision', 'bf16-mixed', 'precision=bf16-mixed')}")
+    if not facts.compiled and facts.can("model.compile"):
+        ways.append(f"compile the model ({facts.way('model.compile', 'true', 'torch.compile')})")
+    ways.append(f"make the batch larger{_batch_size(facts)} until memory is full")
     return (
-        f"The device computes, but large trainings get {GOOD_MFU:.0%} of its peak.",
-        f"{precision}Make the batch larger until memory is full, and compile the model (torch.compile).",
+        f"Large language models get {GOOD_MFU:.0%} of a device's peak; a network that memory bounds gets less of it, "
+        "whatever is done.",
+        _sentence(ways),
     )

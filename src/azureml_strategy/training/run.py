@@ -34,6 +34,8 @@ from azureml_strategy.preemption.termination import TerminateTogether
 from azureml_strategy.strategies.process_group import end_process_group, note_failure, own_process_group
 from azureml_strategy.tracking import JobMLFlowLogger, JobWandbLogger
 from azureml_strategy.tracking.job_tracking import JobThroughput, JobTracking
+from azureml_strategy.tracking.report import RunReport
+from azureml_strategy.tracking.values import as_texts
 from azureml_strategy.training.checks import check_config
 from azureml_strategy.training.recipes import RecipeError
 from azureml_strategy.training.run_page import ARTIFACT, config_text, page_name, page_tags
@@ -173,6 +175,9 @@ def _begin_record(trainer: Trainer, config: DictConfig, command: str | None) -> 
     """Record what is run, in every logger."""
     name, tags = page_name(), page_tags(command) if trainer.is_global_zero else {}
     params = redact("", hyperparameters(config))
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, RunReport):
+            callback.keys = frozenset(name.replace("/", ".") for name in as_texts(params))
     for logger in trainer.loggers:
         if isinstance(logger, (JobMLFlowLogger, JobWandbLogger)):
             logger.suggest(name, tags)

@@ -1,0 +1,267 @@
+"""Measures the parts of a step on a GPU, and how much of forward and backward the GPU waits for the host."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from azureml_strategy.tracking.step_meters import Part
+from azureml_strategy.tracking.step_timer import Clock
+
+LAUNCHED = frozenset({Part.FORWARD, Part.BACKWARD})
+"""The parts in which a GPU may wait for the host to launch the next kernel."""
+# The first held step, and the longest distance between two. The distance doubles, so that few are held.
+_FIRST, _RAREST = 8, 1024
+# Seconds that all holds may take: in any run, and of each second that it trains.
+_FREE_S, _SHARE = 0.25, 0.005
+# A hold outlasts the host's work by this factor, which doubles while the host is not done, and by these seconds.
+_MARGIN, _MOST_MARGIN, _EXTRA_S = 1.5, 6.0, 2e-4
+# Cycles of the hold that tells how fast the GPU counts them: 0.1 ms at 1 GHz.
+_TRIAL = 100_000
+# Held steps whose times are averaged.
+_KEPT = 4
+
+Interval = tuple[Part, int]
+"""The part of an interval between two marks, and how many of this part came before it in its step."""
+
+
+class Mark(NamedTuple):
+    """The beginning of an interval of a step.
+
+    Attributes:
+        moment: on the device.
+        part: of the time until the next mark.
+        at: when the host recorded it, in seconds.
+        ahead: the device had yet to come to the mark before. So all that lies between was launched before the device
+            began with it, and the device had no reason to wait.
+    """
+
+    moment: Any
+    part: Part
+    at: float
+    ahead: bool
+
+
+class KernelTimes:
+    """What the intervals of forward and backward take on a GPU that does not wait for its host.
+
+    Events alone do not tell: between two of them, a GPU that keeps up with the host may compute all the time or hardly
+    ever. So now and then a step is held: before each interval the GPU spins in one thread until the host has launched
+    all of the interval. Then it computes without a break, and the events have the time that the kernels take.
+
+    A held step costs what the host needs for one. The second is held after twice as many steps as the first, and so on.
+    All holds together take a quarter of a second and 0.5 % of the time at most. A run whose host is ahead is not held.
+
+    Args:
+        clock: records the moments.
+        hold: has the device spin for a number of its cycles, behind what is queued. None holds no step.
+        read: the host's clock, in seconds.
+    """
+
+    def __init__(self, clock: Clock, hold: Callable[[int], None] | None, read: Callable[[], float]) -> None:
+        self._clock, self._hold, self._read = clock, hold, read
+        self._begun = read()
+        self._spent_s = 0.0
+        self._due = _FIRST
+        self._margin = _MARGIN
+        self._hz: float | None = None
+        self._plan: dict[Interval, float] = {}
+        self._held: deque[list[Mark]] = deque()
+        self._whole: dict[Interval, deque[float]] = {}
+        self._bounds: dict[Interval, float] = {}
+        if hold is not None:
+            start = clock.now()
+            hold(_TRIAL)
+            self._trial = start, clock.now()
+
+    def plan(self, count: int, step: Sequence[Mark]) -> bool:
+        """Whether to hold the next step.
+
+        Args:
+            count: of the steps so far.
+            step: the last one, as it was without holds.
+        """
+        self.learn()
+        if count < self._due or self._hold is None:
+            return False
+        self._due = count + _FIRST
+        found = list(intervals(step))
+        if self._speed() is None or all(end.ahead for _, _, end in found):
+            return False
+        wanted = {key: self._margin * (end.at - start.at) + _EXTRA_S for key, start, end in found}
+        if self._spent_s + sum(wanted.values()) > _FREE_S + _SHARE * (self._read() - self._begun):
+            return False
+        self._due = count + min(count, _RAREST)
+        self._plan = wanted
+        return True
+
+    def hold(self, key: Interval) -> None:
+        """Have the device wait, in a step that is held, before this interval."""
+        seconds = self._plan.get(key, 0.0)
+        if seconds and self._hold is not None and self._hz is not None:
+            self._spent_s += seconds
+            self._hold(int(seconds * self._hz))
+
+    def keep(self, step: list[Mark]) -> None:
+        """Keep a held step, to learn from."""
+        self._held.append(step)
+
+    def learn(self) -> None:
+        """Learn from the held steps that the device is done with."""
+        while self._held and all(self._clock.has_passed(mark.moment) for mark in self._held[0]):
+            late = False
+            for key, start, end in intervals(self._held.popleft()):
+                seconds = self._clock.seconds(start.moment, end.moment)
+                if end.ahead:
+                    self._whole.setdefault(key, deque(maxlen=_KEPT)).append(seconds)
+                else:  # the hold was over before the host was done: some of this is waiting
+                    self._bounds[key] = seconds
+                    late = True
+            self._margin = min(2 * self._margin, _MOST_MARGIN) if late else self._margin
+
+    def of(self, key: Interval) -> float:
+        """Seconds that the kernels of an interval take, or that they take at most; infinite if nothing is known."""
+        whole = self._whole.get(key)
+        return fmean(whole) if whole else self._bounds.get(key, math.inf)
+
+    def _speed(self) -> float | None:
+        """Cycles a second of the device; None until the trial is over."""
+        if self._hz is None and all(map(self._clock.has_passed, self._trial)):
+            seconds = self._clock.seconds(*self._trial)
+            self._hz = _TRIAL / seconds if seconds > 0 else None
+        return self._hz
+
+
+class DeviceMeter:
+    """Records the ends of the main spans in the GPU's stream, so that the times are the GPU's.
+
+    The host queues work far ahead of the GPU. A part gets the time between its marks on the GPU, so that a wait for
+    data shows up only if the GPU had nothing else to do. What forward and backward take beyond their `KernelTimes` is
+    `HOST`, as far as the host was still launching: never more than that, and less where something in an interval makes
+    the host wait for the GPU, or where an interval has more kernels than the driver queues (about a thousand).
+
+    Args:
+        clock: records the moments.
+        hold: has the device spin for a number of its cycles, behind what is queued; None leaves HOST empty.
+        read: the host's clock, in seconds.
+
+    Attributes:
+        exposed_share: part of the backward pass, 0 to 1, in which gradients were sent and nothing computed.
+    """
+
+    parts = frozenset(
+        {
+            *(Part.DATA_WAIT, Part.COPY, Part.FORWARD, Part.BACKWARD),
+            *(Part.OPTIMIZER, Part.BUBBLE, Part.COMMUNICATION),
+        }
+    )
+
+    def __init__(
+        self,
+        clock: Clock,
+        hold: Callable[[int], None] | None = None,
+        read: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.exposed_share = 0.0
+        self._clock, self._read = clock, read
+        self._kernels = KernelTimes(clock, hold, read)
+        self._inside = [Part.OTHER]
+        self._steps = 0
+        # The device is late after a held step and makes up for it in the next ones, which are shorter than others. They
+        # are left out, up to one in which it waits for the host where it used to, or so many.
+        self._held = False
+        self._settling = 0
+        self._usual: list[bool] = []
+        self._begin(clock.now())
+
+    def enter(self, part: Part) -> None:
+        """A main span begins."""
+        self._inside.append(part)
+        self._mark(part)
+
+    def leave(self) -> None:
+        """The innermost main span ends."""
+        self._inside.pop()
+        self._mark(self._inside[-1])
+
+    def cut(self, host: list[float], end: Any = None) -> list[Mark] | None:
+        """A step ends: its marks, with one at its end; None for a step that does not count."""
+        end = self._clock.now() if end is None else end
+        step = [*self._marks, Mark(end, Part.OTHER, self._read(), self._is_ahead())]
+        self._begin(end)
+        if not any(mark.part in LAUNCHED for mark in step):
+            return step  # what was between two steps, such as a validation
+        self._steps += 1
+        if self._held:
+            self._held, self._settling = False, _FIRST
+            self._kernels.keep(step)
+            return None
+        if self._settling:
+            self._settling = 0 if _pattern(step) == self._usual else self._settling - 1
+            return None
+        self._held = self._kernels.plan(self._steps, step)
+        if self._held:
+            self._usual = _pattern(step)
+        return step
+
+    def moments(self, step: list[Mark]) -> Iterator[Any]:
+        """What the device must have passed before the times of a step can be read."""
+        return (mark.moment for mark in step)
+
+    def seconds(self, step: list[Mark]) -> list[float]:
+        """The time between the marks."""
+        self._kernels.learn()
+        found = [0.0] * len(Part)
+        for start, end in pairwise(step):
+            found[start.part] += self._clock.seconds(start.moment, end.moment)
+        backward = found[Part.BACKWARD]
+        for key, start, end in intervals(step):
+            if end.ahead:
+                continue
+            whole = self._clock.seconds(start.moment, end.moment)
+            # What the device does after the host's last launch is no wait for the host.
+            waited = min(max(whole - self._kernels.of(key), 0.0), end.at - start.at)
+            found[key[0]] -= waited
+            found[Part.HOST] += waited
+        exposed = min(self.exposed_share * backward, found[Part.BACKWARD])
+        found[Part.BACKWARD] -= exposed
+        found[Part.COMMUNICATION] += exposed
+        return found
+
+    def _begin(self, moment: Any) -> None:
+        self._marks = [Mark(moment, self._inside[-1], self._read(), ahead=False)]
+        self._seen: Counter[Part] = Counter()
+
+    def _mark(self, part: Part) -> None:
+        if self._held and part in LAUNCHED:
+            self._add(Part.OTHER)
+            self._kernels.hold((part, self._seen[part]))
+        self._seen[part] += 1
+        self._add(part)
+
+    def _add(self, part: Part) -> None:
+        moment = self._clock.now()
+        self._marks.append(Mark(moment, part, self._read(), self._is_ahead()))
+
+    def _is_ahead(self) -> bool:
+        # One query, and only where the answer counts.
+        last = self._marks[-1]
+        return last.part in LAUNCHED and not self._clock.has_passed(last.moment)
+
+
+def _pattern(step: Sequence[Mark]) -> list[bool]:
+    return [end.ahead for _, _, end in intervals(step)]
+
+
+def intervals(step: Sequence[Mark]) -> Iterator[tuple[Interval, Mark, Mark]]:
+    """The intervals of forward and backward in a step: which one, its mark and the next one."""
+    seen: Counter[Part] = Counter()
+    for start, end in pairwise(step):
+        if start.part in LAUNCHED:
+            yield (start.part, seen[start.part]), start, end
+            seen[start.part] += 1
