@@ -10,11 +10,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from tests.checkpoint.saving import QUIET
 from tests.multiprocess.scripts.noisy import Killed, Noisy, Numbers, StopAt, fit
+from torch.utils.data import DataLoader
 
 from azureml_strategy.checkpoint import JobCheckpoint
 from azureml_strategy.checkpoint.folder import CheckpointFolder
 from azureml_strategy.checkpoint.manifest import Manifest
-from azureml_strategy.checkpoint.monitor import never_validates
+from azureml_strategy.checkpoint.monitor import never_validates, say_unranked
 
 pytestmark = pytest.mark.usefixtures("seeded")
 # 30 batches an epoch, of which two make a step; validated after 8, 16 and 24.
@@ -25,11 +26,17 @@ def saved(tmp_path: Path) -> list[Manifest]:
     return CheckpointFolder(tmp_path / "checkpoints").complete()
 
 
-def train(folder: Path, *callbacks: Callback, module: LightningModule | None = None, **arguments: Any) -> JobCheckpoint:
+def train(
+    folder: Path,
+    *callbacks: Callback,
+    module: LightningModule | None = None,
+    data: Numbers | None = None,
+    **arguments: Any,
+) -> JobCheckpoint:
     saver = JobCheckpoint(folder / "checkpoints", **arguments.pop("checkpoint", {}))
     settings = {**QUIET, "accelerator": "cpu", "logger": False, "max_epochs": 1, "val_check_interval": 8, **arguments}
     trainer = Trainer(callbacks=[saver, *callbacks], **settings)
-    trainer.fit(module or Noisy(), datamodule=Numbers())
+    trainer.fit(module or Noisy(), datamodule=data or Numbers())
     return saver
 
 
@@ -82,6 +89,13 @@ def test_an_epoch_that_a_script_cuts_short(tmp_path: Path) -> None:
     assert [each.step for each in saved(tmp_path)] == [5]
 
 
+def test_a_training_that_ends_while_gradients_accumulate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under DeepSpeed, which counts on over the end of an epoch: then there is no moment between two steps."""
+    monkeypatch.setattr("azureml_strategy.checkpoint.loop_state.accumulating", lambda *_, **__: True)
+    train(tmp_path)
+    assert [(each.step, each.reason) for each in saved(tmp_path)] == [(30, "end")]
+
+
 def test_what_a_stop_has_saved_is_not_saved_again(tmp_path: Path) -> None:
     train(tmp_path, _SavesAtTheEnd(), limit_val_batches=0)
     assert [(each.step, each.reason) for each in saved(tmp_path)] == [(30, "preempted")]
@@ -119,6 +133,7 @@ class _LogsInTraining(Noisy):
             {"check_val_every_n_epoch": 3, "val_check_interval": 1.0, "max_epochs": 2},
             "the first would come after 90 batches, and the training ends after 60 at most",
         ),
+        ("val/loss", {"data": type("Empty", (Numbers,), {"val_dataloader": lambda _: DataLoader([])})}, "are empty"),
         ("val/los", {}, ""),  # a misspelt name is known at the first validation
         ("val/loss", {"module": type("Unvalidated", (Noisy,), {"validation_step": LightningModule.validation_step})},
          "no validation_step"),
@@ -127,29 +142,29 @@ class _LogsInTraining(Noisy):
 def test_a_monitor_that_is_never_logged_costs_no_training(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monitor: str, arguments: dict[str, Any], before: str
 ) -> None:
-    arguments = {**arguments, "module": arguments["module"]()} if "module" in arguments else arguments
-    said = rf"No checkpoint has a '{monitor}', so that none is the best of this training. The newest takes its place: "
-    with caplog.at_level("INFO"), pytest.warns(UserWarning, match=said):
-        saver = train(tmp_path, checkpoint={"monitor": monitor}, **arguments)
+    arguments = {name: value() if isinstance(value, type) else value for name, value in arguments.items()}
+    saver = train(tmp_path, checkpoint={"monitor": monitor}, **arguments)
+    said = f"No checkpoint has a '{monitor}', so that none is the best of this training. The newest takes its place: "
+    assert f"{said}{saver.last_model_path}" in caplog.text
     assert ("No validation runs in this training" in caplog.text) == bool(before)
     assert before in caplog.text
     assert saver.best_model_path == saver.last_model_path == str(tmp_path / "checkpoints" / saved(tmp_path)[0].name)
 
 
 def test_a_misspelt_monitor_is_told_once_with_the_names_that_are_logged(
-    tmp_path: Path, recwarn: pytest.WarningsRecorder
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     train(tmp_path, checkpoint={"monitor": "val/los"})
-    (told,) = [str(each.message) for each in recwarn if "nobody has logged that" in str(each.message)]
+    (told,) = [each for each in caplog.messages if "nobody has logged that" in each]
     assert "Logged are: val/loss." in told
     assert [each.step for each in saved(tmp_path)] == [30, 24]
 
 
 def test_a_metric_of_the_training_ranks_where_there_is_no_validation(
-    tmp_path: Path, recwarn: pytest.WarningsRecorder
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     saver = train(tmp_path, module=_LogsInTraining(), checkpoint={"monitor": "own"}, limit_val_batches=0, max_epochs=2)
-    assert not [each for each in recwarn if "JobCheckpoint" in str(each.message)]
+    assert [each for each in caplog.messages if "'own'" in each] == [say_unranked("own", "limit_val_batches=0")]
     assert [each.score for each in saved(tmp_path)] == [29.0, 29.0]
     assert saver.best_model_path
 

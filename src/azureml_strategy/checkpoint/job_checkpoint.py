@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import warnings
 from contextlib import AbstractContextManager, nullcontext
@@ -37,6 +38,8 @@ from azureml_strategy.checkpoint.writer import BackgroundWriter, CheckpointWrite
 from azureml_strategy.control.gather import gather_sound
 from azureml_strategy.interfaces import ExpectsCheckpoints, KeepsPendingMetrics, PendingMetrics
 from azureml_strategy.lightning_internals import checkpoint_io, restore_as_given, set_checkpoint_io, training_loaders
+
+log = logging.getLogger(__name__)
 
 # Key of our own entry in Lightning's checkpoint.
 _OURS = "azureml_strategy"
@@ -191,7 +194,7 @@ class JobCheckpoint(ModelCheckpoint):
         self._steps = self._last_global_step_saved = trainer.global_step  # a fit before this one may have had as many
         self._last_checkpoint_saved, self._warned = "", False
         if self.monitor and not trainer.fast_dev_run and (why := never_validates(trainer)):  # type: ignore[attr-defined]
-            rank_zero_info(say_unranked(self.monitor, why))
+            _say(trainer, say_unranked(self.monitor, why))
         warn_of_what_is_lost(trainer)
         log_pending(trainer, self._pending_metrics)
         self._pending_metrics = []
@@ -230,7 +233,7 @@ class JobCheckpoint(ModelCheckpoint):
             self._save(trainer, "end")  # the training has ended where no boundary between two steps was
         self._finish(trainer)
         if self.monitor and not self.best_k_models and self.last_model_path:
-            rank_zero_warn(say_newest_is_best(self.monitor, self.last_model_path))
+            _say(trainer, say_newest_is_best(self.monitor, self.last_model_path))
             self.best_model_path = self.last_model_path
         if self._hugging_face is not None and self.best_model_path:
             _announce_writing(trainer)
@@ -384,7 +387,7 @@ class JobCheckpoint(ModelCheckpoint):
         value = trainer.callback_metrics.get(self.monitor)
         if value is None and not self._warned:
             self._warned = True
-            rank_zero_warn(say_not_logged(self.monitor, trainer.callback_metrics))
+            _say(trainer, say_not_logged(self.monitor, trainer.callback_metrics))
         return None if value is None else float(value)
 
     def _clean_up(self) -> None:
@@ -414,6 +417,12 @@ def _announce_writing(trainer: Trainer) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, ExpectsCheckpoints):
             callback.writes_checkpoint()
+
+
+def _say(trainer: Trainer, words: str) -> None:
+    """Say it by our own logger: a recipe's console hides Lightning's lines, and Python repeats no warning."""
+    if trainer.is_global_zero:
+        log.warning("%s", words)
 
 
 def _generators(trainer: Trainer) -> dict[str, Any]:

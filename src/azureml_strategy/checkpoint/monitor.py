@@ -24,6 +24,8 @@ def never_validates(trainer: Trainer) -> str:
         return "limit_val_batches=0"
     if not trainer.enable_validation:
         return "there is no validation_step, or there are no data for it"
+    if trainer.num_val_batches and not any(trainer.num_val_batches):
+        return "its loaders are empty"
     first, most = _first_validation(trainer), _most_batches(trainer)
     if first <= most:
         return ""
