@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from tests.checkpoint.saving import QUIET, SaveNow, copied
@@ -168,15 +167,6 @@ def test_a_loader_that_does_not_know_its_place_is_read_again_or_refused(tmp_path
     with pytest.raises(ResumeError, match=r"after 8 batches of an epoch, and the data loader does not know its place"):
         fit(tmp_path / "killed", data=_Plain(), checkpoint={"read_again": False})
     assert fit(tmp_path / "killed", data=_Plain())["weights"] == whole["weights"]
-
-
-def test_a_metric_that_nobody_logs_is_an_error_at_once(tmp_path: Path) -> None:
-    trainer = Trainer(
-        accelerator="cpu", max_epochs=2, logger=False, callbacks=[JobCheckpoint(tmp_path, monitor="val/los")], **QUIET
-    )
-    with pytest.raises(MisconfigurationException, match=r"nobody has logged that. Logged are: val/loss"):
-        trainer.fit(Noisy(), datamodule=Numbers())
-    assert trainer.global_step == 30, "after the first epoch"
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")

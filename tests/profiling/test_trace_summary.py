@@ -90,11 +90,27 @@ def test_parts_of_two_steps_on_a_gpu() -> None:
         ("ncclKernel_Broadcast_RING_LL_Sum_int8_t", "broadcast"),
         ("ncclDevKernel_Reduce_Sum_f32_RING_LL", "reduce"),
         ("ncclDevKernel_SendRecv", "send_recv"),
+        # On symmetric memory: of NCCL 2.27, and of later ones; torch's own.
+        ("ncclSymDevKernel_AllReduce_RSxLD_AGxST_sum_bf16(ncclSymDevArgs)", "all_reduce"),
+        ("ncclSymkDevKernel_AllReduce_RSxLDMC_AGxSTMC_sum_bf16(ncclSymkDevWorkArgs4K)", "all_reduce"),
+        ("ncclSymkDevKernel_AllGather_LLMC(ncclSymkDevWorkArgs4K)", "all_gather"),
+        ("ncclSymDevKernel_ReduceScatter_LDMC_sum_f16(ncclSymDevArgs)", "reduce_scatter"),
+        ("void (anonymous namespace)::multimem_all_reduce_kernel<c10::BFloat16, 16>(c10::BFloat16*)", "all_reduce"),
     ],
 )
 def test_names_of_collectives(name: str, said: str) -> None:
     (found,) = summary_of(event("kernel", name, 0, 1), event("kernel", "gemm", 1, 2))["collectives"]
     assert found["name"] == said
+
+
+def test_a_gpu_that_waits_for_the_host_is_idle() -> None:
+    """Kernels of a small model under names of public traces, between which the host launches the next one."""
+    summary = summarize(json.loads((Path(__file__).parent / "samples/launch_bound_gpu.json").read_text()))
+    assert in_us(summary, *PARTS) == [20_000, 680, 120 + 40, 10, 20_000 - 680 - 160 - 10, 400]
+    assert [(each["name"], round(1e6 * each["exposed_s"])) for each in summary["collectives"]] == [
+        ("all_reduce", 120),
+        ("all_gather", 40),
+    ]
 
 
 def test_a_trace_without_events() -> None:

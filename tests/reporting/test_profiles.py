@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from azureml_strategy.cli import main
 from azureml_strategy.profiling import ProfileSteps
+from azureml_strategy.profiling.trace_summary import summarize
 from azureml_strategy.reporting.artifacts import Artifacts
 from azureml_strategy.reporting.collect import collect_run
 from azureml_strategy.reporting.page import render
@@ -83,6 +84,19 @@ def test_each_rank_has_its_figures(client: MlflowClient, store: str, tmp_path: P
     assert row is not None
     assert "gemm &lt;b&gt;" in text
     assert "Operators of rank 3, steps 20 to 21, times on the GPU" in text
+
+
+def test_a_gpu_that_waits_for_the_host_is_shown_idle(client: MlflowClient, store: str, tmp_path: Path) -> None:
+    trace = json.loads((Path(__file__).parents[1] / "profiling/samples/launch_bound_gpu.json").read_text())
+    run_id = client.create_run("0").info.run_id
+    profiled(tmp_path, 0, json.dumps(summarize(trace)), "step_12")
+    client.log_artifacts(run_id, str(tmp_path / "profile"), "profile")
+    text = render(run_page(collect_run(run_id, store)))
+    assert "The GPU computes in 3.4% of their time, and is idle in 95.8%." in text
+    assert "idle, waiting for the host<b>93.8%</b>" in text
+    assert "idle, waiting for data<b>2.0%</b>" in text
+    assert "computing<b>3.4%</b>" in text
+    assert "nvjet_tst (cuBLAS)" in text
 
 
 def test_a_run_folder_adds_what_is_not_among_the_artifacts(client: MlflowClient, store: str, tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 from tests.training.conftest import COMMAND, Compose, run, the_run
 
+from azureml_strategy.checkpoint.folder import CheckpointFolder
+
 SMALL = [
     *("model.network.layers=1", "model.network.width=32", "model.network.heads=2", "model.network.mlp_width=48"),
     *("model.network.context=32", "model.warmup_steps=3", "model.learning_rate=1e-2", "trainer.precision=32-true"),
@@ -63,6 +65,26 @@ def test_two_nodes_learn_from_the_standard_library_and_count_tokens(store: Mlflo
     tokens = 2 * 8 * 32  # two ranks, batches of 8, sequences of 32
     assert 0.3 < tokens_of_a_step(store, mine) / tokens < 3, "of all ranks, and in tokens"
     assert mine.data.metrics["summary/samples_per_second_per_device"] == pytest.approx(rate / 2)
+
+
+@pytest.mark.usefixtures("store")
+def test_two_ranks_without_a_validation_keep_their_last_step_and_go_on_from_it() -> None:
+    """The recipe ranks by val/loss, which nobody logs here."""
+    few = ["trainer.max_steps=-1", "trainer.limit_train_batches=4", "output_dir=${hydra:runtime.cwd}/fixed"]
+    command = [COMMAND, "train", "gpt_ddp", "trainer=cpu", *SMALL, *few, "tracking.page=null"]
+    first = run(*command, "trainer.max_epochs=1").stdout
+    said = "the first would come after 15 batches, and the training ends after 4 at most"
+    assert 0 < first.find(said) < first.find("batch 1/4"), first
+    assert "No checkpoint has a 'val/loss', so that none is the best of this training." in first
+    assert re.search(r"\| train/loss +\| +\d", first), "the table"
+    assert _saved() == [(4, 2, "end", None)]
+    assert "Going on from" in run(*command, "trainer.max_epochs=2").stdout
+    assert _saved() == [(8, 2, "end", None), (4, 2, "end", None)]
+
+
+def _saved() -> list[tuple[int, int, str, float | None]]:
+    found = CheckpointFolder(Path("fixed/checkpoints")).complete()
+    return [(each.step, each.world_size, each.reason, each.score) for each in found]
 
 
 @pytest.mark.usefixtures("store")

@@ -12,8 +12,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from azureml_strategy.training import run as running
 from azureml_strategy.training.app import run_recipe
-from azureml_strategy.training.checks import check_config
+from azureml_strategy.training.checks import check_config, target_nodes
 from azureml_strategy.training.recipes import RecipeError
+from azureml_strategy.training.targets import locate, loggers_and_callbacks
 
 PARTS = """\
 from azureml_strategy.models import ImageClassifier
@@ -117,3 +118,25 @@ def test_a_configuration_that_no_application_composed_is_left_alone() -> None:
     config = OmegaConf.create({"model": {"_target_": "own_nets.Net", "depth": 1}})
     running.drop_keys_of_old_targets(config)
     assert "depth" in config.model
+
+
+def test_a_section_whose_target_is_null_makes_nothing_whatever_is_beside_it() -> None:
+    saving = {"_target_": None, "filename": "{step}", "monitor": "val/loss"}
+    config = OmegaConf.create({"checkpoint": saving, "callbacks": {"mine": {"_target_": None}}})
+    assert loggers_and_callbacks(config) == ([], [])
+    assert list(target_nodes(config)) == []
+
+
+def test_keys_whose_section_names_no_class() -> None:
+    config = OmegaConf.create({"checkpoint": {"filename": "{step}", "monitor": "val/loss"}})
+    with pytest.raises(
+        RecipeError, match=r"checkpoint.filename is '{step}', but checkpoint has no _target_ that .*=null"
+    ):
+        loggers_and_callbacks(config)
+
+
+def test_a_module_that_nobody_has_imported_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "lightning.pytorch.demos.boring_classes", raising=False)
+    monkeypatch.delattr("lightning.pytorch.demos", raising=False)
+    monkeypatch.delitem(sys.modules, "lightning.pytorch.demos", raising=False)
+    assert locate("model", "lightning.pytorch.demos.boring_classes.BoringModel").__name__ == "BoringModel"

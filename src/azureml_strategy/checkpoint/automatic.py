@@ -123,11 +123,8 @@ class ForgivingCheckpoint(JobCheckpoint):
 
     @override
     def on_step_boundary(self, trainer: Trainer) -> None:
-        if self._given_up:
-            return
-        if _ends(trainer):
-            self._due = "end"
-        super().on_step_boundary(trainer)
+        if not self._given_up:
+            super().on_step_boundary(trainer)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -210,14 +207,6 @@ def _own_io(checkpoint: JobCheckpoint, strategy: Strategy) -> Iterator[None]:
         yield
     finally:
         set_checkpoint_io(strategy, before)
-
-
-def _ends(trainer: Trainer) -> bool:
-    """Whether the step that is over was the last one, so that `on_train_end` is next."""
-    if not trainer.fit_loop.epoch_loop.done:
-        return False
-    over = trainer.max_epochs not in (None, -1) and trainer.current_epoch + 1 >= (trainer.max_epochs or 0)
-    return over or trainer.should_stop or (trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps)
 
 
 def _callbacks(trainer: Trainer) -> list[Callback]:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
+import logging
 import time
 import warnings
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import Strategy
@@ -33,12 +31,15 @@ from azureml_strategy.checkpoint.loop_state import FitLoopState
 from azureml_strategy.checkpoint.manifest import Manifest
 from azureml_strategy.checkpoint.metric_state import Settings, metric_settings, metric_state, restore_metric_state
 from azureml_strategy.checkpoint.module_record import module_entry, remember_input
+from azureml_strategy.checkpoint.monitor import never_validates, say_newest_is_best, say_not_logged, say_unranked
 from azureml_strategy.checkpoint.random_state import find_generators, random_state, set_random_state
 from azureml_strategy.checkpoint.shared_timer import SharedTimer
 from azureml_strategy.checkpoint.writer import BackgroundWriter, CheckpointWriter, Written
 from azureml_strategy.control.gather import gather_sound
 from azureml_strategy.interfaces import ExpectsCheckpoints, KeepsPendingMetrics, PendingMetrics
 from azureml_strategy.lightning_internals import checkpoint_io, restore_as_given, set_checkpoint_io, training_loaders
+
+log = logging.getLogger(__name__)
 
 # Key of our own entry in Lightning's checkpoint.
 _OURS = "azureml_strategy"
@@ -72,7 +73,12 @@ class JobCheckpoint(ModelCheckpoint):
     the copy. Only one checkpoint is written at a time: the next one, and the end of training, wait for it.
 
     Checkpoints are written after each validation, or after each epoch if there is no validation, and also at intervals
-    of steps and of time. The time interval restarts with each checkpoint.
+    of steps and of time. The time interval restarts with each checkpoint. The last step is always written, unless an
+    exception ends the training.
+
+    Where nobody logs the metric that `monitor` names, training goes on all the same: a line says so before the first
+    step if no validation will run, a warning at the first checkpoint without it, and at the end the newest checkpoint
+    takes the place of the best.
 
     The manifests on disk decide which checkpoints stay, so the decision survives restarts. The newest checkpoint is
     never deleted. Newest means the latest start that wrote one, then the highest step; clocks do not matter.
@@ -83,7 +89,8 @@ class JobCheckpoint(ModelCheckpoint):
         dirpath: the folder; by default `checkpoints` below the job's output `run` (AZURE_ML_OUTPUT_run), or below the
             Trainer's `default_root_dir` if there is none.
         filename: as in ModelCheckpoint, without its extension.
-        monitor: the metric that decides which checkpoints are the best; None to keep no best ones.
+        monitor: the metric that decides which checkpoints are the best, as the last validation has logged it; None to
+            keep no best ones.
         mode: `min` or `max`, whichever is better for the metric.
         save_top_k: how many of the best stay; -1 for all.
         keep_last: how many of the newest stay, 1 or more. With two, one may be damaged.
@@ -101,7 +108,7 @@ class JobCheckpoint(ModelCheckpoint):
         global_batch: with `resume`, what another number of ranks does: see `ElasticRestart`.
         hugging_face: at the end of training, write the folder `hugging_face` beside the checkpoints, which
             `from_pretrained` of transformers or peft opens. It is made of the best checkpoint, or of the newest if
-            there is no `monitor`, and replaces that of an earlier training.
+            there is no `monitor` or nobody logs it, and replaces that of an earlier training.
 
     Raises:
         ValueError: `keep_last` or an interval is out of range.
@@ -139,6 +146,7 @@ class JobCheckpoint(ModelCheckpoint):
         self._due = ""
         self._measured = False
         self._steps = 0
+        self._warned = False
         self._pending_metrics: list[PendingMetrics] = []
         self._metric_settings: Settings = {}
         self._passed_over: frozenset[str] = frozenset()
@@ -183,7 +191,10 @@ class JobCheckpoint(ModelCheckpoint):
             self._background.connect(trainer)
         if self._timer is not None:
             self._timer.restart()
-        self._steps = trainer.global_step
+        self._steps = self._last_global_step_saved = trainer.global_step  # a fit before this one may have had as many
+        self._last_checkpoint_saved, self._warned = "", False
+        if self.monitor and not trainer.fast_dev_run and (why := never_validates(trainer)):  # type: ignore[attr-defined]
+            _say(trainer, say_unranked(self.monitor, why))
         warn_of_what_is_lost(trainer)
         log_pending(trainer, self._pending_metrics)
         self._pending_metrics = []
@@ -194,7 +205,8 @@ class JobCheckpoint(ModelCheckpoint):
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not (trainer.enable_validation and any(trainer.num_val_batches)):
+        # The numbers of batches are unknown until the first epoch with a validation.
+        if not trainer.enable_validation or (trainer.num_val_batches and not any(trainer.num_val_batches)):
             self._note_measurement(trainer)
 
     @override
@@ -210,12 +222,19 @@ class JobCheckpoint(ModelCheckpoint):
         timed = self._timer is not None and self._timer.due(trainer.strategy.broadcast)
         if passed or timed:
             self._due = self._due or "interval"
+        if FitLoopState.of(trainer).ends:
+            self._due = self._due or "end"
         if self._due and not self._should_skip_saving_checkpoint(trainer):
             self._save(trainer, self._due)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._finish(trainer)  # Lightning would write a checkpoint that exists already
+        if not self._should_skip_saving_checkpoint(trainer):
+            self._save(trainer, "end")  # the training has ended where no boundary between two steps was
+        self._finish(trainer)
+        if self.monitor and not self.best_k_models and self.last_model_path:
+            _say(trainer, say_newest_is_best(self.monitor, self.last_model_path))
+            self.best_model_path = self.last_model_path
         if self._hugging_face is not None and self.best_model_path:
             _announce_writing(trainer)
             self._hugging_face.write(trainer, Path(self.best_model_path), self._background)
@@ -362,16 +381,13 @@ class JobCheckpoint(ModelCheckpoint):
         return Path(self.format_checkpoint_name(self._monitor_candidates(trainer))).name
 
     def _score(self, trainer: Trainer) -> float | None:
-        """Return the metric of the last validation, if it came after the previous checkpoint.
-
-        Raises:
-            MisconfigurationException: nothing logs the metric; on all ranks.
-        """
+        """Return the metric of the last validation, if it came after the previous checkpoint. Rank 0's counts."""
         if not self.monitor or not self._measured:
             return None
         value = trainer.callback_metrics.get(self.monitor)
-        if not trainer.strategy.broadcast(value is not None):
-            raise MisconfigurationException(_not_logged(self.monitor, trainer.callback_metrics))
+        if value is None and not self._warned:
+            self._warned = True
+            _say(trainer, say_not_logged(self.monitor, trainer.callback_metrics))
         return None if value is None else float(value)
 
     def _clean_up(self) -> None:
@@ -403,6 +419,12 @@ def _announce_writing(trainer: Trainer) -> None:
             callback.writes_checkpoint()
 
 
+def _say(trainer: Trainer, words: str) -> None:
+    """Say it by our own logger: a recipe's console hides Lightning's lines, and Python repeats no warning."""
+    if trainer.is_global_zero:
+        log.warning("%s", words)
+
+
 def _generators(trainer: Trainer) -> dict[str, Any]:
     """Find the random generators that parts of the training own."""
     loaders = training_loaders(trainer)
@@ -413,15 +435,6 @@ def _generators(trainer: Trainer) -> dict[str, Any]:
             "data module": trainer.datamodule,  # type: ignore[attr-defined]
             "callbacks": trainer.callbacks,  # type: ignore[attr-defined]
         }
-    )
-
-
-def _not_logged(monitor: str, metrics: Mapping[str, Any]) -> str:
-    near = difflib.get_close_matches(monitor, metrics, n=3) or sorted(metrics)
-    there = f"Logged are: {', '.join(near)}." if near else "Nothing is logged."
-    return (
-        f"JobCheckpoint(monitor={monitor!r}), but nobody has logged that. {there} Give one of these (in a recipe, "
-        f"`checkpoint.monitor=NAME`), call self.log({monitor!r}, value) in the module, or leave `monitor` out."
     )
 
 

@@ -241,6 +241,7 @@ class FitLoopState:
     Attributes:
         data: the position in the training data.
         between_steps: whether callbacks are being called now, so that a checkpoint is complete.
+        ends: whether they are called after the last step, so that the end of the training is next.
     """
 
     _of_trainers: ClassVar[weakref.WeakKeyDictionary[Trainer, FitLoopState]] = weakref.WeakKeyDictionary()
@@ -252,7 +253,7 @@ class FitLoopState:
         self._within_epoch = False
         self._started = False
         self._steps = 0
-        self.between_steps = False
+        self.between_steps = self.ends = False
         fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
         _wrap(fit, "run", self._run)
         _wrap(fit, LOAD_LOADER_STATES, self._load_loader_states)
@@ -384,9 +385,11 @@ class FitLoopState:
         progress = self._trainer.fit_loop.epoch_progress
         for each in (progress.total, progress.current):
             each.completed -= 1
+        self.ends = _is_over(self._trainer)
         try:
             self._ask()
         finally:
+            self.ends = False
             for each in (progress.total, progress.current):
                 each.completed += 1
 
@@ -398,6 +401,16 @@ class FitLoopState:
                     callback.on_step_boundary(self._trainer)
         finally:
             self.between_steps = False
+
+
+def _is_over(trainer: Any) -> bool:
+    """Tell at the end of an epoch whether Lightning ends the training now. Its own `done` would print a line."""
+    fit, steps = trainer.fit_loop, trainer.global_step
+    epochs = fit.epoch_progress.current.processed
+    by_epochs = fit.max_epochs not in (None, -1) and epochs >= fit.max_epochs
+    by_steps = fit.max_steps != -1 and steps >= fit.max_steps
+    may_stop = epochs >= (fit.min_epochs or 0) and steps >= (fit.min_steps or 0)
+    return by_epochs or by_steps or bool(trainer.should_stop and may_stop)
 
 
 def accumulating(trainer: Trainer, stepped: bool) -> bool:

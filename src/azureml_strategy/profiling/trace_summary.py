@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from azureml_strategy.profiling.intervals import Interval, Intervals, intersect, subtract, total, union
+from azureml_strategy.profiling.kernel_names import kernel_name, printable, shorten
 
 Event = dict[str, Any]
 
 # Python needs about ten times the size of a trace to read it.
 MOST_BYTES = 1_000_000_000
 _TOP = 20
+_READ, _LONGEST_OPERATOR = 4096, 100  # characters of a name that are read, and of an operator's that are kept
 _MICRO = 1e-6
 _GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 _CPU = ("cpu_op", "user_annotation")
@@ -31,8 +33,13 @@ _STEP = re.compile(r"ProfilerStep#\d+")
 # What torch's DataLoader records around `next` of its iterator.
 _LOADING = "enumerate(DataLoader)"
 # `gloo:all_reduce` is the collective itself on gloo's thread. The others are calls of it on the training's threads:
-# torch's dispatcher, functional collectives, and the record of parameters.
-_COMMUNICATES = re.compile(r"(gloo|nccl|mpi|ucc|xccl):|_?c10d(_functional)?::|record_param_comms|nccl(Dev)?Kernel")
+# torch's dispatcher, functional collectives, and the record of parameters. NCCL's kernels are ncclKernel_..., since
+# 2.19 ncclDevKernel_..., and on symmetric memory ncclSymDevKernel_... in 2.27 and ncclSymkDevKernel_... since 2.28
+# (kernel_cname in its src/device/symmetric/generate.py); torch's own on symmetric memory are named after what they do.
+_COMMUNICATES = re.compile(
+    r"(gloo|nccl|mpi|ucc|xccl):|_?c10d(_functional)?::|record_param_comms|nccl\w*Kernel|"
+    r"(void )?([\w:]|\(anonymous namespace\)|<unnamed>)*(multimem_\w*|(one|two)_shot_all_reduce_)kernel"
+)
 # Operators of torch and of extensions. Not the nodes of autograd around them, in which hooks may wait for others.
 _COMPUTES = re.compile(r"(?!autograd::engine|torch::autograd::)\w[\w.]*::|Torch-Compiled Region|CompiledFunction")
 # The longer names first: `reducescatter` contains `reduce`.
@@ -102,7 +109,7 @@ def _parts(work: list[Event], loading: Intervals, window: Intervals, on_gpu: boo
     def within(events: Iterable[Event]) -> Intervals:
         return intersect(union(map(_span, events)), window)
 
-    communicating = [each for each in work if _COMMUNICATES.match(each["name"])]
+    communicating = [each for each in work if _communicates(each)]
     computing = [each for each in work if _is_computing(each)]
     compute = within(computing)
     if not on_gpu:
@@ -137,8 +144,12 @@ def _parts(work: list[Event], loading: Intervals, window: Intervals, on_gpu: boo
 
 def _is_computing(event: Event) -> bool:
     if event["cat"] == "kernel":
-        return not _COMMUNICATES.match(event["name"])
-    return event["cat"] == "cpu_op" and not _COMMUNICATES.match(event["name"]) and bool(_COMPUTES.match(event["name"]))
+        return not _communicates(event)
+    return event["cat"] == "cpu_op" and not _communicates(event) and bool(_COMPUTES.match(event["name"]))
+
+
+def _communicates(event: Event) -> bool:
+    return _COMMUNICATES.match(event["name"], 0, _READ) is not None
 
 
 def _loading(events: list[Event], steps: list[Event]) -> Intervals:
@@ -160,12 +171,16 @@ def _calls(events: list[Event]) -> int:
 
 
 def _operators(work: list[Event], on_gpu: bool) -> list[dict[str, Any]]:
-    """The operators or kernels with most time of their own, without that of others that they call."""
+    """The operators or kernels with most time of their own, without that of others that they call, by short names."""
+    by_name: dict[str, list[float]] = defaultdict(list)
+    for each, own in ((each, each["dur"]) for each in work) if on_gpu else _own_times(work):
+        by_name[each["name"]].append(own * _MICRO)
     seconds: dict[str, float] = defaultdict(float)
     calls: dict[str, int] = defaultdict(int)
-    for each, own in ((each, each["dur"]) for each in work) if on_gpu else _own_times(work):
-        seconds[each["name"]] += own * _MICRO
-        calls[each["name"]] += 1
+    for raw, times in by_name.items():
+        name = kernel_name(raw) if on_gpu else shorten(printable(raw[:_READ]), _LONGEST_OPERATOR)
+        seconds[name] += sum(times)
+        calls[name] += len(times)
     most = sorted(seconds, key=lambda name: -seconds[name])[:_TOP]
     return [{"name": name, "calls": calls[name], "self_s": round(seconds[name], 9)} for name in most]
 

@@ -17,6 +17,7 @@ from typing import Any
 from rich.table import Table
 
 from azureml_strategy.cluster.redaction import redact_text
+from azureml_strategy.profiling.kernel_names import shorten
 from azureml_strategy.profiling.request import Profile
 from azureml_strategy.profiling.session import Session
 from azureml_strategy.profiling.upload import FOLDER, Uploader
@@ -125,7 +126,7 @@ def _print(summary: dict[str, Any], steps: str, trace: Path) -> None:
     device = "the GPU" if summary["device"] == "gpu" else "the CPU"
     table = Table(title=f"Profile of {steps} on rank 0, times on {device}")
     for heading in ("", "ms", "share", "calls"):
-        table.add_column(heading, justify="left" if not heading else "right", overflow="fold")
+        table.add_column(heading, justify="left" if not heading else "right", no_wrap=True)
     for name, seconds, calls in _rows(summary):
         table.add_row(name, f"{1e3 * seconds:,.2f}", f"{seconds / window:.1%}", str(calls or ""))
     print_table(table, [f"Open it at https://ui.perfetto.dev: {trace}"])
@@ -140,5 +141,5 @@ def _rows(summary: dict[str, Any]) -> list[tuple[str, float, int]]:
         ("idle", summary["idle_s"], 0),
         ("  waiting for data", summary["data_wait_s"], 0),
     ]
-    operators = [(each["name"], each["self_s"], each["calls"]) for each in summary["operators"][:_SHOWN]]
+    operators = [(shorten(each["name"]), each["self_s"], each["calls"]) for each in summary["operators"][:_SHOWN]]
     return [*parts, *operators]

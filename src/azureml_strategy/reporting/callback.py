@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from platform import python_version
@@ -21,6 +20,7 @@ from typing_extensions import override
 from azureml_strategy.cluster.environ import PAGE_SWITCH, switched_off
 from azureml_strategy.cluster.isolation import IsolatedCallback
 from azureml_strategy.cluster.job import read_job
+from azureml_strategy.network.doctor.software import installed_version
 from azureml_strategy.tracking.events import record_event
 from azureml_strategy.tracking.logger import JobMLFlowLogger
 
@@ -147,13 +147,8 @@ def _make(run_id: str, tracking_uri: str, status: str, longest_s: float) -> str:
 
 def _versions() -> str:
     """Of this project and the libraries that matter most, as far as they are installed."""
-    found = [f"python {python_version()}"]
-    for name in _LIBRARIES:
-        try:
-            found.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            continue
-    return ", ".join(found)
+    installed = ((name, installed_version(name)) for name in _LIBRARIES)
+    return ", ".join([f"python {python_version()}", *(f"{name} {found}" for name, found in installed if found)])
 
 
 def _write(path: Path, text: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from azureml_strategy.reporting.formats import figure
 from azureml_strategy.reporting.page import LegendEntry, Section, Table
@@ -12,7 +12,9 @@ from azureml_strategy.tracking.verdict import NAMES
 
 _MOST_NAMED = 40
 _VIEWER = "https://ui.perfetto.dev"
-_PARTS = {**NAMES, "forward": "computing", "copy": "copies", "other": "idle otherwise"}
+_ON_CPU = {**NAMES, "data_wait": "idle, waiting for data", "forward": "computing", "copy": "copies", "other": "idle"}
+# A GPU on which nothing runs has nothing to run: it waits until the host has launched a kernel.
+_ON_GPU = {**_ON_CPU, "other": "idle, waiting for the host"}
 
 
 def profile_section(profiles: Sequence[RankProfile]) -> Section:
@@ -29,9 +31,10 @@ def profile_section(profiles: Sequence[RankProfile]) -> Section:
     for place, (rank, summary) in enumerate(read):
         tables += _tables(rank, summary, folded=place > 0)
     legend = {"Of the profiled steps": _legend([summary for _, summary in read])}
+    busy = _busy([summary for _, summary in read])
     return Section(
         "Profile",
-        f"What torch.profiler saw of some steps. The traces lie in `{FOLDER}/` among the run's files and open in "
+        f"What torch.profiler saw of some steps.{busy} The traces lie in `{FOLDER}/` among the run's files and open in "
         f"{_VIEWER}, which reads them in the browser and sends them nowhere.",
         [bars("A profiled step", bar_names)] if read else [],
         tables,
@@ -39,15 +42,29 @@ def profile_section(profiles: Sequence[RankProfile]) -> Section:
     )
 
 
+def _busy(summaries: Sequence[Summary]) -> str:
+    """How much of the steps computes, and how much is idle, as a sentence; empty without a summary."""
+    if not summaries:
+        return ""
+    computing = _range([each.parts["forward"] / each.window_s for each in summaries])
+    idle = _range([each.idle for each in summaries])
+    return f" The {summaries[0].device.upper()} computes in {computing} of their time, and is idle in {idle}."
+
+
+def _names(summary: Summary) -> Mapping[str, str]:
+    return _ON_GPU if summary.device == "gpu" else _ON_CPU
+
+
 def _legend(summaries: Sequence[Summary]) -> list[LegendEntry]:
-    used = [name for name in _PARTS if any(each.parts.get(name) for each in summaries)]
-    return [LegendEntry(PART_COLOURS[name], _PARTS[name], _share(summaries, name)) for name in used]
+    names = _names(summaries[0]) if summaries else {}
+    used = [name for name in names if any(each.parts.get(name) for each in summaries)]
+    shares = {name: _range([each.parts[name] / each.window_s for each in summaries]) for name in used}
+    return [LegendEntry(PART_COLOURS[name], names[name], shares[name]) for name in used]
 
 
-def _share(summaries: Sequence[Summary], name: str) -> str:
-    """The part's share, or the smallest and the largest of several ranks."""
-    shares = sorted(each.parts[name] / each.window_s for each in summaries)
-    low, high = f"{shares[0]:.1%}", f"{shares[-1]:.1%}"
+def _range(shares: Sequence[float]) -> str:
+    """A share, or the smallest and the largest of several ranks."""
+    low, high = f"{min(shares):.1%}", f"{max(shares):.1%}"
     return low if low == high else f"{low} to {high}"
 
 
@@ -62,7 +79,7 @@ def _files(profiles: Sequence[RankProfile]) -> Iterator[tuple[str, str, str, str
 
 
 def _tables(rank: int, summary: Summary, folded: bool) -> Iterator[Table]:
-    on = "the GPU" if summary.device == "gpu" else "the CPU"
+    on, names = f"the {summary.device.upper()}", _names(summary)
     number, window = len(summary.steps), summary.window_s
 
     def row(name: str, seconds: float, calls: int) -> tuple[str, str, str, str]:
@@ -70,8 +87,8 @@ def _tables(rank: int, summary: Summary, folded: bool) -> Iterator[Table]:
         return name, figure(1000 * seconds / number), f"{seconds / window:.1%}", per_step
 
     heads, title = ("", "ms a step", "share", "calls a step"), f"rank {rank}, steps {summary.span}, times on {on}"
-    parts = [row(_PARTS[name], summary.parts[name], 0) for name in _PARTS if name in summary.parts]
-    below = [each[0] for each in parts].index(_PARTS["communication"]) + 1
+    parts = [row(names[name], summary.parts[name], 0) for name in names if name in summary.parts]
+    below = [each[0] for each in parts].index(names["communication"]) + 1
     parts[below:below] = [row(f"of it {each.name}", each.seconds, each.calls) for each in summary.collectives]
     yield Table([*parts, row("all", window, 0)], heads, f"Time of {title}", (1, 2, 3), folded)
     operators = [row(*each) for each in summary.operators]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from azureml_strategy.cluster.redaction import redact_text
+from azureml_strategy.profiling.kernel_names import printable, shorten
 from azureml_strategy.reporting.artifacts import Artifacts
 
 FOLDER = "profile"
@@ -19,7 +20,7 @@ _SUMMARY = re.compile(r"summary_rank_(\d{1,7})\.json")
 _TRACE = re.compile(r"trace_rank_(\d{1,7})_steps?_(\d+)(?:-(\d+))?\.json(?:\.gz)?")
 # Of more ranks only the file names are shown; a bar of each is for reading, not for counting.
 _MOST_RANKS = 8
-_MOST_OPERATORS, _MOST_COLLECTIVES, _LONGEST_NAME = 12, 12, 100
+_MOST_OPERATORS, _MOST_COLLECTIVES, _LONGEST_NAME = 12, 12, 60
 
 
 class Spent(NamedTuple):
@@ -49,6 +50,11 @@ class Summary:
     parts: Mapping[str, float]
     collectives: Sequence[Spent]
     operators: Sequence[Spent]
+
+    @property
+    def idle(self) -> float:
+        """The part of the steps in which nothing runs on the device, 0 to 1."""
+        return (self.parts["data_wait"] + self.parts["other"]) / self.window_s
 
     @property
     def span(self) -> str:
@@ -155,11 +161,5 @@ def _seconds(content: Mapping[str, Any], name: str) -> float:
 
 
 def _spent(content: Mapping[str, Any], name: str) -> Spent:
-    shown = _short(redact_text(str(content["name"])[:4000]))
+    shown = shorten(printable(redact_text(str(content["name"])[:4000])), _LONGEST_NAME)
     return Spent(shown, _seconds(content, name), int(content["calls"]))
-
-
-def _short(name: str) -> str:
-    """A name without its middle if it is long: kernels differ at their ends."""
-    half = _LONGEST_NAME // 2
-    return name if len(name) <= _LONGEST_NAME else f"{name[:half]}...{name[-half:]}"

@@ -122,7 +122,8 @@ def _train(config: DictConfig, launch: Launch | PartialLaunch | None, recipe: st
     except _content_errors() as error:
         if "HYDRA_FULL_ERROR" in os.environ or HydraConfig.get().mode is RunMode.MULTIRUN:
             raise  # the next job of a sweep may succeed
-        raise _Refusal(f"{error} (HYDRA_FULL_ERROR=1 shows where.)") from error
+        text = str(error).splitlines()[0] if isinstance(error, OmegaConfBaseException) else error
+        raise _Refusal(f"{text} (HYDRA_FULL_ERROR=1 shows where.)") from error
     except Exception:
         if launch is not None and launch.world_size > 1 and HydraConfig.get().mode is RunMode.MULTIRUN:
             # Hydra would start the next job, while other ranks may still wait for this one in a collective.

@@ -204,7 +204,7 @@ def _check_arguments(path: str, node: dict[str, Any]) -> None:
 
 
 def target_nodes(node: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every node with a `_target_`, and its path. Values stay unresolved."""
+    """Every node with a `_target_` that is not null, and its path. Values stay unresolved."""
     if OmegaConf.is_config(node):
         node = OmegaConf.to_container(node, resolve=False)
     if isinstance(node, list):
@@ -212,7 +212,7 @@ def target_nodes(node: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any
             yield from target_nodes(child, f"{path}[{number}]")
     if not isinstance(node, dict):
         return
-    if "_target_" in node:
+    if node.get("_target_") is not None:
         yield path, node
     for name, child in node.items():
         yield from target_nodes(child, f"{path}.{name}" if path else str(name))

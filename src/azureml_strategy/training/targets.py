@@ -129,7 +129,9 @@ def _import(key: str, parts: list[str]) -> tuple[ModuleType, list[str]]:
     """Import the innermost module of a dotted path, and return it with the remaining names."""
     module: ModuleType | None = None
     for place, part in enumerate(parts):
-        if module is not None and (hasattr(module, part) or not hasattr(module, "__path__")):
+        # A module that is an attribute is imported all the same: modules within it may not be.
+        here = module is not None and hasattr(module, part) and not isinstance(getattr(module, part), ModuleType)
+        if module is not None and (here or not hasattr(module, "__path__")):
             return module, parts[place:]
         name = ".".join(parts[: place + 1])
         try:
@@ -212,7 +214,8 @@ def drop_keys_of_old_targets(config: DictConfig) -> None:
     with open_dict(config):
         for path in sorted(key.removesuffix("._target_") for key in own if key.endswith("._target_")):
             node = OmegaConf.select(config, path, throw_on_missing=False)
-            if isinstance(node, DictConfig) and any(key.startswith(f"{path}.") for key in shipped):
+            named = isinstance(node, DictConfig) and node.get("_target_") is not None
+            if named and any(key.startswith(f"{path}.") for key in shipped):
                 _drop(path, node, own)
 
 
@@ -315,9 +318,9 @@ def make(place: str, node: Any, **settings: Any) -> Any:
 def loggers_and_callbacks(config: DictConfig) -> tuple[list[Logger], list[Callback]]:
     """Build the loggers and callbacks of a recipe's sections, in the order of `_CALLBACKS`.
 
-    Each section is one object, or a mapping or list of objects, mappings and lists; `null` leaves one out. Any object
-    under `tracking` that is a logger is used as one, whatever its key. A run that measures its head-space writes no
-    checkpoints.
+    Each section is one object, or a mapping or list of objects, mappings and lists; `null` leaves one out, and so does
+    `_target_: null`, whatever keys are beside it. Any object under `tracking` that is a logger is used as one, whatever
+    its key. A run that measures its head-space writes no checkpoints.
 
     Raises:
         RecipeError: a section makes something else.
@@ -341,6 +344,11 @@ def loggers_and_callbacks(config: DictConfig) -> tuple[list[Logger], list[Callba
 def _parts(place: str, node: Any) -> Iterator[tuple[str, Any]]:
     if node is None:
         return
+    if isinstance(node, DictConfig) and "_target_" in node and node._target_ is None:
+        unread = [name for name in map(str, node) if name not in HYDRA_OWN]
+        if unread:
+            _say(f"{place} makes nothing, as its _target_ is null: its {', '.join(unread)} is not read.")
+        return
     if isinstance(node, ListConfig):
         for number, child in enumerate(node):
             yield from _parts(f"{place}[{number}]", child)
@@ -359,6 +367,11 @@ def _neither(place: str, made: Any) -> str:
     section = place.split(".")[0].split("[")[0]
     wanted = "logger or callback" if section == "tracking" else "callback"
     move = " A logger belongs under `tracking`." if isinstance(made, Logger) else ""
+    if section not in ("tracking", "callbacks") and place != section:
+        return (
+            f"{place} is {made!r}, but {section} has no _target_ that takes it. Name the class whose keys these are: "
+            f"{section}._target_=MODULE.CLASS; or leave the section out: {section}._target_=null."
+        )
     return (
         f"{place} makes a {type(made).__name__}, which is no {wanted} of the `lightning` package.{move} Name one: "
         f"{place}: {{_target_: lightning.pytorch.callbacks.EarlyStopping, ...}}, or write null to leave it out."

@@ -18,6 +18,7 @@ from azureml_strategy.network.doctor.software import (
     find_unsupported,
     installed_versions,
 )
+from azureml_strategy.reporting.callback import _versions
 
 
 @pytest.mark.parametrize(
@@ -60,6 +61,29 @@ def test_versions_are_those_of_the_packages() -> None:
     assert torch.__version__.startswith(str(found["torch"])), "which may name the build beside it"
     assert found["lightning"] == lightning.__version__
     assert found["azureml-strategy"]
+
+
+@pytest.mark.parametrize(
+    ("distribution", "name"),
+    [
+        ("mlflow_skinny", "mlflow"),  # all that a plain install brings
+        ("mlflow", "mlflow"),
+        ("nvidia_nccl_cu12", "nccl"),
+        ("nvidia_nccl_cu13", "nccl"),
+        ("nvidia_cuda_runtime", "cuda"),
+        ("nvidia_cuda_runtime_cu12", "cuda"),
+    ],
+)
+def test_a_package_is_found_by_each_name_of_its_distributions(
+    distribution: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / f"{distribution}-3.15.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution.replace('_', '-')}\nVersion: 3.15.0\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert {each for each, version in installed_versions().items() if version == "3.15.0"} == {name}
+    if name == "mlflow":
+        assert "mlflow 3.15.0" in _versions(), "of a run's record"
 
 
 def test_an_environment_without_packages() -> None:

@@ -80,7 +80,7 @@ _DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
     "nccl": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
     "lightning": ("lightning",),
     "deepspeed": ("deepspeed",),
-    "mlflow": ("mlflow",),
+    "mlflow": ("mlflow", "mlflow-skinny"),  # a plain install brings the second, which has all that a job needs
     "azureml-mlflow": ("azureml-mlflow",),
 }
 
@@ -129,12 +129,16 @@ def installed_versions() -> dict[str, str | None]:
     CUDA and NCCL are the packages that pip installed with torch. For a torch build that bundles them, such as conda's,
     both are None.
     """
-    found = {name: _first(distributions) for name, distributions in _DISTRIBUTIONS.items()}
-    return {"python": platform.python_version(), **found}
+    return {"python": platform.python_version(), **{name: installed_version(name) for name in _DISTRIBUTIONS}}
 
 
-def _first(distributions: tuple[str, ...]) -> str | None:
-    return next(filter(None, map(_version, distributions)), None)
+def installed_version(name: str) -> str | None:
+    """Version of a package, whichever distribution provides it; None if it is not installed.
+
+    Args:
+        name: as in the report, or of any other distribution.
+    """
+    return next(filter(None, map(_version, _DISTRIBUTIONS.get(name, (name,)))), None)
 
 
 def _version(distribution: str) -> str | None:

@@ -1,0 +1,198 @@
+"""The end of a training: its last step is saved whatever it was followed by, and no monitor makes it fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from tests.checkpoint.saving import QUIET
+from tests.multiprocess.scripts.noisy import Killed, Noisy, Numbers, StopAt, fit
+from torch.utils.data import DataLoader
+
+from azureml_strategy.checkpoint import JobCheckpoint
+from azureml_strategy.checkpoint.folder import CheckpointFolder
+from azureml_strategy.checkpoint.manifest import Manifest
+from azureml_strategy.checkpoint.monitor import never_validates, say_unranked
+
+pytestmark = pytest.mark.usefixtures("seeded")
+# 30 batches an epoch, of which two make a step; validated after 8, 16 and 24.
+BY_VALIDATION: dict[str, Any] = {"every_n_train_steps": None}
+
+
+def saved(tmp_path: Path) -> list[Manifest]:
+    return CheckpointFolder(tmp_path / "checkpoints").complete()
+
+
+def train(
+    folder: Path,
+    *callbacks: Callback,
+    module: LightningModule | None = None,
+    data: Numbers | None = None,
+    **arguments: Any,
+) -> JobCheckpoint:
+    saver = JobCheckpoint(folder / "checkpoints", **arguments.pop("checkpoint", {}))
+    settings = {**QUIET, "accelerator": "cpu", "logger": False, "max_epochs": 1, "val_check_interval": 8, **arguments}
+    trainer = Trainer(callbacks=[saver, *callbacks], **settings)
+    trainer.fit(module or Noisy(), datamodule=data or Numbers())
+    return saver
+
+
+def test_steps_after_the_last_validation_are_saved_and_trained_on_from(tmp_path: Path) -> None:
+    whole = fit(tmp_path / "whole", checkpoint=BY_VALIDATION)
+    fit(tmp_path / "run", max_epochs=1, checkpoint=BY_VALIDATION)
+    newest, before = saved(tmp_path / "run")[:2]
+    assert (newest.step, newest.reason, newest.score) == (15, "end", None)
+    assert (before.step, before.reason) == (12, "epoch")
+    again = fit(tmp_path / "run", checkpoint=BY_VALIDATION)
+    assert again["weights"] == whole["weights"], "it was taken between two steps"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "steps"),
+    [
+        ({"val_check_interval": 1.0}, [30]),  # validated after the last step: one checkpoint of it
+        ({"limit_val_batches": 0}, [30]),
+        ({"max_epochs": -1, "max_steps": 11, "check_val_every_n_epoch": None}, [11, 8]),
+        ({"limit_train_batches": 4, "val_check_interval": None, "check_val_every_n_epoch": 2}, [4]),
+        ({"max_epochs": 3, "val_check_interval": 1.0, "check_val_every_n_epoch": 2}, [90, 60]),
+        ({"fast_dev_run": True}, []),
+        ({"max_steps": 0}, []),
+    ],
+)
+def test_the_last_step_has_one_checkpoint(tmp_path: Path, arguments: dict[str, Any], steps: list[int]) -> None:
+    saver = train(tmp_path, **arguments)
+    assert [each.step for each in saved(tmp_path)[:2]] == steps
+    assert saver.last_model_path == (str(tmp_path / "checkpoints" / saved(tmp_path)[0].name) if steps else "")
+
+
+class _Stops(Noisy):
+    """Ends the epoch as a module may, and with it the training."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 5 else None
+
+
+class _SavesAtTheEnd(Callback):
+    """Has the last step saved before it is due, as a notice of Azure's does."""
+
+    def on_step_boundary(self, trainer: Trainer) -> None:
+        saver = trainer.checkpoint_callback
+        if trainer.global_step == 30 and isinstance(saver, JobCheckpoint):
+            saver.save_now(trainer, "preempted")
+
+
+def test_an_epoch_that_a_script_cuts_short(tmp_path: Path) -> None:
+    train(tmp_path, module=_Stops())
+    assert [each.step for each in saved(tmp_path)] == [5]
+
+
+def test_a_training_that_ends_while_gradients_accumulate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under DeepSpeed, which counts on over the end of an epoch: then there is no moment between two steps."""
+    monkeypatch.setattr("azureml_strategy.checkpoint.loop_state.accumulating", lambda *_, **__: True)
+    train(tmp_path)
+    assert [(each.step, each.reason) for each in saved(tmp_path)] == [(30, "end")]
+
+
+def test_what_a_stop_has_saved_is_not_saved_again(tmp_path: Path) -> None:
+    train(tmp_path, _SavesAtTheEnd(), limit_val_batches=0)
+    assert [(each.step, each.reason) for each in saved(tmp_path)] == [(30, "preempted")]
+
+
+def test_nothing_is_saved_after_an_exception(tmp_path: Path) -> None:
+    with pytest.raises(Killed):
+        train(tmp_path, StopAt(27))
+    assert [each.step for each in saved(tmp_path)[:2]] == [24, 16]
+
+
+def test_a_callback_that_sees_two_trainings_saves_both(tmp_path: Path) -> None:
+    saver = JobCheckpoint(tmp_path / "checkpoints", every_minutes=None)
+    for _ in range(2):
+        trainer = Trainer(
+            **QUIET, accelerator="cpu", logger=False, max_epochs=1, callbacks=[saver], limit_val_batches=0
+        )
+        trainer.fit(Noisy(), datamodule=Numbers())
+    assert [(each.step, each.attempt) for each in saved(tmp_path)] == [(30, 2), (30, 1)]
+
+
+class _LogsInTraining(Noisy):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("own", float(batch_idx))
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("monitor", "arguments", "before"),
+    [
+        ("val/loss", {"limit_val_batches": 0}, "limit_val_batches=0"),
+        ("val/loss", {"max_steps": 7}, "the first would come after 8 batches, and the training ends after 7 at most"),
+        (
+            "val/loss",
+            {"check_val_every_n_epoch": 3, "val_check_interval": 1.0, "max_epochs": 2},
+            "the first would come after 90 batches, and the training ends after 60 at most",
+        ),
+        ("val/loss", {"data": type("Empty", (Numbers,), {"val_dataloader": lambda _: DataLoader([])})}, "are empty"),
+        ("val/los", {}, ""),  # a misspelt name is known at the first validation
+        ("val/loss", {"module": type("Unvalidated", (Noisy,), {"validation_step": LightningModule.validation_step})},
+         "no validation_step"),
+    ],
+)  # fmt: skip
+def test_a_monitor_that_is_never_logged_costs_no_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monitor: str, arguments: dict[str, Any], before: str
+) -> None:
+    arguments = {name: value() if isinstance(value, type) else value for name, value in arguments.items()}
+    saver = train(tmp_path, checkpoint={"monitor": monitor}, **arguments)
+    said = f"No checkpoint has a '{monitor}', so that none is the best of this training. The newest takes its place: "
+    assert f"{said}{saver.last_model_path}" in caplog.text
+    assert ("No validation runs in this training" in caplog.text) == bool(before)
+    assert before in caplog.text
+    assert saver.best_model_path == saver.last_model_path == str(tmp_path / "checkpoints" / saved(tmp_path)[0].name)
+
+
+def test_a_misspelt_monitor_is_told_once_with_the_names_that_are_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(tmp_path, checkpoint={"monitor": "val/los"})
+    (told,) = [each for each in caplog.messages if "nobody has logged that" in each]
+    assert "Logged are: val/loss." in told
+    assert [each.step for each in saved(tmp_path)] == [30, 24]
+
+
+def test_a_metric_of_the_training_ranks_where_there_is_no_validation(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saver = train(tmp_path, module=_LogsInTraining(), checkpoint={"monitor": "own"}, limit_val_batches=0, max_epochs=2)
+    assert [each for each in caplog.messages if "'own'" in each] == [say_unranked("own", "limit_val_batches=0")]
+    assert [each.score for each in saved(tmp_path)] == [29.0, 29.0]
+    assert saver.best_model_path
+
+
+class _Asked(Callback):
+    """What is said before the first step; nothing is trained."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.said = never_validates(trainer)
+        trainer.should_stop = True
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"max_steps": 8},
+        {"max_steps": 4, "accumulate_grad_batches": 2},
+        {"max_epochs": 2, "check_val_every_n_epoch": 2},
+        {"max_epochs": -1},
+        {"max_epochs": 1, "val_check_interval": 1.0},
+        {"max_steps": 2, "callbacks": [GradientAccumulationScheduler({0: 1, 1: 8})]},
+        {"max_steps": 5, "val_check_interval": "00:00:00:01"},
+    ],
+)
+def test_where_a_validation_may_run_nothing_is_said(arguments: dict[str, Any]) -> None:
+    asked = _Asked()
+    callbacks = [asked, *arguments.pop("callbacks", [])] if "callbacks" in arguments else [asked]
+    settings = {"max_epochs": 1, "val_check_interval": 8, **QUIET, **arguments, "callbacks": callbacks}
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, **settings)
+    trainer.fit(Noisy(), datamodule=Numbers())
+    assert asked.said == ""
