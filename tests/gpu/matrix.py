@@ -1,0 +1,136 @@
+"""Each strategy with each precision and each kind of module: which cells there are, and what each of them trains to.
+
+    python tests/gpu/matrix.py OUTPUT [--accelerator cuda] [--layouts zero_1 fsdp2 ...]
+
+Every process of a job runs this. All cells of a call are in one process; each is a fit of a few steps by the Trainer.
+`tests/gpu/agreement.py` compares what they trained to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import os
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from importlib import import_module
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+from tests.gpu.cells import MODELS, STEPS, Cell, batches
+
+from azureml_strategy.strategies import (
+    AzureMLDDPStrategy,
+    AzureMLDeepSpeedStrategy,
+    AzureMLModelParallelStrategy,
+    PipelineStrategy,
+)
+
+WORLD = int(os.environ.get("WORLD_SIZE", "1"))
+TIMEOUT = timedelta(seconds=60)  # a rank that waits for one that has failed
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed")
+ORACLE = "lightning_ddp"
+_OFFLOAD = {"offload_optimizer": True, "offload_parameters": True}
+# BatchNorm computes with a micro-batch, so that more of them would train to other numbers by right.
+LAYOUTS: dict[str, Callable[..., Strategy]] = {
+    ORACLE: DDPStrategy,
+    "azureml_ddp": AzureMLDDPStrategy,
+    "zero_1": partial(AzureMLDeepSpeedStrategy, stage=1),
+    "zero_2": partial(AzureMLDeepSpeedStrategy, stage=2),
+    "zero_3": partial(AzureMLDeepSpeedStrategy, stage=3),
+    "zero_3_offload": partial(AzureMLDeepSpeedStrategy, stage=3, **_OFFLOAD),
+    "fsdp2": AzureMLModelParallelStrategy,
+    "fsdp2_recomputing": partial(AzureMLModelParallelStrategy, activation_checkpointing=True),
+    "pipeline": partial(PipelineStrategy, num_stages=WORLD, micro_batches=1),
+}
+Cells = list[tuple[str, str, str]]
+
+
+def cells(layouts: list[str], accelerator: str) -> Cells:
+    """Layout, precision and model of each cell. On CPUs Lightning makes bf16-mixed of 16-mixed."""
+    precisions = [each for each in PRECISIONS if accelerator != "cpu" or each != "16-mixed"]
+    return list(product(layouts, precisions, MODELS))
+
+
+def run_cell(layout: str, precision: str, model: str, accelerator: str) -> dict[str, Any]:
+    """Train one; what it came to, or its error and how many steps there were before."""
+    module, started = Cell(model, "inductor" if accelerator == "cuda" else "eager"), time.monotonic()
+    try:
+        trainer = _fit(module, layout, precision, accelerator)
+    except Exception as error:  # every cell is to be judged, whatever another one does
+        last = traceback.format_exception(error)[-8:]
+        return {"error": f"{type(error).__name__}: {error}", "steps": len(module.losses), "trace": "".join(last)}
+    return {
+        "losses": [float(loss) for loss in module.losses],
+        "val_loss": float(trainer.callback_metrics["val_loss"]),
+        "buffers": module.float_buffers(),
+        "seconds": round(time.monotonic() - started, 3),
+    }
+
+
+def _fit(module: Cell, layout: str, precision: str, accelerator: str) -> Trainer:
+    backend = "nccl" if accelerator == "cuda" and WORLD == 1 else "gloo"
+    trainer = Trainer(
+        strategy=LAYOUTS[layout](process_group_backend=backend, timeout=TIMEOUT),
+        precision=precision,  # type: ignore[arg-type]
+        accelerator=accelerator,
+        devices=1,
+        num_nodes=WORLD,
+        max_steps=STEPS,
+        limit_val_batches=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
+    loader = batches(module.model, 1 if layout == "pipeline" else WORLD)
+    trainer.fit(module, loader, loader)
+    return trainer
+
+
+def run(chosen: Cells, accelerator: str) -> dict[str, Any]:
+    """All cells, in this process, as `LAYOUT/PRECISION/MODEL`."""
+    results = {}
+    for cell in chosen:
+        torch._dynamo.reset()
+        results["/".join(cell)] = run_cell(*cell, accelerator)
+    return results
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("output", type=Path, help="folder for RANK.json")
+    parser.add_argument("--accelerator", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    torch.backends.cudnn.allow_tf32 = False  # float32 is to be float32
+    import_module("deepspeed")
+    gc.freeze()  # DeepSpeed collects garbage in each start, which would visit all libraries again and again
+    results = run(cells(options.layouts, options.accelerator), options.accelerator)
+    options.output.mkdir(parents=True, exist_ok=True)
+    (options.output / f"{os.environ.get('RANK', 0)}.json").write_text(json.dumps(results))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
