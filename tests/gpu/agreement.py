@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from tests.gpu.matrix import ORACLE, PRECISIONS, Cells
+from tests.gpu.matrix import ORACLE, PRECISIONS, REFUSED, Cells, Results
 
 # How far a loss may lie from stock Lightning's, relative to the first one. A sum in another order in float32; then the
 # distance of two neighbouring numbers of bfloat16 (8 bits) or float16 (11 bits), for values that are rounded at other
@@ -17,13 +15,7 @@ TOLERANCE = {"32-true": 5e-5, "bf16-mixed": 2.0**-8, "bf16-true": 2.0**-7, "16-m
 assert TOLERANCE.keys() == set(PRECISIONS)
 # A running variance is of squares, and normalises from 0: its distance is relative to the largest of the layer.
 STATISTICS = {precision: 4 * tolerance for precision, tolerance in TOLERANCE.items()}
-# Cells that cannot be, and who says so.
-REFUSED = {
-    ("fsdp2", "16-mixed"): "Lightning has no scaling of gradients for FSDP2",
-    ("fsdp2_recomputing", "16-mixed"): "Lightning has no scaling of gradients for FSDP2",
-    ("pipeline", "16-mixed"): "no float16 in a pipeline",
-}
-Ranks = Sequence[Mapping[str, Any]]
+Ranks = Sequence[Results]
 
 
 @dataclass(frozen=True)
@@ -41,11 +33,6 @@ class Verdict:
     cell: str
     right: bool
     words: str
-
-
-def read(folder: Path, world: int) -> Ranks:
-    """What each rank of a job wrote; a rank that ended early wrote nothing, which is an error."""
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
 
 
 def judge(jobs: Mapping[int, Ranks], chosen: Cells) -> list[Verdict]:
@@ -81,8 +68,10 @@ def table(verdicts: Sequence[Verdict]) -> str:
 
 def _judge(jobs: Mapping[int, Ranks], world: int, ranks: Ranks, layout: str, precision: str, model: str) -> Verdict:
     cell = f"{layout}/{precision}/{model}"
-    found = [rank.get(cell, {"error": "was not run", "steps": 0}) for rank in ranks]
+    found = [rank[cell] for rank in ranks if cell in rank]
     errors = sorted({each["error"] for each in found if "error" in each})
+    if not errors and len(found) < world:
+        return Verdict(world, cell, False, f"{world - len(found)} of {world} ranks did not run it to its end")
     if (layout, precision) in REFUSED:
         named = all("error" in each and each["steps"] == 0 and precision in each["error"] for each in found)
         why = f"refused: {REFUSED[layout, precision]}" if named else f"should be refused before a step: {errors}"
@@ -93,7 +82,7 @@ def _judge(jobs: Mapping[int, Ranks], world: int, ranks: Ranks, layout: str, pre
     oracles = jobs[1] * world if layout == "pipeline" else ranks
     problems, largest = [], 0.0
     for rank, (mine, other) in enumerate(zip(found, oracles, strict=True)):
-        stock = other[f"{ORACLE}/{precision}/{model}"]
+        stock = other.get(f"{ORACLE}/{precision}/{model}", {"error": "was not run"})
         if "error" in stock:
             return Verdict(world, cell, False, f"stock Lightning itself: {stock['error']}")
         largest = max(largest, distance(mine, stock))

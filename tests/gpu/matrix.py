@@ -16,7 +16,7 @@ import os
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
@@ -41,6 +41,7 @@ WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 TIMEOUT = timedelta(seconds=60)  # a rank that waits for one that has failed
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed")
 ORACLE = "lightning_ddp"
+Results = Mapping[str, Any]
 _OFFLOAD = {"offload_optimizer": True, "offload_parameters": True}
 # BatchNorm computes with a micro-batch, so that more of them would train to other numbers by right.
 LAYOUTS: dict[str, Callable[..., Strategy]] = {
@@ -54,13 +55,39 @@ LAYOUTS: dict[str, Callable[..., Strategy]] = {
     "fsdp2_recomputing": partial(AzureMLModelParallelStrategy, activation_checkpointing=True),
     "pipeline": partial(PipelineStrategy, num_stages=WORLD, micro_batches=1),
 }
+# Cells that cannot be, and who says so.
+REFUSED = {
+    ("fsdp2", "16-mixed"): "Lightning scales no gradients for FSDP2",
+    ("fsdp2_recomputing", "16-mixed"): "Lightning scales no gradients for FSDP2",
+    ("pipeline", "16-mixed"): "no float16 in a pipeline",
+}
 Cells = list[tuple[str, str, str]]
 
 
-def cells(layouts: list[str], accelerator: str) -> Cells:
+def cells(layouts: Sequence[str], accelerator: str) -> Cells:
     """Layout, precision and model of each cell. On CPUs Lightning makes bf16-mixed of 16-mixed."""
     precisions = [each for each in PRECISIONS if accelerator != "cpu" or each != "16-mixed"]
-    return list(product(layouts, precisions, MODELS))
+    return [
+        (layout, precision, model)
+        for layout, precision in product(layouts, precisions)
+        for model in (MODELS[:1] if (layout, precision) in REFUSED else MODELS)
+    ]
+
+
+def read(folder: Path, world: int) -> list[Results]:
+    """What each rank has written of the cells, by `LAYOUT/PRECISION/MODEL`."""
+    files = [folder / f"{rank}.jsonl" for rank in range(world)]
+    return [dict(map(json.loads, file.read_text().splitlines())) if file.is_file() else {} for file in files]
+
+
+def left(chosen: Cells, ranks: Sequence[Results]) -> Cells:
+    """The cells that have neither failed on a rank nor ended on all."""
+    return [
+        cell
+        for cell in chosen
+        for found in [[rank.get("/".join(cell), {}) for rank in ranks]]
+        if not (all(found) or any("error" in each for each in found))
+    ]
 
 
 def run_cell(layout: str, precision: str, model: str, accelerator: str) -> dict[str, Any]:
@@ -100,18 +127,24 @@ def _fit(module: Cell, layout: str, precision: str, accelerator: str) -> Trainer
     return trainer
 
 
-def run(chosen: Cells, accelerator: str) -> dict[str, Any]:
-    """All cells, in this process, as `LAYOUT/PRECISION/MODEL`."""
-    results = {}
+def run(chosen: Cells, accelerator: str, file: Path) -> bool:
+    """Run the cells in this process and write each as it ends; whether all were run.
+
+    Where one of several ranks fails, it ends: the others wait for it and must be started anew.
+    """
     for cell in chosen:
         torch._dynamo.reset()
-        results["/".join(cell)] = run_cell(*cell, accelerator)
-    return results
+        result = run_cell(*cell, accelerator)
+        with file.open("a") as lines:
+            lines.write(json.dumps(["/".join(cell), result]) + "\n")
+        if "error" in result and WORLD > 1:
+            return False
+    return True
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("output", type=Path, help="folder for RANK.json")
+    parser.add_argument("output", type=Path, help="folder for RANK.jsonl; cells that are there are not run again")
     parser.add_argument("--accelerator", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     return parser.parse_args()
@@ -125,9 +158,11 @@ def main() -> None:
     torch.backends.cudnn.allow_tf32 = False  # float32 is to be float32
     import_module("deepspeed")
     gc.freeze()  # DeepSpeed collects garbage in each start, which would visit all libraries again and again
-    results = run(cells(options.layouts, options.accelerator), options.accelerator)
     options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / f"{os.environ.get('RANK', 0)}.json").write_text(json.dumps(results))
+    chosen = left(cells(options.layouts, options.accelerator), read(options.output, WORLD))
+    complete = run(chosen, options.accelerator, options.output / f"{os.environ.get('RANK', 0)}.jsonl")
+    if not complete:
+        os._exit(1)  # the other ranks are not here to end the group with
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -5,20 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.gpu.agreement import judge, read, table
-from tests.gpu.matrix import LAYOUTS, cells
+from tests.gpu.agreement import judge, table
+from tests.gpu.matrix import LAYOUTS, cells, left, read
 from tests.multiprocess.conftest import RunJob, _empty_store, run_job
 
 __all__ = ["_empty_store", "run_job"]  # fixtures
 SCRIPT = Path(__file__).with_name("matrix.py")
+CELLS = cells(list(LAYOUTS), "cpu")
 
 
 @pytest.mark.slow
 def test_every_cell_agrees_with_stock_lightning(run_job: RunJob, tmp_path: Path) -> None:
     jobs = {}
     for world in (1, 2):
-        job = run_job(SCRIPT, tmp_path / str(world), nodes=world)
-        assert job.exit_code == 0, job.output
-        jobs[world] = read(tmp_path / str(world), world)
-    verdicts = judge(jobs, cells(list(LAYOUTS), "cpu"))
+        folder = tmp_path / str(world)
+        for _ in range(20):  # a cell that fails ends its job
+            job = run_job(SCRIPT, folder, nodes=world)
+            jobs[world] = read(folder, world)
+            if not left(CELLS, jobs[world]):
+                break
+        assert any(jobs[world]), job.output
+    verdicts = judge(jobs, CELLS)
     assert all(verdict.right for verdict in verdicts), "\n" + table(verdicts)
