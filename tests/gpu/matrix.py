@@ -107,24 +107,28 @@ def run_cell(layout: str, precision: str, model: str, accelerator: str) -> dict[
 
 
 def _fit(module: Cell, layout: str, precision: str, accelerator: str) -> Trainer:
+    trainer = make_trainer(layout, precision, accelerator, max_steps=STEPS, limit_val_batches=1)
+    loader = batches(module.model, 1 if layout == "pipeline" else WORLD)
+    trainer.fit(module, loader, loader)
+    return trainer
+
+
+def make_trainer(layout: str, precision: str, accelerator: str, **arguments: Any) -> Trainer:
+    """A quiet Trainer of this job. Two ranks on one GPU need gloo."""
     backend = "nccl" if accelerator == "cuda" and WORLD == 1 else "gloo"
-    trainer = Trainer(
+    return Trainer(
         strategy=LAYOUTS[layout](process_group_backend=backend, timeout=TIMEOUT),
         precision=precision,  # type: ignore[arg-type]
         accelerator=accelerator,
         devices=1,
         num_nodes=WORLD,
-        max_steps=STEPS,
-        limit_val_batches=1,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
+        **arguments,
     )
-    loader = batches(module.model, 1 if layout == "pipeline" else WORLD)
-    trainer.fit(module, loader, loader)
-    return trainer
 
 
 def run(chosen: Cells, accelerator: str, file: Path) -> bool:
@@ -142,22 +146,27 @@ def run(chosen: Cells, accelerator: str, file: Path) -> bool:
     return True
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("output", type=Path, help="folder for RANK.jsonl; cells that are there are not run again")
+def parse(description: str | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
+    parser.add_argument("output", type=Path, help="folder for a file of each rank; its cells are not run again")
     parser.add_argument("--accelerator", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     return parser.parse_args()
 
 
-def main() -> None:
-    options = parse()
+def prepare() -> None:
+    """Be quiet, exact and quick."""
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     torch.backends.cudnn.allow_tf32 = False  # float32 is to be float32
     import_module("deepspeed")
     gc.freeze()  # DeepSpeed collects garbage in each start, which would visit all libraries again and again
+
+
+def main() -> None:
+    options = parse(__doc__)
+    prepare()
     options.output.mkdir(parents=True, exist_ok=True)
     chosen = left(cells(options.layouts, options.accelerator), read(options.output, WORLD))
     complete = run(chosen, options.accelerator, options.output / f"{os.environ.get('RANK', 0)}.jsonl")

@@ -1,0 +1,150 @@
+"""Starts the processes of the parts, as many at once as there are cores, each within its time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.emulated import SHARED_MACHINE, free_port, launches, loopback_addresses
+
+from azureml_strategy.cluster.emulated import EmulatedRun, azure_variables, without_job_variables
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = (sys.executable, "-c", "import sys; from azureml_strategy.cli import main; sys.exit(main())")
+# cuBLAS is deterministic with it: https://docs.nvidia.com/cuda/cublas/index.html#results-reproducibility
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one case of a part came to.
+
+    Attributes:
+        part: of the command.
+        case: in the part.
+        status: `ok`, `WRONG`, `refused` as it should be, or `left out`.
+        words: a figure, what is wrong, or why it was left out.
+    """
+
+    part: str
+    case: str
+    status: str
+    words: str
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the processes of a job ended: their exit codes, None for one that took too long, and what they printed."""
+
+    codes: tuple[int | None, ...]
+    output: str
+
+    @property
+    def failure(self) -> str:
+        """Why it failed, in a line; empty if it did not."""
+        if not any(code != 0 for code in self.codes):
+            return ""
+        said = [line for line in self.output.splitlines() if line.strip()]
+        errors = [line.strip() for line in said if "Error" in line] or said
+        return f"exit codes {self.codes}: {errors[-1][:300] if errors else 'nothing was printed'}"
+
+
+@dataclass
+class Machine:
+    """Where the parts run.
+
+    Args:
+        accelerator: `cuda`, or `cpu` to try the command without a GPU.
+        folder: for what they write.
+        deadline: on the monotonic clock; what runs then is ended.
+        cores: how many processes run at once.
+    """
+
+    accelerator: str
+    folder: Path
+    deadline: float
+    cores: int
+    _free: int = field(init=False)
+    _changed: threading.Condition = field(init=False, default_factory=threading.Condition)
+
+    def __post_init__(self) -> None:
+        self._free = self.cores
+
+    def run(
+        self,
+        name: str,
+        command: Sequence[str],
+        world: int = 1,
+        limit_s: float = 120.0,
+        extra: Mapping[str, str] | None = None,
+    ) -> Ended:
+        """Run a command as each process of a job of one-process nodes, and wait for its end.
+
+        Args:
+            name: of its folder, in which it runs.
+            command: the same for each rank.
+            world: number of ranks.
+            limit_s: seconds after which it is ended.
+            extra: further variables.
+        """
+        folder = self.folder / name
+        folder.mkdir(parents=True, exist_ok=True)
+        with self._cores(world):
+            processes = [
+                self._start(folder, command, environ) for environ in self._environs(folder, world, extra or {})
+            ]
+            _wait(processes, min(time.monotonic() + limit_s, self.deadline))
+        outputs = [(folder / f"{rank}.log").read_text(errors="replace") for rank in range(world)]
+        return Ended(tuple(process.poll() for process in processes), "\n".join(outputs))
+
+    @contextmanager
+    def _cores(self, count: int) -> Iterator[None]:
+        count = min(count, self.cores)
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= count)
+            self._free -= count
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += count
+                self._changed.notify_all()
+
+    def _environs(self, folder: Path, world: int, extra: Mapping[str, str]) -> Iterator[dict[str, str]]:
+        addresses, port = loopback_addresses(world), free_port()
+        shared = {**without_job_variables(os.environ), **SHARED_MACHINE, "AZUREML_STRATEGY_PAGE": "off", **extra}
+        path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        shared["PYTHONPATH"] = os.pathsep.join(path)
+        if self.accelerator == "cpu":
+            shared["CUDA_VISIBLE_DEVICES"] = ""
+        run = EmulatedRun("job-1", "tests", "1", f"sqlite:///{folder}/mlflow.db")
+        for launch in launches(addresses, 1, port):
+            yield shared | (azure_variables(launch, "pytorch", addresses, run) if world > 1 else {})
+
+    def _start(self, folder: Path, command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        with (folder / f"{environ.get('RANK', '0')}.log").open("ab") as log:
+            return subprocess.Popen(
+                command, env=environ, cwd=folder, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], until: float) -> None:
+    """Wait for all; once one has failed, the others have a few seconds. What still runs is ended with its children."""
+    while any(process.poll() is None for process in processes) and time.monotonic() < until:
+        if any(process.poll() for process in processes):
+            until = min(until, time.monotonic() + 5)
+        time.sleep(0.05)
+    for process in processes:
+        if process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    for process in processes:
+        process.wait()
