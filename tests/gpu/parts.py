@@ -159,7 +159,7 @@ def synchronisation_part(machine: Machine, recipe: str) -> list[Row]:
 
 
 def resume_part(machine: Machine, name: str) -> list[Row]:
-    """Killed by the kernel in the middle and started again: all losses and weights are those of a run without a break."""
+    """Killed in the middle and started again: losses and weights are those of a run without a break."""
     part, case = "kill -9 and resume", name
     overrides = [
         *(f"strategy={RESUMED[name]}", "trainer.deterministic=true", "trainer.max_steps=16", "data.batch_size=4"),
