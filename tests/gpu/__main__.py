@@ -90,7 +90,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = (options.keep or Path(temporary)).absolute()
         cores = len(os.sched_getaffinity(0))
-        machine = Machine(options.accelerator, folder, started + options.budget, cores)
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+        machine = Machine(options.accelerator, folder, started + options.budget, cores, gpus)
         at_once, alone = (
             [part for part in some if not options.only or any(map(_name(part).startswith, options.only))]
             for some in parts()

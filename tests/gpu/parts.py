@@ -58,7 +58,7 @@ def matrix_part(machine: Machine, world: int, layouts: Sequence[str]) -> list[Ro
     part = f"matrix, {world} rank(s)"
     rows = [
         Row(part, verdict.cell, _status(verdict.right, verdict.words), verdict.words)
-        for verdict in judge({world: merged[world], **merged}, chosen)
+        for verdict in judge(merged, chosen)
         if verdict.world == world
     ]
     return rows + [Row(part, layout, "left out", why) for layout, why in left_out.items()]
@@ -169,7 +169,7 @@ def resume_part(machine: Machine, name: str) -> list[Row]:
     paths = [machine.folder / f"resume-{name}-{kind}.json" for kind in ("whole", "again")]
     whole = train(machine, f"resume-{name}-whole", "gpt_ddp", *overrides, record.format(path=paths[0], more=""))
     killed = train(machine, f"resume-{name}", "gpt_ddp", *overrides, record.format(path=paths[1], more=",die_at:12"))
-    if whole.failure or killed.codes != (-9,):
+    if whole.failure or killed.codes != (-9,) or killed.late:
         return [Row(part, case, "WRONG", whole.failure or f"it was not killed: {killed.failure or 'it ended well'}")]
     again = train(machine, f"resume-{name}", "gpt_ddp", *overrides, record.format(path=paths[1], more=""))
     if again.failure:
@@ -231,7 +231,8 @@ def marked_part(machine: Machine) -> list[Row]:
     files = sorted(str(each) for each in (ROOT / "tests").rglob("test_*.py") if "mark.cuda" in each.read_text())
     report = machine.folder / "marked.xml"
     command = [sys.executable, "-m", "pytest", "--gpu", "-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}"]
-    ended = machine.run("marked", [*command, f"--junitxml={report}", "-c", str(ROOT / "pyproject.toml"), *files])
+    command += [f"--junitxml={report}", "-c", str(ROOT / "pyproject.toml"), *files]
+    ended = machine.run("marked", command, extra={"CUDA_VISIBLE_DEVICES": machine.gpus})
     if not report.is_file():
         return [Row(part, "all", "WRONG", ended.failure or "no report was written")]
     rows = [_of_test(part, case) for case in ElementTree.parse(report).iter("testcase")]

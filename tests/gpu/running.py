@@ -19,6 +19,8 @@ from azureml_strategy.cluster.emulated import EmulatedRun, azure_variables, with
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = (sys.executable, "-c", "import sys; from azureml_strategy.cli import main; sys.exit(main())")
+# A process for each case is enough; Inductor would start as many again as there are cores, in each.
+_QUIET = {"AZUREML_STRATEGY_PAGE": "off", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 # cuBLAS is deterministic with it: https://docs.nvidia.com/cuda/cublas/index.html#results-reproducibility
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
@@ -42,10 +44,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Ended:
-    """How the processes of a job ended: their exit codes, None for one that took too long, and what they printed."""
+    """How the processes of a job ended: their exit codes, what they printed, and whether they had to be ended."""
 
     codes: tuple[int | None, ...]
     output: str
+    late: bool
 
     @property
     def failure(self) -> str:
@@ -54,7 +57,8 @@ class Ended:
             return ""
         said = [line for line in self.output.splitlines() if line.strip()]
         errors = [line.strip() for line in said if "Error" in line] or said
-        return f"exit codes {self.codes}: {errors[-1][:300] if errors else 'nothing was printed'}"
+        how = "it took too long" if self.late else f"exit codes {self.codes}"
+        return f"{how}: {errors[-1][:300] if errors else 'nothing was printed'}"
 
 
 @dataclass
@@ -66,12 +70,14 @@ class Machine:
         folder: for what they write.
         deadline: on the monotonic clock; what runs then is ended.
         cores: how many processes run at once.
+        gpus: the visible ones, as in CUDA_VISIBLE_DEVICES; all parts but the tests see the first alone.
     """
 
     accelerator: str
     folder: Path
     deadline: float
     cores: int
+    gpus: str
     _free: int = field(init=False)
     _changed: threading.Condition = field(init=False, default_factory=threading.Condition)
 
@@ -101,9 +107,9 @@ class Machine:
             processes = [
                 self._start(folder, command, environ) for environ in self._environs(folder, world, extra or {})
             ]
-            _wait(processes, min(time.monotonic() + limit_s, self.deadline))
+            late = _wait(processes, min(time.monotonic() + limit_s, self.deadline))
         outputs = [(folder / f"{rank}.log").read_text(errors="replace") for rank in range(world)]
-        return Ended(tuple(process.poll() for process in processes), "\n".join(outputs))
+        return Ended(tuple(process.poll() for process in processes), "\n".join(outputs), late)
 
     @contextmanager
     def _cores(self, count: int) -> Iterator[None]:
@@ -120,11 +126,11 @@ class Machine:
 
     def _environs(self, folder: Path, world: int, extra: Mapping[str, str]) -> Iterator[dict[str, str]]:
         addresses, port = loopback_addresses(world), free_port()
-        shared = {**without_job_variables(os.environ), **SHARED_MACHINE, "AZUREML_STRATEGY_PAGE": "off", **extra}
+        shared = {**without_job_variables(os.environ), **SHARED_MACHINE, **_QUIET}
         path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         shared["PYTHONPATH"] = os.pathsep.join(path)
-        if self.accelerator == "cpu":
-            shared["CUDA_VISIBLE_DEVICES"] = ""
+        shared["CUDA_VISIBLE_DEVICES"] = "" if self.accelerator == "cpu" else self.gpus.split(",")[0]
+        shared |= extra
         run = EmulatedRun("job-1", "tests", "1", f"sqlite:///{folder}/mlflow.db")
         for launch in launches(addresses, 1, port):
             yield shared | (azure_variables(launch, "pytorch", addresses, run) if world > 1 else {})
@@ -136,15 +142,23 @@ class Machine:
             )
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], until: float) -> None:
-    """Wait for all; once one has failed, the others have a few seconds. What still runs is ended with its children."""
+def _wait(processes: Sequence[subprocess.Popen[bytes]], until: float) -> bool:
+    """Wait for all; once one has failed, the others have a few seconds. What still runs is ended with its children.
+
+    Returns:
+        Whether the time was over.
+    """
+    failed_at: float | None = None
     while any(process.poll() is None for process in processes) and time.monotonic() < until:
-        if any(process.poll() for process in processes):
-            until = min(until, time.monotonic() + 5)
+        if failed_at is None and any(process.poll() for process in processes):
+            failed_at = time.monotonic()
+            until = min(until, failed_at + 5)
         time.sleep(0.05)
+    late = failed_at is None and any(process.poll() is None for process in processes)
     for process in processes:
         if process.poll() is None:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     for process in processes:
         process.wait()
+    return late

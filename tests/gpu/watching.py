@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from azureml_strategy.profiling.trace_summary import summarize
@@ -84,12 +85,19 @@ class Recorder(Callback):
         summary = throughput.summary() if throughput else None
         weights = hashlib.sha256()
         for parameter in pl_module.parameters():
-            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-            weights.update(local.detach().cpu().view(torch.uint8).numpy().tobytes() if local.numel() else b"")
+            weights.update(_of_this_rank(parameter).flatten().view(torch.uint8).cpu().numpy().tobytes())
         if trainer.is_global_zero:
             metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
             told = {"shares": dict(summary.shares) if summary else {}, "metrics": metrics}
             self._path.write_text(json.dumps({"losses": self._losses, "weights": weights.hexdigest(), **told}))
+
+
+def _of_this_rank(parameter: Any) -> Tensor:
+    """Return this rank's part of a parameter that FSDP2 or ZeRO-3 has cut, or the whole one."""
+    part: Tensor = (
+        parameter.to_local() if hasattr(parameter, "to_local") else getattr(parameter, "ds_tensor", parameter)
+    )
+    return part.detach().contiguous()
 
 
 class IdleShare(Callback):
