@@ -21,7 +21,7 @@ from pathlib import Path
 from harness import RESULTS, save, show
 
 HERE = Path(__file__).parent
-SMOKE_PARTS = ("synchronisation gpt_ddp", "gloo", "absent", "marked")
+SMOKE_PARTS = ("synchronisation gpt_ddp", "absent", "marked")
 
 
 @dataclass(frozen=True)

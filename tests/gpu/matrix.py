@@ -59,6 +59,7 @@ LAYOUTS: dict[str, Callable[..., Strategy]] = {
     "fsdp2_recomputing": partial(AzureMLModelParallelStrategy, activation_checkpointing=True),
     "pipeline": partial(PipelineStrategy, num_stages=WORLD, micro_batches=1),
 }
+_VARIANTS = ("zero_2", "zero_3_offload", "fsdp2_recomputing")
 # Cells that cannot be, and who says so.
 REFUSED = {
     ("fsdp2", "16-mixed"): "Lightning scales no gradients for FSDP2",
@@ -68,13 +69,22 @@ REFUSED = {
 Cells = list[tuple[str, str, str]]
 
 
-def cells(layouts: Sequence[str], accelerator: str) -> Cells:
-    """Layout, precision and model of each cell. On CPUs Lightning makes bf16-mixed of 16-mixed."""
+def cells(layouts: Sequence[str], accelerator: str, few: bool = False) -> Cells:
+    """Layout, precision and model of each cell. On CPUs Lightning makes bf16-mixed of 16-mixed.
+
+    Args:
+        layouts: of `LAYOUTS`.
+        accelerator: of the Trainer.
+        few: leave out what costs most and differs least: compiling but with bf16-mixed, and the other precisions of
+            layouts that another one stands for.
+    """
     precisions = [each for each in PRECISIONS if accelerator != "cpu" or each != "16-mixed"]
     return [
         (layout, precision, model)
         for layout, precision in product(layouts, precisions)
         for model in (MODELS[:1] if (layout, precision) in REFUSED else MODELS)
+        if not few or precision == "bf16-mixed" or not (layout in _VARIANTS or model == "compiled")
+        if not few or not (layout in _VARIANTS and model == "compiled")
     ]
 
 
@@ -159,6 +169,7 @@ def parse(description: str | None) -> argparse.Namespace:
     parser.add_argument("output", type=Path, help="folder for a file of each rank; its cells are not run again")
     parser.add_argument("--accelerator", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    parser.add_argument("--few", action="store_true", help="leave out what costs most and differs least")
     return parser.parse_args()
 
 
@@ -176,7 +187,7 @@ def main() -> None:
     options = parse(__doc__)
     prepare()
     options.output.mkdir(parents=True, exist_ok=True)
-    chosen = left(cells(options.layouts, options.accelerator), read(options.output, WORLD))
+    chosen = left(cells(options.layouts, options.accelerator, options.few), read(options.output, WORLD))
     complete = run(chosen, options.accelerator, options.output / f"{os.environ.get('RANK', 0)}.jsonl")
     if not complete:
         os._exit(1)  # the other ranks are not here to end the group with

@@ -22,7 +22,8 @@ Ranks = list[matrix.Results]
 HERE = Path(__file__).parent
 # The shipped recipes, small enough for a few seconds; those that need data or a model are not among them.
 _IMAGES = ("data.image_size=64", "data.batch_size=8", "model.warmup_epochs=0", "checkpoint=none")
-_TEXT = ("data.batch_size=4", "model.warmup_steps=2", "checkpoint=none")
+_NO_CHECKPOINT = ("checkpoint=none", "checkpoint.filename=null", "checkpoint.monitor=null", "checkpoint.mode=null")
+_TEXT = ("data.batch_size=4", "model.warmup_steps=2", *_NO_CHECKPOINT)
 RECIPES = {
     "resnet50_synthetic": (*_IMAGES, "data.steps_per_epoch=40"),
     "resnet50_ddp": _IMAGES,
@@ -134,7 +135,7 @@ def _families(machine: Machine, part: str, layout: str) -> list[Row]:
 
 def train(machine: Machine, name: str, recipe: str, *overrides: str, limit_s: float = 120, **extra: str) -> Ended:
     """Train a recipe without MLflow, with further callbacks from `tests.gpu.watching`."""
-    trainer = ("trainer=cpu",) if machine.accelerator == "cpu" else ()
+    trainer = ("trainer=cpu", "trainer.devices=1") if machine.accelerator == "cpu" else ()
     command = [*PROGRAM, "train", recipe, "tracking=console", f"output_dir={machine.folder / name / 'run'}", *trainer]
     return machine.run(name, [*command, *overrides], limit_s=limit_s, extra={**DETERMINISTIC, **extra})
 
@@ -196,7 +197,8 @@ def breakdown_part(machine: Machine, recipe: str) -> list[Row]:
     )
     size = ("trainer.max_steps=180", "trainer.limit_val_batches=0", "trainer.log_every_n_steps=10")
     data = ("data.steps_per_epoch=180",) if recipe == "resnet50_synthetic" else ()
-    ended = train(machine, f"breakdown-{recipe}", recipe, *size, *data, "checkpoint=none", callbacks)
+    checkpoint = ("checkpoint=none",) if recipe == "resnet50_synthetic" else _NO_CHECKPOINT
+    ended = train(machine, f"breakdown-{recipe}", recipe, *size, *data, *checkpoint, callbacks)
     if ended.failure:
         return [Row(part, recipe, "WRONG", ended.failure)]
     shares, profile = json.loads(told.read_text())["shares"], json.loads(seen.read_text())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +20,9 @@ from tests.emulated import SHARED_MACHINE, free_port, launches, loopback_address
 from azureml_strategy.cluster.emulated import EmulatedRun, azure_variables, without_job_variables
 
 ROOT = Path(__file__).parents[2]
-PROGRAM = (sys.executable, "-c", "import sys; from azureml_strategy.cli import main; sys.exit(main())")
+# A file, as strategies start further processes by it: beside this Python, or wherever the wheels were unpacked to.
+_BESIDE = Path(sys.executable).with_name("azureml-strategy")
+PROGRAM = (sys.executable, str(_BESIDE if _BESIDE.is_file() else shutil.which("azureml-strategy")))
 # A process for each case is enough; Inductor would start as many again as there are cores, in each.
 _QUIET = {"AZUREML_STRATEGY_PAGE": "off", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 # cuBLAS is deterministic with it: https://docs.nvidia.com/cuda/cublas/index.html#results-reproducibility
@@ -107,6 +111,7 @@ class Machine:
             processes = [
                 self._start(folder, command, environ) for environ in self._environs(folder, world, extra or {})
             ]
+            limit_s = limit_s if self.accelerator == "cuda" else math.inf  # nobody knows how slow a CPU is
             late = _wait(processes, min(time.monotonic() + limit_s, self.deadline))
         outputs = [(folder / f"{rank}.log").read_text(errors="replace") for rank in range(world)]
         return Ended(tuple(process.poll() for process in processes), "\n".join(outputs), late)

@@ -11,19 +11,20 @@ from tests.multiprocess.conftest import RunJob, _empty_store, run_job
 
 __all__ = ["_empty_store", "run_job"]  # fixtures
 SCRIPT = Path(__file__).with_name("matrix.py")
-CELLS = cells(list(LAYOUTS), "cpu")
 
 
 @pytest.mark.slow
-def test_every_cell_agrees_with_stock_lightning(run_job: RunJob, tmp_path: Path) -> None:
-    jobs = {}
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("options", [("--few",), pytest.param((), marks=pytest.mark.exhaustive)], ids=["few", "all"])
+def test_cells_agree_with_stock_lightning(run_job: RunJob, tmp_path: Path, options: tuple[str, ...]) -> None:
+    chosen, jobs = cells(list(LAYOUTS), "cpu", few=bool(options)), {}
     for world in (1, 2):
         folder = tmp_path / str(world)
         for _ in range(20):  # a cell that fails ends its job
-            job = run_job(SCRIPT, folder, nodes=world)
+            job = run_job(SCRIPT, folder, *options, nodes=world)
             jobs[world] = read(folder, world)
-            if not left(CELLS, jobs[world]):
+            if not left(chosen, jobs[world]):
                 break
         assert any(jobs[world]), job.output
-    verdicts = judge(jobs, CELLS)
+    verdicts = judge(jobs, chosen)
     assert all(verdict.right for verdict in verdicts), "\n" + table(verdicts)
