@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -94,20 +95,25 @@ def _judge(jobs: Mapping[int, Ranks], world: int, ranks: Ranks, layout: str, pre
 def distance(mine: Mapping[str, Any], stock: Mapping[str, Any]) -> float:
     """The largest distance of two cells' losses, that of the validation included, relative to the first loss."""
     pairs = zip([*mine["losses"], mine["val_loss"]], [*stock["losses"], stock["val_loss"]], strict=True)
-    return max(abs(one - other) for one, other in pairs) / float(stock["losses"][0])
+    return max(_apart(one, other) for one, other in pairs) / float(stock["losses"][0])
+
+
+def _apart(one: float, other: float) -> float:
+    """The distance of two numbers; infinite if one is none, as `max` passes over what is not a number."""
+    return math.inf if math.isnan(one - other) else abs(one - other)
 
 
 def _problems(mine: Mapping[str, Any], stock: Mapping[str, Any], precision: str) -> Iterator[str]:
     losses, tolerance = stock["losses"], TOLERANCE[precision]
     if max(losses) - min(losses) < 10 * tolerance * losses[0]:
         yield f"the oracle learns too little to tell anything: {losses}"
-    if not distance(mine, stock) <= tolerance:  # also where it is not a number
+    if distance(mine, stock) > tolerance:
         mean = [round(loss, 5) for loss in (*mine["losses"], mine["val_loss"])]
         yield f"losses {mean}, stock Lightning's {[round(loss, 5) for loss in (*losses, stock['val_loss'])]}"
     for name, values in mine["buffers"].items():
         theirs = stock["buffers"][name]
         most = max(map(abs, theirs["values"]))
-        apart = max(abs(one - other) for one, other in zip(values["values"], theirs["values"], strict=True)) / most
+        apart = max(_apart(*pair) for pair in zip(values["values"], theirs["values"], strict=True)) / most
         constant = precision.endswith("mixed") and "running_" not in name
         if not apart <= (0.0 if constant else STATISTICS[precision]):
             yield f"{name} is {apart:.1e} away"

@@ -114,7 +114,7 @@ def test_a_rank_that_fails_ends_the_others(machine: Machine) -> None:
 
 
 def test_what_takes_too_long_is_ended_with_its_children(machine: Machine) -> None:
-    code = "import subprocess, sys; print('started', flush=True); subprocess.run([sys.executable, '-c', 'input()'])"
+    code = "import subprocess, sys; print('started', flush=True); subprocess.run(['sleep', '60'])"
     machine.deadline = time.monotonic() + 2
     ended = machine.run("late", [sys.executable, "-c", code])
     assert ended.late
