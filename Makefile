@@ -22,7 +22,13 @@ OLDEST_TESTS = tests/strategies tests/training/test_conf.py tests/checkpoint/tes
 TAG =
 STEPS =
 
-.PHONY: demo test test-oldest test-all test-docs test-versions soak lint lint-workflows docs licenses release-check clean
+# `make test-gpu GPU="--only demo"`: its options.
+GPU =
+# The Python that has the project installed, as on a machine with wheels only; otherwise that of .venv-test, made here.
+WITH_PROJECT = if $(PYTHON) -c "import azureml_strategy, lightning, pytest" 2> /dev/null; then python=$(PYTHON); \
+	else $(MAKE) --no-print-directory .venv-test/installed && python=.venv-test/bin/python; fi
+
+.PHONY: demo test test-gpu gpu test-oldest test-all test-docs test-versions soak lint lint-workflows docs licenses release-check clean
 
 demo: .venv/installed
 	.venv/bin/azureml-strategy emulate --nodes 2 -- .venv/bin/azureml-strategy train resnet50_ddp
@@ -30,6 +36,14 @@ demo: .venv/installed
 test: .venv-test/oldest/installed .venv-test/azurite/installed .venv-test/inference/installed
 	@$(MAKE) --no-print-directory --jobs 2 lint test-oldest
 	.venv-test/bin/python -m pytest $(EVERY_CORE) --durations 25
+
+# One NVIDIA GPU, five minutes: what no CPU can show. `make test` hides GPUs, and so is the same on every machine.
+test-gpu:
+	@$(WITH_PROJECT); $$python -m tests.gpu $(GPU)
+
+# Eight minutes: test-gpu and the benchmarks of a GPU. The results are kept in benchmarks/results.
+gpu:
+	@$(WITH_PROJECT); $$python benchmarks/on_a_gpu.py $(GPU)
 
 # The oldest versions that pyproject.toml allows come first on the path. In one process: lint has the other core.
 test-oldest: .venv-test/oldest/installed

@@ -50,7 +50,17 @@ _STARTS_PROCESSES = {"multiprocess", "faults", "training", "emulator", "examples
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "TF_CONFIG")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--gpu", action="store_true", help="run the tests marked cuda, and only those, on this machine's GPUs"
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    # The other tests are of CPUs, also where there are GPUs: two ranks would share one, and NCCL refuses that. All
+    # processes that a test starts inherit it.
+    if not config.getoption("--gpu"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # A shell has its background jobs, and all that they start, ignore Ctrl-C; some tests send it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for name in list(os.environ):
@@ -62,9 +72,27 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["PYTHONWARNINGS"] = "ignore::FutureWarning"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files come first, then those whose tests start processes."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Long files come first, then those whose tests start processes; GPUs are for the tests that ask for them."""
     items.sort(key=_place)
+    if config.getoption("--gpu"):
+        others = [item for item in items if item.get_closest_marker("cuda") is None]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in set(others)]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs more GPUs than there are."""
+    marker = item.get_closest_marker("cuda")
+    if marker is None:
+        return
+    needed = marker.kwargs.get("gpus", 1)
+    if not item.config.getoption("--gpu"):
+        pytest.skip(f"needs {needed} NVIDIA GPU(s), and `make test` hides them: see `make test-gpu`")
+    import torch
+
+    if torch.cuda.device_count() < needed:
+        pytest.skip(f"needs {needed} NVIDIA GPU(s), and {torch.cuda.device_count()} is here")
 
 
 def _place(item: pytest.Item) -> int:

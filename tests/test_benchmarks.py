@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -238,7 +237,6 @@ def test_soak(tmp_path: Path) -> None:
 
 def test_nccl_gpu_says_that_it_needs_a_gpu(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARKS / "nccl_gpu.py"), "--results", str(tmp_path)]
-    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "needs an NVIDIA GPU" in done.stderr

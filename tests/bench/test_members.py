@@ -6,7 +6,6 @@ import os
 from datetime import timedelta
 
 import pytest
-import torch
 import torch.distributed as dist
 from tests.emulated import free_port
 
@@ -52,7 +51,6 @@ def test_it_ends_after_an_error_too(launch: Launch) -> None:
     assert not dist.is_initialized()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_nccl_without_a_gpu(launch: Launch) -> None:
     with pytest.raises(BenchError, match="no GPU of its own: 0 can be seen"), join(launch, "nccl", TIMEOUT):
         pass

@@ -174,8 +174,6 @@ def _state_within_the_epoch(module: LightningModule) -> Any:
 
 @pytest.mark.parametrize("device", ["meta", pytest.param("cuda", marks=pytest.mark.cuda)])
 def test_tensors_come_back_to_the_metric_s_device_but_those_that_were_on_the_host(device: str) -> None:
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs an NVIDIA GPU")
     trainer, settings = _trainer(_With(Signs()))
     trainer.lightning_module.metric.update(torch.ones(2))
     state = metric_state(trainer, settings)

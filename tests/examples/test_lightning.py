@@ -53,7 +53,6 @@ def test_two_nodes_record_the_losses_of_one_process(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     expected = alone(tmp_path)
     monkeypatch.setattr("azureml_strategy.emulator.processes._start", start_forked)
     job = EmulatedJob([sys.executable, SCRIPT, *ARGUMENTS, "--batch-size", "16"], nodes=2)
@@ -71,7 +70,6 @@ def test_the_command_that_submit_renders_trains_to_the_same_losses(
 ) -> None:
     """A real shell runs it in the folder of code, on an emulated node; on two the script itself is tried above."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     expected = alone(tmp_path)
@@ -96,7 +94,6 @@ def test_a_study_of_the_script(
     store: MlflowClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr("azureml_strategy.emulator.processes._start", start_forked)
     command = ["--", sys.executable, SCRIPT, "--epochs", "6", "--batch-size", "16"]
     assert main(["study", "--nodes", "1,2", "--local", *command]) == 0, capsys.readouterr().out

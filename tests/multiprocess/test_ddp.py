@@ -81,8 +81,7 @@ def test_validate_test_predict(run_job: RunJob, nodes: int) -> None:
     assert len(predicted) == 64
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch's SyncBatchNorm runs on GPUs only")
+@pytest.mark.cuda(gpus=2)  # torch's SyncBatchNorm runs on GPUs only
 def test_sync_batchnorm(run_job: RunJob) -> None:
     job = run_job("ddp_features.py", "sync_batchnorm", nodes=2)
     assert job.exit_code == 0, job.output

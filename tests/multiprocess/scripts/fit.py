@@ -44,7 +44,9 @@ report(
     broadcasts=broadcasts,
     read=model.read[:rows],
     parameters=parameters(model),
-    environ={name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK")},
+    environ={
+        name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "CUDA_VISIBLE_DEVICES")
+    },
 )
 if dist.is_initialized():
     dist.barrier()  # the end of a node's first process is the end of those that it started

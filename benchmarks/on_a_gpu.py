@@ -1,0 +1,97 @@
+"""All that a machine with a GPU is asked, in one go of eight minutes: `make test-gpu`, then each benchmark of a GPU.
+
+    python benchmarks/on_a_gpu.py            # one NVIDIA GPU or more; `make gpu`
+    python benchmarks/on_a_gpu.py --smoke    # the same programs with tiny numbers, on a CPU: do they run?
+
+Each program has a limit of time of its own, and writes its JSON with the machine into the folder of results. One that
+fails or takes too long does not keep the next from running. The exit code is 1 if any of them did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness import RESULTS, save, show
+
+HERE = Path(__file__).parent
+SMOKE_PARTS = ("synchronisation gpt_ddp", "absent", "marked")
+
+
+@dataclass(frozen=True)
+class Program:
+    """One program of the day.
+
+    Attributes:
+        name: of its JSON.
+        command: without the folder of results.
+        folder: the option that takes this folder.
+        limit_s: seconds after which it is ended with all that it has started.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    folder: str
+    limit_s: float
+
+
+def programs(smoke: bool) -> list[Program]:
+    """Those for a GPU, 470 s at most; or what of them runs on a CPU."""
+    tests, resnet = (sys.executable, "-m", "tests.gpu"), (sys.executable, str(HERE / "resnet50_gpu.py"), "--no-mlflow")
+    if smoke:
+        options = ("--accelerator", "cpu", "--budget", "280", "--only", *SMOKE_PARTS)
+        return [
+            Program("test_gpu", (*tests, *options), "--output", 300),
+            Program("resnet50_gpu", (*resnet, "--smoke", "--rounds", "1"), "--results", 200),
+        ]
+    return [
+        Program("test_gpu", (*tests, "--budget", "280"), "--output", 290),
+        Program("nccl_gpu", (sys.executable, str(HERE / "nccl_gpu.py")), "--results", 50),
+        Program("resnet50_gpu", (*resnet, "--budget", "110"), "--results", 130),
+    ]
+
+
+def run(program: Program, results: Path) -> tuple[str, float]:
+    """What became of it, and the seconds it took."""
+    started = time.monotonic()
+    root = HERE.parent
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))}
+    command = [*program.command, program.folder, str(results)]
+    process = subprocess.Popen(command, cwd=root, env=environ, start_new_session=True)
+    try:
+        code: int | str = process.wait(program.limit_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return f"ended after {program.limit_s:.0f} s", time.monotonic() - started
+    if code == 0 and not (results / f"{program.name}.json").is_file():
+        return "wrote no JSON", time.monotonic() - started
+    return "ok" if code == 0 else f"exit code {code}", time.monotonic() - started
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON files")
+    parser.add_argument("--smoke", action="store_true", help="tiny numbers, on a CPU")
+    options = parser.parse_args()
+    results = options.results.resolve()
+    results.mkdir(parents=True, exist_ok=True)
+    rows, figures = [], {}
+    for program in programs(options.smoke):
+        (results / f"{program.name}.json").unlink(missing_ok=True)  # one of another day is no result of this one
+        became, seconds = run(program, results)
+        rows.append([program.name, became, f"{seconds:.0f} s"])
+        figures[program.name] = {"became": became, "seconds": round(seconds, 1)}
+    save("on_a_gpu", {"smoke": options.smoke}, figures, results)
+    show("On this machine", ["program", "", "time"], rows)
+    sys.exit(any(each["became"] != "ok" for each in figures.values()))
+
+
+if __name__ == "__main__":
+    main()

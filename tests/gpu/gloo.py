@@ -1,0 +1,60 @@
+"""Which collectives two ranks that share a GPU have by gloo; NCCL refuses two ranks on one GPU.
+
+python tests/gpu/gloo.py OUTPUT     # in each of two processes
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+# What a layout needs of them, besides all_reduce and broadcast.
+NEEDS = {
+    "zero_1": ("all_gather_into_tensor",),
+    "zero_2": ("all_gather_into_tensor",),
+    "zero_3": ("all_gather_into_tensor", "reduce_scatter_tensor"),
+    "zero_3_offload": ("all_gather_into_tensor", "reduce_scatter_tensor"),
+    "fsdp2": ("all_gather_into_tensor", "reduce_scatter_tensor"),
+    "fsdp2_recomputing": ("all_gather_into_tensor", "reduce_scatter_tensor"),
+    "pipeline": ("send_recv",),
+}
+
+
+def send_and_receive(device: str) -> None:
+    tensor = torch.ones(4, device=device)
+    (dist.send if dist.get_rank() == 0 else dist.recv)(tensor, 1 - dist.get_rank())
+
+
+def collectives(device: str) -> dict[str, Callable[[], object]]:
+    whole, half = torch.ones(4, device=device), torch.ones(2, device=device)
+    return {
+        "all_reduce": lambda: dist.all_reduce(whole),
+        "broadcast": lambda: dist.broadcast(whole, 0),
+        "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(whole, half),
+        "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(half, whole),
+        "send_recv": lambda: send_and_receive(device),
+    }
+
+
+def main(output: Path, device: str) -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    missing = {}
+    for name, call in collectives(device).items():
+        try:
+            call()
+        except Exception as error:  # whatever it says, the layout is left out with it
+            missing[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+    output.mkdir(parents=True, exist_ok=True)
+    (output / f"{os.environ['RANK']}.json").write_text(json.dumps(missing))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,169 @@
+"""Starts the processes of the parts, as many at once as there are cores, each within its time."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.emulated import SHARED_MACHINE, free_port, launches, loopback_addresses
+
+from azureml_strategy.cluster.emulated import EmulatedRun, azure_variables, without_job_variables
+
+ROOT = Path(__file__).parents[2]
+# A file, as strategies start further processes by it: beside this Python, or wherever the wheels were unpacked to.
+_BESIDE = Path(sys.executable).with_name("azureml-strategy")
+PROGRAM = (sys.executable, str(_BESIDE if _BESIDE.is_file() else shutil.which("azureml-strategy")))
+# A process for each case is enough; Inductor would start as many again as there are cores, in each.
+_QUIET = {"AZUREML_STRATEGY_PAGE": "off", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+# cuBLAS is deterministic with it: https://docs.nvidia.com/cuda/cublas/index.html#results-reproducibility
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one case of a part came to.
+
+    Attributes:
+        part: of the command.
+        case: in the part.
+        status: `ok`, `WRONG`, `refused` as it should be, or `left out`.
+        words: a figure, what is wrong, or why it was left out.
+    """
+
+    part: str
+    case: str
+    status: str
+    words: str
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the processes of a job ended: their exit codes, what they printed, and whether they had to be ended."""
+
+    codes: tuple[int | None, ...]
+    output: str
+    late: bool
+
+    @property
+    def failure(self) -> str:
+        """Why it failed, in a line; empty if it did not."""
+        if not any(code != 0 for code in self.codes):
+            return ""
+        said = [line for line in self.output.splitlines() if line.strip()]
+        errors = [line.strip() for line in said if "Error" in line] or said
+        how = "it took too long" if self.late else f"exit codes {self.codes}"
+        return f"{how}: {errors[-1][:300] if errors else 'nothing was printed'}"
+
+
+@dataclass
+class Machine:
+    """Where the parts run.
+
+    Args:
+        accelerator: `cuda`, or `cpu` to try the command without a GPU.
+        folder: for what they write.
+        deadline: on the monotonic clock; what runs then is ended.
+        cores: how many processes run at once.
+        gpus: the visible ones, as in CUDA_VISIBLE_DEVICES; all parts but the tests see the first alone.
+    """
+
+    accelerator: str
+    folder: Path
+    deadline: float
+    cores: int
+    gpus: str
+    _free: int = field(init=False)
+    _changed: threading.Condition = field(init=False, default_factory=threading.Condition)
+
+    def __post_init__(self) -> None:
+        self._free = self.cores
+
+    def run(
+        self,
+        name: str,
+        command: Sequence[str],
+        world: int = 1,
+        limit_s: float = 120.0,
+        extra: Mapping[str, str] | None = None,
+    ) -> Ended:
+        """Run a command as each process of a job of one-process nodes, and wait for its end.
+
+        Args:
+            name: of its folder, in which it runs.
+            command: the same for each rank.
+            world: number of ranks.
+            limit_s: seconds after which it is ended.
+            extra: further variables.
+        """
+        folder = self.folder / name
+        folder.mkdir(parents=True, exist_ok=True)
+        with self._cores(world):
+            processes = [
+                self._start(folder, command, environ) for environ in self._environs(folder, world, extra or {})
+            ]
+            limit_s = limit_s if self.accelerator == "cuda" else math.inf  # nobody knows how slow a CPU is
+            late = _wait(processes, min(time.monotonic() + limit_s, self.deadline))
+        outputs = [(folder / f"{rank}.log").read_text(errors="replace") for rank in range(world)]
+        return Ended(tuple(process.poll() for process in processes), "\n".join(outputs), late)
+
+    @contextmanager
+    def _cores(self, count: int) -> Iterator[None]:
+        count = min(count, self.cores)
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= count)
+            self._free -= count
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += count
+                self._changed.notify_all()
+
+    def _environs(self, folder: Path, world: int, extra: Mapping[str, str]) -> Iterator[dict[str, str]]:
+        addresses, port = loopback_addresses(world), free_port()
+        shared = {**without_job_variables(os.environ), **SHARED_MACHINE, **_QUIET}
+        path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        shared["PYTHONPATH"] = os.pathsep.join(path)
+        shared["CUDA_VISIBLE_DEVICES"] = "" if self.accelerator == "cpu" else self.gpus.split(",")[0]
+        shared |= extra
+        run = EmulatedRun("job-1", "tests", "1", f"sqlite:///{folder}/mlflow.db")
+        for launch in launches(addresses, 1, port):
+            yield shared | (azure_variables(launch, "pytorch", addresses, run) if world > 1 else {})
+
+    def _start(self, folder: Path, command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        with (folder / f"{environ.get('RANK', '0')}.log").open("ab") as log:
+            return subprocess.Popen(
+                command, env=environ, cwd=folder, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], until: float) -> bool:
+    """Wait for all; once one has failed, the others have a few seconds. What still runs is ended with its children.
+
+    Returns:
+        Whether the time was over.
+    """
+    failed_at: float | None = None
+    while any(process.poll() is None for process in processes) and time.monotonic() < until:
+        if failed_at is None and any(process.poll() for process in processes):
+            failed_at = time.monotonic()
+            until = min(until, failed_at + 5)
+        time.sleep(0.05)
+    late = failed_at is None and any(process.poll() is None for process in processes)
+    for process in processes:
+        if process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    for process in processes:
+        process.wait()
+    return late

@@ -1,0 +1,121 @@
+"""How cells are judged and processes are ended, without a training."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.gpu.agreement import judge
+from tests.gpu.matrix import left
+from tests.gpu.running import Machine
+
+GOOD: dict[str, Any] = {
+    "losses": [1.4, 1.0, 0.7, 0.5],
+    "val_loss": 0.4,
+    "buffers": {
+        "running_mean": {"values": [0.5, -0.25], "type": "torch.float32"},
+        "mean": {"values": [0.301], "type": "torch.float32"},
+    },
+}
+BATCH_NORM = ("zero_1", "bf16-mixed", "batch_norm")
+
+
+def verdict(changes: dict[str, Any], cell: tuple[str, str, str] = BATCH_NORM) -> tuple[bool, str]:
+    """Of a rank whose results differ from stock Lightning's by some entries."""
+    ours = copy.deepcopy(GOOD) | changes
+    ranks = [{f"lightning_ddp/{cell[1]}/{cell[2]}": GOOD, "/".join(cell): ours}]
+    (found,) = judge({1: ranks}, [cell])
+    return found.right, found.words
+
+
+def test_equal_numbers_agree() -> None:
+    assert verdict({}) == (True, "0.0e+00")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"losses": [1.4, 1.0, 0.7, 0.51]}, "losses [1.4, 1.0, 0.7, 0.51, 0.4]"),
+        ({"losses": [1.4, 1.0, 0.7, float("nan")]}, "nan"),
+        ({"val_loss": 0.41}, "0.41]"),
+        ({"error": "RuntimeError: mat1", "steps": 0}, "after 0 steps: RuntimeError: mat1"),
+        (
+            {"buffers": GOOD["buffers"] | {"running_mean": {"values": [0.5, -0.3], "type": "torch.float32"}}},
+            "1.0e-01 away",
+        ),
+        (
+            {"buffers": GOOD["buffers"] | {"running_mean": {"values": [0.5, -0.25], "type": "torch.bfloat16"}}},
+            "kept in",
+        ),
+        ({"buffers": GOOD["buffers"] | {"mean": {"values": [0.3008], "type": "torch.float32"}}}, "mean is"),
+        ({"buffers": {"mean": GOOD["buffers"]["mean"]}}, "no running_mean"),
+    ],
+)
+def test_what_differs_is_told(changes: dict[str, Any], words: str) -> None:
+    right, told = verdict(changes)
+    assert not right
+    assert words in told
+
+
+def test_rounding_of_bfloat16_is_allowed_and_that_of_float32_is_less() -> None:
+    slightly = {"losses": [1.4, 1.001, 0.701, 0.501]}
+    assert verdict(slightly)[0]
+    assert not verdict(slightly, ("zero_1", "32-true", "batch_norm"))[0]
+
+
+def test_an_oracle_that_does_not_learn_proves_nothing() -> None:
+    still = GOOD | {"losses": [1.4, 1.4, 1.4, 1.4]}
+    cell = "/".join(BATCH_NORM)
+    (found,) = judge({1: [{"lightning_ddp/bf16-mixed/batch_norm": still, cell: still}]}, [BATCH_NORM])
+    assert not found.right
+    assert "learns too little" in found.words
+
+
+def test_a_refusal_names_the_precision_before_the_first_step() -> None:
+    cell = ("pipeline", "16-mixed", "plain")
+    assert verdict({"error": "PipelineError: precision='16-mixed': no float16", "steps": 0}, cell)[0]
+    assert not verdict({"error": "PipelineError: precision='16-mixed': no float16", "steps": 1}, cell)[0]
+    assert not verdict({"error": "RuntimeError: expected Half", "steps": 0}, cell)[0]
+    assert not verdict({}, cell)[0], "it should have been refused"
+
+
+def test_a_rank_that_ended_early_is_told_and_its_cell_is_not_run_again() -> None:
+    name, oracle = "/".join(BATCH_NORM), "lightning_ddp/bf16-mixed/batch_norm"
+    ranks: list[dict[str, Any]] = [{name: GOOD, oracle: GOOD}, {oracle: GOOD}]
+    (found,) = judge({2: ranks}, [BATCH_NORM])
+    assert found.words == "1 of 2 ranks did not run it to its end"
+    assert left([BATCH_NORM], ranks) == [BATCH_NORM]
+    ranks[0][name] = {"error": "RuntimeError: no", "steps": 0}
+    assert left([BATCH_NORM], ranks) == []
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine("cpu", tmp_path, time.monotonic() + 60, cores=2, gpus="")
+
+
+def test_a_job_has_its_ranks_and_no_gpu(machine: Machine) -> None:
+    code = "import os; print(os.environ['RANK'], os.environ['WORLD_SIZE'], repr(os.environ['CUDA_VISIBLE_DEVICES']))"
+    ended = machine.run("ranks", [sys.executable, "-c", code], world=2)
+    assert ended.failure == ""
+    assert ended.output.split("\n")[::2] == ["0 2 ''", "1 2 ''"]
+
+
+def test_a_rank_that_fails_ends_the_others(machine: Machine) -> None:
+    code = "import os, time; int(os.environ['RANK']) or time.sleep(60); raise ValueError('the reason')"
+    ended = machine.run("fails", [sys.executable, "-c", code], world=2)
+    assert ended.codes == (-9, 1)
+    assert not ended.late
+    assert ended.failure == "exit codes (-9, 1): ValueError: the reason"
+
+
+def test_what_takes_too_long_is_ended_with_its_children(machine: Machine) -> None:
+    code = "import subprocess, sys; print('started', flush=True); subprocess.run(['sleep', '60'])"
+    machine.deadline = time.monotonic() + 2
+    ended = machine.run("late", [sys.executable, "-c", code])
+    assert ended.late
+    assert ended.failure == "it took too long: started"

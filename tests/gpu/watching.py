@@ -1,0 +1,129 @@
+"""Callbacks for recipes that are run on a GPU: each looks at what no test of a CPU can see.
+
+azureml-strategy train gpt_ddp "callbacks={watch:{_target_:tests.gpu.watching.Recorder,path:here.json}}"
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from azureml_strategy.profiling.trace_summary import summarize
+from azureml_strategy.tracking.throughput import find_throughput
+
+
+class NoSynchronisation(Callback):
+    """Has torch refuse what makes the host wait for the GPU, in some steps and all that lies between them.
+
+    The steps must log nothing: a metric that is logged is read, and that waits.
+
+    Args:
+        first: the first step, of which something may yet be allocated or compiled before.
+        steps: how many.
+
+    Raises:
+        RuntimeError: torch's own, whose traceback has the line; or the training was too short to tell.
+    """
+
+    def __init__(self, first: int = 8, steps: int = 12) -> None:
+        super().__init__()
+        self._steps = range(first, first + steps)
+        self._watched = 0
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if pl_module.device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("error" if batch_idx in self._steps else "default")
+        self._watched += batch_idx in self._steps
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        _end_watching(pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _end_watching(pl_module)
+        if self._watched < len(self._steps):
+            raise RuntimeError(f"{self._watched} of {len(self._steps)} steps were watched: the training was too short.")
+
+
+def _end_watching(module: LightningModule) -> None:
+    if module.device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("default")
+
+
+class Recorder(Callback):
+    """Notes each loss as it was to the last bit, what the weights were at the end, and what the run says of itself.
+
+    Args:
+        path: of a JSON file.
+        die_at: a batch after which the process is killed, as by a machine that is taken away.
+    """
+
+    def __init__(self, path: str, die_at: int | None = None) -> None:
+        super().__init__()
+        self._path, self._die_at = Path(path).absolute(), die_at
+        self._losses: dict[int, str] = {}
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._losses[trainer.global_step] = float(outputs["loss"]).hex()
+        if self._die_at is not None and trainer.global_step == self._die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        throughput = find_throughput(trainer)
+        summary = throughput.summary() if throughput else None
+        weights = hashlib.sha256()
+        for parameter in pl_module.parameters():
+            weights.update(_of_this_rank(parameter).flatten().view(torch.uint8).cpu().numpy().tobytes())
+        if trainer.is_global_zero:
+            metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+            told = {"shares": dict(summary.shares) if summary else {}, "metrics": metrics}
+            self._path.write_text(json.dumps({"losses": self._losses, "weights": weights.hexdigest(), **told}))
+
+
+def _of_this_rank(parameter: Any) -> Tensor:
+    """Return this rank's part of a parameter that FSDP2 or ZeRO-3 has cut, or the whole one."""
+    part: Tensor = (
+        parameter.to_local() if hasattr(parameter, "to_local") else getattr(parameter, "ds_tensor", parameter)
+    )
+    return part.detach().contiguous()
+
+
+class IdleShare(Callback):
+    """Records what runs on the GPU in some steps, and nothing of the host, which that would slow down.
+
+    Args:
+        path: of a JSON file.
+        first: the first step.
+        steps: how many.
+    """
+
+    def __init__(self, path: str, first: int, steps: int) -> None:
+        super().__init__()
+        self._path, self._first, self._last = Path(path).absolute(), first, first + steps
+        self._profile: profile | None = None
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx + 1 == self._first:
+            torch.cuda.synchronize()
+            self._profile = profile(activities=[ProfilerActivity.CUDA])
+            self._profile.start()
+        elif batch_idx + 1 == self._last and self._profile is not None:
+            torch.cuda.synchronize()
+            self._profile.stop()
+            trace = self._path.with_suffix(".trace")
+            self._profile.export_chrome_trace(str(trace))
+            self._path.write_text(json.dumps(summarize(json.loads(trace.read_text()))))
