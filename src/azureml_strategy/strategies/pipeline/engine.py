@@ -99,6 +99,7 @@ class StageEngine(PipelineEngine):  # type: ignore[misc] # DeepSpeed has no anno
         clock: measures forward and backward passes, on the stage's device.
 
     Attributes:
+        set_mode: puts the LightningModule into training mode or out of it.
         profile: makes the span of a named part of the schedule, as the Trainer's profiler does.
     """
 
@@ -111,6 +112,7 @@ class StageEngine(PipelineEngine):  # type: ignore[misc] # DeepSpeed has no anno
         clock: StageClock,
     ) -> None:
         self.clock = clock
+        self.set_mode: Callable[[bool], object] = lambda mode: None
         self.profile: Callable[[str], AbstractContextManager[object]] = lambda name: nullcontext()
         super().__init__(
             args=Namespace(device_rank=clock.device.index),
@@ -123,6 +125,16 @@ class StageEngine(PipelineEngine):  # type: ignore[misc] # DeepSpeed has no anno
             config=config,
             config_class=DeepSpeedConfig(config, stage.mpu()),
         )
+
+    @override
+    def train(self, mode: bool = True) -> None:
+        """Lightning asks the engine for it, and the stage leaves its layers alone."""
+        self.set_mode(mode)
+
+    @override
+    def eval(self) -> None:
+        """Lightning asks the engine for it before an evaluation."""
+        self.set_mode(False)
 
     @override
     def step(self, *args: Any, **kwargs: Any) -> None:

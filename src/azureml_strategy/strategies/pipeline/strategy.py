@@ -225,6 +225,7 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
         config = self.config if optimizer is not None else {**self.config, "zero_optimization": {"stage": 0}}
         clock = StageClock(self.root_device)
         engine = StageEngine(self._stage, optimizer, lr_scheduler, config, clock)
+        engine.set_mode = model.train
         self._run = PipelineRun(engine, model, self._chain, self.micro_batches)
         self.mix_precision(self._stage, self._autocasts)
         dtype = MIXED.get(self.precision_plugin.precision)
