@@ -36,7 +36,7 @@ OTHERS = {
         *(
             "_BatchNorm",
             "_forward_pre_hooks",
-            "_version",
+            "_NormBase",
             "_is_mkldnn_bf16_supported",
             "_iterator",
             "_spec",

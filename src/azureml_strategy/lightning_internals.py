@@ -219,7 +219,6 @@ INTERNALS: dict[str, dict[str, str]] = {
         "_timeout": "as for the Trainer's",
     },
     "lightning.fabric.strategies.deepspeed.DeepSpeedStrategy": {
-        "_precision": "replaced where the forward pass runs under autocast, which takes inputs as they are",
         "_init_deepspeed_distributed": "extended, as for the Trainer's",
         "_set_node_environment_variables": "overridden, as for the Trainer's",
     },

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from torch import Tensor, nn
 
+from azureml_strategy.strategies import AzureMLDeepSpeedStrategy
 from azureml_strategy.strategies.activation_checkpointing import checkpointed
 from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.mixed_precision import (
-    NORMS_WITH_STATISTICS,
-    AutocastPrecision,
     float32_buffers,
     mix_precision,
-    two_types_explained,
 )
 
 IMAGES = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(0))
 ROWS = IMAGES.flatten(1)[:, :8]
+ON_CPU: Any = {"accelerator": CPUAccelerator(), "parallel_devices": [torch.device("cpu")]}
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 class Scaled(nn.Module):
@@ -181,21 +182,47 @@ def test_spectral_norm_of_the_old_kind_is_refused_on_a_cpu() -> None:
     ],
 )
 def test_a_float32_tensor_that_the_step_makes_is_explained(step: Callable[[], Any]) -> None:
-    plugin: Any = SimpleNamespace(precision="bf16-mixed")
-    with (
-        pytest.raises(ConfigurationError, match="autocast=True as an argument of the strategy"),
-        two_types_explained(plugin),
-    ):
+    strategy = AzureMLDeepSpeedStrategy(precision_plugin=DeepSpeedPrecision("bf16-mixed"), **ON_CPU)
+    module = nn.Linear(8, 5)
+    strategy.mix_precision(module, autocast=False)
+    with pytest.raises(ConfigurationError, match="autocast=True as an argument"), strategy.two_types_explained():
         step()
-    with pytest.raises((RuntimeError, ValueError)) as kept, two_types_explained(AutocastPrecision("bf16-mixed")):
+    strategy.mix_precision(module, autocast=True)
+    with pytest.raises((RuntimeError, ValueError)) as kept, strategy.two_types_explained():
         step()
     assert not isinstance(kept.value, ConfigurationError)
 
 
-@pytest.mark.parametrize("kind", NORMS_WITH_STATISTICS)
+def test_a_batch_is_left_alone_under_autocast_and_by_a_plugin_of_the_users_own() -> None:
+    class Own(DeepSpeedPrecision):
+        def convert_input(self, data: Any) -> Any:
+            return "own"
+
+    for plugin, converted in ((DeepSpeedPrecision("bf16-mixed"), ROWS), (Own("bf16-mixed"), "own")):
+        strategy = AzureMLDeepSpeedStrategy(precision_plugin=plugin, **ON_CPU)
+        strategy.mix_precision(nn.Linear(8, 5), autocast=True)
+        assert strategy.precision_plugin is plugin
+        assert plugin.convert_input(ROWS) is converted
+        assert strategy._restore_module is not None
+        strategy._restore_module()
+        assert "convert_input" not in plugin.__dict__
+
+
+def test_an_interrupted_step_leaves_no_autocast_behind() -> None:
+    class Interrupted(Scaled):
+        def forward(self, inputs: Tensor) -> Tensor:
+            raise KeyboardInterrupt
+
+    module = Interrupted(nn.Linear(8, 5))
+    undo = mixed(module)
+    with pytest.raises(KeyboardInterrupt):
+        module(ROWS)
+    undo()
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("kind", NORMS)
 def test_a_batch_counts_once_where_activations_are_computed_again(kind: type[nn.Module]) -> None:
-    if kind is nn.SyncBatchNorm:
-        pytest.skip("torch's SyncBatchNorm runs on GPUs only")
     shape = {"1": (4, 3, 5), "2": (4, 3, 5, 5), "3": (4, 3, 2, 2, 2)}[kind.__name__[-2]]
     inputs = torch.randn(shape, generator=torch.Generator().manual_seed(0), requires_grad=True)
     plain, again = (kind(3, affine=True, track_running_stats=True) for _ in range(2))

@@ -151,6 +151,7 @@ class JobCheckpoint(ModelCheckpoint):
         self._metric_settings: Settings = {}
         self._passed_over: frozenset[str] = frozenset()
         self._attempt = 1
+        self._unvalidated = ""  # why no validation runs in this training
         self._background = BackgroundWriter()
         self._base = self.dirpath
         self._fit_resume = None if resume is None else FitResume(str(resume), global_batch)
@@ -193,8 +194,9 @@ class JobCheckpoint(ModelCheckpoint):
             self._timer.restart()
         self._steps = self._last_global_step_saved = trainer.global_step  # a fit before this one may have had as many
         self._last_checkpoint_saved, self._warned = "", False
-        if self.monitor and not trainer.fast_dev_run and (why := never_validates(trainer)):  # type: ignore[attr-defined]
-            _say(trainer, say_unranked(self.monitor, why))
+        self._unvalidated = never_validates(trainer)
+        if self.monitor and not trainer.fast_dev_run and self._unvalidated:  # type: ignore[attr-defined]
+            _say(trainer, say_unranked(self.monitor, self._unvalidated))
         warn_of_what_is_lost(trainer)
         log_pending(trainer, self._pending_metrics)
         self._pending_metrics = []
@@ -205,8 +207,8 @@ class JobCheckpoint(ModelCheckpoint):
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # The numbers of batches are unknown until the first epoch with a validation.
-        if not trainer.enable_validation or (trainer.num_val_batches and not any(trainer.num_val_batches)):
+        # Where no validation comes, an epoch is measured at its end. The loaders may turn out to be empty only then.
+        if self._unvalidated or (trainer.num_val_batches and not any(trainer.num_val_batches)):
             self._note_measurement(trainer)
 
     @override

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from azureml_strategy.strategies.mixed_precision import NORMS_WITH_STATISTICS
+from azureml_strategy.strategies.mixed_precision import NORM_WITH_STATISTICS
 
 
 def checkpointed(module: nn.Module) -> Callable[..., Any]:
@@ -24,7 +24,7 @@ def checkpointed(module: nn.Module) -> Callable[..., Any]:
     Returns:
         A function of another one and its arguments.
     """
-    if not any(isinstance(layer, NORMS_WITH_STATISTICS) for layer in module.modules()):
+    if not any(isinstance(layer, NORM_WITH_STATISTICS) for layer in module.modules()):
         return partial(checkpoint, use_reentrant=False)  # torch.compile takes no contexts
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -38,7 +38,7 @@ def _without_statistics(module: nn.Module) -> Iterator[None]:
     tracking = [
         layer
         for layer in module.modules()
-        if isinstance(layer, NORMS_WITH_STATISTICS) and layer.training and layer.track_running_stats
+        if isinstance(layer, NORM_WITH_STATISTICS) and layer.training and layer.track_running_stats
     ]
     momenta = [layer.momentum for layer in tracking]
     for layer in tracking:

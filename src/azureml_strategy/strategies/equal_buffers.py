@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from azureml_strategy.lightning_internals import accumulates
-from azureml_strategy.strategies.mixed_precision import NORMS_WITH_STATISTICS
-
-# After so many steps the ranks have told one another which buffers the training changes.
-_OBSERVED_STEPS = 2
-
-
-# The module that has a buffer, and the buffer's name in it.
-Place = tuple[nn.Module, str]
+from azureml_strategy.strategies.mixed_precision import NORM_WITH_STATISTICS
 
 
 class EqualBuffers:
@@ -31,63 +25,141 @@ class EqualBuffers:
     DDP sends all buffers before each forward pass. Here only those are sent that change, so that tables of constants
     cost nothing. The running statistics of normalisations are sent before they are used: in training they are only
     written, and the first rank's are the same whether the others get them or not. A buffer that the training changes
-    and may read, such as a moving codebook, is sent before each step. Which these are is seen by their versions, and
-    agreed on by all ranks, as they must all send the same ones.
+    and may read, such as a moving codebook, is sent before each step. The ranks look for these together, by their sums
+    and norms, before use and at steps 1, 2, 4, 8 and so on: a change that begins later is sent from then on.
 
-    Every method is a collective. One rank alone sends nothing.
+    Every method is a collective. One rank alone sends nothing. A buffer that has another shape on another rank, such as
+    a table that grows with what a rank reads, stays each rank's own.
 
     Args:
         module: whose buffers they are. Buffers that are sharded themselves are left alone.
+        device: of this rank; some buffers may lie elsewhere.
         group: of the ranks; None is all of them.
     """
 
-    def __init__(self, module: nn.Module, group: ProcessGroup | None = None) -> None:
-        self._group, self._alone = group, dist.get_world_size(group) == 1
-        self._statistics: list[Place] = []
-        self._others: list[Place] = []
-        for owner in module.modules():
-            kind = self._statistics if isinstance(owner, NORMS_WITH_STATISTICS) else self._others
-            kind += [(owner, name) for name, buffer in owner.named_buffers(recurse=False) if _is_whole(buffer)]
-        self._changing: list[Place] = []
-        self._versions = {place: _version(place) for place in self._others}
+    def __init__(self, module: nn.Module, device: torch.device, group: ProcessGroup | None = None) -> None:
+        self._device, self._group, self._alone = device, group, dist.get_world_size(group) == 1
+        found = [
+            _Buffer(owner, name)
+            for owner in module.modules()
+            for name, buffer in owner.named_buffers(recurse=False)
+            if _is_whole(buffer)
+        ]
+        self._statistics = [each for each in found if isinstance(each.owner, NORM_WITH_STATISTICS)]
+        self._others = [each for each in found if not isinstance(each.owner, NORM_WITH_STATISTICS)]
+        self._changing: list[_Buffer] = []
+        self._before: Tensor | None = None
         self._steps = 0
 
     def begin(self) -> None:
         """Make all buffers equal, before the first step."""
-        for place in self._statistics + self._others:
-            self._send([place])  # one by one: tables may be large
+        everything = self._statistics + self._others
+        if self._alone or not everything:
+            return
+        self._agree(everything, torch.zeros(len(everything), dtype=torch.int64, device=self._device))
+        for each in everything:
+            self._send([each])  # one by one: tables may be large
 
     def before_step(self) -> None:
         """Make those equal that a training step changes and may read; after a step that updated the parameters."""
-        if self._steps in range(1, _OBSERVED_STEPS + 1):
+        if self._steps & (self._steps - 1) == 0:  # 0, where nothing is known yet, and the powers of two
             self._observe()
         self._steps += 1
         self._send(self._changing)
 
     def before_use(self) -> None:
         """Make those equal that the training has changed: before an evaluation, and before they are saved."""
-        self._observe()
+        if self._steps > 0:  # what a resume restores is no change
+            self._observe()
         self._send(self._statistics + self._changing)
 
     def _observe(self) -> None:
         """Agree with the other ranks on which buffers have changed on any of them."""
-        constant = [place for place in self._others if place not in self._changing]
-        if self._alone or not constant:
+        if self._alone or not self._others:
             return
-        device = next(buffer.device for buffer in map(_buffer, self._others) if buffer is not None)
-        changed = torch.tensor([_version(place) != self._versions[place] for place in constant], device=device).int()
-        dist.all_reduce(changed, dist.ReduceOp.MAX, group=self._group)
-        self._changing += [place for place, seen in zip(constant, changed.tolist(), strict=True) if seen]
+        before, self._before = self._before, torch.stack([each.summary(self._device) for each in self._others])
+        if before is not None:
+            self._changing = self._agree(self._others, (self._before != before).any(1).long())
 
-    def _send(self, places: list[Place]) -> None:
-        if self._alone:
+    def _agree(self, buffers: Sequence[_Buffer], changed: Tensor) -> list[_Buffer]:
+        """Learn which buffers have the same form on all ranks, and return those that have changed on one of them."""
+        forms = torch.tensor([each.note_form() for each in buffers], device=self._device)
+        told = torch.stack([forms, -forms, changed])
+        dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
+        for each, most, least in zip(buffers, *told[:2].tolist(), strict=True):
+            each.alike = most == -least
+        seen = zip(buffers, told[2].tolist(), strict=True)
+        return [each for each, moved in seen if moved or each in self._changing]
+
+    def _send(self, buffers: Sequence[_Buffer]) -> None:
+        """Send what the first rank has. All ranks send the same number of bytes, whatever one of them has changed."""
+        sent = [each for each in buffers if each.alike]
+        if self._alone or not sent:
             return
-        alike: defaultdict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
-        for buffer in [each for each in map(_buffer, places) if each is not None]:
-            alike[buffer.dtype, buffer.device].append(buffer)
-        for tensors in alike.values():
-            _send_together(tensors, self._group)
-        self._versions.update((place, _version(place)) for place in places)
+        valid = torch.tensor([each.has_form() for each in sent], dtype=torch.uint8)
+        together = torch.cat([valid.to(self._device), *(each.to_bytes(self._device) for each in sent)])
+        dist.broadcast(together, group=self._group, group_src=0)
+        if dist.get_rank(self._group) > 0:
+            valid, *values = torch.split(together, [len(sent), *(each.size for each in sent)])
+            for each, known, value in zip(sent, valid.tolist(), values, strict=True):
+                if known and each.has_form():
+                    each.set(value)
+
+
+class _Buffer:
+    """One buffer of a module; a step may put another tensor in its place."""
+
+    def __init__(self, owner: nn.Module, name: str) -> None:
+        self.owner, self._name = owner, name
+        self.alike = False  # whether all ranks have the form that was noted
+        self._form: tuple[torch.Size, torch.dtype] | None = None
+        self.size = 0  # in bytes
+
+    def note_form(self) -> int:
+        """Note shape and type, which `to_bytes` keeps to until they are noted anew; return a number that tells them."""
+        tensor = self.owner._buffers.get(self._name)
+        self._form = None if tensor is None else (tensor.shape, tensor.dtype)
+        self.size = 0 if tensor is None else tensor.nbytes
+        return zlib.crc32(repr(self._form).encode())
+
+    def has_form(self) -> bool:
+        """Whether the buffer is there as it was noted."""
+        tensor = self.owner._buffers.get(self._name)
+        return tensor is not None and (tensor.shape, tensor.dtype) == self._form
+
+    def to_bytes(self, device: torch.device) -> Tensor:
+        """The values; zeros if there is no buffer of that form."""
+        tensor = self.owner._buffers.get(self._name)
+        if tensor is None or not self.has_form():
+            return torch.zeros(self.size, dtype=torch.uint8, device=device)
+        return tensor.detach().contiguous().reshape(-1).view(torch.uint8).to(device)
+
+    def set(self, values: Tensor) -> None:
+        """Take values of this form, from `to_bytes` of another rank."""
+        tensor = self.owner._buffers[self._name]
+        assert tensor is not None
+        assert self._form is not None
+        shape, dtype = self._form
+        new = values.clone().view(dtype).view(shape)  # what is cut out of many may start at an odd byte
+        if tensor.is_inference() and not torch.is_inference_mode_enabled():
+            self.owner._buffers[self._name] = new.to(tensor.device)
+        else:
+            with torch.no_grad():
+                tensor.copy_(new)
+
+    def summary(self, device: torch.device) -> Tensor:
+        """Two numbers as int64, shape `(2,)`, that change with the values. Versions miss what `.data` changes."""
+        tensor = self.owner._buffers.get(self._name)
+        if tensor is None:
+            return torch.zeros(2, dtype=torch.int64, device=device)
+        flat = torch.view_as_real(tensor).reshape(-1) if tensor.is_complex() else tensor.detach().reshape(-1)
+        flat = flat.float() if flat.is_floating_point() and flat.itemsize == 1 else flat
+        double = torch.float64
+        if flat.is_floating_point():
+            sums = [flat.sum(dtype=double), torch.linalg.vector_norm(flat, dtype=double)]
+        else:
+            sums = [flat.sum(dtype=double), flat[: len(flat) // 2].sum(dtype=double)]
+        return torch.stack(sums).view(torch.int64).to(device)  # compared by bits: NaN is not equal to NaN
 
 
 class EqualBuffersStrategy(ParallelStrategy):
@@ -103,7 +175,7 @@ class EqualBuffersStrategy(ParallelStrategy):
             module: see `EqualBuffers`.
             group: see `EqualBuffers`.
         """
-        self._buffers, self._updated = EqualBuffers(module, group), True
+        self._buffers, self._updated = EqualBuffers(module, self.root_device, group), True
         self._buffers.begin()
 
     @override
@@ -140,7 +212,7 @@ class EqualBuffersStrategy(ParallelStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        self.equal_before_use()  # the state dict in the checkpoint has these tensors, not copies
+        self.equal_before_use()
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
@@ -149,13 +221,14 @@ class EqualBuffersStrategy(ParallelStrategy):
         super().teardown()
 
 
-def equal_in_forward(module: nn.Module, buffers: EqualBuffers) -> None:
+def equal_in_forward(called: nn.Module, module: nn.Module, buffers: EqualBuffers) -> None:
     """Keep buffers equal around a loop of the user's: before each training pass, and before the first evaluation after.
 
     As under DDP, all ranks must call the module alike. A collective at once.
 
     Args:
-        module: what Fabric calls.
+        called: what Fabric calls; DeepSpeed's engine is always in training mode itself.
+        module: inside of it, or the same.
         buffers: of this module.
     """
     trained = False
@@ -169,30 +242,8 @@ def equal_in_forward(module: nn.Module, buffers: EqualBuffers) -> None:
         trained = module.training
 
     buffers.begin()
-    module.register_forward_pre_hook(before_forward)
-
-
-def _send_together(tensors: list[Tensor], group: ProcessGroup | None) -> None:
-    together = torch.cat([each.detach().reshape(-1) for each in tensors])
-    dist.broadcast(together.view(torch.uint8), group=group, group_src=0)  # as bytes: gloo knows no complex numbers
-    if dist.get_rank(group) > 0:
-        with torch.no_grad():
-            sizes = [each.numel() for each in tensors]
-            for tensor, values in zip(tensors, torch.split(together, sizes), strict=True):
-                tensor.copy_(values.view_as(tensor))
+    called.register_forward_pre_hook(before_forward)
 
 
 def _is_whole(buffer: Tensor) -> bool:
     return not isinstance(buffer, DTensor) and not buffer.is_meta and buffer.layout == torch.strided
-
-
-def _buffer(place: Place) -> Tensor | None:
-    """Return the buffer that is there now: a step may have put another in its place, or None."""
-    owner, name = place
-    return owner._buffers.get(name)
-
-
-def _version(place: Place) -> tuple[int, int]:
-    """What changes with each change of a buffer, in place or by another tensor. Tensors of inference mode tell none."""
-    buffer = _buffer(place)
-    return id(buffer), -1 if buffer is None or buffer.is_inference() else buffer._version

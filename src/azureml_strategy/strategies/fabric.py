@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
-from lightning.fabric.plugins.precision import DeepSpeedPrecision
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy
 from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
@@ -159,6 +158,7 @@ class FabricDeepSpeedStrategy(LaunchedFabricStrategy, AnyDevice, DeepSpeedStrate
             # Fabric leaves it out, and DeepSpeed's default clips the norm to 1, without a word and unlike DDP.
             self.config["gradient_clipping"] = 0.0
         self._autocast, self._broadcast_buffers = autocast, broadcast_buffers
+        self._buffers: list[EqualBuffers] = []
         require_compiler(self.config)
 
     @contextmanager
@@ -194,16 +194,15 @@ class FabricDeepSpeedStrategy(LaunchedFabricStrategy, AnyDevice, DeepSpeedStrate
         precision = self.precision.precision
         autocast = bool(float32_buffers(module)) if self._autocast is None else self._autocast
         mix_precision(module, precision, self.root_device.type, autocast)
-        if autocast and precision in MIXED:
-            self._precision = _AutocastPrecision("bf16-mixed" if precision == "bf16-mixed" else "16-mixed")
         if self._broadcast_buffers:
-            equal_in_forward(engine, EqualBuffers(module))
+            self._buffers.append(EqualBuffers(module, self.root_device))
+            equal_in_forward(engine, module, self._buffers[-1])
 
-
-class _AutocastPrecision(DeepSpeedPrecision):
     @override
-    def convert_input(self, data: Any) -> Any:
-        return data  # autocast casts what it needs to, and targets are left alone
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        for each in self._buffers:
+            each.before_use()
+        super().save_checkpoint(*args, **kwargs)
 
 
 class FabricModelParallelStrategy(LaunchedFabricStrategy, ModelParallelStrategy):
@@ -260,6 +259,7 @@ class FabricModelParallelStrategy(LaunchedFabricStrategy, ModelParallelStrategy)
         self._cuts_by_itself = parallelize_fn is not None
         self._activation_checkpointing = activation_checkpointing
         self._broadcast_buffers = broadcast_buffers
+        self._buffers: list[EqualBuffers] = []
         self._uncut: list[nn.Parameter] = []
 
     @override
@@ -295,8 +295,15 @@ class FabricModelParallelStrategy(LaunchedFabricStrategy, ModelParallelStrategy)
         module = super().setup_module(module)
         if self._broadcast_buffers:
             group = self.device_mesh["data_parallel"].get_group() if self._cuts_by_itself else None
-            equal_in_forward(module, EqualBuffers(module, group))
+            self._buffers.append(EqualBuffers(module, self.root_device, group))
+            equal_in_forward(module, module, self._buffers[-1])
         return module
+
+    @override
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        for each in self._buffers:
+            each.before_use()
+        super().save_checkpoint(*args, **kwargs)
 
     @override
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
@@ -35,27 +35,16 @@ _TWO_TYPES = re.compile(
     r"same dtype|expected scalar type|have scalar type|match weight dtype|promoting not supported"
     r"|should be the same"
 )
-NORMS_WITH_STATISTICS = (
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
-    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
-)
-"""The layers that may keep running statistics."""
-_NORMALISATIONS = (*NORMS_WITH_STATISTICS, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-
-
-class AutocastPrecision(DeepSpeedPrecision):
-    """DeepSpeed's `bf16-mixed` or `16-mixed` with a forward pass under autocast."""
-
-    @override
-    def convert_input(self, data: Any) -> Any:
-        """Leave the batch alone, as DDP does: its floats may be targets, or large numbers that a buffer centers."""
-        return data
+NORM_WITH_STATISTICS = nn.modules.batchnorm._NormBase
+"""The base, which torch gives no public name, of all layers that may keep running statistics."""
+_NORMALISATIONS = (NORM_WITH_STATISTICS, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 class MixedPrecisionStrategy(ParallelStrategy):
     """Mix-in before Lightning's DeepSpeed strategy."""
 
     _restore_module: Callable[[], None] | None = None
+    _casts_weights = False
 
     def mix_precision(self, module: nn.Module, autocast: bool) -> None:
         """Have a module compute with 16-bit weights beside float32 buffers, until `teardown`.
@@ -69,20 +58,37 @@ class MixedPrecisionStrategy(ParallelStrategy):
         """
         plugin, undo = self.precision_plugin, ExitStack()
         undo.callback(mix_precision(module, plugin.precision, self.root_device.type, autocast))
-        if plugin.precision in MIXED and autocast:
-            undo.callback(setattr, self, "precision_plugin", plugin)
-            self.precision_plugin = AutocastPrecision("bf16-mixed" if plugin.precision == "bf16-mixed" else "16-mixed")
+        self._casts_weights = plugin.precision in MIXED and not autocast
+        if plugin.precision in MIXED and autocast and type(plugin).convert_input is DeepSpeedPrecision.convert_input:
+            # As DDP does: floats of a batch may be targets, or large numbers that a buffer centers.
+            plugin.convert_input = _as_it_is  # type: ignore[method-assign]
+            undo.callback(delattr, plugin, "convert_input")
         self._restore_module = undo.close
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with two_types_explained(self.precision_plugin):
+        with self.two_types_explained():
             return super().training_step(*args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with two_types_explained(self.precision_plugin):
+        with self.two_types_explained():
             return super().validation_step(*args, **kwargs)
+
+    @contextmanager
+    def two_types_explained(self) -> Iterator[None]:
+        """Say what to type where a step makes a float32 tensor of its own, which nothing tells before it runs."""
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            if not self._casts_weights or not _TWO_TYPES.search(str(error)):
+                raise
+            raise ConfigurationError(
+                f"With precision={self.precision_plugin.precision!r} the weights are 16-bit here, and the step has "
+                f"made a float32 tensor that met them: {error}. Let torch cast where it must: autocast=True as an "
+                "argument of the strategy, or strategy.autocast=true in a recipe; or make the tensor of its "
+                "neighbour's type: torch.randn_like(x)."
+            ) from error
 
     @override
     def teardown(self) -> None:
@@ -105,7 +111,7 @@ def float32_buffers(module: nn.Module) -> list[str]:
     return [
         f"{path}.{name}" if path else name
         for path, owner in module.named_modules()
-        if not isinstance(owner, NORMS_WITH_STATISTICS)
+        if not isinstance(owner, NORM_WITH_STATISTICS)
         for name, buffer in owner.named_buffers(recurse=False)
         if (buffer.is_floating_point() or buffer.is_complex())
         and buffer.dtype not in _HALVES
@@ -165,7 +171,7 @@ def compute_in_float32_beside_buffers(module: nn.Module, every_normalisation: bo
     Returns:
         A function that gives the layers their own `forward` back.
     """
-    kinds = _NORMALISATIONS if every_normalisation else NORMS_WITH_STATISTICS
+    kinds = _NORMALISATIONS if every_normalisation else NORM_WITH_STATISTICS
     undo = ExitStack()
     for layer in module.modules():
         normalises = isinstance(layer, kinds) and "weight" in layer._parameters
@@ -201,6 +207,8 @@ def autocast_forward(module: nn.Module, device_type: str, dtype: torch.dtype) ->
     def remove() -> None:
         for handle in handles:
             handle.remove()
+        while running:  # torch calls no hook after a KeyboardInterrupt
+            end(module, None, None)
 
     return remove
 
@@ -237,19 +245,8 @@ def _replace_forward(undo: ExitStack, layer: nn.Module, forward: Callable[..., A
         undo.callback(setattr, layer, "forward", own)
 
 
-@contextmanager
-def two_types_explained(plugin: Precision) -> Iterator[None]:
-    """Say what to type where a step makes a float32 tensor of its own, which nothing tells before it runs."""
-    try:
-        yield
-    except (RuntimeError, ValueError) as error:
-        if plugin.precision not in MIXED or isinstance(plugin, AutocastPrecision) or not _TWO_TYPES.search(str(error)):
-            raise
-        raise ConfigurationError(
-            f"With precision={plugin.precision!r} the weights are 16-bit here, and the step has made a float32 tensor "
-            f"that met them: {error}. Let torch cast where it must: autocast=True as an argument of the strategy, or "
-            "strategy.autocast=true in a recipe; or make the tensor of its neighbour's type: torch.randn_like(x)."
-        ) from error
+def _as_it_is(data: Any) -> Any:
+    return data
 
 
 def _is_of_transformers(module: nn.Module) -> bool:

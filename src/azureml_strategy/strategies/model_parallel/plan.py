@@ -137,6 +137,12 @@ def _call_without_cache(
 ) -> Any:
     """Call a block that is called again in the backward pass, which would add its tokens to a cache once more."""
     if kind is not None and torch.is_grad_enabled():
+        for each in (*args, *kwargs.values()):
+            if isinstance(each, kind) and each.get_seq_length() > 0:  # type: ignore[attr-defined]
+                raise ConfigurationError(
+                    "A block was given keys and values of earlier tokens, as prefix tuning does, and a block that is "
+                    "computed again would add to them once more. Write activation_checkpointing=False."
+                )
         args = tuple(None if isinstance(each, kind) else each for each in args)
         kwargs = {name: None if isinstance(each, kind) else each for name, each in kwargs.items()}
     return call(forward, *args, **kwargs)

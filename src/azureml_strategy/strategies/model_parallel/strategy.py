@@ -203,6 +203,11 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
         if self._uncut and not accumulates(self.lightning_module.trainer):
             copy_gradients(self._uncut, self.device_mesh["tensor_parallel"].get_group())
 
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self.equal_before_use()  # from a GPU, the dictionary has copies on the host
+        return super().lightning_module_state_dict()
+
     @property
     @override
     def written_apart(self) -> tuple[str, ...]:
@@ -230,7 +235,6 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
         """
         if not self._save_distributed_checkpoint:
             return None
-        self.equal_before_use()
         rest = {name: value for name, value in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
         optimizers = {f"optimizer_{i}": each for i, each in enumerate(checkpoint.get("optimizer_states", []))}
         state = {"state_dict": checkpoint["state_dict"], **optimizers}

@@ -36,7 +36,7 @@ from azureml_strategy.huggingface.loading import Loading, fill_all, loading_as, 
 from azureml_strategy.interfaces import WriteStaged
 from azureml_strategy.lightning_internals import skip_backward, updates_logs
 from azureml_strategy.strategies.launched import LaunchedStrategy
-from azureml_strategy.strategies.mixed_precision import MIXED, float32_buffers, two_types_explained
+from azureml_strategy.strategies.mixed_precision import MIXED, float32_buffers
 from azureml_strategy.strategies.pipeline.checkpoint import PipelineLayout
 from azureml_strategy.strategies.pipeline.cutting import Cut
 from azureml_strategy.strategies.pipeline.engine import StageClock
@@ -246,14 +246,14 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
         assert self.lightning_module is not None
         self.equal_before_step()
         measure = updates_logs(self.lightning_module.trainer)
-        with two_types_explained(self.precision_plugin):
+        with self.two_types_explained():
             loss = self._run.train(batch, arguments, measure)
         return self.precision_plugin.post_backward(loss, self.lightning_module)  # calls on_after_backward
 
     @override
     def validation_step(self, batch: Any, *arguments: Any) -> None:
         assert self._run is not None
-        with two_types_explained(self.precision_plugin):
+        with self.two_types_explained():
             self._run.evaluate("validation_step", batch, arguments)
 
     @override
