@@ -97,10 +97,10 @@ class Compiled(nn.Module):
 
 
 class Tied(nn.Linear):
-    """An output matrix that is the embedding's."""
+    """An output matrix that is the embedding's, with a bias, as a pipeline's stage needs a parameter of its own."""
 
     def __init__(self) -> None:
-        super().__init__(WIDTH, TOKENS, bias=False)
+        super().__init__(WIDTH, TOKENS)
         nn.init.normal_(self.weight, std=0.3)
 
 

@@ -120,17 +120,18 @@ def test_a_model_over_two_nodes_learns_and_counts_its_tokens_once(recipe: str, s
 
 @pytest.mark.slow
 def test_each_strategy_trains_in_one_process_of_an_emulated_job(store: MlflowClient) -> None:
-    """One after the other in the same process, with the losses of DDP; two exchanges would come later."""
+    """One after the other in the same process, with the losses of DDP; exchanges would come later."""
     Path("my_callbacks.py").write_text(CALLBACK)
     train = [COMMAND, "train", "gpt_ddp", "-m", f"strategy={','.join(STRATEGIES)}", "trainer=cpu", "trainer.devices=1"]
     record = ["callbacks={record: {_target_: my_callbacks.Record}}", "tracking=console", "checkpoint=none"]
-    last = ["trainer.max_steps=3", "trainer.val_check_interval=3", "model.network.layers=2"]
+    last = ["trainer.max_steps=32", "trainer.val_check_interval=32", "model.network.layers=2"]
     small = [each for each in SMALL if each.partition("=")[0] not in {one.partition("=")[0] for one in last}]
     emulate = [COMMAND, "emulate", "--nodes", "1", "--"]
     run(*emulate, *train, *small, *last, *record, variables={"PYTHONPATH": str(Path.cwd())})
     found = [json.loads(line) for line in Path("losses.jsonl").read_text().splitlines()]
     assert [world_size for _, world_size, _ in found] == [1] * len(STRATEGIES)
     _, _, expected = found[0]
-    assert len(expected) == 3
+    assert len(expected) == 32, "a period of DiLoCo"
     for strategy, (kind, _, losses) in zip(STRATEGIES, found, strict=True):
-        assert losses == pytest.approx(expected, rel=1e-5), f"{strategy}, {kind}"
+        assert losses[:3] == pytest.approx(expected[:3], rel=1e-5), f"{strategy}, {kind}"
+        assert losses == pytest.approx(expected, rel=1e-3), f"{strategy}, {kind}"

@@ -6,7 +6,10 @@ DeepSpeed only in its functions: our strategies say by themselves that it is mis
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -34,6 +37,9 @@ INTERNALS: dict[str, dict[str, str]] = {
     },
     "deepspeed.runtime.engine.DeepSpeedEngine": {
         "_config": "the configuration of an engine that exists, to change what it loads",
+    },
+    "deepspeed.runtime.zero.partition_parameters.Init": {
+        "_zero_init_param": "extended: casts the parameters of a layer before they are cut",
     },
     "deepspeed.utils.groups": {
         "_release_process_group_references": "forgets the groups of a former Trainer, which may be destroyed",
@@ -65,3 +71,30 @@ def forget_groups() -> None:
 def load_universal_checkpoint(engine: DeepSpeedEngine) -> None:
     """Make an engine load universal checkpoints. It reads this flag when it loads, and nothing else depends on it."""
     engine._config.load_universal_checkpoint = True
+
+
+def zero_init(config: dict[str, Any], remote_device: str | None) -> AbstractContextManager[Any]:
+    """Cut the parameters of each layer as it is built, by `deepspeed.zero.Init`, and leave buffers what they are.
+
+    With bf16, DeepSpeed would make every tensor of a constructor bf16: positions above 256, rotary frequencies and
+    running statistics would be rounded, which training keeps in float32, and weights would be drawn in bf16. Here the
+    parameters of a layer are cast when its constructor has ended.
+
+    Args:
+        config: DeepSpeed's configuration.
+        remote_device: where the parts of parameters lie, `cpu` or `nvme`; None is the device.
+    """
+    import deepspeed
+    from deepspeed.runtime.zero import DeepSpeedTensorOverride
+
+    class CastingInit(deepspeed.zero.Init):  # type: ignore[misc] # DeepSpeed has no annotations
+        def _zero_init_param(self, param: nn.Parameter) -> None:
+            if param.is_floating_point():
+                param.data = param.data.to(self.dtype)
+            super()._zero_init_param(param)
+
+    overrides = [DeepSpeedTensorOverride.device]
+    context: AbstractContextManager[Any] = CastingInit(
+        remote_device=remote_device, config_dict_or_path=config, tensor_overrides=overrides
+    )
+    return context

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from azureml_strategy.huggingface.loading import Loading, loading_as
+from azureml_strategy.strategies.deepspeed_internals import zero_init
 from azureml_strategy.strategies.equal_buffers import EqualBuffers, equal_in_forward
 from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.launched import LaunchedProcesses
@@ -28,6 +29,7 @@ from azureml_strategy.strategies.mixed_precision import (
     MIXED,
     compute_in_float32_beside_buffers,
     float32_buffers,
+    make_contiguous,
     mix_precision,
     refuse_old_spectral_norm,
 )
@@ -36,7 +38,7 @@ from azureml_strategy.strategies.model_parallel.gradients import copy_gradients
 from azureml_strategy.strategies.model_parallel.layout import Size, plan_layout
 from azureml_strategy.strategies.model_parallel.plan import is_parallel, spread
 from azureml_strategy.strategies.zero.config import require_compiler, require_deepspeed, strategy_arguments
-from azureml_strategy.strategies.zero.construction import Construction, zero_init
+from azureml_strategy.strategies.zero.construction import Construction
 from azureml_strategy.strategies.zero.device import AnyDevice
 
 
@@ -180,12 +182,14 @@ class FabricDeepSpeedStrategy(LaunchedFabricStrategy, AnyDevice, DeepSpeedStrate
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[Any, list[Optimizer], Any]:
+        make_contiguous(module)
         engine, optimizers, scheduler = super().setup_module_and_optimizers(module, optimizers, scheduler)
         self._prepare(engine, module)
         return engine, optimizers, scheduler
 
     @override
     def setup_module(self, module: nn.Module) -> Any:
+        make_contiguous(module)
         engine = super().setup_module(module)
         self._prepare(engine, module)
         return engine

@@ -119,6 +119,16 @@ def float32_buffers(module: nn.Module) -> list[str]:
     ]
 
 
+def make_contiguous(module: nn.Module) -> None:
+    """Lay out parameters as DeepSpeed and FSDP2 need them: they see a parameter as one row of numbers.
+
+    Weights in channels_last lose that layout. Activations keep theirs, as convolutions follow their input too.
+    """
+    for parameter in module.parameters():
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
+
+
 def mix_precision(module: nn.Module, precision: str, device_type: str, autocast: bool) -> Callable[[], None]:
     """Have a module in DeepSpeed's engine compute with its 16-bit weights beside float32 buffers.
 

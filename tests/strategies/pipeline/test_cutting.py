@@ -10,6 +10,7 @@ from torch import nn
 from azureml_strategy.strategies.pipeline import PipelineError
 from azureml_strategy.strategies.pipeline.chain import OwnChain
 from azureml_strategy.strategies.pipeline.cutting import Cut, OtherStage
+from azureml_strategy.strategies.pipeline.refusals import refuse_stages_of_copies
 
 
 def cut_module(module: Three, num_stages: int, partition: str) -> Cut:
@@ -87,3 +88,16 @@ def test_a_layer_that_the_module_does_not_hold() -> None:
 def test_the_summary_names_layers_and_parameters() -> None:
     summary = cut_module(Three(), 2, "uniform").summary(replicas=4)
     assert summary == "Pipeline of 2 stages x 4 replicas; parameters by stage: layers 0 to 1: 20; layers 2 to 2: 20"
+
+
+def test_a_stage_with_nothing_but_a_copy_is_refused_in_bfloat16() -> None:
+    module = Three(tied=True)
+    assert cut_module(module, 2, "uniform").stages_of_copies() == [], "the bias is its own"
+    for layer in module.network.values():
+        layer.register_parameter("bias", None)
+    stages = cut_module(module, 2, "uniform").stages_of_copies()
+    assert stages == [1]
+    assert cut_module(module, 1, "uniform").stages_of_copies() == []
+    refuse_stages_of_copies(stages, "32-true")
+    with pytest.raises(PipelineError, match=r"Stage 1 has no parameter of its own.*such as a bias"):
+        refuse_stages_of_copies(stages, "bf16-mixed")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from azureml_strategy.strategies.deepspeed_internals import forget_groups
+from azureml_strategy.strategies.deepspeed_internals import forget_groups, zero_init
 from azureml_strategy.strategies.zero import construction
 from azureml_strategy.strategies.zero.construction import CutView, GatherForUse
 from azureml_strategy.strategies.zero.device import use_device
@@ -216,12 +216,16 @@ def test_transformers_without_accelerate_is_refused(monkeypatch: pytest.MonkeyPa
 
 def test_buffers_stay_exact_in_bf16() -> None:
     config = {**CONFIG, "bf16": {"enabled": True}}
-    with construction.zero_init(config, None), construction.Construction().under(config):
+    with zero_init(config, None), construction.Construction().under(config):
         assert torch.arange(1000.0)[-1] == 999
+        torch.manual_seed(0)
+        drawn = nn.Linear(64, 64)
         layer = nn.BatchNorm1d(3)
         layer.register_buffer("mean", torch.tensor([0.485, 0.456, 0.406]))
-        whole = nn.Linear(3, 3).weight.detach().clone()
+        whole = drawn.weight.detach().clone()
     assert layer.mean.tolist() == pytest.approx([0.485, 0.456, 0.406], rel=1e-7)
     assert layer.running_var.dtype == torch.float32
     assert layer.weight.dtype == whole.dtype == torch.bfloat16
+    torch.manual_seed(0)
+    assert torch.equal(whole, nn.Linear(64, 64).weight.bfloat16()), "as it is drawn in float32"
     assert torch.arange(4).dtype == torch.int64

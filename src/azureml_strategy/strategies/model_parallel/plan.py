@@ -21,6 +21,7 @@ from azureml_strategy.huggingface.transformers_internals import cache_class
 from azureml_strategy.strategies.activation_checkpointing import checkpointed
 from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.host_memory import large_blocks_returned
+from azureml_strategy.strategies.mixed_precision import make_contiguous
 from azureml_strategy.strategies.model_parallel.checkpoint import copy_from_rank_zero
 from azureml_strategy.strategies.model_parallel.gradients import SumsGradients, uncut_parameters
 from azureml_strategy.strategies.model_parallel.layout import check_counts
@@ -66,6 +67,7 @@ def spread(
     if activation_checkpointing:
         refuse_two_checkpointings(module)
     refuse_lost_values(module)
+    make_contiguous(module)
     copy_from_rank_zero(module, device)
     if plan:
         cut_tensors(module, tensor_mesh, plan)

@@ -91,6 +91,17 @@ class Cut:
             ]
         return any(map(float32_buffers, built))
 
+    def stages_of_copies(self) -> list[int]:
+        """Return the stages whose only trainable parameters are tied to those of earlier stages."""
+        own, seen = [0] * (len(self.bounds) - 1), set[str | None]()
+        for index, (layer, place) in enumerate(zip(self._chain, self.places, strict=True)):
+            again = layer.tied is not None and layer.tied in seen and place is not None
+            shared = self._module.get_submodule(place).get_parameter(layer.tied_parameter) if again and place else None
+            own[self.stage_of(index)] += self.parameters[index] - (0 if shared is None else shared.numel())
+            seen.add(layer.tied)
+        whole = [sum(self.parameters[start:stop]) for start, stop in pairwise(self.bounds)]
+        return [stage for stage, (mine, all_of_it) in enumerate(zip(own, whole, strict=True)) if all_of_it and not mine]
+
     def drop_others(self, stage: int) -> None:
         """Put placeholders in the module, in the place of the layers of other stages than this."""
         for index, place in enumerate(self.places):

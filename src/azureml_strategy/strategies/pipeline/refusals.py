@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -32,6 +32,26 @@ def refuse_unsupported(trainer: Trainer, module: LightningModule, precision: str
     """
     for words in (*_of_run(trainer, precision, sync_batchnorm), *_of_module(module)):
         raise PipelineError(words)
+
+
+def refuse_stages_of_copies(stages: Sequence[int], precision: str) -> None:
+    """Refuse a stage that has nothing to train but its copy of a tied parameter, on all ranks.
+
+    DeepSpeed counts such a copy on its first stage, so that its bfloat16 optimizer has no gradient to take a norm of.
+
+    Args:
+        stages: those that have nothing else.
+        precision: as in `Trainer(precision=...)`.
+
+    Raises:
+        PipelineError: there is one, in bfloat16.
+    """
+    if stages and precision.startswith("bf16"):
+        raise PipelineError(
+            f"Stage {stages[0]} has no parameter of its own, only a copy of one that an earlier stage has, and with "
+            f"precision={precision!r} DeepSpeed cannot train it. Take fewer stages, another partition such as "
+            "'uniform', or precision='32-true'; or give its layer a parameter of its own, such as a bias."
+        )
 
 
 def _of_run(trainer: Trainer, precision: str, sync_batchnorm: bool) -> Iterator[str]:

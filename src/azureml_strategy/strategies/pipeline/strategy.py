@@ -43,7 +43,7 @@ from azureml_strategy.strategies.pipeline.engine import StageClock
 from azureml_strategy.strategies.pipeline.hugging_face import find_chain
 from azureml_strategy.strategies.pipeline.micro_batches import check_loader
 from azureml_strategy.strategies.pipeline.partition import PipelineError, PipelineReady, check_method
-from azureml_strategy.strategies.pipeline.refusals import refuse_unsupported
+from azureml_strategy.strategies.pipeline.refusals import refuse_stages_of_copies, refuse_unsupported
 from azureml_strategy.strategies.zero.checkpoint import StagedDeepSpeedStrategy
 from azureml_strategy.strategies.zero.config import ignored_beside_config, require_deepspeed
 
@@ -203,11 +203,13 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
         self._chain = find_chain(model, self.activation_checkpointing > 0)
         self._cut = Cut(model, self._chain, self.num_stages, self.partition)
         replicas = self.world_size // self.num_stages
+        refuse_stages_of_copies(self._cut.stages_of_copies(), self.precision_plugin.precision)
         found = bool(float32_buffers(model)) or self._cut.has_float32_buffers()
         self._autocasts = found if self._autocast is None else self._autocast
         self._cut.drop_others(self.global_rank // replicas)
         fill_all(model, self.root_device)
-        self._stage = StageModule(self._cut.stage_layers(), self._cut.bounds, self.activation_checkpointing)
+        with self.precision_plugin.tensor_init_context():  # as configure_model would make these layers
+            self._stage = StageModule(self._cut.stage_layers(), self._cut.bounds, self.activation_checkpointing)
         self.precision_plugin.convert_module(self._stage)  # Lightning has converted sketches; these layers are new
         self._cut.keep_built()
         rank_zero_info(self._cut.summary(replicas))

@@ -10,12 +10,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from importlib.util import find_spec
 from types import ModuleType, TracebackType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
@@ -41,8 +39,6 @@ _WITHOUT_VALUES = {
 # Attributes that are tensors with the parameter's values. All others are facts about the parameter.
 _VIEWS = {"T", "mT", "H", "mH", "real", "imag"}
 
-# The sections of DeepSpeed's configuration that make parameters 16-bit.
-_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # The modules of torch through which DeepSpeed may call a function of a tensor.
 _PASSED_THROUGH = ("torch.distributed", "torch.overrides", "torch._tensor")
 # The modules of DeepSpeed that cut and gather. Others are layers for models, such as deepspeed.moe.
@@ -123,26 +119,6 @@ class GatherForUse(TorchFunctionMode):
         return _call(func, args, kwargs)
 
 
-@contextmanager
-def zero_init(config: dict[str, Any], remote_device: str | None) -> Iterator[None]:
-    """Cut the parameters of each layer as it is built, by `deepspeed.zero.Init`, and leave buffers what they are.
-
-    With bf16, DeepSpeed would make every tensor of a constructor bf16: positions above 256, rotary frequencies and
-    running statistics would be rounded, which training keeps in float32. `Construction` casts the parameters alone.
-
-    Args:
-        config: DeepSpeed's configuration.
-        remote_device: where the parts of parameters lie, `cpu` or `nvme`; None is the device.
-    """
-    import deepspeed
-    from deepspeed.runtime.zero import DeepSpeedTensorOverride
-
-    with deepspeed.zero.Init(
-        remote_device=remote_device, config_dict_or_path=config, tensor_overrides=[DeepSpeedTensorOverride.device]
-    ):
-        yield
-
-
 class Construction:
     """What a ZeRO-3 strategy adds to the code that builds a model under `deepspeed.zero.Init`.
 
@@ -171,9 +147,6 @@ class Construction:
                 self._declared = declare_zero_3(config, lambda: self._cuts)
                 stack.enter_context(inside_zero_init())
 
-            dtype = next((half for key, half in _HALVES.items() if config.get(key, {}).get("enabled")), None)
-            if dtype is not None:
-                stack.callback(register_module_parameter_registration_hook(partial(_cast, dtype)).remove)
             stack.callback(when_imported(MODELS, declare))
             stack.enter_context(large_blocks_returned())
             stack.enter_context(GatherForUse())
@@ -186,11 +159,6 @@ class Construction:
     def end(self) -> None:
         """Tell transformers that nothing is cut any more."""
         self._declared = None
-
-
-def _cast(dtype: torch.dtype, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-    if parameter is not None and parameter.is_floating_point() and not _is_cut(parameter):
-        parameter.data = parameter.data.to(dtype)
 
 
 def _require_accelerate() -> None:

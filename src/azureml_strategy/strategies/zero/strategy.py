@@ -16,8 +16,9 @@ from typing_extensions import override
 
 from azureml_strategy.huggingface.loading import Way
 from azureml_strategy.lightning_internals import training_source
+from azureml_strategy.strategies.deepspeed_internals import zero_init
 from azureml_strategy.strategies.launched import LaunchedStrategy
-from azureml_strategy.strategies.mixed_precision import float32_buffers
+from azureml_strategy.strategies.mixed_precision import float32_buffers, make_contiguous
 from azureml_strategy.strategies.zero import tensor_parallel
 from azureml_strategy.strategies.zero.checkpoint import AnyWorldDeepSpeedStrategy
 from azureml_strategy.strategies.zero.config import (
@@ -27,7 +28,7 @@ from azureml_strategy.strategies.zero.config import (
     require_deepspeed,
     strategy_arguments,
 )
-from azureml_strategy.strategies.zero.construction import Construction, zero_init
+from azureml_strategy.strategies.zero.construction import Construction
 
 
 class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
@@ -104,6 +105,11 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
         assert isinstance(self.config, dict)
         with zero_init(self.config, self.remote_device), self._construction.under(self.config):
             yield
+
+    @override
+    def _setup_model(self, model: Module) -> Module:  # type: ignore[override]
+        make_contiguous(model)
+        return super()._setup_model(model)
 
     @override
     def init_deepspeed(self) -> None:
