@@ -69,7 +69,7 @@ def test_existing_runs(make_run: MakeRun, store: MlflowClient, capsys: pytest.Ca
     ]
     assert rows == [
         ["1", "2", "1,000.0", "500.0", "1.00", "100.0%", "-", "10.00", "ib"],
-        ["2", "4", "1,800.0", "450.0", "1.80", "90.0%", "31.0%", "11.11", "socket"],
+        ["2", "4", "1,800.0", "450.0", "1.80", "90.0%", "31%", "11.11", "socket"],
     ]
     assert f"Runs, from above: {one},{two}" in output
     assert "against the smallest, 2 devices" in output

@@ -85,6 +85,8 @@ def test_torchs_newer_settings_of_float32_are_read(monkeypatch: pytest.MonkeyPat
 def test_convolutions_of_float32_are_in_tf32_by_default(
     convolutions: float, tera: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)  # whatever another test's training has set
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     assert peak_flops(torch.device("cuda"), "32-true", convolutions) == pytest.approx(tera * 1e12)
 

@@ -33,13 +33,13 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "static_graph": ({}, {"static_graph": True}, {}),
     "clipping": ({"gradient_clip_val": 0.1}, {}, {}),
 }
+NODES = int(os.environ["WORLD_SIZE"])  # stock Lightning takes the variable away at its end
 COMPRESSIONS = ("bf16", "fp16", "powersgd")
 
 
 def fit(strategy: DDPStrategy, trainer_arguments: dict[str, Any], model_arguments: dict[str, Any]) -> dict[str, Any]:
     model, views = Regression(**model_arguments), BucketViews()
-    nodes = int(os.environ["WORLD_SIZE"])
-    trainer = quiet_trainer(strategy=strategy, max_epochs=6, callbacks=[views], num_nodes=nodes, **trainer_arguments)
+    trainer = quiet_trainer(strategy=strategy, max_epochs=6, callbacks=[views], num_nodes=NODES, **trainer_arguments)
     trainer.fit(model, loader())
     return {"losses": model.losses, "parameters": parameters(model), "views": views.seen, "read": model.read}
 

@@ -48,7 +48,7 @@ class Fails(Callback):
 
 
 class Stops(Callback):
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_start(self, *_: Any) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
