@@ -28,15 +28,24 @@ class GpuQueue:
         latency_s: from a launch to the start of its kernel on an idle GPU.
         gap_s: between two kernels that are both queued.
         depth: launches that the driver queues.
-        hz: cycles a second of the GPU.
+        hz: cycles a second of the GPU; it may change later.
+        load_s: of the host, to load the kernel that spins, before its first launch.
     """
 
-    def __init__(self, latency_s: float = 4e-6, gap_s: float = 0.5e-6, depth: int = 1024, hz: float = 1.755e9) -> None:
+    def __init__(
+        self,
+        latency_s: float = 4e-6,
+        gap_s: float = 0.5e-6,
+        depth: int = 1024,
+        hz: float = 1.755e9,
+        load_s: float = 0.0,
+    ) -> None:
         self.host = 0.0
         self.kernels: list[tuple[float, float]] = []
         self.held_s = 0.0
         self._free = 0.0
-        self._latency_s, self._gap_s, self._depth, self._hz = latency_s, gap_s, depth, hz
+        self.hz = hz
+        self._latency_s, self._gap_s, self._depth, self._load_s = latency_s, gap_s, depth, load_s
         self._queued: deque[float] = deque()
 
     def read(self) -> float:
@@ -65,8 +74,9 @@ class GpuQueue:
 
     def hold(self, cycles: int) -> None:
         """Spin; it is no kernel of the model."""
-        self.host += 4e-6
-        start, end = self._run(cycles / self._hz)
+        self.host += 4e-6 + self._load_s
+        self._load_s = 0.0
+        start, end = self._run(cycles / self.hz)
         self.held_s += end - start
 
     def synchronize(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -137,6 +137,77 @@ def test_a_gpu_that_counts_slowly_is_not_held_for_longer() -> None:
     run(launches, launches, gpu=fast)
     run(launches, launches, gpu=slow)
     assert slow.held_s == pytest.approx(fast.held_s, rel=0.2)
+
+
+@pytest.mark.parametrize("load_s", [3e-4, 1e-3, 5e-3])
+@pytest.mark.parametrize("name", ["a small transformer, eager", "ResNet-50 of small images, eager"])
+def test_the_time_to_load_the_kernel_that_spins_is_not_taken_for_its_speed(name: str, load_s: float) -> None:
+    """CUDA loads a kernel at its first launch, while the events around it pass on an idle GPU."""
+    recorded = RUNS[name]
+    found = run(recorded["forward"], recorded["backward"], batches=recorded["batches"], gpu=GpuQueue(load_s=load_s))
+    assert found.host == pytest.approx(recorded["idle"], abs=0.02)
+
+
+def test_a_gpu_that_was_slow_at_first_is_held_long_enough_at_the_second_time() -> None:
+    """Its clock rises after the trial."""
+    launches = [(10, 1)] * 200
+    loop = Loop(GpuQueue(hz=3.45e8))
+    for number in range(24):
+        loop.gpu.hz = 3.45e8 if number < 6 else 1.755e9
+        loop.step(launches, launches)
+    assert loop.end().host == pytest.approx(run(launches, launches, steps=24).host, abs=0.01)
+
+
+def held_steps(
+    loop: Loop, steps: int, stalls: Mapping[int, float], launches: Launches = ((10, 1),) * 5
+) -> dict[int, float]:
+    """How long each step was held, in seconds, in a run whose training_step stalls at some of them."""
+    found = {}
+    for number in range(1, steps + 1):
+        before = loop.gpu.held_s
+        loop.step([(1e6 * stalls.get(number, 1e-5), 1), *launches], launches)
+        if loop.gpu.held_s - before > 1e-4:
+            found[number] = loop.gpu.held_s - before
+    return found
+
+
+def test_a_gpu_that_slows_down_is_not_held_for_longer_for_ever() -> None:
+    loop = Loop(GpuQueue())
+    before = held_steps(loop, 20, {})
+    loop.gpu.hz /= 5
+    after = held_steps(loop, 120, {})
+    assert [*before, *after] == [9, 17, 13, 45, 109]  # steps 33, 65 and 129 of the run
+    assert after[13] > 4 * before[17]
+    assert after[109] == pytest.approx(before[17], rel=0.1)
+
+
+def test_holds_cost_what_they_lasted() -> None:
+    """A GPU that slows down after the trial is held for twice as long as planned, and so it is held less often."""
+    loop = Loop(GpuQueue())
+    for number in range(100):
+        loop.gpu.hz = 1.755e9 if number < 6 else 8.8e8
+        loop.step([(1000, 2)] * 30, [(1000, 2)] * 60)
+    assert 0.26 < loop.gpu.held_s < 0.3
+
+
+def test_ranks_hold_the_same_steps_after_one_of_them_could_not() -> None:
+    """A hold of one rank stalls all ranks, which wait for its gradients. So each holds when the others do."""
+    one, other = (held_steps(Loop(GpuQueue()), 4200, stalls) for stalls in ({}, {8: 2.0, 128: 2.0, 2048: 2.0}))
+    assert list(one) == [9, 17, 33, 65, 129, 257, 513, 1025, 2049, 3073, 4097]
+    assert list(other) == [17, 33, 65, 257, 513, 1025, 3073, 4097]
+
+
+def test_ranks_hold_the_same_steps_while_one_of_them_makes_up_for_the_last() -> None:
+    assert list(held_steps(Loop(GpuQueue()), 140, {}, [(10, 8)] * 100)) == [9, 17, 33, 65, 129]
+
+
+def test_no_step_is_held_for_long_however_old_the_run_is() -> None:
+    loop = Loop(GpuQueue())
+    held_steps(loop, 12, {})
+    loop.gpu.host += 10 * 3600
+    held = held_steps(loop, 120, {4: 60.0, 20: 0.8})  # steps 16 and 32 of the run
+    assert list(held) == [53, 117]
+    assert max(held.values()) < 1e-3
 
 
 def test_a_held_step_and_those_that_make_up_for_it_are_left_out() -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from azureml_strategy.models import GPTConfig, ImageClassifier, LanguageModel, ResNet50
 from azureml_strategy.tracking.flops import flops_of, gpu_peak_flops, mfu_text, peak_flops
@@ -101,6 +102,58 @@ def test_the_part_of_convolutions_is_counted() -> None:
     assert transformer.convolutions == 0
 
 
+class Stated(LightningModule):
+    """Says its operations itself; nine tenths of its weights are of a convolution."""
+
+    def make(self) -> None:
+        self.layers = torch.nn.Sequential(
+            torch.nn.Conv2d(1, 4, 3, bias=False), torch.nn.Flatten(), torch.nn.Linear(4, 1, bias=False)
+        )
+
+    def training_flops(self, batch: Any) -> float:
+        return 1.0
+
+
+def test_the_part_of_convolutions_is_that_of_the_whole_module() -> None:
+    module = Stated()
+    module.make()
+    flops = flops_of(module)
+    assert flops is not None
+    module.layers = module.layers[1:]  # as a pipeline cuts it
+    flops(None)
+    assert flops.convolutions == pytest.approx(0.9)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_the_part_of_convolutions_that_configure_model_makes(cut: bool) -> None:
+    class Late(Stated):
+        def configure_model(self) -> None:
+            self.make()
+
+    module = Late()
+    flops = flops_of(module)
+    assert flops is not None
+    module.configure_model()
+    for each in module.parameters() if cut else ():  # as ZeRO-3 does
+        each.ds_numel = each.numel()  # type: ignore[attr-defined]
+        each.data = torch.empty(0)
+    flops(None)
+    assert flops.convolutions == pytest.approx(0.9)
+
+
+def test_the_part_of_convolutions_of_lazy_layers() -> None:
+    module = Stated()
+    module.layers = torch.nn.Sequential(
+        torch.nn.LazyConv2d(4, 3, bias=False), torch.nn.Flatten(), torch.nn.LazyLinear(1, bias=False)
+    )
+    module.unused = torch.nn.LazyLinear(1)
+    flops = flops_of(module)
+    assert flops is not None
+    module.layers(torch.zeros(2, 1, 3, 3))
+    flops(None)
+    assert flops.convolutions == pytest.approx(0.9)
+
+
 @pytest.mark.parametrize(
     ("mfu", "text"),
     [(0.0042, "0.42%"), (0.17, "17%"), (0.013, "1.3%"), (0.00004, "0.0040%"), (1.04, "104%"), (0, "0%")],
@@ -178,6 +231,24 @@ def test_a_frozen_layer_has_no_gradient() -> None:
     module = Own()
     module.layer = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False).requires_grad_(False), module.layer)
     assert count(module, BATCH) == 2 * 5 * 8 * 8 + 2 * (2 * 5 * 8 * 4)
+
+
+def test_lazy_layers_are_counted_and_stay_lazy() -> None:
+    class Lazy(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Sequential(torch.nn.LazyBatchNorm1d(), torch.nn.LazyLinear(4, bias=False))
+
+        def pipeline_batch(self, batch: Tensor) -> tuple[Tensor, None]:
+            return batch, None
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.layer(inputs)
+
+    module = Lazy()
+    # Forward, the weight's gradient, and that of what the normalization gives.
+    assert count(module, torch.zeros(5, 8)) == 3 * (2 * 5 * 8 * 4)
+    assert all(map(is_lazy, module.parameters()))
 
 
 def test_a_forward_pass_that_looks_at_values_gives_none() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -37,6 +38,14 @@ class Breaks:
         raise RuntimeError("not now")
 
 
+class Settings(dict[str, float]):
+    __getattr__ = dict.__getitem__
+
+
+class Lenient(dict[str, float]):
+    __getattr__ = dict.get
+
+
 # By what the warning tells to log instead.
 REFUSED: list[tuple[Any, str]] = [
     ("0.5", "use log_tags or log_hyperparams"),
@@ -57,6 +66,9 @@ REFUSED: list[tuple[Any, str]] = [
     (Decimal("1e400"), "too large"),
     (object(), "TypeError"),
     (Breaks(), "not now"),
+    (Settings(a=1.0), "a Settings: .* under a name of its own"),
+    (Lenient(a=1.0), "a Lenient: .* under a name of its own"),
+    (Mock(), "a Mock: .*TypeError"),
 ]
 
 

@@ -1,6 +1,9 @@
 import inspect
 import math
 import re
+import types
+import weakref
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -149,6 +152,29 @@ def test_compiled_parts_of_a_module_are_found():
     assert has_compiled_parts(torch.nn.ModuleList([torch.compile(whole)]))
     plain.step = torch.compile(lambda value: value)
     assert has_compiled_parts(plain)
+    plain.step = types.MethodType(plain.step, plain)
+    assert has_compiled_parts(plain)
+
+
+class Strict(dict):
+    __getattr__ = dict.__getitem__
+
+
+class Lenient(dict):
+    __getattr__ = dict.get
+
+
+class Anything:
+    def __getattr__(self, name):
+        return self
+
+
+def test_what_a_module_holds_is_not_asked_for_attributes_that_it_may_make_up():
+    """Settings with `__getattr__ = dict.__getitem__` raise KeyError, and mocks or RPC proxies have every attribute."""
+    module = torch.nn.Linear(2, 2)
+    for each in (Strict(width=4), Lenient(width=4), Anything(), Mock(), weakref.proxy(type("Gone", (), {})())):
+        vars(module)["held"] = each
+        assert not has_compiled_parts(module)
 
 
 def test_parts_of_the_run_are_weighed_against_parts_of_the_step():

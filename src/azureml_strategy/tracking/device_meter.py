@@ -15,15 +15,15 @@ from azureml_strategy.tracking.step_timer import Clock
 
 LAUNCHED = frozenset({Part.FORWARD, Part.BACKWARD})
 """The parts in which a GPU may wait for the host to launch the next kernel."""
-# The first held step, and the longest distance between two. The distance doubles, so that few are held.
+# After so many steps the GPU is awake, and a trial tells how fast it counts cycles; 0.1 ms at 1 GHz.
+_TRIED, _TRIAL = 4, 100_000
+# The first count of steps after which one is held, and the longest distance between two. It doubles, so that few are.
 _FIRST, _RAREST = 8, 1024
-# Seconds that all holds may take: in any run, and of each second that it trains.
-_FREE_S, _SHARE = 0.25, 0.005
+# Seconds that all holds may take: in any run, and of each second that it trains. And those of one step.
+_FREE_S, _SHARE, _STEP_S = 0.25, 0.005, 1.0
 # A hold outlasts the host's work by this factor, which doubles while the host is not done, and by these seconds.
 _MARGIN, _MOST_MARGIN, _EXTRA_S = 1.5, 6.0, 2e-4
-# Cycles of the hold that tells how fast the GPU counts them: 0.1 ms at 1 GHz.
-_TRIAL = 100_000
-# Held steps whose times are averaged.
+# Held steps whose times are averaged, and holds whose rates are compared.
 _KEPT = 4
 
 Interval = tuple[Part, int]
@@ -47,6 +47,14 @@ class Mark(NamedTuple):
     ahead: bool
 
 
+class Spin(NamedTuple):
+    """A hold in the device's queue, and the moments before and after it."""
+
+    cycles: int
+    start: Any
+    end: Any
+
+
 class KernelTimes:
     """What the intervals of forward and backward take on a GPU that does not wait for its host.
 
@@ -54,8 +62,12 @@ class KernelTimes:
     ever. So now and then a step is held: before each interval the GPU spins in one thread until the host has launched
     all of the interval. Then it computes without a break, and the events have the time that the kernels take.
 
-    A held step costs what the host needs for one. The second is held after twice as many steps as the first, and so on.
-    All holds together take a quarter of a second and 0.5 % of the time at most. A run whose host is ahead is not held.
+    A held step costs what the host needs for one, and all ranks that wait for this one. So the counts of steps after
+    which one is held are the same on each rank: 8, 16, 32 and so on, then each 1,024th. A rank that may not hold at one
+    waits for the next. A step is held for a second at most, and all holds together take a quarter of a second and 0.5 %
+    of the time, as measured. A run whose host is ahead is not held.
+
+    A hold lasts for cycles of the GPU. Their rate is measured by a trial, and anew around each hold.
 
     Args:
         clock: records the moments.
@@ -67,52 +79,54 @@ class KernelTimes:
         self._clock, self._hold, self._read = clock, hold, read
         self._begun = read()
         self._spent_s = 0.0
-        self._due = _FIRST
         self._margin = _MARGIN
-        self._hz: float | None = None
-        self._plan: dict[Interval, float] = {}
+        self._spins: deque[Spin] = deque()
+        self._rates: deque[float] = deque(maxlen=_KEPT)
+        self._plan: dict[Interval, int] = {}
         self._held: deque[list[Mark]] = deque()
         self._whole: dict[Interval, deque[float]] = {}
         self._bounds: dict[Interval, float] = {}
         if hold is not None:
-            start = clock.now()
-            hold(_TRIAL)
-            self._trial = start, clock.now()
+            hold(1)  # CUDA loads the kernel that spins at its first launch: on the host, for milliseconds
 
     def plan(self, count: int, step: Sequence[Mark]) -> bool:
         """Whether to hold the next step.
 
         Args:
             count: of the steps so far.
-            step: the last one, as it was without holds.
+            step: the last one that was as usual.
         """
         self.learn()
-        if count < self._due or self._hold is None:
+        if count == _TRIED:
+            self._spin(_TRIAL)
+        # The last holds must be over, so that their rate and their costs are known.
+        if not _is_due(count) or self._spins or not self._rates:
             return False
-        self._due = count + _FIRST
         found = list(intervals(step))
-        if self._speed() is None or all(end.ahead for _, _, end in found):
-            return False
         wanted = {key: self._margin * (end.at - start.at) + _EXTRA_S for key, start, end in found}
-        if self._spent_s + sum(wanted.values()) > _FREE_S + _SHARE * (self._read() - self._begun):
+        left_s = _FREE_S + _SHARE * (self._read() - self._begun) - self._spent_s
+        if all(end.ahead for _, _, end in found) or sum(wanted.values()) > min(left_s, _STEP_S):
             return False
-        self._due = count + min(count, _RAREST)
-        self._plan = wanted
+        self._plan = {key: int(seconds * max(self._rates)) for key, seconds in wanted.items()}
         return True
 
     def hold(self, key: Interval) -> None:
         """Have the device wait, in a step that is held, before this interval."""
-        seconds = self._plan.get(key, 0.0)
-        if seconds and self._hold is not None and self._hz is not None:
-            self._spent_s += seconds
-            self._hold(int(seconds * self._hz))
+        if key in self._plan:
+            self._spin(self._plan[key])
 
     def keep(self, step: list[Mark]) -> None:
         """Keep a held step, to learn from."""
         self._held.append(step)
 
     def learn(self) -> None:
-        """Learn from the held steps that the device is done with."""
+        """Learn from the holds and the held steps that the device is done with."""
+        while self._spins and all(map(self._clock.has_passed, self._spins[0][1:])):
+            cycles, start, end = self._spins.popleft()
+            seconds = self._clock.seconds(start, end)
+            self._spent_s += seconds
+            if seconds > 0:  # never less than the device spun, so that the highest of several rates is the best
+                self._rates.append(cycles / seconds)
         while self._held and all(self._clock.has_passed(mark.moment) for mark in self._held[0]):
             late = False
             for key, start, end in intervals(self._held.popleft()):
@@ -129,12 +143,16 @@ class KernelTimes:
         whole = self._whole.get(key)
         return fmean(whole) if whole else self._bounds.get(key, math.inf)
 
-    def _speed(self) -> float | None:
-        """Cycles a second of the device; None until the trial is over."""
-        if self._hz is None and all(map(self._clock.has_passed, self._trial)):
-            seconds = self._clock.seconds(*self._trial)
-            self._hz = _TRIAL / seconds if seconds > 0 else None
-        return self._hz
+    def _spin(self, cycles: int) -> None:
+        if self._hold is not None:
+            start = self._clock.now()
+            self._hold(cycles)
+            self._spins.append(Spin(cycles, start, self._clock.now()))
+
+
+def _is_due(count: int) -> bool:
+    """Whether a step may be held after so many."""
+    return count >= _FIRST and (count % _RAREST == 0 or (count < _RAREST and count.bit_count() == 1))
 
 
 class DeviceMeter:
@@ -176,7 +194,7 @@ class DeviceMeter:
         # are left out, up to one in which it waits for the host where it used to, or so many.
         self._held = False
         self._settling = 0
-        self._usual: list[bool] = []
+        self._usual: list[Mark] = []
         self._begin(clock.now())
 
     def enter(self, part: Part) -> None:
@@ -197,17 +215,17 @@ class DeviceMeter:
         if not any(mark.part in LAUNCHED for mark in step):
             return step  # what was between two steps, such as a validation
         self._steps += 1
+        counts = not self._held and not self._settling
         if self._held:
-            self._held, self._settling = False, _FIRST
+            self._settling = _FIRST
             self._kernels.keep(step)
-            return None
-        if self._settling:
-            self._settling = 0 if _pattern(step) == self._usual else self._settling - 1
-            return None
-        self._held = self._kernels.plan(self._steps, step)
-        if self._held:
-            self._usual = _pattern(step)
-        return step
+        elif self._settling:
+            self._settling = 0 if _pattern(step) == _pattern(self._usual) else self._settling - 1
+        else:
+            self._usual = step
+        # Asked after each step: ranks settle at different ones, and hold at the same.
+        self._held = self._kernels.plan(self._steps, self._usual)
+        return step if counts else None
 
     def moments(self, step: list[Mark]) -> Iterator[Any]:
         """What the device must have passed before the times of a step can be read."""

@@ -11,8 +11,10 @@ from typing import Any, Protocol
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -133,12 +135,26 @@ class _StatedFlops:
 
     def __init__(self, module: Any) -> None:
         self._module = module
-        sizes = [(each, weight.numel()) for each in module.modules() for weight in each.parameters(recurse=False)]
-        convolved = sum(size for each, size in sizes if isinstance(each, _ConvNd))
-        self.convolutions = convolved / max(sum(size for _, size in sizes), 1)
+        # What configure_model and lazy layers make is there at the first batch. Other modules are whole only now.
+        self._is_late = is_overridden("configure_model", module) or any(map(is_lazy, module.parameters()))
+        self.convolutions = 0.0 if self._is_late else _convolved(module)
 
     def __call__(self, batch: Any) -> float:
+        if self._is_late:
+            self._is_late, self.convolutions = False, _convolved(self._module)
         return float(self._module.training_flops(batch))
+
+
+def _convolved(module: nn.Module) -> float:
+    """Part of the weights that are a convolution's, 0 to 1."""
+    sizes = [
+        (each, getattr(weight, "ds_numel", weight.numel()))  # ZeRO-3 leaves no elements, and keeps their number
+        for each in module.modules()
+        for weight in each.parameters(recurse=False)
+        if not is_lazy(weight)
+    ]
+    convolved = sum(size for each, size in sizes if isinstance(each, _ConvNd))
+    return convolved / max(sum(size for _, size in sizes), 1)
 
 
 class _FlopCounter:
@@ -189,6 +205,8 @@ def _on_meta(module: nn.Module) -> nn.Module:
 
 
 def _without_numbers(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, nn.UninitializedParameter):
+        return nn.UninitializedParameter(tensor.requires_grad, device="meta", dtype=tensor.dtype)  # type: ignore[call-arg, arg-type]
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(tensor.detach().to("meta"), tensor.requires_grad)
     return tensor.to("meta")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import shlex
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import MethodType
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
@@ -177,9 +179,13 @@ def _verdict(trainer: Trainer, keys: frozenset[str] | None) -> Verdict:
 
 def has_compiled_parts(module: nn.Module) -> bool:
     """Whether torch.compile was given the module, one inside it, or a function that one of them has for its own."""
-    return any(
-        hasattr(value, "_torchdynamo_orig_callable") for each in module.modules() for value in vars(each).values()
-    )
+    return any(_is_compiled(value) for each in module.modules() for value in vars(each).values())
+
+
+def _is_compiled(value: object) -> bool:
+    # Modules hold anything: settings raise KeyError for an attribute that they lack, mocks and RPC proxies have it.
+    function = value.__func__ if type(value) is MethodType else value
+    return inspect.getattr_static(function, "_torchdynamo_orig_callable", None) is not None
 
 
 def _optimizer(trainer: Trainer) -> str:

@@ -74,7 +74,7 @@ def as_number(value: Any) -> SupportsFloat:
     """
     if isinstance(value, torch.Tensor) and value.is_cuda and value.numel() == 1 and not value.is_complex():
         return DeviceValue(value)
-    if hasattr(value, "item") and hasattr(value, "shape"):  # of torch or NumPy
+    if _is_array(value):
         value = _only_element(value)
     advice = _advice(value)
     if advice is not None:
@@ -108,8 +108,13 @@ def as_step(step: Any) -> int:
 
 def type_name(value: Any) -> str:
     """The name of the type for a warning, with the shape of an array."""
-    shape = getattr(value, "shape", None)
+    shape = value.shape if _is_array(value) else ()
     return type(value).__name__ + (f" of shape {tuple(shape)}" if shape else "")
+
+
+def _is_array(value: Any) -> bool:
+    """Whether it is an array or a scalar of torch, NumPy or the like, by its type: an object may make up attributes."""
+    return hasattr(type(value), "item") and hasattr(type(value), "shape")
 
 
 def _only_element(array: Any) -> Any:
