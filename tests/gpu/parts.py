@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 from tests.gpu import families, matrix
 from tests.gpu.agreement import judge
 from tests.gpu.gloo import NEEDS
-from tests.gpu.running import DETERMINISTIC, PROGRAM, ROOT, Ended, Machine, Row
+from tests.gpu.running import DETERMINISTIC, ROOT, Ended, Machine, Row, program
 
 Part = Callable[[Machine], list[Row]]
 Ranks = list[matrix.Results]
@@ -136,7 +136,7 @@ def _families(machine: Machine, part: str, layout: str) -> list[Row]:
 def train(machine: Machine, name: str, recipe: str, *overrides: str, limit_s: float = 120, **extra: str) -> Ended:
     """Train a recipe without MLflow, with further callbacks from `tests.gpu.watching`."""
     trainer = ("trainer=cpu", "trainer.devices=1") if machine.accelerator == "cpu" else ()
-    command = [*PROGRAM, "train", recipe, "tracking=console", f"output_dir={machine.folder / name / 'run'}", *trainer]
+    command = [*program(), "train", recipe, "tracking=console", f"output_dir={machine.folder / name / 'run'}", *trainer]
     return machine.run(name, [*command, *overrides], limit_s=limit_s, extra={**DETERMINISTIC, **extra})
 
 
@@ -215,9 +215,9 @@ def demo_part(machine: Machine) -> list[Row]:
     """`make demo`, to the accuracy that README promises."""
     record = machine.folder / "demo.json"
     trainer = ("trainer=cpu",) if machine.accelerator == "cpu" else ()
-    inner = [*PROGRAM, "train", "resnet50_ddp", "tracking=console", f"output_dir={machine.folder / 'demo' / 'run'}"]
+    inner = [*program(), "train", "resnet50_ddp", "tracking=console", f"output_dir={machine.folder / 'demo' / 'run'}"]
     recorder = f"callbacks={{record:{{_target_:tests.gpu.watching.Recorder,path:{record}}}}}"
-    command = [*PROGRAM, "emulate", "--nodes", "2", "--", *inner, *trainer, recorder]
+    command = [*program(), "emulate", "--nodes", "2", "--", *inner, *trainer, recorder]
     ended = machine.run("demo", command, limit_s=180)
     if ended.failure:
         return [Row("demo", "resnet50_ddp on two nodes", "WRONG", ended.failure)]
@@ -246,13 +246,13 @@ def _of_test(part: str, case: ElementTree.Element) -> Row:
     for kind, status in (("failure", "WRONG"), ("error", "WRONG"), ("skipped", "left out")):
         found = case.find(kind)
         if found is not None:
-            return Row(part, name, status, (found.get("message") or "").splitlines()[0][:300])
+            return Row(part, name, status, (found.get("message") or "").partition("\n")[0][:300])
     return Row(part, name, "ok", f"{float(case.get('time', 0)):.1f} s")
 
 
 def absent_part(machine: Machine) -> list[Row]:
     """What `make test` has and this command has not, by what is missing here."""
-    needed = {"mlflow.server": "a server of MLflow", "azure.ai.ml": "jobs of Azure ML", "torchcodec": "nvJPEG"}
+    needed = {"flask": "a server of MLflow", "azure.ai.ml": "jobs of Azure ML", "torchcodec": "nvJPEG"}
     return [
         Row("not here", what, "left out", f"{module} is not installed")
         for module, what in needed.items()
