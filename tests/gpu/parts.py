@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.util import find_spec
@@ -36,7 +36,7 @@ RECIPES = {
     "gpt_diloco": (*_TEXT, "strategy.warmup_steps=2"),
 }
 RESUMED = {"ddp": "ddp", "zero_3": "deepspeed_stage_3", "fsdp2": "model_parallel"}
-# Percentage points between what the breakdown calls waiting for the host and what torch.profiler calls idle.
+# Points of forward and backward between what the breakdown and torch.profiler call waiting for the host.
 HOST_TOLERANCE = 0.05
 ACCURACY = 0.95  # what README promises of the demo
 
@@ -186,29 +186,38 @@ def resume_part(machine: Machine, name: str) -> list[Row]:
 
 
 def breakdown_part(machine: Machine, recipe: str) -> list[Row]:
-    """What the run says the GPU waits for its host, against what torch.profiler sees of the GPU."""
+    """What the run says the GPU waits for its host in forward and backward, against torch.profiler's kernels there."""
     part = "breakdown and torch.profiler"
     if machine.accelerator == "cpu":
         return [Row(part, recipe, "left out", "only a GPU waits for its host")]
-    told, seen = (machine.folder / f"breakdown-{recipe}.{kind}.json" for kind in ("told", "seen"))
-    callbacks = (
-        f"callbacks={{told:{{_target_:tests.gpu.watching.Recorder,path:{told}}},"
-        f"seen:{{_target_:tests.gpu.watching.IdleShare,path:{seen},first:150,steps:20}}}}"
-    )
-    size = ("trainer.max_steps=180", "trainer.limit_val_batches=0", "trainer.log_every_n_steps=10")
-    data = ("data.steps_per_epoch=180",) if recipe == "resnet50_synthetic" else ()
+    found = machine.folder / f"breakdown-{recipe}.json"
+    callback = f"callbacks={{waits:{{_target_:tests.gpu.watching.LaunchWaits,path:{found},last:180,steps:20}}}}"
+    annotations = "trainer.profiler={_target_:tests.gpu.watching.Annotations}"
+    size = ("trainer.max_steps=185", "trainer.limit_val_batches=0", "trainer.log_every_n_steps=20")
+    data = ("data.steps_per_epoch=185",) if recipe == "resnet50_synthetic" else ()
     checkpoint = ("checkpoint=none",) if recipe == "resnet50_synthetic" else _NO_CHECKPOINT
-    ended = train(machine, f"breakdown-{recipe}", recipe, *size, *data, *checkpoint, callbacks)
+    ended = train(machine, f"breakdown-{recipe}", recipe, *size, *data, *checkpoint, annotations, callback)
     if ended.failure:
         return [Row(part, recipe, "WRONG", ended.failure)]
-    shares, profile = json.loads(told.read_text())["shares"], json.loads(seen.read_text())
-    if "host" not in shares:
-        return [Row(part, recipe, "WRONG", f"the breakdown has no part `host`: {sorted(shares)}")]
-    idle = profile["idle_s"] / profile["window_s"]
-    # The GPU is idle, too, while the run waits for data and between the parts that have names.
-    waits = shares["host"] + shares.get("data_wait", 0.0) + shares.get("other", 0.0)
-    words = f"host {shares['host']:.0%}, with data and other {waits:.0%}; torch.profiler: idle {idle:.0%}"
-    return [Row(part, recipe, "ok" if abs(waits - idle) <= HOST_TOLERANCE else "WRONG", words)]
+    right, words = compare_waits(**json.loads(found.read_text()))
+    return [Row(part, recipe, "ok" if right else "WRONG", words)]
+
+
+def compare_waits(told: Mapping[str, float], seen: Mapping[str, float]) -> tuple[bool, str]:
+    """Whether both give the same share of forward and backward to waiting for the host, and the shares.
+
+    Args:
+        told: parts of a step, as the breakdown logs them; communication is that of backward.
+        seen: what `launch_waits` sums up.
+    """
+    if "host" not in told:
+        return False, f"the breakdown has no part `host`: {sorted(told)}"
+    if not seen["steps"]:
+        return False, "each recorded step was held, or follows one that was"
+    waits = told["host"] / sum(told.get(name, 0.0) for name in ("host", "forward", "backward", "communication"))
+    idle = seen["waited_s"] / seen["span_s"]
+    words = f"of forward and backward, host {waits:.0%}; torch.profiler: {idle:.0%} in {seen['steps']:.0f} steps"
+    return abs(waits - idle) <= HOST_TOLERANCE, words
 
 
 def demo_part(machine: Machine) -> list[Row]:
