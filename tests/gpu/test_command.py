@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.gpu.agreement import judge
+from tests.gpu.cells import drawn_on_cpu
 from tests.gpu.matrix import left
 from tests.gpu.running import Machine, program
 
@@ -147,3 +149,26 @@ def test_the_program_of_unpacked_wheels_is_found_or_missed(tmp_path: Path, monke
     installed.parent.mkdir(parents=True)
     installed.touch(0o755)
     assert program.__wrapped__() == (str(tmp_path / "python"), str(installed))
+
+
+def test_a_module_s_weights_are_drawn_on_the_cpu_whatever_holds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's generator gives other numbers. So each draw is into a tensor of the CPU's, and is copied."""
+    held: list[torch.Tensor] = []
+    draw = torch.Tensor.uniform_
+
+    def watched(tensor: torch.Tensor, *arguments: float, **options: Any) -> torch.Tensor:
+        held.append(tensor)
+        return draw(tensor, *arguments, **options)
+
+    monkeypatch.setattr(torch.Tensor, "uniform_", watched)
+    torch.manual_seed(3)
+    linear = drawn_on_cpu(lambda: torch.nn.Linear(4, 4))
+    parameters = list(linear.parameters())
+    assert len(held) == len(parameters) == 2
+    assert not {each.data_ptr() for each in held} & {each.data_ptr() for each in parameters}
+    assert {each.device.type for each in held} == {"cpu"}
+    torch.manual_seed(3)
+    assert all(map(torch.equal, parameters, torch.nn.Linear(4, 4).parameters()))
+    with torch.device("meta"):
+        assert drawn_on_cpu(lambda: torch.nn.Linear(4, 4)).weight.is_meta
+    assert torch.Tensor.uniform_ is watched

@@ -88,11 +88,17 @@ def test_a_held_step_and_those_that_make_up_for_it_are_left_out() -> None:
     assert trace.sums() == pytest.approx({"steps": 3, "span_s": 600e-6, "waited_s": 360e-6})
     trace = Trace()
     trace.step(0.0, held=True)
-    assert compare_waits({"host": 0.5}, trace.sums()) == (False, "each recorded step was held, or follows one that was")
+    assert compare_waits({"forward": 0.5}, trace.sums()) == (
+        False,
+        "each recorded step was held, or follows one that was",
+    )
 
 
-def test_a_breakdown_without_the_part_is_wrong() -> None:
-    assert not compare_waits({"forward": 0.5}, {"steps": 1, "span_s": 1.0, "waited_s": 0.0})[0]
+def test_a_run_that_never_waits_has_no_such_part_and_one_without_any_is_wrong() -> None:
+    never: dict[str, float] = {"steps": 1, "span_s": 1.0, "waited_s": 0.0}
+    assert compare_waits({"forward": 0.5, "backward": 0.5}, never)[0]
+    assert not compare_waits({"forward": 0.5, "backward": 0.5}, {**never, "waited_s": 0.5})[0]
+    assert compare_waits({}, never) == (False, "the breakdown has no part `forward`: []")
 
 
 @pytest.mark.parametrize("first", [True, False])
