@@ -20,7 +20,12 @@ from pathlib import Path
 
 from harness import RESULTS, save, show
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.gpu.running import ROOT, absolute, end_tree
+
 HERE = Path(__file__).parent
+# Between SIGTERM and SIGKILL a program may write what it has.
+GRACE_S = 8.0
 SMOKE_PARTS = ("synchronisation gpt_ddp", "absent", "marked")
 
 
@@ -32,7 +37,7 @@ class Program:
         name: of its JSON.
         command: without the folder of results.
         folder: the option that takes this folder.
-        limit_s: seconds after which it is ended with all that it has started.
+        limit_s: seconds after which it is told to end; `GRACE_S` later it is killed with all that it has started.
     """
 
     name: str
@@ -42,7 +47,7 @@ class Program:
 
 
 def programs(smoke: bool) -> list[Program]:
-    """Those for a GPU, 470 s at most; or what of them runs on a CPU."""
+    """Those for a GPU, 455 s at most; or what of them runs on a CPU."""
     tests, resnet = (sys.executable, "-m", "tests.gpu"), (sys.executable, str(HERE / "resnet50_gpu.py"), "--no-mlflow")
     if smoke:
         options = ("--accelerator", "cpu", "--budget", "280", "--only", *SMOKE_PARTS)
@@ -51,7 +56,7 @@ def programs(smoke: bool) -> list[Program]:
             Program("resnet50_gpu", (*resnet, "--smoke", "--rounds", "1"), "--results", 200),
         ]
     return [
-        Program("test_gpu", (*tests, "--budget", "280"), "--output", 290),
+        Program("test_gpu", (*tests, "--budget", "260"), "--output", 275),
         Program("nccl_gpu", (sys.executable, str(HERE / "nccl_gpu.py")), "--results", 50),
         Program("resnet50_gpu", (*resnet, "--budget", "110"), "--results", 130),
     ]
@@ -60,19 +65,22 @@ def programs(smoke: bool) -> list[Program]:
 def run(program: Program, results: Path) -> tuple[str, float]:
     """What became of it, and the seconds it took."""
     started = time.monotonic()
-    root = HERE.parent
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))}
+    path = [str(ROOT), *absolute(os.environ.get("PYTHONPATH", ""))]
     command = [*program.command, program.folder, str(results)]
-    process = subprocess.Popen(command, cwd=root, env=environ, start_new_session=True)
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    process = subprocess.Popen(command, cwd=ROOT, env=environ, start_new_session=True)
     try:
-        code: int | str = process.wait(program.limit_s)
+        code: int | None = process.wait(program.limit_s)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        return f"ended after {program.limit_s:.0f} s", time.monotonic() - started
+        code = None
+    finally:  # also at Ctrl-C, which does not reach it
+        end_tree(process, GRACE_S)
+    seconds = time.monotonic() - started
+    if code is None:
+        return f"ended after {program.limit_s:.0f} s", seconds
     if code == 0 and not (results / f"{program.name}.json").is_file():
-        return "wrote no JSON", time.monotonic() - started
-    return "ok" if code == 0 else f"exit code {code}", time.monotonic() - started
+        return "wrote no JSON", seconds
+    return "ok" if code == 0 else f"exit code {code}", seconds
 
 
 def main() -> None:
@@ -80,6 +88,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON files")
     parser.add_argument("--smoke", action="store_true", help="tiny numbers, on a CPU")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the program that runs is ended, too
     results = options.results.resolve()
     results.mkdir(parents=True, exist_ok=True)
     rows, figures = [], {}

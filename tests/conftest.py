@@ -34,6 +34,9 @@ _LIBRARY_VARIABLES = {
     "KMP_DUPLICATE_LIB_OK",
     "TORCHINDUCTOR_CACHE_DIR",
     "TRITON_CACHE_DIR",
+    # On GPUs: Lightning in each Trainer; torch when it first uses CUDA, compiles, or records CUDA graphs.
+    *("CUDA_DEVICE_ORDER", "CUDA_MODULE_LOADING", "TRITON_PTXAS_PATH", "TRITON_LIBDEVICE_PATH"),
+    *("DISABLE_CUPTI_LAZY_REINIT", "TEARDOWN_CUPTI"),
 }
 # A shell inside an Azure ML job or a Slurm allocation must not change what a test sees.
 _JOB_PREFIXES = ("AZUREML_", "AZ_BATCH", "OMPI_", "PMI_", "PMIX_", "SLURM_", "MLFLOW_", "TORCHELASTIC_", "AMLARC_")

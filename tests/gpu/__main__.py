@@ -4,6 +4,7 @@
     python -m tests.gpu --accelerator cpu --only demo # tries the command itself, without one
 
 Exits with 1 where something is wrong or was not judged in time. What cannot be here is listed with the reason.
+SIGTERM or Ctrl-C ends what it has started; what was judged until then is written all the same.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -23,10 +25,12 @@ from pathlib import Path
 
 import torch
 from tests.gpu.parts import Part, parts
-from tests.gpu.running import ROOT, Machine, Row
+from tests.gpu.running import ROOT, Machine, Row, program
 
 sys.path.append(str(ROOT / "benchmarks"))
 from harness import save
+
+from azureml_strategy.tracking.time_budget import process_age_s
 
 # Of the time, what is kept for the parts that need the GPU for themselves.
 _KEPT_S = 60.0
@@ -73,7 +77,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--accelerator", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--output", type=Path, default=ROOT / "build" / "test-gpu", help="folder for test_gpu.json")
-    parser.add_argument("--budget", type=float, default=290.0, help="seconds after which all ends")
+    parser.add_argument("--budget", type=float, default=290.0, help="seconds from this process's start to its end")
     parser.add_argument("--only", nargs="+", help="parts by the beginnings of their names, as demo or 'matrix 1'")
     parser.add_argument("--keep", type=Path, help="folder for what the parts write; by default one that is removed")
     options = parser.parse_args()
@@ -81,17 +85,24 @@ def _parse() -> argparse.Namespace:
         parser.error(
             "torch sees no GPU here. `make test` has what a CPU can show; --accelerator cpu tries this command."
         )
+    try:
+        program()
+    except FileNotFoundError as error:
+        parser.error(str(error))
     return options
 
 
 def main() -> int:
-    options, started = _parse(), time.monotonic()
+    # To import torch, Lightning and transformers takes some of the time.
+    options, started = _parse(), time.monotonic() - process_age_s()
     options.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
         folder = (options.keep or Path(temporary)).absolute()
         cores = len(os.sched_getaffinity(0))
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
         machine = Machine(options.accelerator, folder, started + options.budget, cores, gpus)
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, lambda *_: machine.stop())
         at_once, alone = (
             [part for part in some if not options.only or any(map(_name(part).startswith, options.only))]
             for some in parts()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from lightning.pytorch import LightningModule
@@ -126,6 +127,28 @@ def _normalised() -> nn.Module:
 Make = Callable[[], nn.Module]
 
 
+def drawn_on_cpu(make: Make) -> nn.Module:
+    """Make a module whose parameters are drawn on the CPU, wherever they lie.
+
+    A GPU draws other numbers of the same seed, and `configure_model` makes modules on it under some strategies only.
+    """
+
+    def by(name: str) -> Callable[..., Tensor]:
+        draw = getattr(torch.Tensor, name)
+
+        def drawn(tensor: Tensor, *arguments: Any, **options: Any) -> Tensor:
+            if tensor.is_meta:
+                return tensor
+            return tensor.copy_(
+                draw(torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"), *arguments, **options)
+            )
+
+        return drawn
+
+    with patch.multiple(torch.Tensor, uniform_=by("uniform_"), normal_=by("normal_")):
+        return make()
+
+
 def _models(backend: str) -> dict[str, tuple[Make, ...]]:
     head: Make = partial(nn.Linear, WIDTH, CLASSES)
     return {
@@ -161,7 +184,8 @@ class Cell(LightningModule):
         makes = _models(self.backend)[self.model]
         ties = {0: "embedding", len(makes) - 1: "embedding"} if self.model == "tied" else {}
         return [
-            ChainLayer(seeded(make, 5, index), str(index), "layer", ties.get(index)) for index, make in enumerate(makes)
+            ChainLayer(seeded(partial(drawn_on_cpu, make), 5, index), str(index), "layer", ties.get(index))
+            for index, make in enumerate(makes)
         ]
 
     def pipeline_batch(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

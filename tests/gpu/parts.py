@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.util import find_spec
@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 from tests.gpu import families, matrix
 from tests.gpu.agreement import judge
 from tests.gpu.gloo import NEEDS
-from tests.gpu.running import DETERMINISTIC, PROGRAM, ROOT, Ended, Machine, Row
+from tests.gpu.running import DETERMINISTIC, ROOT, Ended, Machine, Row, program
 
 Part = Callable[[Machine], list[Row]]
 Ranks = list[matrix.Results]
@@ -36,7 +36,7 @@ RECIPES = {
     "gpt_diloco": (*_TEXT, "strategy.warmup_steps=2"),
 }
 RESUMED = {"ddp": "ddp", "zero_3": "deepspeed_stage_3", "fsdp2": "model_parallel"}
-# Percentage points between what the breakdown calls waiting for the host and what torch.profiler calls idle.
+# Points of forward and backward between what the breakdown and torch.profiler call waiting for the host.
 HOST_TOLERANCE = 0.05
 ACCURACY = 0.95  # what README promises of the demo
 
@@ -136,7 +136,7 @@ def _families(machine: Machine, part: str, layout: str) -> list[Row]:
 def train(machine: Machine, name: str, recipe: str, *overrides: str, limit_s: float = 120, **extra: str) -> Ended:
     """Train a recipe without MLflow, with further callbacks from `tests.gpu.watching`."""
     trainer = ("trainer=cpu", "trainer.devices=1") if machine.accelerator == "cpu" else ()
-    command = [*PROGRAM, "train", recipe, "tracking=console", f"output_dir={machine.folder / name / 'run'}", *trainer]
+    command = [*program(), "train", recipe, "tracking=console", f"output_dir={machine.folder / name / 'run'}", *trainer]
     return machine.run(name, [*command, *overrides], limit_s=limit_s, extra={**DETERMINISTIC, **extra})
 
 
@@ -186,38 +186,48 @@ def resume_part(machine: Machine, name: str) -> list[Row]:
 
 
 def breakdown_part(machine: Machine, recipe: str) -> list[Row]:
-    """What the run says the GPU waits for its host, against what torch.profiler sees of the GPU."""
+    """What the run says the GPU waits for its host in forward and backward, against torch.profiler's kernels there."""
     part = "breakdown and torch.profiler"
     if machine.accelerator == "cpu":
         return [Row(part, recipe, "left out", "only a GPU waits for its host")]
-    told, seen = (machine.folder / f"breakdown-{recipe}.{kind}.json" for kind in ("told", "seen"))
-    callbacks = (
-        f"callbacks={{told:{{_target_:tests.gpu.watching.Recorder,path:{told}}},"
-        f"seen:{{_target_:tests.gpu.watching.IdleShare,path:{seen},first:150,steps:20}}}}"
-    )
-    size = ("trainer.max_steps=180", "trainer.limit_val_batches=0", "trainer.log_every_n_steps=10")
-    data = ("data.steps_per_epoch=180",) if recipe == "resnet50_synthetic" else ()
+    found = machine.folder / f"breakdown-{recipe}.json"
+    callback = f"callbacks={{waits:{{_target_:tests.gpu.watching.LaunchWaits,path:{found},last:180,steps:20}}}}"
+    annotations = "trainer.profiler={_target_:tests.gpu.watching.Annotations}"
+    size = ("trainer.max_steps=185", "trainer.limit_val_batches=0", "trainer.log_every_n_steps=20")
+    data = ("data.steps_per_epoch=185",) if recipe == "resnet50_synthetic" else ()
     checkpoint = ("checkpoint=none",) if recipe == "resnet50_synthetic" else _NO_CHECKPOINT
-    ended = train(machine, f"breakdown-{recipe}", recipe, *size, *data, *checkpoint, callbacks)
+    ended = train(machine, f"breakdown-{recipe}", recipe, *size, *data, *checkpoint, annotations, callback)
     if ended.failure:
         return [Row(part, recipe, "WRONG", ended.failure)]
-    shares, profile = json.loads(told.read_text())["shares"], json.loads(seen.read_text())
-    if "host" not in shares:
-        return [Row(part, recipe, "WRONG", f"the breakdown has no part `host`: {sorted(shares)}")]
-    idle = profile["idle_s"] / profile["window_s"]
-    # The GPU is idle, too, while the run waits for data and between the parts that have names.
-    waits = shares["host"] + shares.get("data_wait", 0.0) + shares.get("other", 0.0)
-    words = f"host {shares['host']:.0%}, with data and other {waits:.0%}; torch.profiler: idle {idle:.0%}"
-    return [Row(part, recipe, "ok" if abs(waits - idle) <= HOST_TOLERANCE else "WRONG", words)]
+    right, words = compare_waits(**json.loads(found.read_text()))
+    return [Row(part, recipe, "ok" if right else "WRONG", words)]
+
+
+def compare_waits(told: Mapping[str, float], seen: Mapping[str, float]) -> tuple[bool, str]:
+    """Whether both give the same share of forward and backward to waiting for the host, and the shares.
+
+    Args:
+        told: parts of a step, as the breakdown logs them; communication is that of backward.
+        seen: what `launch_waits` sums up.
+    """
+    if "forward" not in told:
+        return False, f"the breakdown has no part `forward`: {sorted(told)}"
+    if not seen["steps"]:
+        return False, "each recorded step was held, or follows one that was"
+    host = told.get("host", 0.0)  # a run that never waits for its host has no such part
+    waits = host / (host + sum(told.get(name, 0.0) for name in ("forward", "backward", "communication")))
+    idle = seen["waited_s"] / seen["span_s"]
+    words = f"of forward and backward, host {waits:.0%}; torch.profiler: {idle:.0%} in {seen['steps']:.0f} steps"
+    return abs(waits - idle) <= HOST_TOLERANCE, words
 
 
 def demo_part(machine: Machine) -> list[Row]:
     """`make demo`, to the accuracy that README promises."""
     record = machine.folder / "demo.json"
     trainer = ("trainer=cpu",) if machine.accelerator == "cpu" else ()
-    inner = [*PROGRAM, "train", "resnet50_ddp", "tracking=console", f"output_dir={machine.folder / 'demo' / 'run'}"]
+    inner = [*program(), "train", "resnet50_ddp", "tracking=console", f"output_dir={machine.folder / 'demo' / 'run'}"]
     recorder = f"callbacks={{record:{{_target_:tests.gpu.watching.Recorder,path:{record}}}}}"
-    command = [*PROGRAM, "emulate", "--nodes", "2", "--", *inner, *trainer, recorder]
+    command = [*program(), "emulate", "--nodes", "2", "--", *inner, *trainer, recorder]
     ended = machine.run("demo", command, limit_s=180)
     if ended.failure:
         return [Row("demo", "resnet50_ddp on two nodes", "WRONG", ended.failure)]
@@ -246,13 +256,13 @@ def _of_test(part: str, case: ElementTree.Element) -> Row:
     for kind, status in (("failure", "WRONG"), ("error", "WRONG"), ("skipped", "left out")):
         found = case.find(kind)
         if found is not None:
-            return Row(part, name, status, (found.get("message") or "").splitlines()[0][:300])
+            return Row(part, name, status, (found.get("message") or "").partition("\n")[0][:300])
     return Row(part, name, "ok", f"{float(case.get('time', 0)):.1f} s")
 
 
 def absent_part(machine: Machine) -> list[Row]:
     """What `make test` has and this command has not, by what is missing here."""
-    needed = {"mlflow.server": "a server of MLflow", "azure.ai.ml": "jobs of Azure ML", "torchcodec": "nvJPEG"}
+    needed = {"flask": "a server of MLflow", "azure.ai.ml": "jobs of Azure ML", "torchcodec": "nvJPEG"}
     return [
         Row("not here", what, "left out", f"{module} is not installed")
         for module, what in needed.items()

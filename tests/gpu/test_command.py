@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.gpu.agreement import judge
+from tests.gpu.cells import drawn_on_cpu
 from tests.gpu.matrix import left
-from tests.gpu.running import Machine
+from tests.gpu.running import Machine, program
 
 GOOD: dict[str, Any] = {
     "losses": [1.4, 1.0, 0.7, 0.5],
@@ -119,3 +121,54 @@ def test_what_takes_too_long_is_ended_with_its_children(machine: Machine) -> Non
     ended = machine.run("late", [sys.executable, "-c", code])
     assert ended.late
     assert ended.failure == "it took too long: started"
+
+
+def test_nothing_starts_once_the_time_is_over(machine: Machine) -> None:
+    machine.stop()
+    ended = machine.run("late", [sys.executable, "-c", "open('started', 'w')"], world=2)
+    assert ended.failure == "it took too long: the time was over before it could start"
+    assert not (machine.folder / "late" / "started").exists()
+
+
+def test_processes_find_modules_by_a_relative_path(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each runs in a folder of its own."""
+    Path("site").mkdir()
+    Path("site/of_a_wheel.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", "site")
+    assert machine.run("path", [sys.executable, "-c", "import of_a_wheel"]).failure == ""
+
+
+def test_the_program_of_unpacked_wheels_is_found_or_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`pip install --target site` puts it into site/bin, and nothing beside Python or on PATH."""
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "path", [*sys.path, "site"])
+    with pytest.raises(FileNotFoundError, match=r"neither beside .*python, nor in the folder bin"):
+        program.__wrapped__()
+    installed = tmp_path / "site" / "bin" / "azureml-strategy"
+    installed.parent.mkdir(parents=True)
+    installed.touch(0o755)
+    assert program.__wrapped__() == (str(tmp_path / "python"), str(installed))
+
+
+def test_a_module_s_weights_are_drawn_on_the_cpu_whatever_holds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's generator gives other numbers. So each draw is into a tensor of the CPU's, and is copied."""
+    held: list[torch.Tensor] = []
+    draw = torch.Tensor.uniform_
+
+    def watched(tensor: torch.Tensor, *arguments: float, **options: Any) -> torch.Tensor:
+        held.append(tensor)
+        return draw(tensor, *arguments, **options)
+
+    monkeypatch.setattr(torch.Tensor, "uniform_", watched)
+    torch.manual_seed(3)
+    linear = drawn_on_cpu(lambda: torch.nn.Linear(4, 4))
+    parameters = list(linear.parameters())
+    assert len(held) == len(parameters) == 2
+    assert not {each.data_ptr() for each in held} & {each.data_ptr() for each in parameters}
+    assert {each.device.type for each in held} == {"cpu"}
+    torch.manual_seed(3)
+    assert all(map(torch.equal, parameters, torch.nn.Linear(4, 4).parameters()))
+    with torch.device("meta"):
+        assert drawn_on_cpu(lambda: torch.nn.Linear(4, 4)).weight.is_meta
+    assert torch.Tensor.uniform_ is watched

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from tests.gpu.running import Machine, Row
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -23,7 +32,9 @@ def test_all_benchmarks_of_a_gpu_fit_into_eight_minutes(day: Any) -> None:
     programs = day.programs(smoke=False)
     scripts = {path.stem for path in BENCHMARKS.glob("*_gpu.py")} - {"on_a_gpu"}
     assert {program.name for program in programs} == {"test_gpu", *scripts}
-    assert sum(program.limit_s for program in programs) <= 480
+    assert sum(program.limit_s + day.GRACE_S for program in programs) <= 480
+    budget = programs[0].command[programs[0].command.index("--budget") + 1]
+    assert float(budget) + 10 <= programs[0].limit_s
 
 
 @pytest.mark.parametrize(
@@ -38,3 +49,106 @@ def test_all_benchmarks_of_a_gpu_fit_into_eight_minutes(day: Any) -> None:
 def test_what_becomes_of_a_program(day: Any, tmp_path: Path, code: str, became: str) -> None:
     command, limit_s = (sys.executable, "-c", code), 1.0 if "60" in code else 60.0
     assert day.run(day.Program("one", command, "--results", limit_s), tmp_path)[0] == became
+
+
+# Starts a process in a session of its own, which starts another such one; both write their ids and never end.
+_DEEP = (
+    "import os, subprocess, sys, time; open(f'{sys.argv[1]}/{os.getpid()}', 'w').close(); depth = int(sys.argv[2]);"
+    "depth and subprocess.Popen([sys.executable, '-c', sys.argv[3], sys.argv[1], str(depth - 1), sys.argv[3]],"
+    " start_new_session=True); time.sleep(600)"
+)
+
+
+def _ids(folder: Path, count: int) -> list[int]:
+    """Wait until so many processes have written their ids."""
+    until = time.monotonic() + 60
+    while len(found := [int(each.name) for each in folder.iterdir() if each.name.isdigit()]) < count:
+        assert time.monotonic() < until, found
+        time.sleep(0.02)
+    return found
+
+
+def _end(ids: list[int]) -> None:
+    """Wait until none of these processes is left but for its parent to read its exit code."""
+    until = time.monotonic() + 60
+    while any(map(_lives, ids)):
+        assert time.monotonic() < until, "a process lives on"
+        time.sleep(0.02)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_no_process_of_a_program_that_took_too_long_lives_on(
+    day: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends at SIGTERM with what it has; those below it are in sessions of their own."""
+    code = (
+        f"import signal, subprocess, sys; deep = {_DEEP!r}\n"
+        "def end(*_): open(f'{sys.argv[2]}/one.json', 'w').close(); sys.exit(1)\n"
+        "signal.signal(signal.SIGTERM, end)\n"
+        "subprocess.Popen([sys.executable, '-c', deep, sys.argv[2], '1', deep], start_new_session=True)\n"
+        "signal.pause()"
+    )
+    started: list[int] = []
+
+    class Late(subprocess.Popen[bytes]):
+        """Its time is over as soon as all are there."""
+
+        def wait(self, timeout: float | None = None) -> int:
+            if started:
+                return super().wait(timeout)
+            started.extend(_ids(tmp_path, 2))
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+
+    monkeypatch.setattr(subprocess, "Popen", Late)
+    became, _ = day.run(day.Program("one", (sys.executable, "-c", code), "--results", 60.0), tmp_path)
+    assert became == "ended after 60 s"
+    assert (tmp_path / "one.json").is_file()
+    _end(started)
+
+
+@pytest.fixture
+def _handlers() -> Iterator[None]:
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+
+
+@pytest.mark.usefixtures("day", "_handlers")
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_what_test_gpu_has_started_and_its_json_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signum: int
+) -> None:
+    """Its parts are replaced by one that never ends, and by one that has yet to begin."""
+    from tests.gpu import __main__ as command
+
+    def endless_part(machine: Machine) -> list[Row]:
+        endless = [sys.executable, "-c", _DEEP, str(tmp_path), "1", _DEEP]
+        return [Row("endless", "all", "WRONG", machine.run("endless", endless).failure)]
+
+    def later_part(machine: Machine) -> list[Row]:
+        return [Row("later", "all", "WRONG", machine.run("later", [sys.executable, "-c", ""]).failure)]
+
+    def send() -> None:
+        started.extend(_ids(tmp_path, 2))
+        os.kill(os.getpid(), signum)
+
+    started: list[int] = []
+    monkeypatch.setattr(command, "parts", lambda: ([endless_part], [later_part]))
+    monkeypatch.setattr(sys, "argv", ["gpu", "--accelerator", "cpu", "--budget", "1e6", "--output", str(tmp_path)])
+    sender = threading.Thread(target=send)
+    sender.start()
+    assert command.main() == 1
+    sender.join()
+    rows = json.loads((tmp_path / "test_gpu.json").read_text())["figures"]["rows"]
+    assert [row["words"] for row in rows] == [
+        "it took too long: nothing was printed",
+        "it took too long: the time was over before it could start",
+    ]
+    _end(started)

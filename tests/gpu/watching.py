@@ -9,15 +9,17 @@ import hashlib
 import json
 import os
 import signal
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.profilers import Profiler
+from tests.gpu.launch_waits import SPANS, launch_waits
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
-from azureml_strategy.profiling.trace_summary import summarize
 from azureml_strategy.tracking.throughput import find_throughput
 
 
@@ -61,7 +63,7 @@ def _end_watching(module: LightningModule) -> None:
 
 
 class Recorder(Callback):
-    """Notes each loss as it was to the last bit, what the weights were at the end, and what the run says of itself.
+    """Notes each loss as it was to the last bit, and what weights and metrics were at the end.
 
     Args:
         path: of a JSON file.
@@ -81,15 +83,13 @@ class Recorder(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        throughput = find_throughput(trainer)
-        summary = throughput.summary() if throughput else None
         weights = hashlib.sha256()
         for parameter in pl_module.parameters():
             weights.update(_of_this_rank(parameter).flatten().view(torch.uint8).cpu().numpy().tobytes())
         if trainer.is_global_zero:
             metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-            told = {"shares": dict(summary.shares) if summary else {}, "metrics": metrics}
-            self._path.write_text(json.dumps({"losses": self._losses, "weights": weights.hexdigest(), **told}))
+            told = {"losses": self._losses, "weights": weights.hexdigest(), "metrics": metrics}
+            self._path.write_text(json.dumps(told))
 
 
 def _of_this_rank(parameter: Any) -> Tensor:
@@ -100,30 +100,53 @@ def _of_this_rank(parameter: Any) -> Tensor:
     return part.detach().contiguous()
 
 
-class IdleShare(Callback):
-    """Records what runs on the GPU in some steps, and nothing of the host, which that would slow down.
+class Annotations(Profiler):
+    """A Trainer's profiler that marks forward and backward in whatever torch.profiler records."""
+
+    def profile(self, action_name: str) -> AbstractContextManager[Any]:  # type: ignore[override] # not a generator
+        return record_function(action_name) if SPANS.fullmatch(action_name) else nullcontext()
+
+    def start(self, action_name: str) -> None:
+        """Do nothing: forward and backward are no such actions."""
+
+    def stop(self, action_name: str) -> None:
+        """Do nothing."""
+
+
+class LaunchWaits(Callback):
+    """Writes what the breakdown says of some steps, and what torch.profiler has seen of the same ones.
+
+    To record slows the host down, and so both see a host that is as slow.
 
     Args:
         path: of a JSON file.
-        first: the first step.
-        steps: how many.
+        last: the last step, counted from 1, of a window that is logged.
+        steps: how many steps the window has.
     """
 
-    def __init__(self, path: str, first: int, steps: int) -> None:
+    def __init__(self, path: str, last: int, steps: int) -> None:
         super().__init__()
-        self._path, self._first, self._last = Path(path).absolute(), first, first + steps
+        self._path, self._first, self._last = Path(path).absolute(), last - steps, last
         self._profile: profile | None = None
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if batch_idx + 1 == self._first:
+        if trainer.global_step not in (self._first, self._last):
+            return
+        if pl_module.device.type == "cuda":
             torch.cuda.synchronize()
-            self._profile = profile(activities=[ProfilerActivity.CUDA])
-            self._profile.start()
-        elif batch_idx + 1 == self._last and self._profile is not None:
-            torch.cuda.synchronize()
+        if self._profile is not None:
             self._profile.stop()
-            trace = self._path.with_suffix(".trace")
-            self._profile.export_chrome_trace(str(trace))
-            self._path.write_text(json.dumps(summarize(json.loads(trace.read_text()))))
+            return
+        self._profile = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
+        self._profile.start()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        throughput = find_throughput(trainer)
+        if trainer.global_step != self._last or self._profile is None or throughput is None:
+            return
+        trace = self._path.with_suffix(".trace")
+        self._profile.export_chrome_trace(str(trace))
+        told = dict(throughput.latest.shares) if throughput.latest else {}
+        self._path.write_text(json.dumps({"told": told, "seen": launch_waits(json.loads(trace.read_text()))}))

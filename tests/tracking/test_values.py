@@ -153,10 +153,12 @@ def test_numbers_that_are_not_finite_are_kept(
 @pytest.mark.cuda
 def test_a_gpu_value_is_read_later_and_does_not_change_until_then() -> None:
     tensor = torch.full((1,), 1.5, device="cuda")
+    assert float(as_number(tensor)) == 1.5  # CUDA loads a kernel when it is first launched, and may wait for the GPU
     torch.cuda.synchronize()
     torch.cuda._sleep(500_000_000)
     behind = torch.cuda.Event()
     value = as_number(tensor)
+    copy_to_host([value])
     behind.record()
     assert not behind.query()  # nobody waited for the GPU
     tensor.zero_()
