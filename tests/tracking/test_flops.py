@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from azureml_strategy.models import GPTConfig, ImageClassifier, LanguageModel, ResNet50
-from azureml_strategy.tracking.flops import flops_of, gpu_peak_flops, mfu_text, peak_flops
+from azureml_strategy.tracking.flops import flops_of, gpu_peak_flops, peak_flops
 
 
 @pytest.mark.parametrize(
@@ -152,14 +152,6 @@ def test_the_part_of_convolutions_of_lazy_layers() -> None:
     module.layers(torch.zeros(2, 1, 3, 3))
     flops(None)
     assert flops.convolutions == pytest.approx(0.9)
-
-
-@pytest.mark.parametrize(
-    ("mfu", "text"),
-    [(0.0042, "0.42%"), (0.17, "17%"), (0.013, "1.3%"), (0.00004, "0.0040%"), (1.04, "104%"), (0, "0%")],
-)
-def test_an_mfu_has_two_significant_digits(mfu: float, text: str) -> None:
-    assert mfu_text(mfu) == text
 
 
 def test_a_cpu_has_no_peak() -> None:

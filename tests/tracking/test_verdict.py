@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from azureml_strategy.tracking.report import has_compiled_parts
-from azureml_strategy.tracking.verdict import FUSED, NAMES, PHASES, RunFacts, judge
+from azureml_strategy.tracking.verdict import FUSED, NAMES, PHASES, RunFacts, judge, mfu_text
 
 BUSY = {"data_wait": 0.01, "forward": 0.33, "backward": 0.62, "optimizer": 0.02, "other": 0.02}
 
@@ -236,3 +236,11 @@ def test_torch_has_the_fused_optimizers_that_are_named():
     assert set(FUSED) <= knowing
     for name in FUSED:
         getattr(torch.optim, name)([torch.nn.Parameter(torch.ones(2))], lr=0.1, fused=True)
+
+
+@pytest.mark.parametrize(
+    ("mfu", "text"),
+    [(0.0042, "0.42%"), (0.17, "17%"), (0.013, "1.3%"), (0.00004, "0.0040%"), (1.04, "104%"), (0, "0%")],
+)
+def test_an_mfu_has_two_significant_digits(mfu: float, text: str) -> None:
+    assert mfu_text(mfu) == text

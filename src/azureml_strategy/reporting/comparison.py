@@ -11,8 +11,7 @@ from azureml_strategy.reporting.collect import RunRecord
 from azureml_strategy.reporting.formats import count, duration, figure, money
 from azureml_strategy.reporting.page import LegendEntry, Page, Section, Table
 from azureml_strategy.reporting.part_charts import PART_COLOURS, bars
-from azureml_strategy.tracking.flops import mfu_text
-from azureml_strategy.tracking.verdict import NAMES
+from azureml_strategy.tracking.verdict import NAMES, mfu_text
 
 _MOST_CHARTS = 16
 _MOST_RUNS = len(LINES)

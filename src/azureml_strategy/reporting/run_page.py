@@ -9,8 +9,7 @@ from azureml_strategy.reporting.collect import RunRecord
 from azureml_strategy.reporting.formats import count, duration, figure, moment, money
 from azureml_strategy.reporting.page import Page, Text, Tile
 from azureml_strategy.reporting.run_sections import run_sections
-from azureml_strategy.tracking.flops import mfu_text
-from azureml_strategy.tracking.verdict import Verdict
+from azureml_strategy.tracking.verdict import Verdict, mfu_text
 
 _STATUS = {
     "FINISHED": ("finished", "good"),

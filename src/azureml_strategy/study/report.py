@@ -14,8 +14,8 @@ from rich.table import Table
 from azureml_strategy.cluster.job import format_money
 from azureml_strategy.study.options import StudyOptions, count
 from azureml_strategy.study.scaling import Row, Scaling
-from azureml_strategy.tracking.flops import mfu_text
 from azureml_strategy.tracking.tables import print_table
+from azureml_strategy.tracking.verdict import mfu_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

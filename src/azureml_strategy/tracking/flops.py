@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import math
 import re
 from typing import Any, Protocol
 
@@ -94,13 +93,6 @@ def gpu_peak_flops(name: str, precision: str, tf32: bool = False) -> float | Non
     if kind == "32" and tf32 and "tf32" in peaks:
         kind = "tf32"
     return peaks[kind] * _TERA if kind in peaks else None
-
-
-def mfu_text(mfu: float) -> str:
-    """A utilisation with two significant digits: `0.42%`, `17%`."""
-    percent = 100 * mfu
-    digits = 1 - math.floor(math.log10(percent)) if percent > 0 else 0
-    return f"{percent:.{max(digits, 0)}f}%"
 
 
 class Flops(Protocol):

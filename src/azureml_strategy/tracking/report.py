@@ -23,7 +23,6 @@ from azureml_strategy.cluster.data_parallel import data_parallel_size
 from azureml_strategy.cluster.job import format_money, read_job
 from azureml_strategy.tracking.cost import CostTracker, find_cost
 from azureml_strategy.tracking.description import markdown_table
-from azureml_strategy.tracking.flops import mfu_text
 from azureml_strategy.tracking.logger import JobMLFlowLogger
 from azureml_strategy.tracking.network import run_network
 from azureml_strategy.tracking.run import RunLocation
@@ -31,7 +30,7 @@ from azureml_strategy.tracking.summary import ThroughputSummary
 from azureml_strategy.tracking.tables import print_table
 from azureml_strategy.tracking.throughput import ThroughputCallback, find_throughput
 from azureml_strategy.tracking.time_budget import describe
-from azureml_strategy.tracking.verdict import NAMES, PHASES, RunFacts, Verdict, judge
+from azureml_strategy.tracking.verdict import NAMES, PHASES, RunFacts, Verdict, judge, mfu_text
 
 # val/top1, train_acc, accuracy, test/acc_top5, ...
 _ACCURACY = re.compile(r"(^|[/_.])(acc|accuracy|top_?\d+)($|[/_.])", re.IGNORECASE)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from azureml_strategy.cluster.job import format_money
-from azureml_strategy.tracking.flops import mfu_text
 
 # A smaller part is not worth a change: it is within the spread between two runs of the same configuration.
 _WORTH_IT = 0.05
@@ -56,6 +55,13 @@ PHASES: Mapping[str, str] = {
     "other": "everything else",
 }
 """What a part of the run is called, by its name in `time/NAME_s`."""
+
+
+def mfu_text(mfu: float) -> str:
+    """A utilisation with two significant digits: `0.42%`, `17%`."""
+    percent = 100 * mfu
+    digits = 1 - math.floor(math.log10(percent)) if percent > 0 else 0
+    return f"{percent:.{max(digits, 0)}f}%"
 
 
 @dataclass(frozen=True, kw_only=True)
