@@ -150,7 +150,11 @@ def _pinned(size: int, writers: list[torch.cuda.Event]) -> np.ndarray[Any, np.dt
     """
     pages = mmap.mmap(-1, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
     memory = np.frombuffer(pages, dtype=np.uint8)
-    cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    try:
+        cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:  # in a process that was forked after CUDA was used, and trains on its CPU
+        log.warning("CUDA cannot pin host memory here (%s), so that training waits longer for a checkpoint.", error)
+        return memory
     status = cudart.cudaHostRegister(memory.ctypes.data, memory.nbytes, _PORTABLE)
     if int(status) == 0:
         # An array calls this before it lets go of its memory. A mapping would call it afterwards.

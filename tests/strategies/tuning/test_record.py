@@ -133,6 +133,8 @@ def test_settings_for_another_batch_are_refused_or_measured_anew(tune: bool) -> 
     tuning = made(Settings(), Settings(25), [1.0])
     order = TuningOrder(tune, Request(Settings()), None if tune else Path("t.json"))
     assert order.fits_batch(tuning, HERE.batch)
+    if tune:
+        assert order.fits_batch(tuning, "float32 [8, 77]"), "longer sequences, in a restart of the run"
     assert order.fits_batch(tuning, None), "a batch of an unknown kind"
     if tune:
         assert not order.fits_batch(tuning, "float32 [99]")
@@ -142,7 +144,7 @@ def test_settings_for_another_batch_are_refused_or_measured_anew(tune: bool) -> 
 
 
 def test_a_batch_in_words() -> None:
-    @dataclass
+    @dataclass(frozen=True)
     class Pair:
         image: torch.Tensor
         label: torch.Tensor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -106,8 +107,13 @@ def describe_batch(arguments: Any) -> str | None:
         found.append(f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}")
         return tensor
 
-    apply_to_collection(arguments, Tensor, describe)
+    apply_to_collection(arguments, Tensor, describe, allow_frozen=True)
     return ", ".join(found) or None
+
+
+def samples_of(batch: str | None) -> str | None:
+    """A batch that `describe_batch` has told, without sizes beyond the first: sequences differ in length by chance."""
+    return None if batch is None else re.sub(r"\[(\d+)[^]]*\]", r"[\1]", batch)
 
 
 @dataclass(frozen=True)

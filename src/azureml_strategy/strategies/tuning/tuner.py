@@ -20,6 +20,7 @@ from azureml_strategy.strategies.tuning.record import (
     Tuning,
     read_tuning,
     refuse_other_conditions,
+    samples_of,
     tuning_of,
     write_tuning,
 )
@@ -75,6 +76,8 @@ class TuningOrder:
         here = replace(tuning.conditions, batch=batch)
         if self.file is not None and not self.tune:
             refuse_other_conditions(self.file, tuning, here)
+        if self.file is None and samples_of(batch) == samples_of(tuning.conditions.batch):
+            return True  # an earlier attempt of this run, which each preemption would have measured anew
         return not tuning.conditions.differences(here)
 
     def _read(self, folder: Path | None, here: Conditions) -> Tuning | None:
