@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import sys
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.accelerators import CUDAAccelerator
 from tests.gpu.agreement import judge
 from tests.gpu.cells import drawn_on_cpu
 from tests.gpu.matrix import left
@@ -172,3 +174,9 @@ def test_a_module_s_weights_are_drawn_on_the_cpu_whatever_holds_them(monkeypatch
     with torch.device("meta"):
         assert drawn_on_cpu(lambda: torch.nn.Linear(4, 4)).weight.is_meta
     assert torch.Tensor.uniform_ is watched
+
+
+def test_what_lightning_sets_for_gpus_is_no_trace_of_a_test() -> None:
+    """Each Trainer on GPUs does this; the fixture that looks for traces judges."""
+    CUDAAccelerator.set_nvidia_flags(0)
+    assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
