@@ -145,6 +145,10 @@ def test_settings_for_another_batch_are_refused_or_measured_anew(tune: bool) -> 
 
 def test_a_batch_in_words() -> None:
     @dataclass(frozen=True)
+    class Frozen:
+        image: torch.Tensor
+
+    @dataclass
     class Pair:
         image: torch.Tensor
         label: torch.Tensor
@@ -153,6 +157,7 @@ def test_a_batch_in_words() -> None:
     for batch in ((images, labels), {"x": images, "y": [labels, "names"]}, Pair(images, labels)):
         assert describe_batch(((batch, 7), {})) == "uint8 [8, 3, 32, 32], int64 [8]"
     assert describe_batch(((object(), 7), {})) is None
+    assert describe_batch(((Frozen(images), 7), {})) is None
 
 
 def test_the_report_names_costs_and_the_pick() -> None:
