@@ -58,6 +58,7 @@ def test_steps_after_the_last_validation_are_saved_and_trained_on_from(tmp_path:
         ({"max_epochs": -1, "max_steps": 11, "check_val_every_n_epoch": None}, [11, 8]),
         ({"limit_train_batches": 4, "val_check_interval": None, "check_val_every_n_epoch": 2}, [4]),
         ({"max_epochs": 3, "val_check_interval": 1.0, "check_val_every_n_epoch": 2}, [90, 60]),
+        ({"max_epochs": 3, "limit_train_batches": 4, "val_check_interval": 1.0, "check_val_every_n_epoch": 9}, [12, 8]),
         ({"fast_dev_run": True}, []),
         ({"max_steps": 0}, []),
     ],

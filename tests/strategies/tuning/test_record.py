@@ -157,7 +157,7 @@ def test_a_batch_in_words() -> None:
     for batch in ((images, labels), {"x": images, "y": [labels, "names"]}, Pair(images, labels)):
         assert describe_batch(((batch, 7), {})) == "uint8 [8, 3, 32, 32], int64 [8]"
     assert describe_batch(((object(), 7), {})) is None
-    assert describe_batch(((Frozen(images), 7), {})) is None
+    assert describe_batch(((Frozen(images), 7), {})) == "uint8 [8, 3, 32, 32]"
 
 
 def test_the_report_names_costs_and_the_pick() -> None:
