@@ -82,7 +82,7 @@ def test_what_cannot_be_tuned_trains_as_it_is_and_says_why(run_job: RunJob, tmp_
         assert "model Other 1, and here Deep" in job.results[rank]["model"]
         assert "devices 2 x H100, and here 2 x cpu" in job.results[rank]["devices"]
         assert "precision x, and here 32-true" in job.results[rank]["precision"]
-        words = "batch float32 [4, 99], int64 [4], and here float32 [4, 8], int64 [4]"
+        words = "batch float32 [9, 8], int64 [9], and here float32 [4, 8], int64 [4]"
         assert words in job.results[rank]["batch"]
         again = job.results[rank]["again"]
         assert again["measured"] is not None

@@ -63,6 +63,21 @@ def test_what_nobody_has_said_has_no_peak(name: str, precision: str) -> None:
 
 
 @pytest.fixture
+def highest() -> Iterator[None]:
+    """As torch begins, whatever another test's training has set."""
+    matmul = torch.backends.cuda.matmul
+    if hasattr(torch.backends.cudnn, "conv"):
+        before, matmul.fp32_precision = matmul.fp32_precision, "none"
+        yield
+        matmul.fp32_precision = before
+    else:
+        precision = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
+        yield
+        torch.set_float32_matmul_precision(precision)
+
+
+@pytest.fixture
 def precisions() -> Iterator[None]:
     """Torch's settings of float32, given back in the end."""
     backends = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)
@@ -84,10 +99,8 @@ def test_torchs_newer_settings_of_float32_are_read(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(("convolutions", "tera"), [(0.0, 66.9), (1.0, 494.7), (0.5, 2 / (1 / 66.9 + 1 / 494.7))])
 def test_convolutions_of_float32_are_in_tf32_by_default(
-    convolutions: float, tera: float, monkeypatch: pytest.MonkeyPatch
+    convolutions: float, tera: float, monkeypatch: pytest.MonkeyPatch, highest: None
 ) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)  # whatever another test's training has set
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     assert peak_flops(torch.device("cuda"), "32-true", convolutions) == pytest.approx(tera * 1e12)
 

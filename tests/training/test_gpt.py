@@ -77,9 +77,9 @@ def test_two_ranks_without_a_validation_keep_their_last_step_and_go_on_from_it()
     assert 0 < first.find(said) < first.find("batch 1/4"), first
     assert "No checkpoint has a 'val/loss', so that none is the best of this training." in first
     assert re.search(r"\| train/loss +\| +\d", first), "the table"
-    assert _saved() == [(4, 2, "end", None)]
+    assert _saved() == [(4, 2, "epoch", None)]
     assert "Going on from" in run(*command, "trainer.max_epochs=2").stdout
-    assert _saved() == [(8, 2, "end", None), (4, 2, "end", None)]
+    assert _saved() == [(8, 2, "epoch", None), (4, 2, "epoch", None)]
 
 
 def _saved() -> list[tuple[int, int, str, float | None]]:

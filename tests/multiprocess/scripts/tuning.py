@@ -204,7 +204,7 @@ class Manual(Deep):
 
 
 # As a file that was measured on longer rows.
-OTHER = {"batch": "float32 [4, 99], int64 [4]"}
+OTHER = {"batch": "float32 [9, 8], int64 [9]"}
 
 
 def refused() -> dict[str, Any]:

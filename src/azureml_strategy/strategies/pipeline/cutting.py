@@ -93,6 +93,8 @@ class Cut:
 
     def stages_of_copies(self) -> list[int]:
         """Return the stages whose only trainable parameters are tied to those of earlier stages."""
+        if any(isinstance(each, OtherStage) for each in self._module.modules()):
+            return []  # cut before, and so found right
         own, seen = [0] * (len(self.bounds) - 1), set[str | None]()
         for index, (layer, place) in enumerate(zip(self._chain, self.places, strict=True)):
             again = layer.tied is not None and layer.tied in seen and place is not None
