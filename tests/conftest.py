@@ -24,6 +24,9 @@ settings.load_profile("the-same")
 # another in loops. Set here, as torch reads it once: `pytest tests/checkpoint` imports that folder's conftest.py, and
 # thereby torch, before it calls `pytest_configure`.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# torch's rendezvous store asks for the name of each process that connects, and serves nobody until it has the answer or
+# has waited for five seconds, which is resolv.conf's default; a busy name server loses one question in a hundred.
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
 # pytest and hypothesis write these themselves.
 _OWN_VARIABLES = {"PYTEST_CURRENT_TEST", "COLUMNS", "LINES"}

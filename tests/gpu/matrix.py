@@ -156,6 +156,7 @@ def run(chosen: Cells, accelerator: str, file: Path) -> bool:
     """
     for cell in chosen:
         torch._dynamo.reset()
+        gc.freeze()  # DeepSpeed collects garbage in each start, which would visit all libraries again and again
         result = run_cell(*cell, accelerator)
         with file.open("a") as lines:
             lines.write(json.dumps(["/".join(cell), result]) + "\n")
@@ -180,7 +181,6 @@ def prepare() -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     torch.backends.cudnn.allow_tf32 = False  # float32 is to be float32
     import_module("deepspeed")
-    gc.freeze()  # DeepSpeed collects garbage in each start, which would visit all libraries again and again
 
 
 def main() -> None:
