@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import sys
@@ -152,6 +153,24 @@ def _leaves_no_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
     assert not children, f"processes left behind by the test: {children}"
     assert not group, "the test left a torch.distributed process group behind"
     assert sigterm == handler, "the test left a SIGTERM handler behind"
+
+
+@pytest.fixture(autouse=True)
+def _as_the_process_was() -> Iterator[None]:
+    """Take back what libraries change for the whole process: where a run logs to, and DeepSpeed's `linear`."""
+    names = [
+        "",
+        *(("lightning", "lightning.pytorch", "lightning.fabric") if "lightning.pytorch" in sys.modules else ()),
+    ]
+    before = [(logger, logger.handlers[:], logger.level) for logger in map(logging.getLogger, names)]
+    yield
+    for logger, handlers, level in before:
+        logger.handlers[:] = handlers
+        logger.setLevel(level)
+    zero = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
+    own = zero and getattr(zero.InsertPostInitMethodToModuleSubClasses, "linear_bk", None)
+    if own:
+        sys.modules["torch.nn.functional"].linear = own  # type: ignore[attr-defined]
 
 
 def _counts(child: psutil.Process) -> bool:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from tests.jobs.azure_service import history
@@ -39,14 +38,11 @@ def metrics(azure_service: AzureService) -> dict[str, float]:
 
 
 @pytest.fixture
-def sweep(azure_service: AzureService, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sweep]:
+def sweep(azure_service: AzureService, monkeypatch: pytest.MonkeyPatch) -> Sweep:
     """`azureml-strategy train RECIPE -m hydra/launcher=azureml ...`, in this process."""
-    handlers, level = logging.root.handlers[:], logging.root.level
     monkeypatch.setattr(sys, "argv", ["azureml-strategy"])
 
     def run(*overrides: str) -> None:
         run_recipe("resnet50_synthetic", ["-m", *LAUNCHER, *JOB, *overrides])
 
-    yield run
-    logging.root.handlers[:] = handlers
-    logging.root.setLevel(level)
+    return run

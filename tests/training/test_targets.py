@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -44,7 +43,6 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "grouped.yaml").write_text("_target_: own_nets.Net\nwidth: 4\n")
     monkeypatch.setattr(sys, "argv", ["azureml-strategy"])
-    handlers, level = logging.root.handlers[:], logging.root.level
     found: list[DictConfig] = []
 
     def train(config: DictConfig, command: str) -> None:
@@ -61,8 +59,6 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
 
     yield of
     sys.modules.pop("own_nets", None)
-    logging.root.handlers[:] = handlers
-    logging.root.setLevel(level)
 
 
 OWN = "defaults: [resnet50_ddp, _self_]\nmodel: {_target_: own_nets.Net, width: 8}\n"
