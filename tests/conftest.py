@@ -38,12 +38,16 @@ _LIBRARY_VARIABLES = {
     "KMP_DUPLICATE_LIB_OK",
     "TORCHINDUCTOR_CACHE_DIR",
     "TRITON_CACHE_DIR",
-    # On GPUs: Lightning in each Trainer; torch when it first uses CUDA, compiles, or records CUDA graphs.
-    *("CUDA_DEVICE_ORDER", "CUDA_MODULE_LOADING", "TRITON_PTXAS_PATH", "TRITON_LIBDEVICE_PATH"),
+    # On GPUs, by torch when it first uses CUDA, compiles, or records CUDA graphs.
+    *("CUDA_MODULE_LOADING", "TRITON_PTXAS_PATH", "TRITON_LIBDEVICE_PATH"),
     *("DISABLE_CUPTI_LAZY_REINIT", "TEARDOWN_CUPTI"),
 }
+# Set anew in each Trainer on GPUs, by Lightning. The next test starts without: a plan for NCCL keeps what it finds set.
+_TAKEN_BACK = {"CUDA_DEVICE_ORDER"}
 # A shell inside an Azure ML job or a Slurm allocation must not change what a test sees.
 _JOB_PREFIXES = ("AZUREML_", "AZ_BATCH", "OMPI_", "PMI_", "PMIX_", "SLURM_", "MLFLOW_", "TORCHELASTIC_", "AMLARC_")
+# Settings that the plugin finds, keeps and tells of. GPUs may need a machine's own.
+_NETWORK_PREFIXES = ("NCCL_", "RCCL_", "TORCH_NCCL_", "TORCH_FR_", "GLOO_", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_ORDER")
 # Files that take longest, by processor or by waiting: one of them must not be left alone on a core at the end.
 _LONGEST = (
     *("multiprocess/test_hangs.py", "faults/test_trials.py", "multiprocess/test_model_parallel.py"),
@@ -66,12 +70,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # The other tests are of CPUs, also where there are GPUs: two ranks would share one, and NCCL refuses that. All
     # processes that a test starts inherit it.
+    prefixes = _JOB_PREFIXES
     if not config.getoption("--gpu"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        prefixes += _NETWORK_PREFIXES
     # A shell has its background jobs, and all that they start, ignore Ctrl-C; some tests send it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for name in list(os.environ):
-        if name.startswith(_JOB_PREFIXES) or name in _RANK_VARIABLES:
+        if name.startswith(prefixes) or name in _RANK_VARIABLES:
             del os.environ[name]
     os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
     # Making a page takes seconds of a process of its own; the tests of the page turn it on again.
@@ -148,6 +154,7 @@ def _leaves_no_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
     group = _destroy_process_group()
     _be_rank_zero_again()
     sigterm, _ = signal.getsignal(signal.SIGTERM), signal.signal(signal.SIGTERM, handler)
+    changed -= _TAKEN_BACK
     assert not changed, f"environment variables changed by the test: {sorted(changed)}"
     assert not added, f"folders left on Python's path by the test: {added}"
     assert not children, f"processes left behind by the test: {children}"

@@ -19,6 +19,7 @@ from zlib import crc32
 import numpy as np
 import psutil
 import pytest
+from tests.data.open_files import open_below
 from tests.data.packed import packed_set
 
 from azureml_strategy.control.process import this_process
@@ -321,12 +322,6 @@ def test_files_go_with_the_one_that_has_opened_them(tmp_path: Path, index: Shard
         del another
     assert open_below(tmp_path) == before
     cache.close()
-
-
-def open_below(folder: Path) -> int:
-    """How many files below the folder this process has open; caches of other tests may go at any time."""
-    links = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
-    return sum(link.startswith(str(folder)) for link in links)
 
 
 def test_one_that_goes_while_its_set_is_opened_is_no_user_of_it(tmp_path: Path, index: ShardIndex) -> None:

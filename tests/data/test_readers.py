@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from unittest.mock import ANY
 
 import pytest
+from tests.data.open_files import open_below
 from tests.data.tar_sets import write_set
 
 from azureml_strategy.data import readers
@@ -64,12 +65,11 @@ def test_it_goes_to_other_processes(folder: Path, method: str) -> None:
 def test_few_files_stay_open(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readers, "_MOST_OPEN", 2)
     reader = FolderReader(folder)
-    before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         assert reader.read([0, 4, 8, 1]) == [RECORDS[0], RECORDS[4], RECORDS[8], RECORDS[1]]
-    assert len(os.listdir("/proc/self/fd")) == before + 2
+    assert open_below(folder) == 2
     reader.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_below(folder) == 0
 
 
 def test_what_is_damaged_is_named_and_the_rest_is_read(folder: Path) -> None:
@@ -253,10 +253,9 @@ def test_a_cache_is_where_it_is_said_to_be(tmp_path: Path) -> None:
 
 def test_files_go_with_their_reader(folder: Path) -> None:
     """A search for hyperparameters makes a data set for each of its trials."""
-    before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         assert FolderReader(folder).read([0, 4, 8])[0] == RECORDS[0]
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_below(folder) == 0
 
 
 @pytest.fixture

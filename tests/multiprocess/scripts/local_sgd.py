@@ -15,6 +15,7 @@ import torch
 from common import quiet_trainer, report
 from lightning.pytorch import Callback, LightningModule, Trainer
 from local_sgd_cases import CASES, IN_PARTS, OUTER
+from own_sockets import own_connections
 from replicas import Case, Notes, train, train_ddp
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -95,27 +96,12 @@ class Sent(Callback):
 
 def bytes_sent() -> int:
     """Over all connections of this process except those of the rendezvous store."""
-    return sum(_of_socket(int(name)) for name in os.listdir("/proc/self/fd") if _is_socket(name))
+    store = int(os.environ["MASTER_PORT"])
+    return sum(_of_connection(each.socket) for each in own_connections() if store not in each.ports)
 
 
-def _is_socket(name: str) -> bool:
-    try:
-        return os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
-    except OSError:  # the folder's own descriptor
-        return False
-
-
-def _of_socket(number: int) -> int:
-    with socket.socket(fileno=os.dup(number)) as connection:
-        if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
-            return 0
-        try:
-            ends = (connection.getsockname()[1], connection.getpeername()[1])
-        except OSError:  # it listens
-            return 0
-        if int(os.environ["MASTER_PORT"]) in ends:
-            return 0
-        information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+def _of_connection(connection: socket.socket) -> int:
+    information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
     return int(struct.unpack_from("=Q", information, _BYTES_SENT_AT)[0])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import sys
@@ -11,6 +10,7 @@ from typing import Any
 
 from common import report
 from noisy import fit
+from own_sockets import own_connections
 
 from azureml_strategy.checkpoint import writer
 from azureml_strategy.checkpoint.folder import CheckpointFolder
@@ -20,18 +20,13 @@ from azureml_strategy.strategies import AzureMLDDPStrategy
 loser, output = int(sys.argv[1]), Path(sys.argv[2])
 LOST = 4  # step
 rank = int(os.environ["RANK"])
-opened: list[set[int]] = []
+opened: list[set[str]] = []
 stage, connect = writer.stage, channel.another_connection
 
 
-def connections() -> set[int]:
+def connections() -> set[str]:
     """To the server of the store."""
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as each:
-            if each.getpeername()[1:2] == (int(os.environ["MASTER_PORT"]),):
-                found.add(int(name))
-    return found
+    return {each.inode for each in own_connections() if each.ports[1] == int(os.environ["MASTER_PORT"])}
 
 
 def connect_and_remember(*arguments: Any) -> Any:
@@ -43,9 +38,9 @@ def connect_and_remember(*arguments: Any) -> Any:
 
 def lose_connection(path: Path) -> None:
     if rank == loser and f"step={LOST}" in path.name:
-        for each in opened[0]:
-            with socket.socket(fileno=os.dup(each)) as lost:
-                lost.shutdown(socket.SHUT_RDWR)
+        for each in own_connections():
+            if each.inode in opened[0]:
+                each.socket.shutdown(socket.SHUT_RDWR)
 
 
 def stage_and_lose(*arguments: Any) -> Any:
