@@ -38,7 +38,7 @@ def check_resumed(again: Results, undisturbed: Results, name: str) -> None:
 
 
 def test_buffers_that_change_in_unusual_ways(run_job: RunJob) -> None:
-    """By `.data`, by another tensor, late, or to another shape on each rank, which stays its own and hangs nobody."""
+    """By `.data`, by another tensor, in their order, late, or to another shape on each rank, which stays its own."""
     job = run_job("equal_buffers.py", nodes=2)
     assert job.exit_code == 0, job.output
     first, second = (job.results[rank]["by_steps"] for rank in (0, 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from typing_extensions import override
 from azureml_strategy.lightning_internals import accumulates
 from azureml_strategy.strategies.mixed_precision import NORM_WITH_STATISTICS
 
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 class EqualBuffers:
     """Gives all ranks of a group the buffers of the first. DeepSpeed and FSDP2 leave to each rank its own.
@@ -25,8 +28,8 @@ class EqualBuffers:
     DDP sends all buffers before each forward pass. Here only those are sent that change, so that tables of constants
     cost nothing. The running statistics of normalisations are sent before they are used: in training they are only
     written, and the first rank's are the same whether the others get them or not. A buffer that the training changes
-    and may read, such as a moving codebook, is sent before each step. The ranks look for these together, by their sums
-    and norms, before use and at steps 1, 2, 4, 8 and so on: a change that begins later is sent from then on.
+    and may read, such as a moving codebook, is sent before each step. The ranks look for these together, by hashes, before
+    use and at steps 1, 2, 4, 8 and so on: a change that begins later is sent from then on.
 
     Every method is a collective. One rank alone sends nothing. A buffer that has another shape on another rank, such as
     a table that grows with what a rank reads, stays each rank's own.
@@ -79,7 +82,7 @@ class EqualBuffers:
             return
         before, self._before = self._before, torch.stack([each.summary(self._device) for each in self._others])
         if before is not None:
-            self._changing = self._agree(self._others, (self._before != before).any(1).long())
+            self._changing = self._agree(self._others, (self._before != before).long())
 
     def _agree(self, buffers: Sequence[_Buffer], changed: Tensor) -> list[_Buffer]:
         """Learn which buffers have the same form on all ranks, and return those that have changed on one of them."""
@@ -148,18 +151,11 @@ class _Buffer:
                 tensor.copy_(new)
 
     def summary(self, device: torch.device) -> Tensor:
-        """Two numbers as int64, shape `(2,)`, that change with the values. Versions miss what `.data` changes."""
+        """A number, int64 of shape `()`, that tells values and their order. Versions miss what `.data` changes."""
         tensor = self.owner._buffers.get(self._name)
         if tensor is None:
-            return torch.zeros(2, dtype=torch.int64, device=device)
-        flat = torch.view_as_real(tensor).reshape(-1) if tensor.is_complex() else tensor.detach().reshape(-1)
-        flat = flat.float() if flat.is_floating_point() and flat.itemsize == 1 else flat
-        double = torch.float64
-        if flat.is_floating_point():
-            sums = [flat.sum(dtype=double), torch.linalg.vector_norm(flat, dtype=double)]
-        else:
-            sums = [flat.sum(dtype=double), flat[: len(flat) // 2].sum(dtype=double)]
-        return torch.stack(sums).view(torch.int64).to(device)  # compared by bits: NaN is not equal to NaN
+            return torch.zeros((), dtype=torch.int64, device=device)
+        return fingerprint(tensor).to(device)
 
 
 class EqualBuffersStrategy(ParallelStrategy):
@@ -243,6 +239,29 @@ def equal_in_forward(called: nn.Module, module: nn.Module, buffers: EqualBuffers
 
     buffers.begin()
     called.register_forward_pre_hook(before_forward)
+
+
+def fingerprint(tensor: Tensor) -> Tensor:
+    """A hash of a tensor's bits, computed where it lies, without a synchronisation: an int64 of shape `()`.
+
+    Each element, read as an integer, is multiplied by an odd number of its place, and the products are added modulo
+    2^64. So one element that changes always changes the hash; several, or their order, do but for once in some 2^60
+    times. Sums and norms of values would not tell another order of them, and nothing beside a NaN or an infinity.
+
+    Args:
+        tensor: a dense one of any shape and type.
+    """
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    bits, weights = flat.view(_INTEGERS[min(flat.itemsize, 8)]), _weights(tensor.device)
+    sums = torch.stack([(part * weights[: len(part)]).sum() for part in bits.split(len(weights))])
+    return sums[0] if len(sums) == 1 else fingerprint(sums)
+
+
+@cache
+def _weights(device: torch.device) -> Tensor:
+    """Odd numbers, the same everywhere; as many as elements are hashed together."""
+    drawn = torch.randint(-(1 << 62), 1 << 62, (1 << 16,), generator=torch.Generator().manual_seed(0), device="cpu")
+    return (drawn * 2 + 1).to(device)
 
 
 def _is_whole(buffer: Tensor) -> bool:

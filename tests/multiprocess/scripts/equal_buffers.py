@@ -33,6 +33,9 @@ class Odd(nn.Module):
         self.register_buffer("late", torch.zeros(2))
         self.register_buffer("grows", torch.zeros(1))
         self.register_buffer("not_a_number", torch.full((2,), torch.nan))
+        self.register_buffer("chosen", torch.tensor([1.0, 1.0, 0.0, 0.0]))  # as a mask that is drawn anew
+        self.register_buffer("order", torch.arange(6))
+        self.register_buffer("beside_infinity", torch.tensor([-torch.inf, torch.nan, 0.0]))
         self.norm = nn.BatchNorm1d(2)
 
     def change(self, step: int) -> None:
@@ -41,6 +44,9 @@ class Odd(nn.Module):
         nn.functional.batch_norm(torch.randn(4, 2) + RANK, self.by_function, torch.ones(2), training=True)
         self.replaced = self.replaced + mine
         self.count += RANK + 1
+        self.chosen.copy_(self.chosen.roll(1 + RANK))  # no sum of these changes
+        self.order.copy_(self.order[torch.tensor([1, 2, 0, 3, 4, 5] if RANK else [0, 2, 1, 3, 4, 5])])
+        self.beside_infinity[2] += RANK + 1
         if step > 5:
             self.late.add_(mine)
         self.grows = torch.full((1 + RANK + step,), float(RANK))
