@@ -58,6 +58,8 @@ _LONGEST = (
 )
 # Folders whose tests start processes.
 _STARTS_PROCESSES = {"multiprocess", "faults", "training", "emulator", "examples", "cli", "study"}
+# How a shell wants all programs to print, or Lightning to be seeded.
+_OF_A_SHELL = ("FORCE_COLOR", "CLICOLOR_FORCE", "NO_COLOR", "TTY_COMPATIBLE", "PL_GLOBAL_SEED", "PL_SEED_WORKERS")
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "TF_CONFIG")
 
 
@@ -77,7 +79,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell has its background jobs, and all that they start, ignore Ctrl-C; some tests send it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for name in list(os.environ):
-        if name.startswith(prefixes) or name in _RANK_VARIABLES:
+        if name.startswith(prefixes) or name in _RANK_VARIABLES + _OF_A_SHELL:
             del os.environ[name]
     os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
     # Making a page takes seconds of a process of its own; the tests of the page turn it on again.

@@ -152,7 +152,8 @@ def drawn_on_cpu(make: Make) -> nn.Module:
 def _models(backend: str) -> dict[str, tuple[Make, ...]]:
     head: Make = partial(nn.Linear, WIDTH, CLASSES)
     return {
-        "plain": (partial(_dense, FEATURES), _dense, head),
+        # Its first layer meets the batch in float32, and no autocast of a CPU casts what that layer reads.
+        "plain": (lambda: _dense(FEATURES, nn.LayerNorm(FEATURES)), _dense, head),
         "batch_norm": (_normalised, head),
         "buffer": (lambda: _dense(FEATURES, Standardised()), head),
         "rotary": (_embedding, RotaryAttention, partial(nn.Linear, WIDTH, TOKENS)),

@@ -43,7 +43,8 @@ ACCURACY = 0.95  # what README promises of the demo
 
 def matrix_part(machine: Machine, world: int, layouts: Sequence[str]) -> list[Row]:
     """The matrix on so many ranks: each layout is a job of its own, and stock Lightning is one too."""
-    left_out: dict[str, str] = {}
+    part = f"matrix, {world} rank(s)"
+    left_out: dict[str, tuple[str, str]] = {}
     if world > 1 and machine.accelerator == "cuda":
         left_out = _without_collectives(machine)
     layouts = [layout for layout in layouts if layout not in left_out]
@@ -56,13 +57,12 @@ def matrix_part(machine: Machine, world: int, layouts: Sequence[str]) -> list[Ro
     chosen = matrix.cells(layouts, machine.accelerator)
     if world > 1:  # a refusal needs no second rank
         chosen = [(layout, *rest) for layout, *rest in chosen if (layout, rest[0]) not in matrix.REFUSED]
-    part = f"matrix, {world} rank(s)"
     rows = [
         Row(part, verdict.cell, _status(verdict.right, verdict.words), verdict.words)
         for verdict in judge(merged, chosen)
         if verdict.world == world
     ]
-    return rows + [Row(part, layout, "left out", why) for layout, why in left_out.items()]
+    return rows + [Row(part, layout, *why) for layout, why in left_out.items()]
 
 
 def _cells(machine: Machine, world: int, layout: str) -> Ranks:
@@ -80,17 +80,17 @@ def _cells(machine: Machine, world: int, layout: str) -> Ranks:
     return ranks
 
 
-def _without_collectives(machine: Machine) -> dict[str, str]:
-    """The layouts that two ranks on one GPU cannot have, and what gloo says of it."""
+def _without_collectives(machine: Machine) -> dict[str, tuple[str, str]]:
+    """The layouts that two ranks on one GPU cannot have: left out where gloo says so, wrong where it says nothing."""
     output = machine.folder / "gloo"
     ended = machine.run(
         "gloo", [sys.executable, str(HERE / "gloo.py"), str(output), machine.accelerator], 2, limit_s=60
     )
     if ended.failure:
-        return dict.fromkeys(NEEDS, f"which collectives gloo has here is unknown: {ended.failure}")
+        return dict.fromkeys(NEEDS, ("WRONG", f"which collectives gloo has here is unknown: {ended.failure}"))
     missing = json.loads((output / "0.json").read_text())
     return {
-        layout: f"gloo has no {need} of a GPU: {missing[need]}"
+        layout: ("left out", f"gloo has no {need} of a GPU: {missing[need]}")
         for layout, needs in NEEDS.items()
         for need in needs
         if need in missing

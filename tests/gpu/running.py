@@ -200,7 +200,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], is_over: Callable[[], bo
 
 
 def end_tree(process: subprocess.Popen[bytes], grace_s: float = 0.0) -> None:
-    """End a process, if it still runs, and all that it has started: they would share the GPU with what comes next.
+    """End a process that still runs, and all that it has started: they would share the GPU with what comes next.
 
     They may be in sessions of their own, so that no signal to its group reaches them.
 
@@ -211,14 +211,16 @@ def end_tree(process: subprocess.Popen[bytes], grace_s: float = 0.0) -> None:
     if process.poll() is not None:
         return
     family = _family(psutil.Process(process.pid))
-    if grace_s:
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(grace_s)
-    for each in {descendant for one in family for descendant in _family(one)}:
-        with suppress(psutil.NoSuchProcess):
-            each.kill()
-    process.wait()
+    try:
+        if grace_s:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(grace_s)
+    finally:  # also at a second Ctrl-C
+        for each in {descendant for one in family for descendant in _family(one)}:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+        process.wait()
 
 
 def _family(process: psutil.Process) -> list[psutil.Process]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from lightning.pytorch.accelerators import CUDAAccelerator
 from tests.gpu.agreement import judge
 from tests.gpu.cells import drawn_on_cpu
 from tests.gpu.matrix import left
-from tests.gpu.running import Machine, program
+from tests.gpu.parts import NEEDS, matrix_part
+from tests.gpu.running import Ended, Machine, program
+from tests.gpu.started import ids_below, wait_for_end
 
 GOOD: dict[str, Any] = {
     "losses": [1.4, 1.0, 0.7, 0.5],
@@ -117,12 +120,35 @@ def test_a_rank_that_fails_ends_the_others(machine: Machine) -> None:
     assert ended.failure == "exit codes (-9, 1): ValueError: the reason"
 
 
-def test_what_takes_too_long_is_ended_with_its_children(machine: Machine) -> None:
-    code = "import subprocess, sys; print('started', flush=True); subprocess.run(['sleep', '60'])"
-    machine.deadline = time.monotonic() + 2
-    ended = machine.run("late", [sys.executable, "-c", code])
+def test_what_takes_too_long_is_ended_with_its_children(machine: Machine, tmp_path: Path) -> None:
+    child = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1], str(os.getpid())).touch(); time.sleep(600)"
+    code = "import subprocess, sys; print('started', flush=True); subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
+    (ids := tmp_path / "ids").mkdir()
+    started: list[int] = []
+
+    def stop_once_all_runs() -> None:
+        try:
+            started.extend(ids_below(ids, 1))
+        finally:
+            machine.stop()
+
+    thread = threading.Thread(target=stop_once_all_runs)
+    thread.start()
+    machine.deadline = time.monotonic() + 100
+    ended = machine.run("late", [sys.executable, "-c", code, child, str(ids)])
+    thread.join()
     assert ended.late
     assert ended.failure == "it took too long: started"
+    assert started
+    wait_for_end(started)
+
+
+def test_layouts_are_wrong_where_nobody_knows_what_gloo_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A probe that ends late leaves no layout of two ranks unjudged, as one that answers may."""
+    machine = Machine("cuda", tmp_path, time.monotonic() + 60, cores=2, gpus="0")
+    monkeypatch.setattr(Machine, "run", lambda *_, **__: Ended((None, None), "", True))
+    rows = {row.case: row.status for row in matrix_part(machine, 2, list(NEEDS))}
+    assert rows == dict.fromkeys(NEEDS, "WRONG")
 
 
 def test_nothing_starts_once_the_time_is_over(machine: Machine) -> None:

@@ -8,14 +8,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from tests.gpu.running import Machine, Row
+from tests.gpu.started import ids_below, wait_for_end
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -59,30 +58,6 @@ _DEEP = (
 )
 
 
-def _ids(folder: Path, count: int) -> list[int]:
-    """Wait until so many processes have written their ids."""
-    until = time.monotonic() + 60
-    while len(found := [int(each.name) for each in folder.iterdir() if each.name.isdigit()]) < count:
-        assert time.monotonic() < until, found
-        time.sleep(0.02)
-    return found
-
-
-def _end(ids: list[int]) -> None:
-    """Wait until none of these processes is left but for its parent to read its exit code."""
-    until = time.monotonic() + 60
-    while any(map(_lives, ids)):
-        assert time.monotonic() < until, "a process lives on"
-        time.sleep(0.02)
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
-
-
 def test_no_process_of_a_program_that_took_too_long_lives_on(
     day: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,14 +77,14 @@ def test_no_process_of_a_program_that_took_too_long_lives_on(
         def wait(self, timeout: float | None = None) -> int:
             if started:
                 return super().wait(timeout)
-            started.extend(_ids(tmp_path, 2))
+            started.extend(ids_below(tmp_path, 2))
             raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
 
     monkeypatch.setattr(subprocess, "Popen", Late)
     became, _ = day.run(day.Program("one", (sys.executable, "-c", code), "--results", 60.0), tmp_path)
     assert became == "ended after 60 s"
     assert (tmp_path / "one.json").is_file()
-    _end(started)
+    wait_for_end(started)
 
 
 @pytest.fixture
@@ -136,8 +111,10 @@ def test_a_signal_ends_what_test_gpu_has_started_and_its_json_is_written(
         return [Row("later", "all", "WRONG", machine.run("later", [sys.executable, "-c", ""]).failure)]
 
     def send() -> None:
-        started.extend(_ids(tmp_path, 2))
-        os.kill(os.getpid(), signum)
+        try:
+            started.extend(ids_below(tmp_path, 2))
+        finally:  # nothing else ends the command
+            os.kill(os.getpid(), signum)
 
     started: list[int] = []
     monkeypatch.setattr(command, "parts", lambda: ([endless_part], [later_part]))
@@ -151,4 +128,4 @@ def test_a_signal_ends_what_test_gpu_has_started_and_its_json_is_written(
         "it took too long: nothing was printed",
         "it took too long: the time was over before it could start",
     ]
-    _end(started)
+    wait_for_end(started)

@@ -28,8 +28,8 @@ class EqualBuffers:
     DDP sends all buffers before each forward pass. Here only those are sent that change, so that tables of constants
     cost nothing. The running statistics of normalisations are sent before they are used: in training they are only
     written, and the first rank's are the same whether the others get them or not. A buffer that the training changes
-    and may read, such as a moving codebook, is sent before each step. The ranks look for these together, by hashes, before
-    use and at steps 1, 2, 4, 8 and so on: a change that begins later is sent from then on.
+    and may read, such as a moving codebook, is sent before each step. The ranks look for these together, by hashes,
+    before use and at steps 1, 2, 4, 8 and so on: a change that begins later is sent from then on.
 
     Every method is a collective. One rank alone sends nothing. A buffer that has another shape on another rank, such as
     a table that grows with what a rank reads, stays each rank's own.
@@ -253,7 +253,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
     """
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     bits, weights = flat.view(_INTEGERS[min(flat.itemsize, 8)]), _weights(tensor.device)
-    sums = torch.stack([(part * weights[: len(part)]).sum() for part in bits.split(len(weights))])
+    sums = torch.stack([(part * weights[: len(part)]).sum() for part in torch.split(bits, len(weights))])
     return sums[0] if len(sums) == 1 else fingerprint(sums)
 
 

@@ -26,12 +26,10 @@ from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.launched import LaunchedProcesses
 from azureml_strategy.strategies.launcher import NodeLauncher
 from azureml_strategy.strategies.mixed_precision import (
-    MIXED,
-    compute_in_float32_beside_buffers,
     float32_buffers,
     make_contiguous,
     mix_precision,
-    refuse_old_spectral_norm,
+    mix_sharded_precision,
 )
 from azureml_strategy.strategies.model_parallel.clipping import clip_gradient_norm
 from azureml_strategy.strategies.model_parallel.gradients import copy_gradients
@@ -293,9 +291,7 @@ class FabricModelParallelStrategy(LaunchedFabricStrategy, ModelParallelStrategy)
 
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:
-        if self.precision.precision in MIXED:
-            refuse_old_spectral_norm(module, self.root_device.type, self.precision.precision)
-        compute_in_float32_beside_buffers(module, every_normalisation=bool(float32_buffers(module)))
+        mix_sharded_precision(module, self.precision.precision, self.root_device.type)
         module = super().setup_module(module)
         if self._broadcast_buffers:
             group = self.device_mesh["data_parallel"].get_group() if self._cuts_by_itself else None

@@ -153,6 +153,29 @@ def mix_precision(module: nn.Module, precision: str, device_type: str, autocast:
     return undo.close
 
 
+def mix_sharded_precision(module: nn.Module, precision: str, device_type: str) -> Callable[[], None]:
+    """Have a module whose weights FSDP2 gathers in 16 bits compute beside float32 buffers and inputs.
+
+    Lightning's plugin has autocast around the steps already. On a GPU it casts what normalisations read; on a CPU not.
+
+    Args:
+        module: before it is sharded.
+        precision: as in `Trainer(precision=...)`.
+        device_type: `cuda` or `cpu`.
+
+    Returns:
+        A function that makes the module what it was.
+
+    Raises:
+        ConfigurationError: see `refuse_old_spectral_norm`.
+    """
+    mixed = precision in MIXED
+    if mixed:
+        refuse_old_spectral_norm(module, device_type, precision)
+    uncast = mixed and device_type == "cpu"
+    return compute_in_float32_beside_buffers(module, every_normalisation=uncast or bool(float32_buffers(module)))
+
+
 def refuse_old_spectral_norm(module: nn.Module, device_type: str, precision: str) -> None:
     """Refuse `torch.nn.utils.spectral_norm` on 16-bit weights on a CPU, where no autocast casts its products.
 
@@ -175,8 +198,7 @@ def compute_in_float32_beside_buffers(module: nn.Module, every_normalisation: bo
 
     Args:
         module: whose layers get another `forward`.
-        every_normalisation: also those without statistics, such as LayerNorm, for modules whose other buffers make
-            activations float32.
+        every_normalisation: also those without statistics, such as LayerNorm, where activations may be float32.
 
     Returns:
         A function that gives the layers their own `forward` back.

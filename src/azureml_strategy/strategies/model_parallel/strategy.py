@@ -27,12 +27,7 @@ from azureml_strategy.lightning_internals import accumulates, give_device_mesh
 from azureml_strategy.sequence_parallel import SequenceGroup
 from azureml_strategy.strategies.equal_buffers import EqualBuffersStrategy
 from azureml_strategy.strategies.launched import LaunchedStrategy
-from azureml_strategy.strategies.mixed_precision import (
-    MIXED,
-    compute_in_float32_beside_buffers,
-    float32_buffers,
-    refuse_old_spectral_norm,
-)
+from azureml_strategy.strategies.mixed_precision import mix_sharded_precision
 from azureml_strategy.strategies.model_parallel.checkpoint import (
     check_checkpoint,
     copy_batch,
@@ -146,11 +141,8 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
                 self.lightning_module, group, self.device_mesh["tensor_parallel"].size()
             )
         spread_by_itself = is_parallel(self.lightning_module)
-        # Lightning's plugin has autocast around the steps already.
-        if self.precision_plugin.precision in MIXED:
-            refuse_old_spectral_norm(self.lightning_module, self.root_device.type, self.precision_plugin.precision)
-        self._restore_module = compute_in_float32_beside_buffers(
-            self.lightning_module, every_normalisation=bool(float32_buffers(self.lightning_module))
+        self._restore_module = mix_sharded_precision(
+            self.lightning_module, self.precision_plugin.precision, self.root_device.type
         )
         if not spread_by_itself:
             self._settle_sizes()

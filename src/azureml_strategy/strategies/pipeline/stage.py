@@ -63,10 +63,13 @@ class StageModule(PipelineModule):  # type: ignore[misc] # DeepSpeed has no anno
         bounds: where it is cut, `num_stages + 1` numbers.
         checkpointed_layers: number of layers between two kept activations; the backward pass recomputes the others. 0
             keeps all.
+        held: of each layer of the chain, whether the LightningModule has it. The others are this stage's alone.
     """
 
-    def __init__(self, layers: Sequence[StageLayer], bounds: Sequence[int], checkpointed_layers: int) -> None:
-        self._bounds = list(bounds)
+    def __init__(
+        self, layers: Sequence[StageLayer], bounds: Sequence[int], checkpointed_layers: int, held: Sequence[bool]
+    ) -> None:
+        self._bounds, self._held = list(bounds), list(held)
         specs = [_Spec(layer) if layer.tied is None else _TiedSpec(layer.tied, layer) for layer in layers]
         with redirect_stdout(io.StringIO()):  # rank 0 would print every layer
             super().__init__(
@@ -91,8 +94,12 @@ class StageModule(PipelineModule):  # type: ignore[misc] # DeepSpeed has no anno
 
     @override
     def train(self, mode: bool = True) -> Self:
-        # Do not touch the layers: the LightningModule holds them, and Lightning keeps frozen ones in evaluation mode.
+        # Before each batch, by the engine. Lightning sets the layers that the LightningModule holds, and keeps frozen
+        # ones in evaluation mode.
         self.training = mode
+        for index, layer in self.layers.items():
+            if not self._held[index] and isinstance(layer, nn.Module):
+                layer.train(mode)
         return self
 
     @override

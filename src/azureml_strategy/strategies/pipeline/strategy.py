@@ -209,7 +209,8 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
         self._cut.drop_others(self.global_rank // replicas)
         fill_all(model, self.root_device)
         with self.precision_plugin.tensor_init_context():  # as configure_model would make these layers
-            self._stage = StageModule(self._cut.stage_layers(), self._cut.bounds, self.activation_checkpointing)
+            held = [place is not None for place in self._cut.places]
+            self._stage = StageModule(self._cut.stage_layers(), self._cut.bounds, self.activation_checkpointing, held)
         self.precision_plugin.convert_module(self._stage)  # Lightning has converted sketches; these layers are new
         self._cut.keep_built()
         rank_zero_info(self._cut.summary(replicas))
