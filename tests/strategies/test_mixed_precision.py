@@ -193,6 +193,22 @@ def test_a_float32_tensor_that_the_step_makes_is_explained(step: Callable[[], An
     assert not isinstance(kept.value, ConfigurationError)
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        "the lengths should be the same",
+        "Input type (torch.FloatTensor) and weight type (torch.cuda.BFloat16Tensor) should be the same",
+    ],
+)
+def test_an_error_of_another_kind_stays_as_it_is(message: str) -> None:
+    """The user's own, and that of a tensor which was left on the host."""
+    strategy = AzureMLDeepSpeedStrategy(precision_plugin=DeepSpeedPrecision("bf16-mixed"), **ON_CPU)
+    strategy.mix_precision(nn.Linear(8, 5), autocast=False)
+    with pytest.raises(ValueError, match="should be the same") as kept, strategy.two_types_explained():
+        raise ValueError(message)
+    assert not isinstance(kept.value, ConfigurationError)
+
+
 def test_a_batch_is_left_alone_under_autocast_and_by_a_plugin_of_the_users_own() -> None:
     class Own(DeepSpeedPrecision):
         def convert_input(self, data: Any) -> Any:

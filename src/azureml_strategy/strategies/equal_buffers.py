@@ -135,7 +135,7 @@ class _Buffer:
         tensor = self.owner._buffers.get(self._name)
         if tensor is None or not self.has_form():
             return torch.zeros(self.size, dtype=torch.uint8, device=device)
-        return tensor.detach().contiguous().reshape(-1).view(torch.uint8).to(device)
+        return _flat(tensor).view(torch.uint8).to(device)
 
     def set(self, values: Tensor) -> None:
         """Take values of this form, from `to_bytes` of another rank."""
@@ -251,10 +251,14 @@ def fingerprint(tensor: Tensor) -> Tensor:
     Args:
         tensor: a dense one of any shape and type.
     """
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    bits, weights = flat.view(_INTEGERS[min(flat.itemsize, 8)]), _weights(tensor.device)
+    flat, weights = _flat(tensor), _weights(tensor.device)
+    bits = flat.view(_INTEGERS[min(flat.itemsize, 8)])
     sums = torch.stack([(part * weights[: len(part)]).sum() for part in torch.split(bits, len(weights))])
     return sums[0] if len(sums) == 1 else fingerprint(sums)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
 
 
 @cache

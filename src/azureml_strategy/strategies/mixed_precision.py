@@ -33,7 +33,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 # What torch says of two types in one operation, in its own words for each kind of operation.
 _TWO_TYPES = re.compile(
     r"same dtype|expected scalar type|have scalar type|match weight dtype|promoting not supported"
-    r"|should be the same"
+    r"|type \((?P<one>.*)\) and \w+ type \((?P<other>.*)\) should be the same"
 )
 NORM_WITH_STATISTICS = nn.modules.batchnorm._NormBase
 """The base, which torch gives no public name, of all layers that may keep running statistics."""
@@ -81,7 +81,7 @@ class MixedPrecisionStrategy(ParallelStrategy):
         try:
             yield
         except (RuntimeError, ValueError) as error:
-            if not self._casts_weights or not _TWO_TYPES.search(str(error)):
+            if not self._casts_weights or not _tells_two_types(str(error)):
                 raise
             raise ConfigurationError(
                 f"With precision={self.precision_plugin.precision!r} the weights are 16-bit here, and the step has "
@@ -275,6 +275,12 @@ def _replace_forward(undo: ExitStack, layer: nn.Module, forward: Callable[..., A
         undo.callback(layer.__dict__.pop, "forward", None)
     else:
         undo.callback(setattr, layer, "forward", own)
+
+
+def _tells_two_types(message: str) -> bool:
+    """Whether torch says so, and does not mean that one tensor is on a GPU and the other is not."""
+    found = _TWO_TYPES.search(message)
+    return found is not None and ("cuda" in (found["one"] or "")) == ("cuda" in (found["other"] or ""))
 
 
 def _as_it_is(data: Any) -> Any:

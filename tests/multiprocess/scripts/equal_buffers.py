@@ -24,6 +24,7 @@ class Odd(nn.Module):
         super().__init__()
         self.register_buffer("constant", torch.randn(3))
         self.register_buffer("phases", torch.randn(3, dtype=torch.complex64))
+        self.register_buffer("conjugates", torch.randn(3, dtype=torch.complex64).conj())
         self.register_buffer("mask", torch.rand(5) > 0.5)
         self.register_buffer("absent", None)
         self.register_buffer("by_data", torch.zeros(2))

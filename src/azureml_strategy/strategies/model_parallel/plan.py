@@ -127,6 +127,16 @@ def is_parallel(module: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in module.parameters())
 
 
+def reshard(module: nn.Module) -> None:
+    """Put a module's parameters back into shards. A pass that did not go through the module may have left them whole.
+
+    FSDP2 keeps the root's parameters for the backward pass that follows, and an evaluation has none.
+    """
+    for each in module.modules():
+        if isinstance(each, FSDPModule):
+            each.reshard()
+
+
 def checkpoint_activations(blocks: Sequence[nn.Module]) -> None:
     """Keep only the inputs of each block, and recompute the rest in the backward pass."""
     for block in blocks:

@@ -41,7 +41,7 @@ from azureml_strategy.strategies.model_parallel.module import (
     counts_of,
     plan_of,
 )
-from azureml_strategy.strategies.model_parallel.plan import is_parallel, spread
+from azureml_strategy.strategies.model_parallel.plan import is_parallel, reshard, spread
 from azureml_strategy.strategies.model_parallel.sequences import share_sequences
 from azureml_strategy.strategies.process_group import end_subgroup
 
@@ -140,6 +140,7 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
             self._stop_sharing = share_sequences(
                 self.lightning_module, group, self.device_mesh["tensor_parallel"].size()
             )
+        reshard(self.lightning_module)  # after a use outside of a Trainer
         spread_by_itself = is_parallel(self.lightning_module)
         self._restore_module = mix_sharded_precision(
             self.lightning_module, self.precision_plugin.precision, self.root_device.type
@@ -172,6 +173,8 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
         if self._stop_sharing is not None:
             self._stop_sharing()
             self._stop_sharing = None
+        if self.lightning_module is not None:
+            reshard(self.lightning_module)
         super().teardown()
 
     @property
