@@ -42,16 +42,16 @@ class Layer:
 
 
 class Dropouts(LightningModule):
-    """Dropout that the module has, that is frozen, and that each stage builds for itself, in both stages."""
+    """Dropout that the module has, that is frozen, also by a second name, and that each stage builds for itself."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        parts = ("linear", "held", "frozen", "alone", "linear", "held", "frozen", "alone")
+        parts = ("linear", "held", "frozen", "alone", "borrowed") * 2
         names = [f"{part}_{index}" for index, part in enumerate(parts)]
         self.names = names
         for name in names:
-            if not name.startswith("alone"):
+            if not name.startswith(("alone", "borrowed")):
                 self.add_module(name, nn.Linear(4, 4) if name.startswith("linear") else Watched(name))
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -61,6 +61,8 @@ class Dropouts(LightningModule):
         return [Layer(name, lambda name=name: self._build(name)) for name in self.names]
 
     def _build(self, name: str) -> nn.Module:
+        if name.startswith("borrowed"):  # the module holds it by another name
+            return self.get_submodule("frozen_2" if name == "borrowed_4" else "frozen_7")
         return Watched(name) if name.startswith("alone") else self.get_submodule(name)
 
     def pipeline_batch(self, batch: list[Tensor]) -> tuple[Tensor, Tensor]:

@@ -63,13 +63,11 @@ class StageModule(PipelineModule):  # type: ignore[misc] # DeepSpeed has no anno
         bounds: where it is cut, `num_stages + 1` numbers.
         checkpointed_layers: number of layers between two kept activations; the backward pass recomputes the others. 0
             keeps all.
-        held: of each layer of the chain, whether the LightningModule has it. The others are this stage's alone.
     """
 
-    def __init__(
-        self, layers: Sequence[StageLayer], bounds: Sequence[int], checkpointed_layers: int, held: Sequence[bool]
-    ) -> None:
-        self._bounds, self._held = list(bounds), list(held)
+    def __init__(self, layers: Sequence[StageLayer], bounds: Sequence[int], checkpointed_layers: int) -> None:
+        self._bounds = list(bounds)
+        self._alone: list[nn.Module] = []
         specs = [_Spec(layer) if layer.tied is None else _TiedSpec(layer.tied, layer) for layer in layers]
         with redirect_stdout(io.StringIO()):  # rank 0 would print every layer
             super().__init__(
@@ -97,10 +95,14 @@ class StageModule(PipelineModule):  # type: ignore[misc] # DeepSpeed has no anno
         # Before each batch, by the engine. Lightning sets the layers that the LightningModule holds, and keeps frozen
         # ones in evaluation mode.
         self.training = mode
-        for index, layer in self.layers.items():
-            if not self._held[index] and isinstance(layer, nn.Module):
-                layer.train(mode)
+        for layer in self._alone:
+            layer.train(mode)
         return self
+
+    def set_modes_but_of(self, module: nn.Module) -> None:
+        """From now on, `train` reaches the layers of which the module holds no part. By default it reaches none."""
+        held = set(module.modules())
+        self._alone = [layer for layer in self.layers.values() if held.isdisjoint(layer.modules())]
 
     @override
     def _partition_layers(self, method: str = "uniform") -> None:

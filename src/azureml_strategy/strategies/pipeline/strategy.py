@@ -209,10 +209,10 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
         self._cut.drop_others(self.global_rank // replicas)
         fill_all(model, self.root_device)
         with self.precision_plugin.tensor_init_context():  # as configure_model would make these layers
-            held = [place is not None for place in self._cut.places]
-            self._stage = StageModule(self._cut.stage_layers(), self._cut.bounds, self.activation_checkpointing, held)
+            self._stage = StageModule(self._cut.stage_layers(), self._cut.bounds, self.activation_checkpointing)
         self.precision_plugin.convert_module(self._stage)  # Lightning has converted sketches; these layers are new
         self._cut.keep_built()
+        self._stage.set_modes_but_of(model)
         rank_zero_info(self._cut.summary(replicas))
         return model.to(self.root_device)
 
