@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from contextlib import suppress
 from typing import Any
 
@@ -84,11 +85,14 @@ def test_each_process_gets_the_variables_of_its_place_and_no_others(
 @pytest.mark.parametrize("distribution", ["pytorch", "mpi"])
 def test_a_second_job_beside_the_first_gets_a_port_of_its_own(run_code: RunCode, distribution: str) -> None:
     with socket.socket() as taken:
-        # It may be taken already, by another job on this machine. A reusable socket would take it even so, and rank 0
-        # of that job could not listen.
-        with suppress(OSError):
-            taken.bind(("127.0.0.1", DEFAULT_PORT))
-            taken.listen()
+        # It may be taken already, by another job on this machine, which may end before ours looks. A reusable socket
+        # would take it even so, and rank 0 of that job could not listen.
+        for _ in range(900):
+            with suppress(OSError):
+                taken.bind(("127.0.0.1", DEFAULT_PORT))
+                taken.listen()
+                break
+            time.sleep(0.1)
         (environ,) = run_code(PRINT_ENVIRON, distribution=distribution).json()
     assert int(environ["MASTER_PORT"]) not in (DEFAULT_PORT, 6000)
 

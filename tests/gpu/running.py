@@ -81,7 +81,8 @@ class Ended:
     @property
     def failure(self) -> str:
         """Why it failed, in a line; empty if it did not."""
-        if not any(code != 0 for code in self.codes):
+        # One whose child was killed first may have ended with 0 before its own turn came.
+        if not self.late and not any(code != 0 for code in self.codes):
             return ""
         said = [line for line in self.output.splitlines() if line.strip()]
         errors = [line.strip() for line in said if "Error" in line] or said

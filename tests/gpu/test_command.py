@@ -151,6 +151,11 @@ def test_layouts_are_wrong_where_nobody_knows_what_gloo_has(tmp_path: Path, monk
     assert rows == dict.fromkeys(NEEDS, "WRONG")
 
 
+def test_what_was_ended_late_has_failed_whatever_its_exit_code() -> None:
+    assert Ended((0,), "started", late=True).failure == "it took too long: started"
+    assert Ended((0,), "started", late=False).failure == ""
+
+
 def test_nothing_starts_once_the_time_is_over(machine: Machine) -> None:
     machine.stop()
     ended = machine.run("late", [sys.executable, "-c", "open('started', 'w')"], world=2)
