@@ -1,0 +1,333 @@
+"""Training in other ways than one backward pass of `self(rows)` a step, of parameters that train from the start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, Callback
+from tests.situations.modules import WIDTH, Regression, Situation
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
+
+
+class LayersCalled(Regression):
+    """Its step calls its layers, never itself."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        states = batch[0]
+        for block in self.blocks:
+            states = block(states)
+        return self.loss(self.head(states), batch[0])
+
+
+class OwnParameter(LayersCalled):
+    """Has a parameter of its own beside its layers, which its step uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((WIDTH,), 1.5))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        states = batch[0]
+        for block in self.blocks:
+            states = block(states) * self.scale
+        return self.loss(self.head(states), batch[0])
+
+
+class Manual(Regression):
+    """Optimizes manually."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(self(batch[0]), batch[0]))
+        optimizer.step()
+
+
+class ManualLayers(OwnParameter):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+class ManualTwice(Manual):
+    """Two backward passes before a step."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(self(batch[0]), batch[0]))
+        self.manual_backward(0.5 * self(batch[0]).pow(2).mean())
+        optimizer.step()
+
+
+class ManualAccumulation(Manual):
+    """A step after three batches."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        self.manual_backward(self.loss(self(batch[0]), batch[0]) / 3)
+        if batch_idx % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class ManualClipping(Manual):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(self(batch[0]), batch[0]))
+        self.clip_gradients(optimizer, gradient_clip_val=0.3, gradient_clip_algorithm="norm")
+        optimizer.step()
+
+
+class TwoOptimizers(Manual):
+    """One optimizer for the blocks, one for the head; both step."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        optimizers = self.optimizers()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.manual_backward(self.loss(self(batch[0]), batch[0]))
+        for optimizer in optimizers:
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [self.optimizer(self.blocks.parameters()), self.optimizer(self.head.parameters(), 0.02)]
+
+
+class Adversaries(Manual):
+    """Two networks, of which each trains in turn while the other's parameters are toggled off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.critic = nn.Sequential(nn.Linear(1, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+
+    def forward(self, states: Tensor) -> Tensor:
+        return super().forward(states)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        generator, critic = self.optimizers()
+        target = batch[0].sum(1, keepdim=True)
+        self.toggle_optimizer(generator)
+        made = self(batch[0])
+        self.manual_backward(functional.softplus(-self.critic(made)).mean())
+        generator.step()
+        generator.zero_grad()
+        self.untoggle_optimizer(generator)
+        self.toggle_optimizer(critic)
+        false = functional.softplus(self.critic(self(batch[0]).detach())).mean()
+        self.manual_backward(functional.softplus(-self.critic(target)).mean() + false)
+        critic.step()
+        critic.zero_grad()
+        self.untoggle_optimizer(critic)
+
+    def configure_optimizers(self) -> Any:
+        generator = [*self.blocks.parameters(), *self.head.parameters()]
+        return [self.optimizer(generator), self.optimizer(self.critic.parameters())]
+
+
+class ClosureOfMany(Regression):
+    """Its optimizer runs the closure several times in a step."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3, history_size=4)
+
+
+class OwnOptimizerStep(Regression):
+    """Steps after every second batch only, by `optimizer_step`."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if batch_idx % 2 == 1:
+            optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if batch_idx % 2 == 0:
+            optimizer.zero_grad()
+
+
+class Siamese(Regression):
+    """Two passes through the same layers in a step."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        return self.loss(self(batch[0]) - 0.1 * self(-batch[0]), batch[0])
+
+
+class SkipsBatches(Regression):
+    """Its step returns nothing for one batch of an epoch, on all ranks."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+
+class Unfreezes(Regression):
+    """Its blocks train from the second epoch on, and are in the optimizer from the start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.blocks.requires_grad_(True)
+
+
+class Freezes(Regression):
+    """Its first block no longer trains from the second epoch on."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.blocks[0].requires_grad_(False)
+
+
+class Alternates(Regression):
+    """Trains its blocks in one step, its head in the next."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.blocks.requires_grad_(batch_idx % 2 == 0)
+        self.head.requires_grad_(batch_idx % 2 == 1)
+
+
+class AddsGroup(Regression):
+    """Gives the optimizer a group of parameters in the second epoch, which have had gradients before."""
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer([*self.blocks[0].parameters(), *self.head.parameters()])
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            added = [*self.blocks[1].parameters(), *self.blocks[2].parameters()]
+            self.optimizers(use_pl_optimizer=False).add_param_group({"params": added, "lr": 0.02})
+
+
+class AddsLayer(Regression):
+    """Makes a layer in the second epoch, and gives it to the optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapter: nn.Module | None = None
+
+    def forward(self, states: Tensor) -> Tensor:
+        for block in self.blocks:
+            states = block(states)
+        return self.head(states if self.adapter is None else states + self.adapter(states))
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            torch.manual_seed(self.global_rank)  # DDP would give all ranks the weights of the first
+            self.adapter = nn.Linear(WIDTH, WIDTH, device=self.device)
+            torch.manual_seed(0)
+            with torch.no_grad():
+                self.adapter.weight.normal_(std=0.1)
+                self.adapter.bias.zero_()
+            self.optimizers(use_pl_optimizer=False).add_param_group({"params": self.adapter.parameters()})
+
+
+class Backbone(Regression):
+    """As Lightning's BackboneFinetuning wants it: a backbone that it freezes, and a head."""
+
+    @property
+    def backbone(self) -> nn.Module:
+        return self.blocks
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer(self.head.parameters())
+
+
+class WithStatistics(Backbone):
+    """The same, with BatchNorm in the backbone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.insert(1, nn.BatchNorm1d(WIDTH))
+
+
+def finetuning(train_bn: bool = True) -> dict[str, Any]:
+    callback = BackboneFinetuning(
+        unfreeze_backbone_at_epoch=1, lambda_func=lambda _: 1.0, backbone_initial_ratio_lr=0.4, train_bn=train_bn
+    )
+    return {"callbacks": [callback]}
+
+
+class UnfreezesOne(BaseFinetuning):
+    """A user's own finetuning: the last block in the second epoch."""
+
+    def freeze_before_training(self, pl_module: LightningModule) -> None:
+        self.freeze(pl_module.blocks)
+
+    def finetune_function(self, pl_module: LightningModule, epoch: int, optimizer: Optimizer) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.blocks[2], optimizer, lr=0.02)
+
+
+class HeadOnly(Regression):
+    def configure_optimizers(self) -> Any:
+        return self.optimizer(each for each in self.parameters() if each.requires_grad)
+
+
+class NewHead(Callback):
+    """Draws the head anew before the first step, as transfer learning does."""
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        torch.manual_seed(11)
+        with torch.no_grad():
+            for parameter in pl_module.head.parameters():
+                parameter.normal_(std=0.2)
+
+
+class AuxiliaryLoss(LayersCalled):
+    """Its loss has a penalty on its weights, taken outside of any forward pass."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        penalty = sum((each.pow(2).sum() for each in self.parameters()), torch.zeros(()))
+        return super().training_step(batch, batch_idx) + 0.01 * penalty
+
+
+SITUATIONS: dict[str, Situation] = {
+    "plain": Situation(Regression),
+    "layers_called": Situation(LayersCalled),
+    "own_parameter": Situation(OwnParameter),
+    "manual": Situation(Manual),
+    "manual_layers": Situation(ManualLayers),
+    "manual_twice": Situation(ManualTwice),
+    "manual_accumulation": Situation(ManualAccumulation),
+    "manual_clipping": Situation(ManualClipping),
+    "two_optimizers": Situation(TwoOptimizers),
+    "adversaries": Situation(Adversaries),
+    "closure_of_many": Situation(ClosureOfMany),
+    "own_optimizer_step": Situation(OwnOptimizerStep),
+    "accumulation": Situation(Regression, lambda: {"accumulate_grad_batches": 3}),
+    "accumulation_layers": Situation(LayersCalled, lambda: {"accumulate_grad_batches": 3}),
+    "clipping": Situation(Regression, lambda: {"gradient_clip_val": 0.3}),
+    "siamese": Situation(Siamese),
+    "skips_batches": Situation(SkipsBatches),
+    "unfreezes": Situation(Unfreezes),
+    "freezes": Situation(Freezes),
+    "alternates": Situation(Alternates),
+    "adds_group": Situation(AddsGroup),
+    "adds_layer": Situation(AddsLayer),
+    "backbone_finetuning": Situation(Backbone, finetuning),
+    "backbone_with_statistics": Situation(WithStatistics, finetuning),
+    "backbone_with_frozen_statistics": Situation(WithStatistics, lambda: finetuning(train_bn=False)),
+    "own_finetuning": Situation(HeadOnly, lambda: {"callbacks": [UnfreezesOne()]}),
+    "new_head": Situation(Regression, lambda: {"callbacks": [NewHead()]}),
+    "auxiliary_loss": Situation(AuxiliaryLoss),
+    "fit_twice": Situation(Regression, fits=2),
+    "layers_called_fit_twice": Situation(LayersCalled, fits=2),
+    "unfreezes_fit_twice": Situation(Unfreezes, fits=2),
+}

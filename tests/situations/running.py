@@ -1,0 +1,153 @@
+"""Trains situations under a strategy, in the processes of a job, and writes the weights and losses that they end with.
+
+    python tests/situations/running.py OUTPUT LAYOUT[,LAYOUT...] [SITUATION...]
+
+`alone` is the layout of one process without a strategy: the oracle.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import math
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+from tests.situations import callbacks, layers, optimization
+from tests.situations.modules import EPOCHS, Situation, loader
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from azureml_strategy.strategies import (
+    AzureMLDDPStrategy,
+    AzureMLDeepSpeedStrategy,
+    AzureMLLocalSGDStrategy,
+    AzureMLModelParallelStrategy,
+    PipelineStrategy,
+)
+
+ALONE = "alone"
+WORLD, RANK = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+LAYOUTS: dict[str, Callable[..., Strategy]] = {
+    "ddp": AzureMLDDPStrategy,
+    "zero_1": partial(AzureMLDeepSpeedStrategy, stage=1),
+    "zero_2": partial(AzureMLDeepSpeedStrategy, stage=2),
+    "zero_3": partial(AzureMLDeepSpeedStrategy, stage=3),
+    "fsdp2": partial(AzureMLModelParallelStrategy, tensor_parallel_size=1),
+    "pipeline": partial(PipelineStrategy, num_stages=WORLD, micro_batches=1, partition="uniform"),
+    "local_sgd": partial(AzureMLLocalSGDStrategy, period=1),
+}
+SITUATIONS: dict[str, Situation] = {**optimization.SITUATIONS, **callbacks.SITUATIONS, **layers.SITUATIONS}
+TOLERANCE = 1e-5
+TIMEOUT = timedelta(seconds=30)  # a rank that waits for one that has failed
+
+
+def train(layout: str, situation: Situation) -> dict[str, Any]:
+    """What a situation came to under a layout: weights and losses, or the error and how many steps were before."""
+    torch.manual_seed(0)
+    module = situation.module()
+    trainer: Trainer | None = None
+    steps = 0
+    try:
+        for _ in range(situation.fits):
+            trainer = make_trainer(layout, **situation.trainer())
+            trainer.fit(module, loader(0, 1) if layout in (ALONE, "pipeline") else loader(RANK, WORLD))
+            steps += trainer.global_step
+    except Exception as error:  # each is to be judged, whatever another one does
+        taken = steps + (trainer.global_step if trainer else 0)
+        last = "".join(traceback.format_exception(error)[-6:])
+        return {"error": f"{type(error).__name__}: {error}", "steps": taken, "trace": last}
+    assert trainer is not None
+    loss = trainer.callback_metrics.get("loss")
+    return {"weights": weights(layout, module), "loss": float(loss) if loss is not None else None, "steps": steps}
+
+
+def make_trainer(layout: str, **arguments: Any) -> Trainer:
+    alone = layout == ALONE
+    backend = {} if alone else {"process_group_backend": "gloo", "timeout": TIMEOUT}
+    return Trainer(
+        strategy=SingleDeviceStrategy("cpu") if alone else LAYOUTS[layout](**backend),
+        accelerator="cpu",
+        devices=1,
+        num_nodes=1 if alone else WORLD,
+        max_epochs=EPOCHS,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **arguments,
+    )
+
+
+def weights(layout: str, module: LightningModule) -> dict[str, list[float]]:
+    """All parameters and float buffers whole; those of its stage under a pipeline."""
+    found = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {name: whole(tensor) for name, tensor in found.items() if tensor.is_floating_point() and not tensor.is_meta}
+
+
+def whole(tensor: Tensor) -> list[float]:
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    if hasattr(tensor, "ds_id"):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([tensor]):
+            return tensor.detach().double().flatten().tolist()
+    return tensor.detach().double().flatten().tolist()
+
+
+def differences(found: Mapping[str, Any], oracle: Mapping[str, Any]) -> list[str]:
+    """What differs from one process: names of weights with the largest distance, and the loss."""
+    words = []
+    for name, values in found["weights"].items():
+        wanted = oracle["weights"].get(name)
+        if wanted is None or len(wanted) != len(values):
+            words.append(f"{name} has {len(values)} numbers, {0 if wanted is None else len(wanted)} on one process")
+            continue
+        largest = max((abs(a - b) / max(1.0, abs(b)) for a, b in zip(values, wanted, strict=True)), default=0.0)
+        if not largest <= TOLERANCE:
+            words.append(f"{name} differs by {largest:.2g}")
+    if oracle["loss"] is not None and not math.isclose(found["loss"] or 0.0, oracle["loss"], rel_tol=1e-4):
+        words.append(f"loss {found['loss']} instead of {oracle['loss']}")
+    return words
+
+
+def prepare() -> None:
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    torch.set_num_threads(1)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+
+
+def main() -> None:
+    output, layouts, names = Path(sys.argv[1]), sys.argv[2].split(","), sys.argv[3:] or list(SITUATIONS)
+    prepare()
+    output.mkdir(parents=True, exist_ok=True)
+    with (output / f"{RANK}.jsonl").open("a") as results:
+        for layout in layouts:
+            for name in names:
+                print(f"{layout}/{name}", flush=True)
+                result = train(layout, SITUATIONS[name])
+                print(json.dumps([f"{layout}/{name}", result]), file=results, flush=True)
+                if result["steps"] and "error" in result:
+                    return  # the ranks may be in different collectives, and nothing after it would mean anything
+                gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""The table of strategies and situations: the numbers of one process, or a refusal before the first step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.multiprocess.conftest import RunJob, run_job  # noqa: F401
+from tests.multiprocess.conftest import _empty_store as _empty_store
+from tests.situations.refused import REFUSED
+from tests.situations.running import ALONE, LAYOUTS, SITUATIONS, differences
+
+SCRIPT = Path(__file__).parent / "running.py"
+WORLDS = (1, 2, 4)
+Results = dict[str, dict[str, Any]]
+
+
+@pytest.fixture
+def oracle(run_job: RunJob, tmp_path: Path) -> Results:  # noqa: F811
+    """What each situation comes to on one process, without a strategy."""
+    job = run_job(SCRIPT, tmp_path / ALONE, ALONE, in_job=False)
+    assert job.exit_code == 0, job.output
+    return _read(tmp_path / ALONE / "0.jsonl")
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_strategy_has_the_numbers_of_one_process_or_refuses(
+    run_job: RunJob,  # noqa: F811
+    oracle: Results,
+    tmp_path: Path,
+    layout: str,
+    world: int,
+) -> None:
+    job = run_job(SCRIPT, tmp_path / layout, layout, nodes=world)
+    assert job.exit_code == 0, job.output
+    ranks = [_read(tmp_path / layout / f"{rank}.jsonl") for rank in range(world)]
+    wrong = [
+        f"{name}, rank {rank}: {words}"
+        for name in SITUATIONS
+        for rank, found in enumerate(ranks)
+        for words in _judge(found.get(f"{layout}/{name}"), oracle[f"{ALONE}/{name}"], REFUSED[layout].get(name))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def _judge(found: dict[str, Any] | None, oracle: dict[str, Any], refused: str | None) -> list[str]:
+    if found is None:
+        return ["did not run"]
+    if refused is not None:
+        right = "error" in found and refused in found["error"] and found["steps"] == 0
+        return [] if right else [f"should be refused before the first step with {refused!r}: {found}"]
+    return [f"{found['error']} after {found['steps']} steps"] if "error" in found else differences(found, oracle)
+
+
+def _read(file: Path) -> Results:
+    return dict(map(json.loads, file.read_text().splitlines())) if file.is_file() else {}
