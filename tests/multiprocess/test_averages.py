@@ -12,7 +12,7 @@ from tests.tiny_model import save_tiny_model
 from torch import Tensor
 
 _NAMES = {
-    1: ("ddp", "zero_2"),
+    1: ("ddp",),
     2: ("ddp", "zero_1", "zero_2", "zero_3", "sharded", "tensor", "sequence", "pipeline", "local"),
     4: ("ddp", "tensor", "pipeline"),
 }

@@ -203,6 +203,10 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
         # DeepSpeed keeps the gradients to itself, and divides them by this number before it clips them. It waits for
         # the GPU in each step anyway.
         optimizer = self._optimizer_of_engine
+        if not hasattr(optimizer, "loss_scale"):  # that of bf16 with gradients in float32 has none, but shows these
+            for gradients in optimizer.fp32_groups_gradients_flat:
+                gradients.mul_(factor)
+            return
         self._loss_scale = float(optimizer.loss_scale)
         optimizer.loss_scale = self._loss_scale / float(factor)
 
