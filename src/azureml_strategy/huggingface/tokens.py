@@ -31,10 +31,24 @@ def tokens_per_loss(labels: Tensor, trainer: Trainer, *, shifted: bool = True) -
     Returns:
         A number, a tensor without dimensions on the device of the labels, float32. At least the share of one token.
     """
+    return at_least_one(mean_tokens(labels, trainer, shifted=shifted), trainer)
+
+
+def mean_tokens(labels: Tensor, trainer: Trainer, *, shifted: bool = True) -> Tensor:
+    """Return the number for `tokens_per_loss`, or 0 if no rank has a token."""
     counted = labels[:, 1:] if shifted else labels
     tokens = (counted != IGNORED).sum().float()
     strategy: Any = trainer.strategy
     # Replicas of local SGD train by themselves: each has a mean of its own.
     chooses = isinstance(strategy, AveragesGradients)
     mean: Tensor = strategy.reduce_as_gradients(tokens) if chooses else strategy.reduce(tokens, reduce_op="mean")
-    return mean.clamp(min=1 / trainer.world_size) / getattr(trainer.strategy, "micro_batches", 1)
+    return mean / _micro_batches(trainer)
+
+
+def at_least_one(mean: Tensor, trainer: Trainer) -> Tensor:
+    """Return a mean number of tokens that can be divided by: at least the share of one token."""
+    return mean.clamp(min=1 / trainer.world_size / _micro_batches(trainer))
+
+
+def _micro_batches(trainer: Trainer) -> int:
+    return getattr(trainer.strategy, "micro_batches", 1)

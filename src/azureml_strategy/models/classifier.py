@@ -135,10 +135,6 @@ class ImageClassifier(MeanOverLabels):
         return self.weighed(loss, labels)
 
     @override
-    def labels_of(self, batch: Batch) -> Tensor:
-        return self.pipeline_batch(batch)[1]
-
-    @override
     def on_validation_epoch_start(self) -> None:
         self._start_sums()
 

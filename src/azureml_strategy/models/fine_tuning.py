@@ -99,8 +99,8 @@ class FineTuner(MeanOverLabels):
         return batch if isinstance(batch, Mapping) else {"input_ids": batch[0], "shift_labels": batch[1]}
 
     @override
-    def labels_of(self, batch: Mapping[str, Tensor]) -> Tensor:
-        return batch["shift_labels"]
+    def labels_of(self, batch: Any) -> Any:
+        return batch.get("shift_labels") if isinstance(batch, Mapping) else None
 
     @override
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:

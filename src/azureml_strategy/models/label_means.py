@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import Any, cast
 
 import torch
@@ -14,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, DistributedSampler
 from typing_extensions import override
 
-from azureml_strategy.huggingface.tokens import IGNORED, tokens_per_loss
+from azureml_strategy.huggingface.tokens import IGNORED, at_least_one, mean_tokens
 from azureml_strategy.interfaces import AveragesGradients
 from azureml_strategy.lightning_internals import accumulates
 
@@ -31,15 +30,21 @@ class MeanOverLabels(LightningModule):
     the label -100, so that each sample counts once.
     """
 
-    # Mean number of labels of a rank in this batch, or of one of its micro-batches; None outside of a Trainer.
+    # Mean number of labels of a rank in this batch, or of one of its micro-batches, to divide by, thus not 0; None
+    # outside of a Trainer.
     _mean_labels: Tensor | None = None
-    # Of the accumulated batches: the mean number of the first one, and the sum; None outside of an accumulation.
+    # The same, and 0 where there is no label.
+    _counted = torch.zeros(())
+    # Of the accumulated batches: what the losses are divided by, and the sum; None outside of an accumulation.
     _accumulated: tuple[Tensor, Tensor] | None = None
     _rows_before = 0
 
-    @abstractmethod
     def labels_of(self, batch: Any) -> Any:
-        """Return the labels of a batch. Those in a tensor of integers are counted, but for -100."""
+        """Return the labels of a batch, the second of a pair. Those in a tensor of integers are counted, but for -100.
+
+        None for a batch of another form, as a subclass with steps of its own may have: then nothing is weighed.
+        """
+        return batch[1] if isinstance(batch, (tuple, list)) and len(batch) == 2 else None
 
     def weighed(self, mean_loss: Tensor, labels: Tensor) -> Tensor:
         """Return what `training_step` is to return for a mean loss of these labels.
@@ -58,7 +63,7 @@ class MeanOverLabels(LightningModule):
         if mean is None or self.trainer.accumulate_grad_batches == 1 or not self._can_scale:
             return loss
         first, total = self._accumulated or (mean, torch.zeros_like(mean))
-        self._accumulated = first, total + mean
+        self._accumulated = first, total + self._counted
         return loss * (mean / first)
 
     @override
@@ -68,7 +73,10 @@ class MeanOverLabels(LightningModule):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         labels = self.labels_of(batch)
-        self._mean_labels = tokens_per_loss(labels, self.trainer, shifted=False) if _counts(labels) else None
+        self._mean_labels = None
+        if _counts(labels):
+            self._counted = mean_tokens(labels, self.trainer, shifted=False)
+            self._mean_labels = at_least_one(self._counted, self.trainer)
         return None
 
     @override
@@ -76,7 +84,7 @@ class MeanOverLabels(LightningModule):
         if self._accumulated is None or not self._ends_step:
             return
         (first, total), self._accumulated = self._accumulated, None
-        factor = self.trainer.accumulate_grad_batches * first / total
+        factor = self.trainer.accumulate_grad_batches * first / at_least_one(total, self.trainer)
         if isinstance(self.trainer.strategy, AveragesGradients):
             self.trainer.strategy.scale_gradients(factor)
             return
@@ -86,11 +94,13 @@ class MeanOverLabels(LightningModule):
 
     @override
     def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self._ignore_repeated(batch, batch_idx, self.trainer.val_dataloaders, dataloader_idx)
+        if _is_ours(type(self).validation_step):
+            self._ignore_repeated(batch, batch_idx, self.trainer.val_dataloaders, dataloader_idx)
 
     @override
     def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self._ignore_repeated(batch, batch_idx, self.trainer.test_dataloaders, dataloader_idx)
+        if _is_ours(type(self).test_step):
+            self._ignore_repeated(batch, batch_idx, self.trainer.test_dataloaders, dataloader_idx)
 
     @property
     def _can_scale(self) -> bool:
@@ -112,6 +122,11 @@ class MeanOverLabels(LightningModule):
         once = _samples_read_once(tree_leaves(loaders)[dataloader_idx])
         if once is not None and self._rows_before > once:
             labels[max(once - before, 0) :] = IGNORED
+
+
+def _is_ours(step: Any) -> bool:
+    """Whether a step is of this package, and so leaves out what has the label -100."""
+    return str(step.__module__).partition(".")[0] == __name__.partition(".")[0]
 
 
 def _counts(labels: Any) -> bool:

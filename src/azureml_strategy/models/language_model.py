@@ -130,16 +130,12 @@ class LanguageModel(MeanOverLabels):
 
     @override
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        loss, targets = self._loss(batch), self.labels_of(batch)
+        loss, targets = self._loss(batch), self.pipeline_batch(batch)[1]
         # A pipeline averages over micro-batches by this number. A tensor, as nothing is to wait for the GPU.
         self.log("train/loss", loss, batch_size=cast(int, (targets != IGNORED).sum()))
         if type(self).pipeline_loss is not LanguageModel.pipeline_loss:
             return loss  # it need not be a mean over tokens
         return self.weighed(loss, targets)
-
-    @override
-    def labels_of(self, batch: Batch) -> Tensor:
-        return self.pipeline_batch(batch)[1]
 
     @override
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
