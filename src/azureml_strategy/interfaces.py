@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+    from torch import Tensor
 
     from azureml_strategy.checkpoint.folder import Summed
     from azureml_strategy.control.gather import Exchange
@@ -203,6 +204,22 @@ class HasStages(Protocol):
     """A strategy whose ranks do unequal work, as our pipeline's stages do."""
 
     pipeline_stage: int
+
+
+@runtime_checkable
+class AveragesGradients(Protocol):
+    """A strategy that lets a module choose over what gradients are averaged."""
+
+    def reduce_as_gradients(self, tensor: Tensor) -> Tensor:
+        """Average a tensor over the ranks whose gradients are averaged in this step."""
+        ...
+
+    def ends_step(self) -> bool:
+        """Whether the optimizer steps after the backward pass of this batch."""
+        ...
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        """Multiply the gradients of a step by a number that is the same on all ranks, in `on_after_backward`."""
 
 
 @runtime_checkable

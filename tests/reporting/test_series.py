@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from azureml_strategy.reporting.series import reduce_points
+from azureml_strategy.reporting.series import join, reduce_points
 
 POINTS = st.lists(
     st.tuples(
@@ -72,3 +72,12 @@ def test_a_history_without_numbers_is_empty(value):
     series = reduced([(0, 0, value)], 10)
     assert series.last is None
     assert series.points == 0
+
+
+def test_joined_series_count_every_point_once():
+    """One node logged 3 points a bucket, another one: the mean of both means would be 5."""
+    many = reduce_points(np.arange(9), np.arange(9) * 10, np.full(9, 8.0), buckets=3)
+    few = reduce_points(np.arange(3), np.arange(3) * 30 + 1, np.full(3, 2.0), buckets=3)
+    joined = join([many, few], buckets=1)
+    assert joined.means.tolist() == pytest.approx([6.5])
+    assert joined.counts.tolist() == [12]

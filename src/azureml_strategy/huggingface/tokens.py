@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lightning.pytorch import Trainer
 from torch import Tensor
+
+from azureml_strategy.interfaces import AveragesGradients
 
 # transformers' label of a token that has no loss.
 IGNORED = -100
@@ -11,6 +15,8 @@ IGNORED = -100
 
 def tokens_per_loss(labels: Tensor, trainer: Trainer, *, shifted: bool = True) -> Tensor:
     """Return what to give a model of transformers as `num_items_in_batch`, for the average over all ranks' tokens.
+
+    With accumulated gradients each batch of a step counts the same; `FineTuner` weighs these as well.
 
     A rank's own average weighs each token by how few the rank has. Strategies average gradients over the ranks; so each
     rank must divide its sum of losses by the mean number of tokens of a rank. A pipeline averages over micro-batches as
@@ -25,8 +31,24 @@ def tokens_per_loss(labels: Tensor, trainer: Trainer, *, shifted: bool = True) -
     Returns:
         A number, a tensor without dimensions on the device of the labels, float32. At least the share of one token.
     """
+    return at_least_one(mean_tokens(labels, trainer, shifted=shifted), trainer)
+
+
+def mean_tokens(labels: Tensor, trainer: Trainer, *, shifted: bool = True) -> Tensor:
+    """Return the number for `tokens_per_loss`, or 0 if no rank has a token."""
     counted = labels[:, 1:] if shifted else labels
     tokens = (counted != IGNORED).sum().float()
-    mean = trainer.strategy.reduce(tokens, reduce_op="mean")
-    assert isinstance(mean, Tensor)
-    return mean.clamp(min=1 / trainer.world_size) / getattr(trainer.strategy, "micro_batches", 1)
+    strategy: Any = trainer.strategy
+    # Replicas of local SGD train by themselves: each has a mean of its own.
+    chooses = isinstance(strategy, AveragesGradients)
+    mean: Tensor = strategy.reduce_as_gradients(tokens) if chooses else strategy.reduce(tokens, reduce_op="mean")
+    return mean / _micro_batches(trainer)
+
+
+def at_least_one(mean: Tensor, trainer: Trainer) -> Tensor:
+    """Return a mean number of tokens that can be divided by: at least the share of one token."""
+    return mean.clamp(min=1 / trainer.world_size / _micro_batches(trainer))
+
+
+def _micro_batches(trainer: Trainer) -> int:
+    return getattr(trainer.strategy, "micro_batches", 1)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Protocol, cast, runtime_checkable
 
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torch.optim import SGD
@@ -15,8 +14,9 @@ from typing_extensions import override
 
 from azureml_strategy.models import optimizer as recipe
 from azureml_strategy.models.chain import ChainLayer
-from azureml_strategy.models.evaluation import evaluation_means, evaluation_sums, mean_cross_entropy
+from azureml_strategy.models.evaluation import IGNORED, evaluation_means, evaluation_sums, mean_cross_entropy
 from azureml_strategy.models.gpt import Normalisation
+from azureml_strategy.models.label_means import MeanOverLabels
 from azureml_strategy.models.optimizer import scaled_learning_rate
 
 # Means and standard deviations of ImageNet's training set, RGB, 0 to 1, as in torchvision's references.
@@ -34,15 +34,17 @@ class Chained(Protocol):
         """Return name and kind of each layer, in order. The input of each is the output of the one before."""
 
 
-class ImageClassifier(LightningModule):
+class ImageClassifier(MeanOverLabels):
     """Trains a network as Goyal et al. 2017 (https://arxiv.org/abs/1706.02677) did, but with a cosine decay.
 
     Batches are `(images, labels)`. Images are either uint8 `(N, 3, H, W)`, normalised here on the device (to transfer a
     quarter of the bytes of float32), or floating point, assumed to be normalised. Labels are int64 `(N,)`, and -100 is
     ignored.
 
-    It logs this rank's `train/loss` at every step, label smoothing included. After an evaluation it logs `val/loss`,
-    `val/top1` and `val/top5` (`test/...`) over all samples of all ranks, without label smoothing.
+    The gradients are those of the mean over the labelled samples of all ranks and accumulated batches. It logs
+    `train/loss` at every step, the mean over this rank's samples, label smoothing included. After an evaluation it logs
+    `val/loss`, `val/top1` and `val/top5` (`test/...`) over all samples of all ranks, without label smoothing; samples
+    that torch's DistributedSampler repeats count once.
 
     Args:
         network: maps normalised images `(N, 3, H, W)` to logits `(N, classes)`.
@@ -128,8 +130,9 @@ class ImageClassifier(LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         images, labels = batch
         loss = mean_cross_entropy(self(images), labels, self.hparams["label_smoothing"])
-        self.log("train/loss", loss)
-        return loss
+        # A pipeline averages over micro-batches by this number. A tensor, as nothing is to wait for the GPU.
+        self.log("train/loss", loss, batch_size=cast(int, (labels != IGNORED).sum()))
+        return self.weighed(loss, labels)
 
     @override
     def on_validation_epoch_start(self) -> None:

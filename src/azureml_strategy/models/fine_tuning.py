@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 from torch.optim import AdamW
@@ -14,8 +13,9 @@ from typing_extensions import override
 
 from azureml_strategy.huggingface.loading import load_pretrained
 from azureml_strategy.huggingface.sources import PretrainedModelError
-from azureml_strategy.huggingface.tokens import IGNORED, tokens_per_loss
+from azureml_strategy.huggingface.tokens import IGNORED
 from azureml_strategy.models import optimizer as recipe
+from azureml_strategy.models.label_means import MeanOverLabels
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,12 +27,13 @@ _RATES = {False: 2e-5, True: 2e-4}
 _FLOPS_PER_WEIGHT = {False: 6.0, True: 4.0}
 
 
-class FineTuner(LightningModule):
+class FineTuner(MeanOverLabels):
     """A pretrained language model that learns from `TextDataModule` or `ChatDataModule`.
 
     Batches are pairs `(inputs, targets)`, or dictionaries with `input_ids`, `shift_labels` and `attention_mask`, all
-    int64 `(N, T)`: the label of a token is the next token, and -100 is ignored. The loss is the average over the tokens
-    of all ranks, however many each has.
+    int64 `(N, T)`: the label of a token is the next token, and -100 is ignored. The loss is the mean over the tokens of
+    all ranks and micro-batches, however many each has, and gradients are those of the mean over all tokens of an
+    optimizer step, accumulated batches included.
 
     It logs `train/loss` at every step; after an evaluation `val/loss` and `val/perplexity` (`test/...`).
 
@@ -93,20 +94,20 @@ class FineTuner(LightningModule):
         self.model = self._with_adapters(model) if settings["lora_rank"] else model
 
     @override
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> dict[str, Tensor]:
-        """Bring a batch into the form of transformers, with the number of tokens that its losses are divided by."""
-        if not isinstance(batch, Mapping):
-            batch = {"input_ids": batch[0], "shift_labels": batch[1]}
-        labels = batch["shift_labels"]
-        tokens = tokens_per_loss(labels, self.trainer, shifted=False)
-        # One number for each row, so that a pipeline can cut it with the batch.
-        return {**batch, "tokens": tokens.expand(len(labels))}
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Mapping[str, Tensor]:
+        """Bring a batch into the form of transformers."""
+        return batch if isinstance(batch, Mapping) else {"input_ids": batch[0], "shift_labels": batch[1]}
+
+    @override
+    def labels_of(self, batch: Any) -> Any:
+        return batch.get("shift_labels") if isinstance(batch, Mapping) else None
 
     @override
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss = self._loss(batch, batch["tokens"][0])
+        tokens = _tokens(batch) if self._mean_labels is None else self._mean_labels
+        loss = self._loss(batch, tokens)
         self.log("train/loss", loss, sync_dist=True)
-        return loss
+        return self.for_step(loss)
 
     @override
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
@@ -156,9 +157,9 @@ class FineTuner(LightningModule):
     def _log_loss(self, stage: str, batch: Mapping[str, Tensor]) -> None:
         # Average over batches and ranks, weighted by their tokens: exact, whatever their sizes.
         tokens = (batch["shift_labels"] != IGNORED).sum()
-        loss = self._loss(batch, tokens.clamp(min=1).float())
-        # Lightning averages these weights over the ranks in whole numbers, so they must divide.
-        self.log(f"{stage}/loss", loss, batch_size=int(tokens) * self.trainer.world_size, sync_dist=True)
+        # Lightning's own strategies average these weights over the ranks in whole numbers, so they must divide.
+        weight = int(tokens) * self.trainer.world_size
+        self.log(f"{stage}/loss", self._loss(batch, _tokens(batch)), batch_size=weight, sync_dist=True)
 
     def _log_perplexity(self, stage: str) -> None:
         loss = self.trainer.callback_metrics[f"{stage}/loss"]
@@ -194,6 +195,11 @@ class FineTuner(LightningModule):
                 f"The tokenizer of the data has {tokens} tokens, but {self.hparams['path']} has embeddings for {rows}: "
                 f"it is another model's. Write data.tokenizer={self.hparams['path']}."
             )
+
+
+def _tokens(batch: Mapping[str, Tensor]) -> Tensor:
+    """What the sum of a batch's losses is divided by for their mean."""
+    return (batch["shift_labels"] != IGNORED).sum().clamp(min=1).float()
 
 
 def _has_matrix(module: torch.nn.Module) -> bool:

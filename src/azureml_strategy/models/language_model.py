@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import cast
 
-from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torch.optim import AdamW
@@ -15,20 +15,22 @@ from azureml_strategy.models.chain import ChainLayer, build_chain
 from azureml_strategy.models.evaluation import IGNORED, mean_cross_entropy
 from azureml_strategy.models.gpt import Block, CausalSelfAttention, Embedding, gpt_layers
 from azureml_strategy.models.gpt_config import GPTConfig
+from azureml_strategy.models.label_means import MeanOverLabels
 from azureml_strategy.sequence_parallel import SequenceGroup
 
 Batch = tuple[Tensor, Tensor]
 
 
-class LanguageModel(LightningModule):
+class LanguageModel(MeanOverLabels):
     """A GPT that learns to predict each next token.
 
     Batches are `(inputs, targets)`, both int64 `(N, T)`: the target of a token is the next token, and a target of -100
     is ignored. `configure_model` builds the layers, or a pipeline builds each stage's own. Outside a Trainer, call
     `configure_model` first. The parameters are named `layers.<place>.<name in the layer>`.
 
-    It logs this rank's `train/loss` at every step. After an evaluation it logs `val/loss` and `val/perplexity`
-    (`test/...`) over all tokens of all ranks.
+    The gradients are those of the mean over the tokens of all ranks and accumulated batches, however many each has. It
+    logs `train/loss` at every step, the mean over this rank's tokens. After an evaluation it logs `val/loss` and
+    `val/perplexity` (`test/...`), its exponential, over all tokens of all ranks.
 
     Args:
         network: the shape of the network.
@@ -128,9 +130,12 @@ class LanguageModel(LightningModule):
 
     @override
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        loss = self._loss(batch)
-        self.log("train/loss", loss)
-        return loss
+        loss, targets = self._loss(batch), self.pipeline_batch(batch)[1]
+        # A pipeline averages over micro-batches by this number. A tensor, as nothing is to wait for the GPU.
+        self.log("train/loss", loss, batch_size=cast(int, (targets != IGNORED).sum()))
+        if type(self).pipeline_loss is not LanguageModel.pipeline_loss:
+            return loss  # it need not be a mean over tokens
+        return self.weighed(loss, targets)
 
     @override
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
@@ -186,7 +191,7 @@ class LanguageModel(LightningModule):
     def _log_loss(self, stage: str, batch: Batch) -> None:
         # Average over batches and ranks, weighted by their tokens: exact, whatever their sizes.
         tokens = int((batch[1] != IGNORED).sum())
-        # Lightning averages these weights over the ranks in whole numbers, so they must divide.
+        # Lightning's own strategies average these weights over the ranks in whole numbers, so they must divide.
         self.log(f"{stage}/loss", self._loss(batch), batch_size=tokens * self.trainer.world_size, sync_dist=True)
 
     def _log_perplexity(self, stage: str) -> None:

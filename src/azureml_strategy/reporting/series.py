@@ -25,7 +25,7 @@ class Series:
     Attributes:
         steps: middle of each bucket's steps, in order.
         times_ms: middle of each bucket's times, in ms since 1970.
-        means: mean of each bucket's finite values.
+        means: mean of each bucket's finite values, each of which counts the same.
         lows: smallest finite value of each bucket.
         highs: largest finite value of each bucket.
         counts: number of finite values in each bucket.
@@ -128,10 +128,14 @@ def join(several: Sequence[Series], buckets: int = BUCKETS) -> Series:
 
     starts = _starts(len(order), min(buckets, max(len(each.steps) for each in several)))
     sizes = np.diff([*starts, len(order)]).astype(np.int64)
+    # Buckets of several series hold unequal numbers of points, each of which counts the same.
+    points = np.maximum(joined("counts"), 1)
+    shares = points / np.repeat(np.add.reduceat(points, starts), sizes) if len(starts) else points
+    means = np.add.reduceat(joined("means") * shares, starts) if len(starts) else np.empty(0)
     return Series(
         steps=_means(joined("steps"), starts, sizes),
         times_ms=_means(joined("times_ms"), starts, sizes),
-        means=_means(joined("means"), starts, sizes),
+        means=means,
         lows=np.minimum.reduceat(joined("lows"), starts) if len(starts) else np.empty(0),
         highs=np.maximum.reduceat(joined("highs"), starts) if len(starts) else np.empty(0),
         counts=np.add.reduceat(joined("counts"), starts).astype(np.int64) if len(starts) else np.empty(0, np.int64),

@@ -14,6 +14,7 @@ from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy
 from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -35,6 +36,7 @@ from azureml_strategy.strategies.model_parallel.clipping import clip_gradient_no
 from azureml_strategy.strategies.model_parallel.gradients import copy_gradients
 from azureml_strategy.strategies.model_parallel.layout import Size, plan_layout
 from azureml_strategy.strategies.model_parallel.plan import is_parallel, spread
+from azureml_strategy.strategies.reduction import reduce_over_ranks
 from azureml_strategy.strategies.zero.config import require_compiler, require_deepspeed, strategy_arguments
 from azureml_strategy.strategies.zero.construction import Construction
 from azureml_strategy.strategies.zero.device import AnyDevice
@@ -58,6 +60,19 @@ class LaunchedFabricStrategy(LaunchedProcesses):
     def _configure_launcher(self) -> None:
         self.num_nodes = self._num_nodes  # Fabric sets the attribute, past the property that follows the launch
         super()._configure_launcher()
+
+    def all_reduce(self, tensor: Tensor | Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
+        """Reduce a tensor over ranks, as `reduce_over_ranks` does.
+
+        Fabric promises the result in the given tensor. A tensor of integers cannot hold their mean, which is cut off
+        in it: take what is returned.
+        """
+        if not isinstance(tensor, Tensor):
+            return tensor
+        reduced = reduce_over_ranks(tensor, group, reduce_op)
+        if reduced.is_floating_point() and not tensor.is_floating_point():
+            tensor.copy_(reduced)
+        return reduced
 
 
 class FabricDDPStrategy(LaunchedFabricStrategy, DDPStrategy):

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,8 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
+from torch.distributed import ReduceOp
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
@@ -23,12 +25,13 @@ from azureml_strategy.cluster.launch import Launch
 from azureml_strategy.cluster.node_count import learn_launch
 from azureml_strategy.huggingface.checkpoints import RecordsModels
 from azureml_strategy.huggingface.loading import Loading, Way, loading_as
-from azureml_strategy.lightning_internals import default_process_group_backend, is_interactive
+from azureml_strategy.lightning_internals import accumulates, default_process_group_backend, is_interactive
 from azureml_strategy.network.record import RunNetwork
 from azureml_strategy.network.session import prepare_network
 from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.launcher import NodeLauncher
 from azureml_strategy.strategies.process_group import note_failure, own_process_group
+from azureml_strategy.strategies.reduction import reduce_over_ranks
 
 # The network of this process's group. A later Trainer in the same process uses the same group.
 _networks: dict[str, RunNetwork] = {}
@@ -229,6 +232,39 @@ class LaunchedStrategy(LaunchedProcesses, RecordsModels, ParallelStrategy):
     def loads_pretrained(self) -> Way:
         """How `load_pretrained` gives a model of transformers its weights in `configure_model`."""
         return "broadcast" if self.world_size > 1 else "whole"
+
+    @property
+    def alike(self) -> int:
+        """How many ranks compute each sample together, all of it in the same way, and log the same."""
+        return 1
+
+    @override
+    def reduce(self, tensor: Tensor | Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
+        """Reduce a tensor over the ranks, as `reduce_over_ranks` does; `self.log(..., sync_dist=True)` comes here.
+
+        `sum` counts ranks that are alike once, so that it is the sum over the data. To count each rank, give
+        torch.distributed's `ReduceOp.SUM`, or a group.
+        """
+        if not isinstance(tensor, Tensor):
+            return tensor
+        over_data = group is None and isinstance(reduce_op, str) and reduce_op.lower() == "sum"
+        return reduce_over_ranks(tensor, group, reduce_op, self.alike if over_data else 1)
+
+    def reduce_as_gradients(self, tensor: Tensor) -> Tensor:
+        """Average a tensor over the ranks whose gradients are averaged in this step."""
+        return cast(Tensor, self.reduce(tensor))
+
+    def ends_step(self) -> bool:
+        """Whether the optimizer steps after the backward pass of this batch."""
+        assert self.lightning_module is not None
+        return not accumulates(self.lightning_module.trainer)
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        """Multiply the gradients of a step by a number that is the same on all ranks, in `on_after_backward`."""
+        assert self.lightning_module is not None
+        for parameter in self.lightning_module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
 
     @contextmanager
     @override

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 from torch import Tensor
+from torch.distributed import ReduceOp
 from typing_extensions import override
 
 from azureml_strategy.cluster.data_parallel import data_parallel_size
@@ -272,7 +273,8 @@ class ThroughputCallback(Callback):
     def _over_ranks(self, trainer: Trainer, totals: Totals) -> Totals:
         # 64 bits: a long run's samples and seconds would lose digits in 32.
         tensor = torch.tensor(totals.to_numbers(), dtype=torch.float64, device=trainer.strategy.root_device)
-        reduced: torch.Tensor = trainer.strategy.reduce(tensor, reduce_op="sum")
+        every_rank: Any = ReduceOp.SUM  # where ranks share samples, "sum" would count one of them
+        reduced: torch.Tensor = trainer.strategy.reduce(tensor, reduce_op=every_rank)
         return Totals.from_numbers(reduced.tolist())
 
     def _account(self, trainer: Trainer, steps: list[Step]) -> Totals:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -39,6 +40,7 @@ from azureml_strategy.strategies.local_sgd.refusals import (
 )
 from azureml_strategy.strategies.model_parallel.checkpoint import copy_from_rank_zero
 from azureml_strategy.strategies.process_group import end_subgroup
+from azureml_strategy.strategies.reduction import reduce_over_ranks
 
 # How long the end of a fit waits for an exchange that is under way.
 _LAST_WAIT_SECONDS = 60.0
@@ -192,6 +194,12 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
             self._train_apart()
             self._start(_learning_rate(optimizer))
         return output
+
+    @override
+    def reduce_as_gradients(self, tensor: Tensor) -> Tensor:
+        if not self._apart:
+            return super().reduce_as_gradients(tensor)
+        return tensor if self._node_group is None else reduce_over_ranks(tensor, self._node_group)
 
     @override
     def on_validation_start(self) -> None:

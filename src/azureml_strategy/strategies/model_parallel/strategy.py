@@ -179,6 +179,11 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
 
     @property
     @override
+    def alike(self) -> int:
+        return self.world_size // int(self.distributed_sampler_kwargs["num_replicas"])
+
+    @property
+    @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         sharding = self.device_mesh["data_parallel"]
         size = self._sequence_parallel_size

@@ -20,7 +20,10 @@ from azureml_strategy.strategies.pipeline.partition import PipelineError
 _ARGUMENTS = inspect.signature(LightningModule.log)
 # Reduce the values of micro-batches to that of the batch, as `reduce_fx` reduces those of batches to the epoch's.
 _REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "mean": lambda values, weights: (values * weights).sum() / weights.sum() if weights.any() else values.mean(),
+    # Without a weight the plain mean, which a NaN of 0 / 0 would replace in what is logged at each step.
+    "mean": lambda values, weights: torch.where(
+        weights.any(), (values * weights).sum() / weights.sum().clamp(min=1e-9), values.mean()
+    ),
     "sum": lambda values, weights: values.sum(),
     "max": lambda values, weights: values.max(),
     "min": lambda values, weights: values.min(),
@@ -31,7 +34,7 @@ _REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 class _Entry:
     arguments: dict[str, Any]
     values: list[Tensor]
-    weights: list[float]
+    weights: list[Tensor]
 
 
 class SharedLogs:
@@ -83,19 +86,24 @@ class SharedLogs:
         for (name, arguments), (value, weight) in zip(names, values, strict=True):
             given = dict(arguments)
             if "batch_size" in given:
-                given["batch_size"] = int(weight)
+                # A tensor, as nothing is to wait for the GPU. A whole number, as Lightning's sum of weights is one.
+                given["batch_size"] = weight.round().long()
             if given.get("sync_dist"):
                 given["sync_dist_group"] = self._data_group
-            self._module.log(name, value, **given)
+            self._module.log(name, value.float(), **given)
 
     def _note(self, samples: int, given: dict[str, Any]) -> None:
         name, value = given["name"], given["value"]
         arguments = {key: each for key, each in given.items() if key not in ("self", "name", "value")}
         _check(name, value, arguments)
         entry = self._entries.setdefault(name, _Entry(arguments, [], []))
-        entry.values.append(torch.as_tensor(value, dtype=torch.float32, device=self._module.device).detach().squeeze())
         given_weight = arguments.get("batch_size")
-        entry.weights.append(samples if given_weight is None else given_weight)
+        entry.values.append(self._number(value))
+        entry.weights.append(self._number(samples if given_weight is None else given_weight))
+
+    def _number(self, value: Any) -> Tensor:
+        """In float64, which counts tokens beyond 2^24."""
+        return torch.as_tensor(value, dtype=torch.float64, device=self._module.device).detach().squeeze()
 
     def _agree(self, key: Any, mine: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
         if key not in self._known:
@@ -115,17 +123,17 @@ class SharedLogs:
         """Broadcast value and weight of each name, shape `(names, 2)`."""
         device = self._module.device
         if dist.get_rank() == self._source:
-            shared = torch.stack([_reduced(entry, device) for entry in entries.values()])
+            shared = torch.stack([_reduced(entry) for entry in entries.values()])
         else:
-            shared = torch.empty(len(names), 2, device=device)
+            shared = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
         dist.broadcast(shared, src=self._source, group=self._pipe_group)
         return shared
 
 
-def _reduced(entry: _Entry, device: torch.device) -> Tensor:
-    weights = torch.tensor(entry.weights, device=device)
+def _reduced(entry: _Entry) -> Tensor:
+    weights = torch.stack(entry.weights)
     reduce = _REDUCTIONS[entry.arguments.get("reduce_fx", "mean")]
-    return torch.stack([reduce(torch.stack(entry.values), weights), weights.sum()]).float()
+    return torch.stack([reduce(torch.stack(entry.values), weights), weights.sum()])
 
 
 def _check(name: str, value: Any, arguments: dict[str, Any]) -> None:

@@ -94,6 +94,7 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
         self._tensor_parallel_size = tensor_parallel.agreed_size(self.config, tensor_parallel_size)
         require_compiler(self.config)
         self._construction = Construction()
+        self._loss_scale: float | None = None
 
     @contextmanager
     @override
@@ -142,6 +143,11 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
 
     @property
     @override
+    def alike(self) -> int:
+        return self.world_size // self.distributed_sampler_kwargs["num_replicas"]
+
+    @property
+    @override
     def distributed_sampler_kwargs(self) -> dict[str, int]:
         size = self._tensor_parallel_size
         return {"num_replicas": self.world_size // size, "rank": self.global_rank // size}
@@ -185,6 +191,36 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
             # step. Here the sampler makes sure of it.
             engine.first_dataloader_check.remove()
         return engine, optimizer
+
+    @override
+    def ends_step(self) -> bool:
+        # DeepSpeed counts on over the end of an epoch.
+        engine: Any = self.model
+        return bool(engine.is_gradient_accumulation_boundary())
+
+    @override
+    def scale_gradients(self, factor: Tensor) -> None:
+        # DeepSpeed keeps the gradients to itself, and divides them by this number before it clips them. It waits for
+        # the GPU in each step anyway.
+        optimizer = self._optimizer_of_engine
+        if not hasattr(optimizer, "loss_scale"):  # that of bf16 with gradients in float32 has none, but shows these
+            for gradients in optimizer.fp32_groups_gradients_flat:
+                gradients.mul_(factor)
+            return
+        self._loss_scale = float(optimizer.loss_scale)
+        optimizer.loss_scale = self._loss_scale / float(factor)
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().optimizer_step(*args, **kwargs)
+        if self._loss_scale is not None:
+            self._optimizer_of_engine.loss_scale, self._loss_scale = self._loss_scale, None
+        return output
+
+    @property
+    def _optimizer_of_engine(self) -> Any:
+        engine: Any = self.model
+        return engine.optimizer
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

@@ -1,0 +1,152 @@
+"""Means in which every label counts the same: over ranks, micro-batches, accumulated batches and evaluation sets."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import BatchSampler, DistributedSampler
+from typing_extensions import override
+
+from azureml_strategy.huggingface.tokens import IGNORED, at_least_one, mean_tokens
+from azureml_strategy.interfaces import AveragesGradients
+from azureml_strategy.lightning_internals import accumulates
+
+
+class MeanOverLabels(LightningModule):
+    """A module whose gradients are those of the mean over all labels of an optimizer step, -100 left out.
+
+    Strategies average gradients over ranks, pipelines over micro-batches, and Lightning over accumulated batches. Each
+    of these means counts a batch with few labels as much as one with many. So a step divides its sum of losses by the
+    mean number of labels of a rank. Of accumulated batches the numbers are known no earlier than with the last one;
+    their losses are divided by the first one's number, and the gradients are put right before they are clipped.
+
+    In an evaluation, the samples that torch's DistributedSampler repeats to fill up the shares of the ranks are given
+    the label -100, so that each sample counts once.
+    """
+
+    # Mean number of labels of a rank in this batch, or of one of its micro-batches, to divide by, thus not 0; None
+    # outside of a Trainer.
+    _mean_labels: Tensor | None = None
+    # The same, and 0 where there is no label.
+    _counted = torch.zeros(())
+    # Of the accumulated batches: what the losses are divided by, and the sum; None outside of an accumulation.
+    _accumulated: tuple[Tensor, Tensor] | None = None
+    _rows_before = 0
+
+    def labels_of(self, batch: Any) -> Any:
+        """Return the labels of a batch, the second of a pair. Those in a tensor of integers are counted, but for -100.
+
+        None for a batch of another form, as a subclass with steps of its own may have: then nothing is weighed.
+        """
+        return batch[1] if isinstance(batch, (tuple, list)) and len(batch) == 2 else None
+
+    def weighed(self, mean_loss: Tensor, labels: Tensor) -> Tensor:
+        """Return what `training_step` is to return for a mean loss of these labels.
+
+        Args:
+            mean_loss: the mean over the labels of this rank's batch or micro-batch.
+            labels: those labels.
+        """
+        if self._mean_labels is None:
+            return mean_loss
+        return self.for_step(mean_loss * ((labels != IGNORED).sum() / self._mean_labels))
+
+    def for_step(self, loss: Tensor) -> Tensor:
+        """Weigh the loss of a batch, a sum divided by the mean number of labels, among the accumulated batches."""
+        mean = self._mean_labels
+        if mean is None or self.trainer.accumulate_grad_batches == 1 or not self._can_scale:
+            return loss
+        first, total = self._accumulated or (mean, torch.zeros_like(mean))
+        self._accumulated = first, total + self._counted
+        return loss * (mean / first)
+
+    @override
+    def on_train_start(self) -> None:
+        self._accumulated = None  # of a fit that failed
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        labels = self.labels_of(batch)
+        self._mean_labels = None
+        if _counts(labels):
+            self._counted = mean_tokens(labels, self.trainer, shifted=False)
+            self._mean_labels = at_least_one(self._counted, self.trainer)
+        return None
+
+    @override
+    def on_after_backward(self) -> None:
+        if self._accumulated is None or not self._ends_step:
+            return
+        (first, total), self._accumulated = self._accumulated, None
+        factor = self.trainer.accumulate_grad_batches * first / at_least_one(total, self.trainer)
+        if isinstance(self.trainer.strategy, AveragesGradients):
+            self.trainer.strategy.scale_gradients(factor)
+            return
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+    @override
+    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        if _is_ours(type(self).validation_step):
+            self._ignore_repeated(batch, batch_idx, self.trainer.val_dataloaders, dataloader_idx)
+
+    @override
+    def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        if _is_ours(type(self).test_step):
+            self._ignore_repeated(batch, batch_idx, self.trainer.test_dataloaders, dataloader_idx)
+
+    @property
+    def _can_scale(self) -> bool:
+        """Whether gradients can be put right. Lightning's own strategy for DeepSpeed keeps them to itself."""
+        strategy = self.trainer.strategy
+        return isinstance(strategy, AveragesGradients) or not isinstance(strategy, DeepSpeedStrategy)
+
+    @property
+    def _ends_step(self) -> bool:
+        strategy = self.trainer.strategy
+        return strategy.ends_step() if isinstance(strategy, AveragesGradients) else not accumulates(self.trainer)
+
+    def _ignore_repeated(self, batch: Any, batch_idx: int, loaders: Any, dataloader_idx: int) -> None:
+        labels = self.labels_of(batch)
+        if not _counts(labels):
+            return
+        before = self._rows_before if batch_idx else 0
+        self._rows_before = before + len(labels)
+        once = _samples_read_once(tree_leaves(loaders)[dataloader_idx])
+        if once is not None and self._rows_before > once:
+            labels[max(once - before, 0) :] = IGNORED
+
+
+def _is_ours(step: Any) -> bool:
+    """Whether a step is of this package, and so leaves out what has the label -100."""
+    return str(step.__module__).partition(".")[0] == __name__.partition(".")[0]
+
+
+def _counts(labels: Any) -> bool:
+    """Whether labels are classes, and no soft targets."""
+    return isinstance(labels, Tensor) and not labels.is_floating_point() and labels.ndim > 0
+
+
+def _samples_read_once(loader: Any) -> int | None:
+    """The number of samples that a rank reads before those it repeats; None if it repeats none, or who knows which.
+
+    Lightning gives torch's DistributedSampler to a loader that has none. It puts the first samples once more behind the
+    last ones.
+    """
+    sampler = getattr(loader, "sampler", None)
+    if type(sampler) not in (DistributedSampler, DistributedSamplerWrapper):
+        return None
+    if type(loader.batch_sampler) is not BatchSampler:
+        return None
+    share = cast(DistributedSampler[Any], sampler)
+    if share.drop_last:
+        return None
+    samples = len(cast(Any, share.dataset))
+    return max(-(-(samples - share.rank) // share.num_replicas), 0)
