@@ -30,6 +30,7 @@ from azureml_strategy.lightning_internals import accumulates, precision_of, trai
 from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.gradient_parts import (
     Gradient,
+    MeshGradient,
     Norms,
     change_parts,
     clip_norm,
@@ -205,7 +206,8 @@ class _Found:
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         in_parts = any(type(each) is not Gradient for each in gradients)
         by_ddp = trainer is None or isinstance(trainer.strategy.model, DistributedDataParallel)
-        if trainer is not None and accumulates(trainer) and (by_ddp or in_parts):
+        summed = all(type(each) is MeshGradient for each in gradients)  # FSDP2 does so after each batch
+        if trainer is not None and accumulates(trainer) and (by_ddp or (in_parts and not summed)):
             raise ConfigurationError(_ACCUMULATING)
         stages = getattr(trainer.strategy, "stage_groups", None) if trainer is not None else None
         if stages is None and any(hasattr(each.parameter, "ds_pipe_replicated") for each in gradients):

@@ -238,6 +238,10 @@ INTERNALS: dict[str, dict[str, str]] = {
         "_device_mesh": "what `self.device_mesh` gives",
         "_trainer": "the Trainer, or None where the public property raises an error",
     },
+    "lightning.pytorch.plugins.precision.precision.Precision": {
+        "_after_closure": "overridden: the hooks before an optimizer step, which look at gradients",
+        "_clip_gradients": "overridden: calls a hook of the module's, where DeepSpeed does not clip by itself",
+    },
     "lightning.fabric.wrappers": {
         "_FabricModule": "what `fabric.setup` returns, to tell it from other modules",
     },

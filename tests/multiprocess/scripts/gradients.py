@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import grad_norm as lightnings_grad_norm
 from tests.multiprocess.scripts.common import FEATURES, SAMPLES, Rows, quiet_trainer, report
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -31,6 +32,7 @@ from azureml_strategy.strategies import (
     AzureMLModelParallelStrategy,
     PipelineStrategy,
 )
+from azureml_strategy.strategies.errors import ConfigurationError
 
 BATCH = 8  # of all ranks together
 Numbers = dict[str, Any]
@@ -110,6 +112,71 @@ class Helped(Layered):
         self.seen.append(numbers)
 
 
+class Stock(Layered):
+    """Uses what torch and Lightning have, in the hook that their pages name."""
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        step, trained = self.trainer.global_step, [each for each in self.parameters() if each.requires_grad]
+        numbers: Numbers = {}
+        if step == 0:
+            numbers["norms"] = plain(lightnings_grad_norm(self, 2))
+            numbers["largest"] = plain(lightnings_grad_norm(self, "inf"))
+        elif step == 1:
+            numbers["before"] = float(torch.nn.utils.clip_grad_norm_(trained, 0.1))
+        elif step == 2:
+            numbers["norm"] = float(
+                torch.nn.utils.get_total_norm([each.grad for each in trained if each.grad is not None])
+            )
+        elif any(each.grad is not None for each in trained):
+            torch.nn.utils.clip_grad_value_(trained, 0.05)
+            for each in trained:
+                if each.grad is not None:
+                    each.grad.mul_(0.5)
+        self.seen.append(numbers)
+
+
+class ByHook(Layered):
+    """Clips by a hook of its own, to other numbers than the Trainer's."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        if self.trainer.global_step < 2:
+            self.clip_gradients(optimizer, 0.1, "norm")
+        elif self.trainer.global_step < 4:
+            self.clip_gradients(optimizer, 0.1, "value")
+
+
+class ByHand(Layered):
+    """Optimizes manually."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        if batch_idx == 0:
+            self.clip_gradients(optimizer, 0.1, "norm")
+        elif batch_idx == 1:
+            self.clip_gradients(optimizer, 0.05, "value")
+        elif batch_idx == 2:
+            self.seen.append({"before": float(clip_grad_norm(self, 0.2))})
+        optimizer.step()
+
+
+class Accumulating(Helped):
+    """Asks for gradients while they are not complete, too."""
+
+    def on_after_backward(self) -> None:
+        if self.trainer.fit_loop.epoch_loop.batch_progress.current.ready == 1:
+            try:
+                total_norm(self)
+                self.refused = ""
+            except ConfigurationError as error:
+                self.refused = str(error)
+
+
 class InParts(Helped):
     """The same in a pipeline."""
 
@@ -172,17 +239,49 @@ def fit(module: Layered, strategy: Any = "auto", **arguments: Any) -> list[Numbe
     return module.seen
 
 
-def runs(name: str, ranks: int) -> bool:
-    return ranks > 1 or name not in ("tensor_parallel", "pipeline", "local_sgd")
+def oracle(kind: type[Layered], **arguments: Any) -> list[Numbers]:
+    """What one process finds with stock Lightning."""
+    return fit(kind(), **arguments)
+
+
+# The module and the arguments of the Trainer of each case.
+CASES: dict[str, tuple[type[Layered], dict[str, Any]]] = {
+    "helped": (Helped, {}),
+    "stock": (Stock, {}),
+    "by_hook": (ByHook, {"gradient_clip_val": 0.1}),
+    "by_hand": (ByHand, {}),
+    "norm": (Layered, {"gradient_clip_val": 0.1}),
+    "value": (Layered, {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}),
+    "accumulating": (Accumulating, {"accumulate_grad_batches": 2}),
+    "pipeline": (InParts, {}),
+}
+
+
+def runs(strategy: str, case: str, ranks: int) -> bool:
+    if ranks == 1 and strategy in ("tensor_parallel", "pipeline", "local_sgd"):
+        return False
+    if strategy.startswith("pipeline"):
+        return case == "pipeline"
+    of_zero = strategy.startswith(("zero", "offload"))
+    refused = (of_zero and case == "value") or (strategy == "local_sgd" and case == "by_hand")
+    return case != "pipeline" and not refused
 
 
 def main() -> None:
     ranks, results = int(os.environ["WORLD_SIZE"]), {}
-    warnings.simplefilter("ignore")
     for name, strategy in STRATEGIES.items():
-        if runs(name, ranks):
-            kind = InParts if name.startswith("pipeline") else Helped
-            results[name] = fit(kind(), strategy(process_group_backend="gloo"))
+        for case, (kind, arguments) in CASES.items():
+            if runs(name, case, ranks):
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    module = kind()
+                    fit(module, strategy(process_group_backend="gloo"), **arguments)
+                said = [str(each.message) for each in caught if "gradient" in str(each.message).lower()]
+                results[f"{name} {case}"] = {
+                    "seen": module.seen,
+                    "said": said,
+                    "refused": getattr(module, "refused", None),
+                }
     report(int(os.environ["RANK"]), **results)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
