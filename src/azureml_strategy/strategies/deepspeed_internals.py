@@ -186,6 +186,35 @@ def float32_copy(parameter: nn.Parameter) -> Tensor | None:
     return getattr(parameter, "_hp_grad", None)
 
 
+def drop_stale_gradients(engine: DeepSpeedEngine) -> None:
+    """Empty the slices on the host to which no gradient came, before a step. DeepSpeed has a norm of each that did.
+
+    It copies gradients into buffers as they come, and ZeRO 3 and offloaded optimizers never empty them: a layer that
+    was used once would be trained by the same gradient in each later step.
+    """
+    optimizer: Any = engine.optimizer
+    if getattr(optimizer, "cpu_offload", False):
+        for group, parameters in enumerate(optimizer.params_in_partition):
+            for parameter, kept in zip(parameters, optimizer.offload_gradient_dict[group], strict=True):
+                if optimizer.get_param_id(parameter) not in optimizer.norm_for_param_grads:
+                    kept.zero_()
+    elif getattr(optimizer, "offload_optimizer", False):
+        for number, (group, start, length) in optimizer.grad_position.items():
+            kept = optimizer.fp32_partitioned_groups_flat[group].grad
+            if kept is not None and number not in optimizer.norm_for_param_grads:
+                kept.narrow(0, start, length).zero_()
+
+
+def forget_gradients(engine: DeepSpeedEngine) -> None:
+    """Empty ZeRO 3's slices of gradients, after a step."""
+    optimizer: Any = engine.optimizer
+    kept = getattr(optimizer, "grad_partitions_flat_buffer", None)
+    if kept is not None:
+        kept.zero_()
+        if optimizer.offload_optimizer:
+            optimizer.norm_for_param_grads.clear()  # as ZeRO 1 and 2 do
+
+
 def _zero_optimizer(parameter: nn.Parameter) -> Any:
     """Return ZeRO's optimizer; None if this rank keeps nothing of the parameter's gradient."""
     return getattr(parameter, "_z3_optimizer", getattr(parameter, "_zero_optimizer", None))

@@ -165,6 +165,18 @@ class ByHand(Layered):
         optimizer.step()
 
 
+class Sometimes(Layered):
+    """Uses a layer in some steps only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(FEATURES, 1)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss + self.extra(batch[0]).pow(2).mean() if batch_idx in (0, 3) else loss
+
+
 class Accumulating(Helped):
     """Asks for gradients while they are not complete, too."""
 
@@ -253,6 +265,7 @@ CASES: dict[str, tuple[type[Layered], dict[str, Any]]] = {
     "norm": (Layered, {"gradient_clip_val": 0.1}),
     "value": (Layered, {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}),
     "accumulating": (Accumulating, {"accumulate_grad_batches": 2}),
+    "sometimes": (Sometimes, {}),
     "pipeline": (InParts, {}),
 }
 

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from azureml_strategy.gradients import clip_grad_norm, clip_grad_value
 from azureml_strategy.lightning_internals import accumulates
-from azureml_strategy.strategies.deepspeed_internals import is_of_zero
+from azureml_strategy.strategies.deepspeed_internals import drop_stale_gradients, forget_gradients, is_of_zero
 
 _GRAD: Any = Tensor.grad
 # They know where the gradients are.
@@ -69,10 +69,20 @@ class BufferedGradientsPrecision(DeepSpeedPrecision):
             return super().post_backward(tensor, module)
 
     @override
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Steppable, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        output = super().optimizer_step(optimizer, model, closure, **kwargs)
+        if not accumulates(model.trainer):
+            forget_gradients(model.trainer.model)
+        return output
+
+    @override
     def _after_closure(self, model: LightningModule, optimizer: Steppable) -> None:
         # Lightning comes here after each batch, as DeepSpeed counts those of a step by itself. Until the last of them
         # there is nothing to see or to clip; and under other strategies the hooks come once a step.
         if not accumulates(model.trainer):
+            drop_stale_gradients(model.trainer.model)
             with self._noticing():
                 super()._after_closure(model, optimizer)
 
