@@ -54,7 +54,9 @@ OTHERS = {
         ),
         *("_is_profiler_enabled", "_set_is_profiler_enabled", "_new_shared", "_upsample_bilinear2d_aa"),
         *(
+            "_backward_hooks",
             "_foreach_norm",
+            "_post_accumulate_grad_hooks",
             "_per_optimizer_states",
             "_get_ddp_logging_data",
             "_set_ddp_runtime_logging_sample_rate",

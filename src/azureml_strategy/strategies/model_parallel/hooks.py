@@ -1,4 +1,4 @@
-"""Norms in hooks, of gradients that are spread over several device meshes."""
+"""What becomes of hooks that look at gradients, where these are spread over device meshes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
@@ -43,6 +44,23 @@ class NormsOverMeshes(TorchFunctionMode):
         if func is torch._foreach_mul_ and len({_mesh(each) for each in args[0]}) > 1:
             return _by_mesh(func, args, kwargs)
         return func(*args, **kwargs)
+
+
+def warn_of_lost_hooks(module: nn.Module) -> None:
+    """Name the parameters with hooks of their own, which FSDP2 never calls: it computes with others in their place.
+
+    Args:
+        module: before it is sharded.
+    """
+    lost = [
+        name for name, each in module.named_parameters() if each._backward_hooks or each._post_accumulate_grad_hooks
+    ]
+    if lost:
+        rank_zero_warn(
+            f"{', '.join(lost)} has a hook of register_hook() or register_post_accumulate_grad_hook(), which is never "
+            "called here: FSDP2 computes with other tensors in the parameters' place. Change gradients by "
+            "edit_gradients of azureml_strategy.gradients in on_before_optimizer_step()."
+        )
 
 
 def _order(args: Sequence[Any], kwargs: dict[str, Any]) -> float | None:
