@@ -53,7 +53,20 @@ OTHERS = {
             "_world",
         ),
         *("_is_profiler_enabled", "_set_is_profiler_enabled", "_new_shared", "_upsample_bilinear2d_aa"),
-        *("_get_ddp_logging_data", "_set_ddp_runtime_logging_sample_rate", "_non_persistent_buffers_set", "_sleep"),
+        *(
+            "_backward_hooks",
+            "_foreach_norm",
+            "_post_accumulate_grad_hooks",
+            "_per_optimizer_states",
+            "_get_ddp_logging_data",
+            "_set_ddp_runtime_logging_sample_rate",
+            "_non_persistent_buffers_set",
+            "_sleep",
+        ),
+    },
+    # DeepSpeed sets these on parameters, where no class shows them.
+    "deepspeed": {
+        *("_dp_group", "_hp_grad", "_hp_mapping", "_index_in_param_group", "_z3_optimizer", "_zero_optimizer"),
     },
     "torchmetrics": {"_cache", "_compute_groups_create_state_ref", "_groups_checked", "_state_is_copy"},
     "omegaconf": {"_get_node", "_get_parent", "_invalidate_flags_cache", "_key", "_metadata"},

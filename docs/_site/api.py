@@ -12,6 +12,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "azureml_strategy": (),
     "azureml_strategy.strategies": (),
     "azureml_strategy.strategies.local_sgd": (),
+    "azureml_strategy.gradients": (),
     "azureml_strategy.checkpoint": ("azureml_strategy.interfaces.WriteStaged",),
     "azureml_strategy.tracking": (
         "azureml_strategy.tracking.events.Event",

@@ -17,8 +17,8 @@ from datetime import timedelta
 from types import FrameType
 from typing import Any
 
-from lightning.fabric import Fabric
-from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric import Fabric, wrappers
+from lightning.fabric.plugins import CheckpointIO, Precision
 from lightning.fabric.utilities import distributed, imports, types
 from lightning.fabric.utilities import logger as fabric_logger
 from lightning.pytorch import LightningModule, Trainer
@@ -236,6 +236,17 @@ INTERNALS: dict[str, dict[str, str]] = {
     "lightning.pytorch.core.module.LightningModule": {
         "_compiler_ctx": "whether torch.compile was given the whole module, which a pipeline refuses",
         "_device_mesh": "what `self.device_mesh` gives",
+        "_trainer": "the Trainer, or None where the public property raises an error",
+    },
+    "lightning.pytorch.plugins.precision.precision.Precision": {
+        "_after_closure": "overridden: the hooks before an optimizer step, which look at gradients",
+        "_clip_gradients": "overridden: calls a hook of the module's, where DeepSpeed does not clip by itself",
+    },
+    "lightning.fabric.wrappers": {
+        "_FabricModule": "what `fabric.setup` returns, to tell it from other modules",
+    },
+    "lightning.fabric.wrappers._FabricModule": {
+        "_strategy": "whose precision may have multiplied the gradients",
     },
     "lightning.fabric.utilities.logger": {
         "_convert_params": "hyperparameters of any kind as a dictionary, as Lightning's loggers have them",
@@ -574,6 +585,19 @@ def fabric_in_the_making() -> Fabric | None:
         frame = frame.f_back
     fabric = frame.f_locals.get("self") if frame is not None else None
     return fabric if isinstance(fabric, Fabric) and hasattr(fabric, "_strategy") else None
+
+
+def trainer_of(module: nn.Module) -> Trainer | None:
+    """Return the Trainer that a LightningModule is attached to; None for all other modules."""
+    return module._trainer if isinstance(module, LightningModule) else None
+
+
+def precision_of(module: nn.Module) -> Precision | None:
+    """Return the precision plugin of a LightningModule's Trainer, or of the Fabric that has wrapped a module."""
+    trainer = trainer_of(module)
+    if trainer is not None:
+        return trainer.precision_plugin
+    return module._strategy.precision if isinstance(module, wrappers._FabricModule) else None
 
 
 def is_compiled(module: LightningModule) -> bool:

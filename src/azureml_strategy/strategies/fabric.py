@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from azureml_strategy.huggingface.loading import Loading, loading_as
-from azureml_strategy.strategies.deepspeed_internals import zero_init
+from azureml_strategy.strategies.deepspeed_internals import drop_stale_gradients, forget_gradients, zero_init
 from azureml_strategy.strategies.equal_buffers import EqualBuffers, equal_in_forward
 from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.launched import LaunchedProcesses
@@ -206,6 +206,16 @@ class FabricDeepSpeedStrategy(LaunchedFabricStrategy, AnyDevice, DeepSpeedStrate
         engine = super().setup_module(module)
         self._prepare(engine, module)
         return engine
+
+    @override
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        steps = optimizer.is_gradient_accumulation_boundary()  # Fabric gives the engine here
+        if steps:
+            drop_stale_gradients(optimizer)
+        output = super().optimizer_step(optimizer, **kwargs)
+        if steps:
+            forget_gradients(optimizer)
+        return output
 
     def _prepare(self, engine: nn.Module, module: nn.Module) -> None:
         precision = self.precision.precision

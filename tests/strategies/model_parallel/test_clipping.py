@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.testing import assert_close
 
 from azureml_strategy.strategies.model_parallel.clipping import clip_gradient_norm
+from azureml_strategy.strategies.model_parallel.hooks import warn_of_lost_hooks
 
 
 @pytest.fixture
@@ -62,3 +63,10 @@ def test_sums_that_are_still_to_be_made(mesh: DeviceMesh) -> None:
 
 def test_nothing_to_clip(mesh: DeviceMesh) -> None:
     assert clip_gradient_norm([nn.Parameter(torch.zeros(2))], 1.0) == 0
+
+
+def test_hooks_of_parameters_that_are_never_called_are_named() -> None:
+    layer = nn.Linear(2, 2)
+    layer.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+    with pytest.warns(UserWarning, match=r"^weight has a hook .* edit_gradients"):
+        warn_of_lost_hooks(layer)

@@ -62,10 +62,11 @@ def _is_copied(placement: Placement) -> bool:
 
 def _norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """Return the norm of this rank's parts, in float32."""
-    return torch.nn.utils.get_total_norm([_local(parameter.grad) for parameter in parameters]).float()
+    return torch.nn.utils.get_total_norm([local_part(parameter.grad) for parameter in parameters]).float()
 
 
-def _local(gradient: Tensor | None) -> Tensor:
+def local_part(gradient: Tensor | None) -> Tensor:
+    """Return this rank's part of a gradient, with partial sums completed."""
     if not isinstance(gradient, DTensor):
         assert gradient is not None
         return gradient

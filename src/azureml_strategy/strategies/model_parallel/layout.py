@@ -6,12 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from lightning.fabric.utilities.types import Steppable
+from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from azureml_strategy.strategies.errors import ConfigurationError, MeshSizeError
 from azureml_strategy.strategies.model_parallel.clipping import clip_gradient_norm
+from azureml_strategy.strategies.model_parallel.hooks import NormsOverMeshes
 
 # Lightning's list for its own strategy. Lightning checks it only if the strategy is given as an object.
 SUPPORTED = ("32-true", "bf16-mixed", "bf16-true", "16-true")
@@ -22,6 +26,16 @@ class _NormOverMeshes(Precision):
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         clip_gradient_norm(self.main_params(optimizer), clip_val)
+
+    @override
+    def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        with NormsOverMeshes():
+            return super().post_backward(tensor, module)
+
+    @override
+    def _after_closure(self, model: LightningModule, optimizer: Steppable) -> None:
+        with NormsOverMeshes():
+            super()._after_closure(model, optimizer)
 
 
 class FullPrecision(_NormOverMeshes):

@@ -34,6 +34,7 @@ from azureml_strategy.strategies.model_parallel.checkpoint import (
     write_distributed,
 )
 from azureml_strategy.strategies.model_parallel.gradients import copy_gradients
+from azureml_strategy.strategies.model_parallel.hooks import warn_of_lost_hooks
 from azureml_strategy.strategies.model_parallel.layout import MeshLayout, Size, check_counts, for_meshes, plan_layout
 from azureml_strategy.strategies.model_parallel.module import (
     HasShardedBlocks,
@@ -141,6 +142,7 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
                 self.lightning_module, group, self.device_mesh["tensor_parallel"].size()
             )
         reshard(self.lightning_module)  # after a use outside of a Trainer
+        warn_of_lost_hooks(self.lightning_module)
         spread_by_itself = is_parallel(self.lightning_module)
         self._restore_module = mix_sharded_precision(
             self.lightning_module, self.precision_plugin.precision, self.root_device.type

@@ -28,6 +28,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -141,6 +142,12 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
     def pipeline_stage(self) -> int:
         """The stage of this rank, once the model is set up."""
         return int(self.deepspeed_engine.stage_id)
+
+    @property
+    def stage_groups(self) -> tuple[ProcessGroup, ProcessGroup]:
+        """The replicas of this rank's stage, and one rank of each stage, once the model is set up."""
+        grid = self.deepspeed_engine.grid
+        return grid.get_data_parallel_group(), grid.get_pipe_parallel_group()
 
     @override
     def setup_environment(self) -> None:

@@ -23,11 +23,16 @@ from azureml_strategy.strategies.errors import UnfitCheckpointError
 from azureml_strategy.strategies.mixed_precision import MixedPrecisionStrategy
 from azureml_strategy.strategies.zero import universal
 from azureml_strategy.strategies.zero.device import AnyDeviceDeepSpeedStrategy
+from azureml_strategy.strategies.zero.precision import BufferedGradientsStrategy
 from azureml_strategy.strategies.zero.universal import require_same_slices, require_zero_checkpoint
 
 
 class StagedDeepSpeedStrategy(
-    PlainDataStrategy, EqualBuffersStrategy, MixedPrecisionStrategy, AnyDeviceDeepSpeedStrategy
+    PlainDataStrategy,
+    EqualBuffersStrategy,
+    MixedPrecisionStrategy,
+    BufferedGradientsStrategy,
+    AnyDeviceDeepSpeedStrategy,
 ):
     """Lightning's DeepSpeed strategy, but it can hand out the files of a checkpoint instead of writing them."""
 

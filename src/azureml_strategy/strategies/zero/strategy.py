@@ -6,6 +6,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
+from warnings import catch_warnings, filterwarnings
 
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from torch import Tensor
@@ -114,7 +115,11 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
 
     @override
     def init_deepspeed(self) -> None:
-        super().init_deepspeed()
+        with catch_warnings():
+            if self.clips_by_hook:
+                # It says that the hook cannot clip, which here it can.
+                filterwarnings("ignore", "Since DeepSpeed handles gradient clipping internally")
+            super().init_deepspeed()
         assert self.lightning_module is not None
         module = self.lightning_module
         self.mix_precision(module, bool(float32_buffers(module)) if self._autocast is None else self._autocast)
@@ -172,6 +177,8 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
         if self._tensor_parallel_size > 1:
             own = self.config.get("tensor_parallel") or tensor_parallel.section(self.lightning_module)
             self.config["tensor_parallel"] = {**own, "autotp_size": self._tensor_parallel_size}
+        if self.clips_by_hook and trainer.gradient_clip_val is not None:
+            self.config["gradient_clipping"] = 0.0
         super()._format_batch_size_and_grad_accum_config()
 
     def _batch_size(self) -> int | None:

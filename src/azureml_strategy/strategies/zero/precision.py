@@ -1,0 +1,164 @@
+"""What hooks find out about gradients that DeepSpeed keeps in buffers of its own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from lightning.fabric.utilities.types import Steppable
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import DeepSpeedPrecision, Precision
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+from azureml_strategy.gradients import clip_grad_norm, clip_grad_value
+from azureml_strategy.lightning_internals import accumulates
+from azureml_strategy.strategies.deepspeed_internals import drop_stale_gradients, forget_gradients, is_of_zero
+
+_GRAD: Any = Tensor.grad
+# They know where the gradients are.
+_HELPERS = ("azureml_strategy", "deepspeed")
+
+
+class GradientReads(TorchFunctionMode):
+    """While it is active, it notices code that reads or sets the `.grad` of a parameter whose gradient is elsewhere.
+
+    Attributes:
+        found: whether there was such code.
+    """
+
+    def __init__(self, elsewhere: Callable[[nn.Parameter], bool]) -> None:
+        super().__init__()
+        self._elsewhere = elsewhere
+        self.found = False
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not self.found and getattr(func, "__self__", None) is _GRAD and isinstance(args[0], nn.Parameter):
+            self.found = self._elsewhere(args[0]) and not _is_helper(sys._getframe(1))
+        return func(*args, **(kwargs or {}))
+
+
+class BufferedGradientsPrecision(DeepSpeedPrecision):
+    """Lightning's plugin for DeepSpeed, but it says where gradients are, and `self.clip_gradients` clips.
+
+    Lightning's leaves all clipping to DeepSpeed, which clips to `Trainer(gradient_clip_val=...)` within its step.
+    Whatever else a module asks for, by its own configure_gradient_clipping or by hand, would be left out in silence.
+    """
+
+    _module: LightningModule | None = None
+    _said = False
+
+    def look_at(self, module: LightningModule | None) -> None:
+        """Know the module whose gradients are clipped; None after the training."""
+        self._module = module
+
+    @override
+    def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        with self._noticing():
+            return super().post_backward(tensor, module)
+
+    @override
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Steppable, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        output = super().optimizer_step(optimizer, model, closure, **kwargs)
+        if not accumulates(model.trainer):
+            forget_gradients(model.trainer.model)
+        return output
+
+    @override
+    def _after_closure(self, model: LightningModule, optimizer: Steppable) -> None:
+        # Lightning comes here after each batch, as DeepSpeed counts those of a step by itself. Until the last of them
+        # there is nothing to see or to clip; and under other strategies the hooks come once a step.
+        if not accumulates(model.trainer):
+            drop_stale_gradients(model.trainer.model)
+            with self._noticing():
+                super()._after_closure(model, optimizer)
+
+    @override
+    def _clip_gradients(self, model: LightningModule | nn.Module, *args: Any, **kwargs: Any) -> None:
+        # Lightning's own hook clips to the Trainer's number, as DeepSpeed does in its step.
+        if is_overridden("configure_gradient_clipping", model, LightningModule):
+            super()._clip_gradients(model, *args, **kwargs)
+
+    @override
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: int | float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        if self._module is None or clip_val <= 0:
+            return
+        if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+            clip_grad_value(self._module, clip_val)
+        else:
+            clip_grad_norm(self._module, clip_val)
+
+    @contextmanager
+    def _noticing(self) -> Iterator[None]:
+        """Say once that a hook looks for gradients where they are not."""
+        if self._said:
+            yield
+            return
+        reads = GradientReads(is_of_zero)
+        try:
+            with reads:
+                yield
+        finally:
+            if reads.found:
+                self._said = True
+                rank_zero_warn(
+                    "A hook reads or sets the .grad of a parameter, but DeepSpeed keeps gradients in buffers of its "
+                    "own: norms of .grad are wrong, and changes of it have no effect. Use grad_norm, clip_grad_norm, "
+                    "clip_grad_value, edit_gradients or full_gradients of azureml_strategy.gradients, in "
+                    "on_before_optimizer_step(); they take the LightningModule."
+                )
+
+
+class BufferedGradientsStrategy(ParallelStrategy):
+    """Mix-in before Lightning's DeepSpeed strategy. A precision plugin of the user's own class is kept."""
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        if type(precision_plugin) is DeepSpeedPrecision:
+            precision_plugin = BufferedGradientsPrecision(precision_plugin.precision)  # type: ignore[arg-type]
+        self._precision_plugin = precision_plugin
+
+    @property
+    def clips_by_hook(self) -> bool:
+        """Whether the module clips by a hook of its own, instead of DeepSpeed."""
+        ours = isinstance(self.precision_plugin, BufferedGradientsPrecision)
+        return ours and is_overridden("configure_gradient_clipping", self.lightning_module, LightningModule)
+
+    @override
+    def setup_precision_plugin(self) -> None:
+        super().setup_precision_plugin()
+        if isinstance(self.precision_plugin, BufferedGradientsPrecision):
+            self.precision_plugin.look_at(self.lightning_module)
+
+    @override
+    def teardown(self) -> None:
+        if isinstance(self.precision_plugin, BufferedGradientsPrecision):
+            self.precision_plugin.look_at(None)
+        super().teardown()
+
+
+def _is_helper(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).partition(".")[0] in _HELPERS
