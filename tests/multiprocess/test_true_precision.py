@@ -99,6 +99,7 @@ def test_tables_and_statistics_stay_precise(run_job: RunJob, folders: Path, rank
         assert results["families"] == dict.fromkeys(results["families"], 0)
         check_statistics(results["statistics"])
     assert [each["told"] for each in job.results[0]["statistics"].values()] == [1] * 5
+    assert list(job.results[0]["modes"].values()) == [["network.0"]] * 5
 
 
 def check_statistics(found: dict[str, Any]) -> None:

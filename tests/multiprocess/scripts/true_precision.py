@@ -1,4 +1,7 @@
-"""What `bf16-true` leaves precise under each strategy: tables of models of transformers, and running statistics."""
+"""What `bf16-true` leaves precise under each strategy: tables of models of transformers, and running statistics.
+
+And what each strategy says of a layer that trains in evaluation mode.
+"""
 
 from __future__ import annotations
 
@@ -109,6 +112,21 @@ def statistics() -> dict[str, Any]:
     return found
 
 
+def modes() -> dict[str, list[str]]:
+    """What the first warning of each strategy names, of a module with a layer in evaluation mode."""
+    found = {}
+    for name in ("ddp", "local_sgd", "zero_1", "zero_3", "fsdp2"):
+        module = Normalised()
+        module.network[0].eval()
+        trainer = quiet_trainer(strategy=STRATEGIES[name](), max_steps=2)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            trainer.fit(module, DataLoader(torch.zeros(8 * WORLD, 4), batch_size=4))
+        told = [str(each.message) for each in warned]
+        found[name] = [each.partition(" will train")[0] for each in told if "in evaluation mode" in each]
+    return found
+
+
 def _note(module: Normalised, seen: dict[str, Any]) -> None:
     mean = module.network[1].running_mean
     seen |= {"mean": mean.tolist(), "type": str(mean.dtype), "offsets": str(module.offsets.dtype)}
@@ -122,6 +140,7 @@ def main() -> None:
         early=difference(folders / "llama", AzureMLDDPStrategy(), late=False),
         families={each.name: difference(each, AzureMLDDPStrategy()) for each in sorted(folders.iterdir())},
         statistics=statistics(),
+        modes=modes(),
     )
 
 
