@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 Way = Literal["whole", "broadcast", "in_parts", "zero_3"]
 _SOURCE, _SKETCH = "pretrained_source", "_pretrained_sketch"
+# The precisions of a Trainer with weights of another type than float32.
+_TYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
 # How many names an error message lists.
 _SHOWN = 3
 
@@ -120,7 +122,7 @@ def load_pretrained(
             registered in the job's workspace.
         model_class: a class of transformers, or one of its Auto classes; `AutoModelForCausalLM` if None.
         dtype: of the weights in memory. By default float32, also for files in bfloat16, as an optimizer loses small
-            updates of 16-bit weights; half of it with precision `bf16-true` or `16-true`.
+            updates of 16-bit weights; the type of the precision with `bf16-true`, `16-true` and `64-true`.
         revision: branch, tag or commit on the hub.
         kwargs: changes of the model's configuration, as `num_labels=3` or `attn_implementation="sdpa"`.
 
@@ -137,13 +139,14 @@ def load_pretrained(
     files = found.weight_files()
     config = _configuration(AutoConfig, found, kwargs)
     loading = _at_work.get() or Loading("whole", torch.device("cpu"), "32-true")
-    dtype = dtype or {"bf16-true": torch.bfloat16, "16-true": torch.float16}.get(loading.precision, torch.float32)
+    dtype = dtype or _TYPES.get(loading.precision, torch.float32)
     cls = internals.class_for(model_class or AutoModelForCausalLM, config)
-    model: PreTrainedModel = (
-        load_under_zero_3(cls, config, files, dtype)
-        if loading.way == "zero_3"
-        else _sketched(cls, config, files, dtype, found)
-    )
+    with internals.float32_by_default():
+        model: PreTrainedModel = (
+            load_under_zero_3(cls, config, files, dtype)
+            if loading.way == "zero_3"
+            else _sketched(cls, config, files, dtype, found)
+        )
     setattr(model, _SOURCE, found)
     model.name_or_path = model.config.name_or_path = found.name
     if (found.folder / "generation_config.json").is_file() and model.can_generate():

@@ -8,6 +8,7 @@ after the user's code has imported it.
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -134,6 +135,73 @@ def adapters_around(module: nn.Module, model: PreTrainedModel) -> list[nn.Module
     """
     wrappers = [each for each in find_peft_models(module).values() if each.get_base_model() is model]
     return [each.base_model for each in wrappers if each.base_model is not model]
+
+
+def buffers_in_float32(module: nn.Module, dtype: torch.dtype) -> Iterator[tuple[nn.Module, str]]:
+    """Yield the buffers that transformers keeps in float32 when it makes its models in a module in 16 bits.
+
+    A model tells by a twin without memory. So a table that a model's code multiplies with its weights is not among
+    them: transformers makes that one in 16 bits.
+
+    Args:
+        module: that holds models.
+        dtype: of their weights.
+
+    Yields:
+        The module that has the buffer, and its name there.
+    """
+    for model in _library_models(module):
+        own = [name for name, each in model.named_buffers() if each.dtype == torch.float32]
+        kept = _names_in_float32(model, dtype) if own else set()
+        for name in filter(kept.__contains__, own):
+            owner, _, attribute = name.rpartition(".")
+            yield model.get_submodule(owner), attribute
+
+
+def _library_models(module: nn.Module) -> Iterator[PreTrainedModel]:
+    """Yield models of transformers' own classes, or derived from them, without those inside another one."""
+    inside: set[nn.Module] = set()
+    for each in module.modules():
+        if (
+            each not in inside
+            and is_pretrained_model(each)
+            and hasattr(sys.modules["transformers"], library_class(each))
+        ):
+            inside |= set(each.modules())
+            yield each
+
+
+def _names_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> set[str]:
+    import transformers
+
+    kind: Any = getattr(transformers, library_class(model))
+    with torch.device("meta"), whole_models():
+        twin = kind._from_config(copy.deepcopy(model.config), dtype=dtype)
+    plan = [re.escape(name) for name in twin._get_dtype_plan(dtype)]
+    return {
+        name
+        for name, buffer in twin.named_buffers()
+        if buffer.dtype == torch.float32 or any(re.search(rf"(^|\.){each}($|\.)", name) for each in plan)
+    }
+
+
+@contextmanager
+def float32_by_default() -> Iterator[None]:
+    """Have torch make float32 where code names no type, as transformers' code expects it.
+
+    Lightning has torch make 16 bits under `bf16-true` and `16-true`, and a table that is computed so is wrong.
+    """
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(default)
+
+
+def computes_frequencies(module: nn.Module) -> bool:
+    """Whether a module computes rotary frequencies anew in its forward, by the length of the sequence."""
+    return type(module).__module__.startswith("transformers.") and "dynamic" in str(getattr(module, "rope_type", ""))
 
 
 def is_tokenizer(value: object) -> bool:

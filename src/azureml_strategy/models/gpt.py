@@ -38,9 +38,11 @@ class Normalisation(nn.Module):
         super().__init__()
         self.memory_format = memory_format
         # (pixel / 255 - mean) / std as one multiplication and one addition
-        spread = 255.0 * torch.tensor(std).view(-1, 1, 1)
+        # in float32, whatever type a precision plugin makes torch's default: each step would round again
+        spread = 255.0 * torch.tensor(std, dtype=torch.float32).view(-1, 1, 1)
+        means = 255.0 * torch.tensor(mean, dtype=torch.float32).view(-1, 1, 1)
         self.register_buffer("scale", 1.0 / spread, persistent=False)
-        self.register_buffer("shift", -255.0 * torch.tensor(mean).view(-1, 1, 1) / spread, persistent=False)
+        self.register_buffer("shift", -means / spread, persistent=False)
 
     @override
     def forward(self, images: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.plugins.precision import Precision
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy
 from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
@@ -37,6 +38,7 @@ from azureml_strategy.strategies.model_parallel.gradients import copy_gradients
 from azureml_strategy.strategies.model_parallel.layout import Size, plan_layout
 from azureml_strategy.strategies.model_parallel.plan import is_parallel, spread
 from azureml_strategy.strategies.reduction import reduce_over_ranks
+from azureml_strategy.strategies.true_precision import keep_precise
 from azureml_strategy.strategies.zero.config import require_compiler, require_deepspeed, strategy_arguments
 from azureml_strategy.strategies.zero.construction import Construction
 from azureml_strategy.strategies.zero.device import AnyDevice
@@ -56,6 +58,18 @@ class LaunchedFabricStrategy(LaunchedProcesses):
     made_by = "Fabric"
     launcher_class = FabricNodeLauncher
 
+    @property
+    def precision(self) -> Precision:
+        """Lightning's precision plugin, which leaves precise what must stay so."""
+        made: Precision = super().precision  # type: ignore[misc]
+        return made
+
+    @precision.setter
+    def precision(self, precision: Precision | None) -> None:
+        self._precision = precision
+        if precision is not None:
+            keep_precise(precision, _always)
+
     @override
     def _configure_launcher(self) -> None:
         self.num_nodes = self._num_nodes  # Fabric sets the attribute, past the property that follows the launch
@@ -73,6 +87,10 @@ class LaunchedFabricStrategy(LaunchedProcesses):
         if reduced.is_floating_point() and not tensor.is_floating_point():
             tensor.copy_(reduced)
         return reduced
+
+
+def _always() -> bool:
+    return True
 
 
 class FabricDDPStrategy(LaunchedFabricStrategy, DDPStrategy):

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, cast
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -30,8 +31,10 @@ from azureml_strategy.network.record import RunNetwork
 from azureml_strategy.network.session import prepare_network
 from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.launcher import NodeLauncher
+from azureml_strategy.strategies.modes import tell_evaluation_modes
 from azureml_strategy.strategies.process_group import note_failure, own_process_group
 from azureml_strategy.strategies.reduction import reduce_over_ranks
+from azureml_strategy.strategies.true_precision import end_precise, keep_precise
 
 # The network of this process's group. A later Trainer in the same process uses the same group.
 _networks: dict[str, RunNetwork] = {}
@@ -227,6 +230,32 @@ class LaunchedStrategy(LaunchedProcesses, RecordsModels, ParallelStrategy):
         super().on_exception(exception)
         # All ranks stop at SIGTERM together. Any other error may be this rank's alone.
         note_failure(failed=not isinstance(exception, SIGTERMException))
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        self._precision_plugin = precision_plugin
+        if precision_plugin is not None:
+            keep_precise(precision_plugin, self._keeps_statistics)
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        assert self.lightning_module is not None
+        tell_evaluation_modes(self.lightning_module)
+
+    def _keeps_statistics(self) -> bool:
+        # sync_batchnorm=True replaces the layers later, and knows nothing of weights in another type
+        return self._layer_sync is None
+
+    @override
+    def teardown(self) -> None:
+        super().teardown()
+        end_precise(self.precision_plugin)
 
     @property
     def loads_pretrained(self) -> Way:

@@ -206,9 +206,11 @@ def compute_in_float32_beside_buffers(module: nn.Module, every_normalisation: bo
     kinds = _NORMALISATIONS if every_normalisation else NORM_WITH_STATISTICS
     undo = ExitStack()
     for layer in module.modules():
+        if _computes_in_float32(layer):
+            continue  # FSDP2's strategy and a precision plugin may both ask for it
         normalises = isinstance(layer, kinds) and "weight" in layer._parameters
         if normalises or (isinstance(layer, ParametrizationList) and float32_buffers(layer)):
-            _replace_forward(undo, layer, partial(_forward_in_float32, layer, layer.forward))
+            replace_forward(undo, layer, partial(_forward_in_float32, layer, layer.forward))
     return undo.close
 
 
@@ -259,16 +261,22 @@ def _forward_in_float32(layer: nn.Module, forward: Callable[..., Any], *args: An
             del layer.__dict__[name]
 
 
+def _computes_in_float32(layer: nn.Module) -> bool:
+    forward = layer.__dict__.get("forward")
+    return isinstance(forward, partial) and forward.func is _forward_in_float32
+
+
 def _meets_float32(layer: nn.Module, args: tuple[Any, ...]) -> bool:
     if isinstance(layer, ParametrizationList):
         return True
     statistics = getattr(layer, "running_mean", None)
     if statistics is not None:
-        return bool(statistics.dtype == torch.float32)  # in bf16-true they are bf16 like the weights
+        return bool(statistics.dtype == torch.float32)  # in bf16-true some are bf16 like the weights
     return any(isinstance(each, Tensor) and each.dtype == torch.float32 for each in args)
 
 
-def _replace_forward(undo: ExitStack, layer: nn.Module, forward: Callable[..., Any]) -> None:
+def replace_forward(undo: ExitStack, layer: nn.Module, forward: Callable[..., Any]) -> None:
+    """Give a layer another `forward`, until `undo` is closed."""
     own = layer.__dict__.get("forward")  # where activation checkpointing or the user has replaced it before
     layer.forward = forward
     if own is None:

@@ -154,6 +154,7 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
 
     @override
     def on_train_start(self) -> None:
+        super().on_train_start()
         trainer = self._trainer
         refuse_unequal_batches(trainer.num_training_batches)
         if self._saved is not None:

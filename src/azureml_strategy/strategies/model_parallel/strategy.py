@@ -119,7 +119,8 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        self._precision_plugin = None if precision_plugin is None else for_meshes(precision_plugin)
+        made = None if precision_plugin is None else for_meshes(precision_plugin)
+        super(AzureMLModelParallelStrategy, type(self)).precision_plugin.fset(self, made)  # type: ignore[attr-defined]
 
     @override
     def setup_environment(self) -> None:

@@ -1,0 +1,160 @@
+"""Keeps precise what `bf16-true` and `16-true` must not round: tables, such as rotary frequencies, and statistics.
+
+Lightning casts the whole module, its buffers too. Three kinds of buffers are then not what their module needs:
+
+- Tables of models of transformers. It keeps them in float32 in models of any type, and casts what comes out of them. A
+  rotary frequency in bfloat16 turns a token at position 4,000 by another angle.
+- Running statistics of normalisations. A running mean in bfloat16 stops where its updates are 1/256 of it.
+- Buffers of other modules. A float32 one would make float32 of what it meets, and torch refuses a layer in 16 bits
+  after it. So these are cast as Lightning does, and a warning names those that lose by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from lightning.fabric.utilities import rank_zero_warn
+from torch import Tensor, nn
+
+from azureml_strategy.huggingface.transformers_internals import (
+    buffers_in_float32,
+    computes_frequencies,
+    float32_by_default,
+)
+from azureml_strategy.strategies.mixed_precision import (
+    NORM_WITH_STATISTICS,
+    compute_in_float32_beside_buffers,
+    replace_forward,
+)
+
+HALVES = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
+"""The precisions that cast a whole module, and the type that they cast it to."""
+_STATISTICS = ("running_mean", "running_var")
+# How many names a warning lists.
+_SHOWN = 4
+
+
+class _Place(NamedTuple):
+    owner: nn.Module
+    name: str
+    values: Tensor
+
+
+# Statistics in float32 of layers that have had them rounded since, at the end of a training.
+_unrounded: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
+
+
+class PreciseConversion:
+    """Stands for `convert_module` of Lightning's precision plugins.
+
+    Args:
+        plugin: whose way of casting is used.
+        keeps_statistics: whether those of normalisations stay in float32.
+    """
+
+    def __init__(self, plugin: Any, keeps_statistics: Callable[[], bool]) -> None:
+        self._plugin, self._keeps_statistics = plugin, keeps_statistics
+        self._undo = ExitStack()
+        self._layers: list[nn.Module] = []
+
+    def __call__(self, module: nn.Module) -> nn.Module:
+        """Cast a module but for what must stay precise."""
+        dtype = HALVES[self._plugin.precision]
+        tables, statistics = list(_tables(module, dtype)), []
+        if self._keeps_statistics():
+            statistics = list(_statistics(module))
+        _tell_rounded(module, [*tables, *statistics], dtype)
+        module = type(self._plugin).convert_module(self._plugin, module)
+        for owner, name, values in [*tables, *statistics]:
+            owner._buffers[name] = values
+        self._undo.callback(compute_in_float32_beside_buffers(module, every_normalisation=False))
+        self._layers += dict.fromkeys(owner for owner, *_ in statistics)
+        for each in filter(computes_frequencies, module.modules()):
+            replace_forward(self._undo, each, partial(_call_in_float32, each.forward))
+        return module
+
+    def end(self) -> None:
+        """Make layers what Lightning's own plugin leaves. Their statistics in float32 are kept for a later use."""
+        dtype = HALVES[self._plugin.precision]
+        self._undo.close()
+        for layer in self._layers:
+            _unrounded[layer] = {name: layer.get_buffer(name) for name in _STATISTICS}
+            layer._buffers |= {name: layer.get_buffer(name).to(dtype) for name in _STATISTICS}
+        self._layers = []
+
+
+def keep_precise(plugin: Any, keeps_statistics: Callable[[], bool]) -> None:
+    """Have a precision plugin of Lightning's keep precise what must stay so. One of the user's class is left alone.
+
+    Args:
+        plugin: the Trainer's or Fabric's.
+        keeps_statistics: as of `PreciseConversion`; asked when a module is cast.
+    """
+    convert = type(plugin).convert_module
+    if plugin.precision in HALVES and convert.__module__.startswith("lightning."):
+        plugin.convert_module = PreciseConversion(plugin, keeps_statistics)
+
+
+def end_precise(plugin: Any) -> None:
+    """End what a plugin has done with modules since `keep_precise`."""
+    conversion = vars(plugin).get("convert_module")
+    if isinstance(conversion, PreciseConversion):
+        conversion.end()
+
+
+def _call_in_float32(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with float32_by_default():
+        return forward(*args, **kwargs)
+
+
+def _tables(module: nn.Module, dtype: torch.dtype) -> Iterator[_Place]:
+    for owner, name in buffers_in_float32(module, dtype):
+        yield _Place(owner, name, owner.get_buffer(name))
+
+
+def _statistics(module: nn.Module) -> Iterator[_Place]:
+    for layer in module.modules():
+        if isinstance(layer, NORM_WITH_STATISTICS) and isinstance(layer.running_mean, Tensor):
+            for name in _STATISTICS:
+                rounded = layer.get_buffer(name)
+                values = _unrounded.get(layer, {}).get(name, rounded).to(rounded.device)
+                same = values.is_meta or torch.equal(values.to(rounded.dtype), rounded)
+                yield _Place(layer, name, (values if same else rounded).float())
+
+
+def _tell_rounded(module: nn.Module, kept: list[_Place], dtype: torch.dtype) -> None:
+    precise = {(each.owner, each.name) for each in kept}
+    names = [
+        f"{path}.{name}" if path else name
+        for path, owner in module.named_modules()
+        for name, buffer in owner.named_buffers(recurse=False)
+        if (owner, name) not in precise and _loses(buffer, dtype)
+    ]
+    if names:
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        kind = str(dtype).removeprefix("torch.")
+        rank_zero_warn(
+            f"Trainer(precision={_precision(dtype)!r}) rounds {', '.join(names[:_SHOWN])}{more} to {kind}, as it casts "
+            "buffers too. Frequencies and positions are wrong by it in long sequences. Compute such a table in float32 "
+            f"in forward and cast what comes out of it, or write precision={_mixed(dtype)!r}, which casts no buffer."
+        )
+
+
+def _loses(buffer: Tensor, dtype: torch.dtype) -> bool:
+    """Whether values change. A tensor that is cut over ranks or has no values is not looked at."""
+    if type(buffer) is not Tensor or buffer.is_meta or buffer.dtype not in (torch.float32, torch.float64):
+        return False
+    return not torch.equal(buffer.to(dtype).to(buffer.dtype), buffer)
+
+
+def _precision(dtype: torch.dtype) -> str:
+    return next(name for name, each in HALVES.items() if each is dtype)
+
+
+def _mixed(dtype: torch.dtype) -> str:
+    return _precision(dtype).replace("true", "mixed")

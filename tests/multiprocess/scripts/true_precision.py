@@ -1,0 +1,147 @@
+"""What `bf16-true` leaves precise under each strategy: tables of models of transformers, and running statistics.
+
+And what each strategy says of a layer that trains in evaluation mode.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import Strategy
+from tests.multiprocess.scripts.common import quiet_trainer, report
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from azureml_strategy.huggingface import load_pretrained
+from azureml_strategy.strategies import (
+    AzureMLDDPStrategy,
+    AzureMLDeepSpeedStrategy,
+    AzureMLLocalSGDStrategy,
+    AzureMLModelParallelStrategy,
+    PipelineStrategy,
+)
+
+WORLD = int(os.environ["WORLD_SIZE"])
+STRATEGIES: dict[str, Callable[[], Strategy]] = {
+    "ddp": AzureMLDDPStrategy,
+    "local_sgd": partial(AzureMLLocalSGDStrategy, period=1),
+    "zero_1": partial(AzureMLDeepSpeedStrategy, stage=1),
+    "zero_3": partial(AzureMLDeepSpeedStrategy, stage=3),
+    "fsdp2": AzureMLModelParallelStrategy,
+    "tensor": partial(AzureMLModelParallelStrategy, tensor_parallel_size=WORLD),
+    "pipeline": partial(PipelineStrategy, num_stages=WORLD, micro_batches=1),
+}
+STEPS = 20
+
+
+class Far(LightningModule):
+    """A model of transformers that sees tokens thousands of places apart. It compares its logits with known ones."""
+
+    def __init__(self, folder: Path, late: bool) -> None:
+        super().__init__()
+        self.folder, self.late = folder, late
+        self.known = torch.load(folder / "logits.pt")
+        self.difference = 0.0
+        self.model: Any = None if late else load_pretrained(folder)
+
+    def configure_model(self) -> None:
+        if self.late:
+            self.model = load_pretrained(self.folder)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        output = self.model(**batch)
+        if output.logits is not None:  # not on the first stages of a pipeline
+            self.difference = float((output.logits.float() - self.known).abs().max())
+        loss: Tensor = output.loss
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+class Normalised(LightningModule):
+    """Statistics that move by less than bfloat16 can tell, and a mean of inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.network = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=0.01), nn.Linear(4, 1))
+        nn.init.constant_(self.network[0].bias, 4.0)
+        nn.init.zeros_(self.network[0].weight)
+        self.register_buffer("offsets", torch.arange(1000, 1004, dtype=torch.float32))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.network(inputs - self.offsets)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self(batch).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def difference(folder: Path, strategy: Strategy, late: bool = True) -> float:
+    module = Far(folder, late)
+    row = torch.load(folder / "row.pt")
+    trainer = quiet_trainer(strategy=strategy, precision="bf16-true", max_steps=1)
+    trainer.fit(module, DataLoader([row] * WORLD, batch_size=1))
+    return module.difference
+
+
+def statistics() -> dict[str, Any]:
+    found = {}
+    for name in ("ddp", "local_sgd", "zero_1", "zero_3", "fsdp2"):
+        module = Normalised()
+        trainer = quiet_trainer(strategy=STRATEGIES[name](), precision="bf16-true", max_steps=STEPS)
+        seen: dict[str, Any] = {}
+        module.on_train_end = partial(_note, module, seen)  # type: ignore[method-assign]
+        rows = torch.zeros(STEPS * 4 * WORLD, 4)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            trainer.fit(module, DataLoader(rows, batch_size=4))
+        told = [str(each.message) for each in warned if "rounds offsets to bfloat16" in str(each.message)]
+        found[name] = {**seen, "after": str(module.network[1].running_mean.dtype), "told": len(told)}
+    return found
+
+
+def modes() -> dict[str, list[str]]:
+    """What the first warning of each strategy names, of a module with a layer in evaluation mode."""
+    found = {}
+    for name in ("ddp", "local_sgd", "zero_1", "zero_3", "fsdp2"):
+        module = Normalised()
+        module.network[0].eval()
+        trainer = quiet_trainer(strategy=STRATEGIES[name](), max_steps=2)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            trainer.fit(module, DataLoader(torch.zeros(8 * WORLD, 4), batch_size=4))
+        told = [str(each.message) for each in warned]
+        found[name] = [each.partition(" will train")[0] for each in told if "in evaluation mode" in each]
+    return found
+
+
+def _note(module: Normalised, seen: dict[str, Any]) -> None:
+    mean = module.network[1].running_mean
+    seen |= {"mean": mean.tolist(), "type": str(mean.dtype), "offsets": str(module.offsets.dtype)}
+
+
+def main() -> None:
+    folders = Path(sys.argv[1])
+    report(
+        int(os.environ["RANK"]),
+        strategies={name: difference(folders / "llama", make()) for name, make in STRATEGIES.items()},
+        early=difference(folders / "llama", AzureMLDDPStrategy(), late=False),
+        families={each.name: difference(each, AzureMLDDPStrategy()) for each in sorted(folders.iterdir())},
+        statistics=statistics(),
+        modes=modes(),
+    )
+
+
+main()

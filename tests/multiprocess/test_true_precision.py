@@ -1,0 +1,111 @@
+"""`bf16-true` rounds weights, but no tables of transformers and no statistics, under any strategy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.multiprocess.conftest import RunJob
+from torch import Tensor
+
+PLACES = (100, 2000, 3000, 4000)
+SHAPE: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 8192,
+    "initializer_range": 0.8,
+}
+# Of this precision's own rounding: the order of sums differs where layers or sequences are cut.
+TOLERANCE = 0.2
+
+
+def configs() -> dict[str, Any]:
+    """Models whose tables are made in different ways."""
+    import transformers
+
+    def scaled(kind: str, **more: Any) -> dict[str, Any]:
+        return {"rope_parameters": {"rope_theta": 10000.0, "rope_type": kind, "factor": 4.0, **more}}
+
+    known = {"original_max_position_embeddings": 1024}
+    ends = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    llama = {**SHAPE, "num_key_value_heads": 4}
+    short = {"max_position_embeddings": 512}
+    return {
+        "llama": transformers.LlamaConfig(**llama),
+        "llama3": transformers.LlamaConfig(**llama, **scaled("llama3", **known, **ends)),
+        "yarn": transformers.LlamaConfig(**llama, **scaled("yarn", **known)),
+        "dynamic": transformers.LlamaConfig(**{**llama, **short}, **scaled("dynamic")),
+        "longrope": transformers.Phi3Config(**llama, **known, pad_token_id=0, **scaled("longrope", **known, **factors)),
+        "qwen3": transformers.Qwen3Config(**llama, head_dim=8),
+        "gemma3": transformers.Gemma3TextConfig(**llama, head_dim=8, sliding_window=4),
+        "gpt_neox": transformers.GPTNeoXConfig(**SHAPE, rotary_pct=0.5),
+        "phi": transformers.PhiConfig(**llama, partial_rotary_factor=0.5),
+        "gptj": transformers.GPTJConfig(
+            vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=8192, rotary_dim=4, initializer_range=0.5
+        ),
+        "gpt2": transformers.GPT2Config(
+            vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=8192, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+        ),
+    }
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Each model, a row for it, and its logits by transformers alone."""
+    import transformers
+
+    root = tmp_path_factory.mktemp("models")
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 64, (len(PLACES),))
+    # with a mask, transformers does not take a gap between places for the start of another sample
+    mask = torch.ones_like(tokens)
+    row = {"input_ids": tokens, "labels": tokens, "position_ids": torch.tensor(PLACES), "attention_mask": mask}
+    for name, config in configs().items():
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.save_pretrained(root / name)
+        torch.save(row, root / name / "row.pt")
+        torch.save(alone(root / name), root / name / "logits.pt")
+    return root
+
+
+def alone(folder: Path, rounded: bool = False) -> Tensor:
+    """Logits of transformers by itself; `rounded`, with all buffers in bfloat16."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model = model.bfloat16() if rounded else model
+    row = {name: each.unsqueeze(0) for name, each in torch.load(folder / "row.pt").items()}
+    with torch.no_grad():
+        logits: Tensor = model(**row).logits.float()
+    return logits
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tables_and_statistics_stay_precise(run_job: RunJob, folders: Path, ranks: int) -> None:
+    job = run_job("true_precision.py", folders, processes_per_node=ranks)
+    assert job.exit_code == 0, job.output
+    known, rounded = torch.load(folders / "llama" / "logits.pt"), alone(folders / "llama", rounded=True)
+    assert (rounded - known).abs().max() > 5 * TOLERANCE, "the test would see it"
+    for rank in range(ranks):
+        results = job.results[rank]
+        assert max(results["strategies"].values()) < TOLERANCE, results["strategies"]
+        assert results["early"] == 0
+        assert results["families"] == dict.fromkeys(results["families"], 0)
+        check_statistics(results["statistics"])
+    assert [each["told"] for each in job.results[0]["statistics"].values()] == [1] * 5
+    assert list(job.results[0]["modes"].values()) == [["network.0"]] * 5
+
+
+def check_statistics(found: dict[str, Any]) -> None:
+    """Each update is a hundredth, of which bfloat16 loses a part."""
+    exact = 4.0 * (1 - 0.99**20)
+    for name, each in found.items():
+        assert each["mean"] == pytest.approx([exact] * 4, rel=1e-5), name
+        assert each["type"] == "torch.float32", name
+        assert each["offsets"] == each["after"] == "torch.bfloat16", name
