@@ -23,11 +23,13 @@ from azureml_strategy.cluster.launch import Launch
 from azureml_strategy.cluster.node_count import learn_launch
 from azureml_strategy.huggingface.checkpoints import RecordsModels
 from azureml_strategy.huggingface.loading import Loading, Way, loading_as
+from azureml_strategy.interfaces import ALL_RANKS
 from azureml_strategy.lightning_internals import default_process_group_backend, is_interactive
 from azureml_strategy.network.record import RunNetwork
 from azureml_strategy.network.session import prepare_network
 from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.launcher import NodeLauncher
+from azureml_strategy.strategies.monitored import follow_alike
 from azureml_strategy.strategies.process_group import note_failure, own_process_group
 
 # The network of this process's group. A later Trainer in the same process uses the same group.
@@ -220,6 +222,12 @@ class LaunchedStrategy(LaunchedProcesses, RecordsModels, ParallelStrategy):
     """`LaunchedProcesses` for the Trainer's strategies, with checkpoints that a restart and transformers can load."""
 
     @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self.lightning_module is not None:
+            follow_alike(self.lightning_module.trainer)
+
+    @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         # All ranks stop at SIGTERM together. Any other error may be this rank's alone.
@@ -229,6 +237,11 @@ class LaunchedStrategy(LaunchedProcesses, RecordsModels, ParallelStrategy):
     def loads_pretrained(self) -> Way:
         """How `load_pretrained` gives a model of transformers its weights in `configure_model`."""
         return "broadcast" if self.world_size > 1 else "whole"
+
+    @property
+    def copies(self) -> str | None:
+        """The ranks that hold the same module as this one, see `SharesCopies`."""
+        return ALL_RANKS
 
     @contextmanager
     @override

@@ -142,6 +142,11 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
         """The stage of this rank, once the model is set up."""
         return int(self.deepspeed_engine.stage_id)
 
+    @property
+    @override
+    def copies(self) -> str:
+        return f"stage {self.pipeline_stage}"
+
     @override
     def setup_environment(self) -> None:
         assert self.lightning_module is not None
