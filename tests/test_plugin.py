@@ -19,6 +19,7 @@ from azureml_strategy.cluster.environ import (
     HANG_WATCH_SWITCH,
     LAUNCH_SWITCH,
     NETWORK_RECORD_SWITCH,
+    REPLICA_CHECK_SWITCH,
     TERMINATION_SWITCH,
     THROUGHPUT_SWITCH,
     TRACKING_SWITCH,
@@ -37,6 +38,7 @@ from azureml_strategy.plugin import (
 from azureml_strategy.preemption.termination import TerminateTogether
 from azureml_strategy.strategies import AzureMLDDPStrategy
 from azureml_strategy.strategies.errors import ConfigurationError
+from azureml_strategy.strategies.replica_check import ReplicaCheck
 from azureml_strategy.tracking.job_tracking import JobThroughput, JobTracking
 from azureml_strategy.tracking.network import NetworkRecorder
 
@@ -52,7 +54,7 @@ NODE_1 = {
     "MLFLOW_TRACKING_URI": "sqlite:///mlflow.db",
 }
 QUIET: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
-OURS = (LaunchGuard, HangWatch, TerminateTogether, NetworkRecorder, DataCheck, JobTracking, JobThroughput)
+OURS = (LaunchGuard, HangWatch, TerminateTogether, NetworkRecorder, DataCheck, ReplicaCheck, JobTracking, JobThroughput)
 TRAINER = "Trainer(strategy='azureml_ddp', accelerator='cpu', logger=False, enable_checkpointing=False)"
 
 
@@ -120,7 +122,7 @@ def test_a_job_of_one_process_has_those_that_track(monkeypatch: pytest.MonkeyPat
 
 SWITCHES = (
     *(GUARD_SWITCH, HANG_WATCH_SWITCH, TERMINATION_SWITCH, NETWORK_RECORD_SWITCH, DATA_CHECK_SWITCH),
-    *(TRACKING_SWITCH, THROUGHPUT_SWITCH),
+    *(REPLICA_CHECK_SWITCH, TRACKING_SWITCH, THROUGHPUT_SWITCH),
 )
 SWITCHED = dict(zip(SWITCHES, OURS, strict=True))
 

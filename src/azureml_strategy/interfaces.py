@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from azureml_strategy.control.gather import Exchange
     from azureml_strategy.tracking.events import Event
 
+# The ranks that agree where every rank holds the same.
+ALL_RANKS = "all ranks"
 # Of one logger: name, value, step and milliseconds since 1970 of each metric.
 PendingMetrics = list[list[Any]]
 
@@ -220,6 +222,21 @@ class AveragesGradients(Protocol):
 
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply the gradients of a step by a number that is the same on all ranks, in `on_after_backward`."""
+        ...
+
+
+@runtime_checkable
+class SharesCopies(Protocol):
+    """A strategy that knows which ranks hold the same module."""
+
+    @property
+    def copies(self) -> str | None:
+        """A name of the ranks that hold the same as this one, between two steps of the optimizer.
+
+        Ranks that return the same name must have the same parameters and buffers. Parts of a tensor, as FSDP2 and
+        ZeRO-3 have them, are told by the tensors themselves. None if nothing must be equal.
+        """
+        ...
 
 
 @runtime_checkable

@@ -67,6 +67,7 @@ INTERNALS: dict[str, dict[str, str]] = {
     },
     "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop": {
         "_batches_that_stepped": "the step that Lightning gives the values of self.log",
+        "_get_monitor_value": "wrapped: what ReduceLROnPlateau follows becomes the same on all ranks",
         "_broadcast_sigterm_tensor": "replaced: each step of a GPU would wait for it, and the ranks agree by the store",
         "_on_before_fetch": "wrapped: the moment before a batch is read",
         "_results": "what self.log has accumulated in the epoch, which Lightning's checkpoint lacks",
@@ -302,6 +303,18 @@ LOGGED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 def training_loaders(trainer: Trainer) -> CombinedLoader | None:
     """Return the training loaders as one; None before they are made."""
     return trainer.fit_loop._combined_loader
+
+
+def follow_together(trainer: Trainer, agree: Callable[[Any], Any]) -> None:
+    """Let schedulers that follow a metric step by what the ranks agree on.
+
+    Args:
+        trainer: about to train.
+        agree: gets this rank's value, None if it has none, and returns that of all; a collective.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    own = type(loop)._get_monitor_value
+    loop._get_monitor_value = lambda key: agree(own(loop, key))  # type: ignore[method-assign]
 
 
 def data_fetcher(trainer: Trainer) -> DataFetcher | None:
@@ -595,6 +608,11 @@ def collective_timeout(strategy: Strategy) -> timedelta | None:
 def finds_unused_parameters(strategy: DDPStrategy) -> bool:
     """Tell whether DDP was told to look for parameters without gradients."""
     return bool(strategy._ddp_kwargs.get("find_unused_parameters"))
+
+
+def broadcasts_buffers(strategy: DDPStrategy) -> bool:
+    """Tell whether DDP gives all ranks the first one's buffers."""
+    return bool(strategy._ddp_kwargs.get("broadcast_buffers", True))
 
 
 def fabric_in_the_making() -> Fabric | None:

@@ -20,6 +20,7 @@ from azureml_strategy.cluster.environ import (
     HANG_WATCH_SWITCH,
     LAUNCH_SWITCH,
     NETWORK_RECORD_SWITCH,
+    REPLICA_CHECK_SWITCH,
     TERMINATION_SWITCH,
     THROUGHPUT_SWITCH,
     TRACKING_SWITCH,
@@ -194,6 +195,12 @@ def _data_check(launch: Launch | PartialLaunch) -> Callback:
     return DataCheck()
 
 
+def _replica_check(launch: Launch | PartialLaunch) -> Callback:
+    from azureml_strategy.strategies.replica_check import ReplicaCheck
+
+    return ReplicaCheck()
+
+
 def _checkpoint(launch: Launch | PartialLaunch | None = None) -> Callback | None:
     word = os.environ.get(CHECKPOINT_SWITCH, "").strip().lower()
     if not word:
@@ -231,6 +238,7 @@ _PARTS: dict[str, Callable[[Launch | PartialLaunch], Callback | None]] = {
     TERMINATION_SWITCH: _termination,
     NETWORK_RECORD_SWITCH: _network_record,
     DATA_CHECK_SWITCH: _data_check,
+    REPLICA_CHECK_SWITCH: _replica_check,
     CHECKPOINT_SWITCH: _checkpoint,
 }
 

@@ -19,7 +19,7 @@ from typing_extensions import override
 from azureml_strategy.lightning_internals import accumulates
 from azureml_strategy.strategies.mixed_precision import NORM_WITH_STATISTICS
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 class EqualBuffers:
@@ -164,6 +164,11 @@ class EqualBuffersStrategy(ParallelStrategy):
     _buffers: EqualBuffers | None = None
     _updated = False
 
+    @property
+    def keeps_buffers_equal(self) -> bool:
+        """Whether it does so at present."""
+        return self._buffers is not None
+
     def keep_buffers_equal(self, module: nn.Module, group: ProcessGroup | None = None) -> None:
         """Keep them equal from now on, until `teardown`. Every rank of the group must call this.
 
@@ -252,8 +257,8 @@ def fingerprint(tensor: Tensor) -> Tensor:
     Args:
         tensor: a dense one of any shape and type.
     """
-    flat, weights = _flat(tensor), _weights(tensor.device)
-    bits = flat.view(_INTEGERS[min(flat.itemsize, 4)])
+    flat, weights = _flat(tensor), place_weights(tensor.device)
+    bits = flat.view(INTEGERS[min(flat.itemsize, 4)])
     sums = torch.stack([(part * weights[: len(part)]).sum() for part in torch.split(bits, len(weights))])
     return sums[0] if len(sums) == 1 else fingerprint(sums)
 
@@ -263,7 +268,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 @cache
-def _weights(device: torch.device) -> Tensor:
+def place_weights(device: torch.device) -> Tensor:
     """Odd numbers, the same everywhere; as many as elements are hashed together."""
     drawn = torch.randint(-(1 << 62), 1 << 62, (1 << 16,), generator=torch.Generator().manual_seed(0), device="cpu")
     return (drawn * 2 + 1).to(device)

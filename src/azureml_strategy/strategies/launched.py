@@ -26,12 +26,14 @@ from azureml_strategy.cluster.launch import Launch
 from azureml_strategy.cluster.node_count import learn_launch
 from azureml_strategy.huggingface.checkpoints import RecordsModels
 from azureml_strategy.huggingface.loading import Loading, Way, loading_as
+from azureml_strategy.interfaces import ALL_RANKS
 from azureml_strategy.lightning_internals import accumulates, default_process_group_backend, is_interactive
 from azureml_strategy.network.record import RunNetwork
 from azureml_strategy.network.session import prepare_network
 from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.launcher import NodeLauncher
 from azureml_strategy.strategies.modes import tell_evaluation_modes
+from azureml_strategy.strategies.monitored import follow_alike
 from azureml_strategy.strategies.process_group import note_failure, own_process_group
 from azureml_strategy.strategies.reduction import reduce_over_ranks
 from azureml_strategy.strategies.true_precision import end_precise, keep_precise
@@ -226,6 +228,12 @@ class LaunchedStrategy(LaunchedProcesses, RecordsModels, ParallelStrategy):
     """`LaunchedProcesses` for the Trainer's strategies, with checkpoints that a restart and transformers can load."""
 
     @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self.lightning_module is not None:
+            follow_alike(self.lightning_module.trainer)
+
+    @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         # All ranks stop at SIGTERM together. Any other error may be this rank's alone.
@@ -294,6 +302,11 @@ class LaunchedStrategy(LaunchedProcesses, RecordsModels, ParallelStrategy):
         for parameter in self.lightning_module.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
+
+    @property
+    def copies(self) -> str | None:
+        """The ranks that hold the same module as this one, see `SharesCopies`."""
+        return ALL_RANKS
 
     @contextmanager
     @override

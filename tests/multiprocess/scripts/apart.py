@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from tests.multiprocess.scripts.common import report
 from tests.multiprocess.scripts.noisy import Noisy, fit
 from torch import Tensor
@@ -31,14 +32,22 @@ class Follows(Noisy):
 
 
 def main() -> None:
-    said = []
-    for together in (True, False):
+    cases = {"together": (True, "azureml_ddp"), "alike": (False, "azureml_ddp"), "apart": (False, DDPStrategy())}
+    found: dict[str, Any] = {}
+    for name, (together, strategy) in cases.items():
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            folder = Path(os.environ["RESULTS"]).parent / str(together)
-            fit(folder, module=Follows(together), strategy="azureml_ddp")
-        said.append([str(each.message) for each in caught if "not exactly" in str(each.message)])
-    report(int(os.environ["RANK"]), together=said[0], apart=said[1])
+            folder = Path(os.environ["RESULTS"]).parent / name
+            module = Follows(together)
+            fit(folder, module=module, strategy=strategy, num_nodes=2)
+        said = [str(each.message) for each in caught if "not exactly" in str(each.message)]
+        (scheduler,) = (each.scheduler for each in module.trainer.lr_scheduler_configs)
+        found[name] = {
+            "said": said,
+            "best": float(scheduler.best),
+            "rate": module.trainer.optimizers[0].param_groups[0]["lr"],
+        }
+    report(int(os.environ["RANK"]), **found)
 
 
 if __name__ == "__main__":

@@ -71,6 +71,13 @@ class PeriodicAveraging:
         self._under_way: list[_UnderWay] = []
         self._own: dict[str, Tensor] | None = None
 
+    @property
+    def are_together(self) -> bool:
+        """Whether all replicas have the same parameters: after a step at which all of them arrived at once."""
+        rules = self._rules
+        at_once = rules.fragments == 1 and not rules.delay and not rules.mixing
+        return at_once and self._length > 0 and self.step == self._begun
+
     def start(self, learning_rate: float) -> int:
         """Begin the first period. All ranks have the same parameters, unless a state was loaded.
 

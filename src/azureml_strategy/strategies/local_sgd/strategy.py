@@ -22,7 +22,7 @@ from typing_extensions import override
 from azureml_strategy.checkpoint.formats import AVERAGED
 from azureml_strategy.checkpoint.plain_data import to_plain
 from azureml_strategy.control.gather import GroupExchange
-from azureml_strategy.interfaces import WriteStaged
+from azureml_strategy.interfaces import ALL_RANKS, WriteStaged
 from azureml_strategy.lightning_internals import default_process_group_backend
 from azureml_strategy.strategies.ddp import AzureMLDDPStrategy
 from azureml_strategy.strategies.errors import ConfigurationError
@@ -279,6 +279,13 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
                     end_subgroup(group)
         self._node_group = None
         super().teardown()
+
+    @property
+    @override
+    def copies(self) -> str | None:
+        if not self._fits_apart or self._of_fit.are_together:
+            return ALL_RANKS
+        return f"node {self.node_rank}" if self._node_group is not None else None
 
     @property
     def _trainer(self) -> Trainer:

@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from azureml_strategy.checkpoint.plain_data import WRITTEN_APART, to_plain
 from azureml_strategy.huggingface.loading import Way
-from azureml_strategy.interfaces import WriteStaged
+from azureml_strategy.interfaces import ALL_RANKS, WriteStaged
 from azureml_strategy.lightning_internals import accumulates, give_device_mesh
 from azureml_strategy.sequence_parallel import SequenceGroup
 from azureml_strategy.strategies.equal_buffers import EqualBuffersStrategy
@@ -106,6 +106,7 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
         self._broadcast_buffers = broadcast_buffers
         self._restore_module: Callable[[], None] | None = None
         self._uncut: list[nn.Parameter] = []
+        self._spread_by_itself = False
 
     @property
     @override
@@ -144,7 +145,7 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
             )
         reshard(self.lightning_module)  # after a use outside of a Trainer
         warn_of_lost_hooks(self.lightning_module)
-        spread_by_itself = is_parallel(self.lightning_module)
+        spread_by_itself = self._spread_by_itself = is_parallel(self.lightning_module)
         self._restore_module = mix_sharded_precision(
             self.lightning_module, self.precision_plugin.precision, self.root_device.type
         )
@@ -184,6 +185,13 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
     @override
     def alike(self) -> int:
         return self.world_size // int(self.distributed_sampler_kwargs["num_replicas"])
+
+    @property
+    @override
+    def copies(self) -> str:
+        # A module that spreads itself may hold other numbers on each rank of a tensor-parallel group.
+        mesh = self.device_mesh["tensor_parallel"]
+        return f"tensor-parallel rank {mesh.get_local_rank()}" if self._spread_by_itself else ALL_RANKS
 
     @property
     @override

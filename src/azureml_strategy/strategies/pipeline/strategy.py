@@ -149,6 +149,11 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
         grid = self.deepspeed_engine.grid
         return grid.get_data_parallel_group(), grid.get_pipe_parallel_group()
 
+    @property
+    @override
+    def copies(self) -> str:
+        return f"stage {self.pipeline_stage}"
+
     @override
     def setup_environment(self) -> None:
         assert self.lightning_module is not None

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from typing_extensions import override
 
 from azureml_strategy.huggingface.loading import Way
+from azureml_strategy.interfaces import ALL_RANKS
 from azureml_strategy.lightning_internals import training_source
 from azureml_strategy.strategies.deepspeed_internals import zero_init
 from azureml_strategy.strategies.launched import LaunchedStrategy
@@ -156,6 +157,12 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, int]:
         size = self._tensor_parallel_size
         return {"num_replicas": self.world_size // size, "rank": self.global_rank // size}
+
+    @property
+    @override
+    def copies(self) -> str:
+        size = self._tensor_parallel_size
+        return ALL_RANKS if size == 1 else f"tensor-parallel rank {self.global_rank % size}"
 
     @override
     def _format_batch_size_and_grad_accum_config(self) -> None:

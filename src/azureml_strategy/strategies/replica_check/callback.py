@@ -1,0 +1,215 @@
+"""The callback that compares what ranks must have alike, and says what differs."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from azureml_strategy.cluster.environ import REPLICA_CHECK_SWITCH
+from azureml_strategy.cluster.isolation import IsolatedCallback
+from azureml_strategy.control.channel import Channel, lease_channel
+from azureml_strategy.strategies.replica_check.copies import copies_of, equalizes_buffers
+from azureml_strategy.strategies.replica_check.looks import Difference, Look, Told, apart, differences, digests
+from azureml_strategy.strategies.replica_check.sentences import say
+from azureml_strategy.strategies.replica_check.updates import UpdateWatch
+
+log = logging.getLogger(__name__)
+
+# After these steps, and then each so many. Local SGD has averaged after the later ones by default. A look takes some
+# milliseconds, so that more of them would cost above 0.1 % of the first thousand steps of 50 ms.
+_FIRST, _EVERY = (1, 2, 4, 8, 32, 256), 1024
+# A save is preceded by a look, unless the last one is not so many steps ago.
+_BEFORE_SAVE = 128
+# So many different ranks are asked for names at most.
+_MOST_GROUPS = 8
+_ANSWER_SECONDS = 10.0
+# How long rank 0 waits at the end for ranks that come a moment later.
+_LAST_SECONDS, _PAUSE_SECONDS = 5.0, 0.02
+# A process may fit several times. All ranks count alike.
+_fits = itertools.count()
+
+
+class ReplicaCheck(IsolatedCallback):
+    """Warns if ranks that must have the same parameters, buffers, learning rates or counters have not.
+
+    It looks before the first step, after 1, 2, 4, 8, 32 and 256, at each 1,024, before a save and at the end. Each
+    rank hashes some elements of its tensors where they lie, and leaves the hashes in the rendezvous store when the
+    device has come so far. Rank 0 compares those that are there, and waits for no other rank but at the end of
+    training. Nothing is added to the collectives of the training.
+
+    Which ranks must agree, the strategy says (`SharesCopies`). Random states are not compared: ranks draw different
+    numbers on purpose.
+
+    After the first steps it warns of parameters that have a gradient and an optimizer and have not changed, see
+    `UpdateWatch`.
+    """
+
+    switch = REPLICA_CHECK_SWITCH
+
+    def __init__(self) -> None:
+        self._give_back: Callable[[], None] = _nothing_to_give
+        self._watch: UpdateWatch | None = None
+        self._channel: Channel | None = None
+        self._name = ""
+        self._before: tuple[int, Told] | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._batches = self._last_batch = self._steps = 0
+        self._last_step = self._counted = -1
+        self._saved = False
+        self._before = None
+        self._untold: list[Look] = []
+        self._awaited: list[str] = []
+        self._told: list[str] = []
+        self._said: set[str] = set()
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._release()
+        # torchrun's store outlives the processes that it restarts
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._name = f"azureml_strategy/replica_check/{attempt}/{next(_fits)}"
+        self._watch = UpdateWatch.of(trainer)
+        lease = lease_channel(trainer.world_size) if trainer.world_size > 1 else None
+        if lease is not None:
+            self._channel, self._give_back = lease
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._notice_step(trainer)
+        if self._channel is None:
+            return
+        if self._is_due(trainer.global_step):
+            self._look(trainer, "step")
+        self._batches += 1
+        self._tell(trainer, self._channel, wait=False)
+        since = self._batches - self._last_batch
+        if self._awaited and since & (since - 1) == 0:  # other ranks may be a step behind
+            self._compare(trainer, self._channel)
+
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        if self._watch is not None:
+            self._watch.before_step(optimizer)
+
+    @override
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        first = not self._saved and trainer.global_step != self._last_step
+        if self._channel is not None and (first or trainer.global_step - self._last_step >= _BEFORE_SAVE):
+            self._saved = True
+            self._look(trainer, "save")
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._notice_step(trainer)
+        if self._watch is not None:
+            self._say(trainer, self._watch.verdict(at_end=True))
+        if self._channel is not None:
+            self._look(trainer, "end")
+            self._tell(trainer, self._channel, wait=True)
+            until = time.monotonic() + _LAST_SECONDS
+            while self._awaited and time.monotonic() < until:
+                self._compare(trainer, self._channel)
+                time.sleep(_PAUSE_SECONDS if self._awaited else 0)
+        self._release()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._release()
+
+    @override
+    def _give_up(self, trainer: Trainer | None) -> None:
+        self._release()
+
+    def _release(self) -> None:
+        give_back, self._give_back = self._give_back, _nothing_to_give
+        self._watch = self._channel = None
+        self._reset()
+        give_back()
+
+    def _notice_step(self, trainer: Trainer) -> None:
+        if self._watch is not None:
+            self._watch.after_batch()
+            self._say(trainer, self._watch.verdict(at_end=False))
+
+    def _say(self, trainer: Trainer, sentences: list[str]) -> None:
+        for each in sentences:
+            if trainer.is_global_zero:
+                log.warning("%s If it is meant, set %s=off.", each, self.switch)
+
+    def _is_due(self, step: int) -> bool:
+        """Whether the ranks look after this step. They need not have begun at 0, but all of them count alike."""
+        before, self._counted = self._counted, step
+        if before in (-1, step):
+            return before == -1
+        self._steps += 1
+        return self._steps in _FIRST or step // _EVERY > before // _EVERY
+
+    def _look(self, trainer: Trainer, why: str) -> None:
+        step = trainer.global_step
+        name = f"{self._name}/{why}/{step}"
+        self._last_step, self._last_batch = step, self._batches
+        # Pairs of looks read the same elements, so that a buffer can be seen to stay as it is.
+        self._untold.append(Look(name, copies_of(trainer), step // (2 * _EVERY), self._batches))
+
+    def _tell(self, trainer: Trainer, channel: Channel, wait: bool) -> None:
+        """Leave in the store what the device has finished."""
+        while self._untold and (wait or self._untold[0].is_ready()):
+            look = self._untold.pop(0)
+            before = self._before[1] if self._before is not None and self._before[0] < look.batches else None
+            values, told = look.told(before, equalizes_buffers(trainer.strategy))
+            self._before = (look.batches, values)
+            own = f"{look.name}/{trainer.global_rank}"
+            self._told.append(own)
+            old = self._told.pop(0) if len(self._told) > 4 else None
+            channel.call(partial(_send, key=own, told=told, old=old), _ANSWER_SECONDS)
+            if trainer.is_global_zero:
+                self._awaited = [*self._awaited[-3:], look.name]
+
+    def _compare(self, trainer: Trainer, channel: Channel) -> None:
+        """Compare the looks that all ranks have told of; on rank 0."""
+        for name in list(self._awaited):
+            keys = [f"{name}/{rank}" for rank in range(trainer.world_size)]
+            found = channel.call(partial(_all_or_none, keys=keys), _ANSWER_SECONDS)
+            if found is None:
+                continue
+            self._awaited.remove(name)
+            for holders, groups in apart(dict(enumerate(found))).items():
+                asked = [group[0] for group in groups[:_MOST_GROUPS]]
+                of_asked = [f"{name}/{rank}/all" for rank in asked]
+                texts = channel.call(partial(_all_or_none, keys=of_asked), _ANSWER_SECONDS)
+                told = {rank: json.loads(text)[holders] for rank, text in zip(asked, texts or [], strict=False)}
+                self._name_differences(trainer, differences(groups, told))
+
+    def _name_differences(self, trainer: Trainer, found: list[Difference]) -> None:
+        for each in found:
+            if each.kind not in self._said:
+                self._said.add(each.kind)
+                self._say(trainer, [say(each, self._last_step)])
+
+
+def _send(store: Any, key: str, told: Told, old: str | None) -> None:
+    store.set(f"{key}/all", json.dumps(told))
+    store.set(key, digests(told))
+    if old is not None:
+        store.delete_key(old)
+        store.delete_key(f"{old}/all")
+
+
+def _all_or_none(store: Any, keys: list[str]) -> list[str] | None:
+    return [each.decode() for each in store.multi_get(keys)] if store.check(keys) else None
+
+
+def _nothing_to_give() -> None:
+    """Stands for giving back a channel that was not leased."""

@@ -1,0 +1,131 @@
+"""One look at what a rank has: taken without waiting for the device, told to rank 0 as text."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from azureml_strategy.strategies.replica_check.copies import BUFFER, Copy
+from azureml_strategy.strategies.replica_check.fingerprints import Fingerprints
+
+# What a buffer is told as that the training has just changed, and the strategy makes equal before it is used.
+_CHANGING = "changing"
+# With more names, neighbours are told as one, so that what each rank tells stays small.
+_MOST_NAMES = 512
+# holders: values by kind and name
+Told = dict[str, dict[str, str]]
+
+
+class Look:
+    """What this rank has at one moment.
+
+    Args:
+        name: the same on all ranks that look at this moment, and of no other look.
+        copies: what it has.
+        turn: see `Fingerprints`.
+        batches: how many have been trained on.
+    """
+
+    def __init__(self, name: str, copies: Sequence[Copy], turn: int, batches: int) -> None:
+        self.name, self.batches, self._copies = name, batches, copies
+        self._prints = Fingerprints([each.value for each in copies if isinstance(each.value, Tensor)], turn)
+
+    def is_ready(self) -> bool:
+        """Whether its values can be read without waiting."""
+        return self._prints.are_ready()
+
+    def told(self, before: Told | None, changing: bool) -> tuple[Told, Told]:
+        """Return all values; and as they are told, see `_CHANGING`.
+
+        Args:
+            before: all values of a look before further training; None at the first.
+            changing: whether buffers may differ after a step that changes them.
+        """
+        prints = iter(self._prints.values())
+        values: Told = {}
+        told: Told = {}
+        for each in self._copies:
+            value = f"{next(prints) & (1 << 64) - 1:016x}" if isinstance(each.value, Tensor) else repr(each.value)
+            key = f"{each.kind} {each.name}"
+            values.setdefault(each.holders, {})[key] = value
+            moved = before is not None and before.get(each.holders, {}).get(key) != value
+            hidden = changing and each.kind == BUFFER and moved
+            told.setdefault(each.holders, {})[key] = _CHANGING if hidden else value
+        return values, {holders: _folded(of_holders) for holders, of_holders in told.items()}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Ranks that must have a value alike, and have not.
+
+    Attributes:
+        kind: of the value.
+        names: of the values that differ.
+        ranks: groups of ranks; those of a group have told the same.
+    """
+
+    kind: str
+    names: list[str]
+    ranks: list[list[int]]
+
+
+def digests(told: Told) -> str:
+    """Return one hash for each of the holders, which rank 0 compares first."""
+    return json.dumps({holders: _digest(values) for holders, values in told.items()})
+
+
+def apart(digests_of: Mapping[int, str]) -> dict[str, list[list[int]]]:
+    """Find holders whose ranks have told different digests, and the ranks that have told the same."""
+    groups: dict[str, dict[str, list[int]]] = {}
+    for rank, text in sorted(digests_of.items()):
+        for holders, digest in json.loads(text).items():
+            groups.setdefault(holders, {}).setdefault(digest, []).append(rank)
+    return {holders: list(each.values()) for holders, each in groups.items() if len(each) > 1}
+
+
+def differences(groups: Sequence[list[int]], told: Mapping[int, Mapping[str, str]]) -> list[Difference]:
+    """Name what differs among ranks with the same holders.
+
+    Args:
+        groups: ranks that have told the same.
+        told: what the first rank of each group has told, by kind and name; some groups may be missing.
+    """
+    found: dict[tuple[str, tuple[tuple[int, ...], ...]], list[str]] = {}
+    known = [group for group in groups if group[0] in told]
+    for key in dict.fromkeys(key for group in known for key in told[group[0]]):
+        by_value: dict[str, list[int]] = {}
+        for group in known:
+            value = told[group[0]].get(key, _CHANGING)
+            if value != _CHANGING:
+                by_value.setdefault(value, []).extend(group)
+        if len(by_value) > 1:
+            kind, _, name = key.partition(" ")
+            ranks = tuple(tuple(sorted(each)) for each in by_value.values())
+            found.setdefault((kind, ranks), []).append(name)
+    return [Difference(kind, names, [list(each) for each in ranks]) for (kind, ranks), names in found.items()]
+
+
+def _digest(values: Mapping[str, str]) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:32]
+
+
+def _folded(values: Mapping[str, str]) -> dict[str, str]:
+    """Join neighbours of one kind under their first and last names, if there are too many."""
+    if len(values) <= _MOST_NAMES:
+        return dict(values)
+    by_kind: dict[str, list[str]] = {}
+    for key in values:
+        by_kind.setdefault(key.partition(" ")[0], []).append(key)
+    size = -(-len(values) // _MOST_NAMES) + 1
+    folded = {}
+    for keys in by_kind.values():
+        for chunk in (keys[start : start + size] for start in range(0, len(keys), size)):
+            joined: Any = [values[key] for key in chunk if values[key] != _CHANGING]
+            name = chunk[0] if len(chunk) == 1 else f"{chunk[0]} to {chunk[-1].partition(' ')[2]}"
+            folded[name] = _digest({str(i): each for i, each in enumerate(joined)})
+    return folded

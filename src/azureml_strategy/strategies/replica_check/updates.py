@@ -1,0 +1,223 @@
+"""Whether training trains: parameters that have a gradient and an optimizer must change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+# After how many steps something is said; if no parameter at all has changed, after more: a module may accumulate by
+# itself.
+_STEPS, _STEPS_OF_ALL = 8, 64
+# Steps after the eighth are observed at powers of two, up to this one.
+_LAST_STEP = 1024
+# Gradients so much smaller than the largest are rounding: a bias before a normalisation has no other.
+_NEGLIGIBLE = 1e-4
+_MOST_NAMES = 5
+_ROUNDED = (
+    "Parameters lose their updates to rounding: in the first {steps} steps these had gradients and have not changed: "
+    "{names}. They are {type}, in which a weight of 1 cannot change by less than some thousandths. Train them in "
+    "float32, as precision='bf16-mixed' does, or with a larger learning rate."
+)
+_UNCHANGED = (
+    "Parameters do not train: in the first {steps} steps these had gradients and an optimizer with a learning rate "
+    "above 0, and have not changed: {names}. Something puts them back or replaces the optimizer's step, or the "
+    "learning rate is too small for their type."
+)
+_IN_NO_OPTIMIZER = (
+    "Parameters have gradients but no optimizer, so that they do not train: {names}. Give them to an optimizer in "
+    "configure_optimizers, or call requires_grad_(False) on them, which saves the time of their gradients."
+)
+_NO_GRADIENT = (
+    "Optimizer {number} has stepped {steps} times, and none of its {count} parameters has had a gradient. {why}"
+)
+_REPLACED = (
+    "{count} of them are no longer the module's: they were replaced after configure_optimizers. Make new layers in "
+    "configure_model or __init__."
+)
+_NOT_REACHED = "The loss does not reach them: look for detach(), no_grad(), or the parameters of another optimizer."
+
+
+@dataclass
+class _Seen:
+    """What is known of a parameter that an optimizer has.
+
+    Attributes:
+        pushed: observed steps in which it had a gradient worth the name, while others were changed.
+        changed: whether it has ever changed.
+        has_gradient: whether it has ever had any, of whatever size.
+    """
+
+    pushed: int = 0
+    changed: bool = False
+    has_gradient: bool = False
+
+
+@dataclass
+class _Step:
+    """A step under observation: each parameter at the place of its largest gradient, on its device."""
+
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    places: list[Tensor] = field(default_factory=list)
+    largest: list[Tensor] = field(default_factory=list)
+    before: list[Tensor] = field(default_factory=list)
+
+
+class UpdateWatch:
+    """Observes steps 1, 2, 4, 8 and so on until each parameter that has a gradient has changed.
+
+    A parameter is compared at the place of its largest gradient. Nothing is concluded from steps with gradients that
+    are not finite, which a scaler skips, from learning rates of 0, nor while a learning rate rises.
+
+    Args:
+        trainer: about to train.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._seen: dict[int, _Seen] = {}
+        self._under_way: list[_Step] = []
+        self._rates: dict[int, float] = {}
+        self._rising: dict[int, bool] = {}
+        self._steps = self._observed = 0
+        self._stepped: dict[int, int] = {}
+        self._said: set[str] = set()
+        self._largest = 0.0  # of all gradients that were observed
+
+    @classmethod
+    def of(cls, trainer: Trainer) -> UpdateWatch | None:
+        """Watch a training; None under DeepSpeed and FSDP1, whose parameters have no gradients of their own."""
+        return None if isinstance(trainer.strategy, (DeepSpeedStrategy, FSDPStrategy)) else cls(trainer)
+
+    @torch.no_grad()
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Note what the optimizer is about to change; its gradients are ready.
+
+        Args:
+            optimizer: one of the trainer's.
+        """
+        number = self._stepped.get(id(optimizer), 0) + 1
+        self._stepped[id(optimizer)] = number
+        if number & (number - 1) or number > _LAST_STEP:
+            return
+        self._observed = max(self._observed, number)
+        self._rising[id(optimizer)] = False
+        step = _Step()
+        for group in optimizer.param_groups:
+            rate = group.get("lr", 1.0)
+            if isinstance(rate, Tensor) and rate.device.type != "cpu":
+                continue  # reading it would wait for the device
+            self._rising[id(optimizer)] |= float(rate) > self._rates.get(id(group), float("inf"))
+            self._rates[id(group)] = float(rate)
+            for parameter in group["params"]:
+                seen = self._seen.setdefault(id(parameter), _Seen())
+                seen.has_gradient |= parameter.grad is not None
+                if parameter.grad is not None and rate and not seen.changed:
+                    _observe(step, parameter)
+        if step.parameters:
+            self._under_way.append(step)
+
+    @torch.no_grad()
+    def after_batch(self) -> None:
+        """See what has changed; it waits for the device in those few steps that are observed."""
+        steps, self._under_way = self._under_way, []
+        for step in steps:
+            now = [torch.take(_local(each), place) for each, place in zip(step.parameters, step.places, strict=True)]
+            largest = [float(each) for each in step.largest]
+            changed = [bool(a != b) for a, b in zip(now, step.before, strict=True)]
+            if not all(each < float("inf") for each in largest):  # neither infinite nor NaN
+                continue
+            self._count(step, largest, changed)
+
+    def verdict(self, at_end: bool) -> list[str]:
+        """Say what does not train, once.
+
+        Args:
+            at_end: whether no further step follows.
+        """
+        if not (at_end or self._is_time()):
+            return []
+        named = {id(each): (name, each) for name, each in self._trainer.lightning_module.named_parameters()}
+        found = [] if any(self._rising.values()) else [*self._unchanged(named, at_end)]
+        found += [*self._in_no_optimizer(named), *self._not_of_module(named)]
+        said = [text for key, text in found if key not in self._said]
+        self._said |= {key for key, _ in found}
+        return said
+
+    def _is_time(self) -> bool:
+        """Whether enough was observed since the last time."""
+        steps = self._observed
+        if steps < _STEPS or steps == self._steps:
+            return False
+        self._steps = steps
+        return True
+
+    def _count(self, step: _Step, largest: list[float], changed: list[bool]) -> None:
+        for parameter, moved in zip(step.parameters, changed, strict=True):
+            self._seen[id(parameter)].changed |= moved
+        self._largest = max(self._largest, *largest)
+        worth = _NEGLIGIBLE * self._largest
+        for parameter, gradient in zip(step.parameters, largest, strict=True):
+            if gradient > worth:
+                self._seen[id(parameter)].pushed += 1
+
+    def _unchanged(self, named: dict[int, tuple[str, nn.Parameter]], at_end: bool) -> Iterator[tuple[str, str]]:
+        pushed = {key: each for key, each in self._seen.items() if each.pushed >= 2 and key in named}
+        still = [named[key] for key, each in pushed.items() if not each.changed]
+        if not still:
+            return
+        none = not any(each.changed for each in self._seen.values())
+        if none and self._observed < _STEPS_OF_ALL and not at_end:
+            return
+        small = [(name, each) for name, each in still if each.dtype in (torch.bfloat16, torch.float16)]
+        if small and not none:
+            yield "rounded", _ROUNDED.format(steps=self._observed, names=_listed(small), type=small[0][1].dtype)
+        others = still if none else [each for each in still if each not in small]
+        if others:
+            yield "unchanged", _UNCHANGED.format(steps=self._observed, names=_listed(others))
+
+    def _in_no_optimizer(self, named: dict[int, tuple[str, nn.Parameter]]) -> Iterator[tuple[str, str]]:
+        ids = {id(p) for each in self._trainer.optimizers for group in each.param_groups for p in group["params"]}
+        left = [(n, p) for key, (n, p) in named.items() if p.requires_grad and p.grad is not None and key not in ids]
+        if left and ids:
+            yield "no optimizer", _IN_NO_OPTIMIZER.format(names=_listed(left))
+
+    def _not_of_module(self, named: dict[int, tuple[str, nn.Parameter]]) -> Iterator[tuple[str, str]]:
+        for number, optimizer in enumerate(self._trainer.optimizers):
+            parameters = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
+            known = [self._seen[id(each)] for each in parameters if id(each) in self._seen]
+            steps = self._stepped.get(id(optimizer), 0)
+            if steps >= 2 and len(known) == len(parameters) > 0 and not any(each.has_gradient for each in known):
+                gone = sum(id(each) not in named for each in parameters)
+                why = _REPLACED.format(count=gone) if gone else _NOT_REACHED
+                count = len(parameters)
+                yield f"optimizer {number}", _NO_GRADIENT.format(number=number, steps=steps, count=count, why=why)
+
+
+def _observe(step: _Step, parameter: nn.Parameter) -> None:
+    assert parameter.grad is not None
+    values, gradient = _local(parameter), _local(parameter.grad)
+    if gradient.layout != torch.strided or not gradient.numel() or values.shape != gradient.shape:
+        return
+    sizes = gradient.abs()
+    place = sizes.argmax()
+    step.parameters.append(parameter)
+    step.places.append(place)
+    step.largest.append(torch.take(sizes, place))
+    step.before.append(torch.take(values, place))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _listed(parameters: list[tuple[str, Any]]) -> str:
+    names = ", ".join(name for name, _ in parameters[:_MOST_NAMES])
+    return names + (f" and {len(parameters) - _MOST_NAMES:,} more" if len(parameters) > _MOST_NAMES else "")

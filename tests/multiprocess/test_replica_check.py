@@ -1,0 +1,33 @@
+"""Ranks that have come apart are named with what differs; ranks that may differ, and equal ones, are not."""
+
+from __future__ import annotations
+
+import pytest
+from tests.multiprocess.conftest import RunJob
+
+# strategy: what is found when one rank changes it before step 3, right after an average of local SGD. Buffers are made
+# equal again but by stock DDP without it; parts of FSDP2 are each rank's own.
+FOUND = {
+    "ddp": {"parameter", "learning rate", "scheduler"},
+    "stock ddp": {"parameter", "buffer", "learning rate", "scheduler"},
+    "zero 1": {"parameter", "learning rate", "scheduler"},
+    "zero 2": {"parameter", "learning rate", "scheduler"},
+    "zero 3": {"parameter", "learning rate", "scheduler"},
+    "fsdp2": {"learning rate", "scheduler"},
+    "tensor parallel": {"parameter", "learning rate", "scheduler"},
+    "pipeline": {"parameter", "learning rate", "scheduler"},
+    "local sgd": {"parameter", "learning rate", "scheduler"},
+}
+
+
+@pytest.mark.parametrize("strategy", FOUND)
+def test_what_differs_is_named(run_job: RunJob, strategy: str) -> None:
+    job = run_job("apart_copies.py", strategy, processes_per_node=2)
+    assert job.exit_code == 0, job.output
+    said = job.results[0]
+    assert said["nothing"] == []
+    assert not any(job.results[1].values()), "rank 0 speaks for all"
+    assert {what for what, lines in said.items() if lines} == FOUND[strategy], said
+    for line in said["learning rate"]:
+        assert "on rank 1 these are others than on rank 0" in line
+    assert any("lr of group 0 of optimizer 0" in line for line in said["learning rate"])
