@@ -10,9 +10,17 @@ ZERO: dict[str, str] = {}
 
 ZERO_3: dict[str, str] = {}
 
-FSDP2: dict[str, str] = {}
+FSDP2: dict[str, str] = {
+    "closure_of_many": "LBFGS makes one vector",
+    "auxiliary_loss": "optimizer replaces a penalty",
+    "pruning": "Prune under strategy='azureml_ddp'",
+    "teacher": "Make the copy before: in __init__",
+    "torch_average": "Make the copy before: in __init__",
+    "scalar_parameter": "nn.Parameter(torch.ones(1))",
+    "weight_of_a_block": "Call the layer instead of using its weight",
+}
 
-TENSOR_PARALLEL: dict[str, str] = {}
+TENSOR_PARALLEL: dict[str, str] = {**FSDP2}
 
 PIPELINE: dict[str, str] = {}
 

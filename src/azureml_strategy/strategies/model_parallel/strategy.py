@@ -33,6 +33,7 @@ from azureml_strategy.strategies.model_parallel.checkpoint import (
     copy_batch,
     write_distributed,
 )
+from azureml_strategy.strategies.model_parallel.gathering import Gathering
 from azureml_strategy.strategies.model_parallel.gradients import copy_gradients
 from azureml_strategy.strategies.model_parallel.layout import MeshLayout, Size, check_counts, for_meshes, plan_layout
 from azureml_strategy.strategies.model_parallel.module import (
@@ -42,7 +43,9 @@ from azureml_strategy.strategies.model_parallel.module import (
     plan_of,
 )
 from azureml_strategy.strategies.model_parallel.plan import is_parallel, reshard, spread
+from azureml_strategy.strategies.model_parallel.refusals import explain, refuse_callbacks, refuse_optimizer
 from azureml_strategy.strategies.model_parallel.sequences import share_sequences
+from azureml_strategy.strategies.model_parallel.whole_values import copies_in, take_whole_dictionaries, train_alike
 from azureml_strategy.strategies.process_group import end_subgroup
 
 
@@ -105,6 +108,7 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
         self._broadcast_buffers = broadcast_buffers
         self._restore_module: Callable[[], None] | None = None
         self._uncut: list[nn.Parameter] = []
+        self._gathering: Gathering | None = None
 
     @property
     @override
@@ -145,21 +149,18 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
         self._restore_module = mix_sharded_precision(
             self.lightning_module, self.precision_plugin.precision, self.root_device.type
         )
+        refuse_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
         if not spread_by_itself:
             self._settle_sizes()
-            self._uncut = spread(
-                self.lightning_module,
-                self.device_mesh,
-                self.root_device,
-                precision=self.precision_plugin.precision,
-                activation_checkpointing=self._activation_checkpointing,
-            )
+            self._spread_with_copies(trainer)
+        take_whole_dictionaries(self.lightning_module)
         if is_overridden("configure_model", self.lightning_module):
             super().setup(trainer)
         else:
             # Lightning's own setup refuses a module without configure_model: nothing else would have spread it.
             with self.recording_models():
                 super(ModelParallelStrategy, self).setup(trainer)
+        self._gathering = Gathering(self.lightning_module)
         if self._broadcast_buffers:
             # A module that spreads itself may hold other buffers on each rank of a tensor-parallel group.
             replicas = self.device_mesh["data_parallel"].get_group() if spread_by_itself else None
@@ -173,6 +174,9 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
         if self._stop_sharing is not None:
             self._stop_sharing()
             self._stop_sharing = None
+        if self._gathering is not None:
+            self._gathering.remove()
+            self._gathering = None
         if self.lightning_module is not None:
             reshard(self.lightning_module)
         super().teardown()
@@ -192,9 +196,55 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
         return batch
 
     @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            refuse_optimizer(optimizer)
+            train_alike(optimizer, self.device_mesh["data_parallel"].get_group())
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        explain(exception)
+        super().on_exception(exception)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        outputs = super().training_step(*args, **kwargs)
+        if not self.lightning_module.automatic_optimization:
+            self._shard_again()
+        return outputs
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = super().validation_step(*args, **kwargs)
+        self._shard_again()
+        return outputs
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = super().test_step(*args, **kwargs)
+        self._shard_again()
+        return outputs
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = super().predict_step(*args, **kwargs)
+        self._shard_again()
+        return outputs
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        super().pre_backward(closure_loss)
+        assert self._gathering is not None
+        self._gathering.before_backward()
+
+    @override
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
         assert self.lightning_module is not None
+        assert self._gathering is not None
+        self._gathering.after_backward()
         if self._uncut and not accumulates(self.lightning_module.trainer):
             copy_gradients(self._uncut, self.device_mesh["tensor_parallel"].get_group())
 
@@ -242,6 +292,23 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
         weights = {name: tensor.shape for name, tensor in self.model.state_dict().items()}
         check_checkpoint(Path(self.broadcast(checkpoint_path)), weights, self.lightning_module.strict_loading)
         return super().load_checkpoint(checkpoint_path, weights_only)
+
+    def _spread_with_copies(self, trainer: Trainer) -> None:
+        """Spread the module, and alike what callbacks have copied of it: they compute with both."""
+        assert self.lightning_module is not None
+        copies = copies_in(trainer.callbacks, self.lightning_module)  # type: ignore[attr-defined]
+        for each in (*filter(lambda copy: not is_parallel(copy), copies), self.lightning_module):
+            self._uncut = spread(
+                each,
+                self.device_mesh,
+                self.root_device,
+                precision=self.precision_plugin.precision,
+                activation_checkpointing=self._activation_checkpointing,
+            )
+
+    def _shard_again(self) -> None:
+        assert self._gathering is not None
+        self._gathering.after_step()
 
     def _plan_sizes(self) -> MeshLayout:
         """Return the sizes of the axes, checked against the job and what the module says before it is built."""
