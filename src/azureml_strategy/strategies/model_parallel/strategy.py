@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.model_parallel import ModelParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -45,7 +46,12 @@ from azureml_strategy.strategies.model_parallel.module import (
 from azureml_strategy.strategies.model_parallel.plan import is_parallel, reshard, spread
 from azureml_strategy.strategies.model_parallel.refusals import explain, refuse_callbacks, refuse_optimizer
 from azureml_strategy.strategies.model_parallel.sequences import share_sequences
-from azureml_strategy.strategies.model_parallel.whole_values import copies_in, take_whole_dictionaries, train_alike
+from azureml_strategy.strategies.model_parallel.whole_values import (
+    copies_in,
+    gather_apart,
+    take_whole_dictionaries,
+    train_alike,
+)
 from azureml_strategy.strategies.process_group import end_subgroup
 
 
@@ -153,7 +159,8 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
         if not spread_by_itself:
             self._settle_sizes()
             self._spread_with_copies(trainer)
-        take_whole_dictionaries(self.lightning_module)
+        else:
+            take_whole_dictionaries(self.lightning_module)
         if is_overridden("configure_model", self.lightning_module):
             super().setup(trainer)
         else:
@@ -267,6 +274,7 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        checkpoint = gather_apart(checkpoint, self._written_by_shards)
         super().save_checkpoint(to_plain(checkpoint, self.written_apart), filepath, storage_options)
 
     def stage_checkpoint(self, checkpoint: dict[str, Any]) -> tuple[Any, WriteStaged] | None:
@@ -280,6 +288,7 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
         """
         if not self._save_distributed_checkpoint:
             return None
+        checkpoint = gather_apart(checkpoint, self._written_by_shards)
         rest = {name: value for name, value in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
         optimizers = {f"optimizer_{i}": each for i, each in enumerate(checkpoint.get("optimizer_states", []))}
         state = {"state_dict": checkpoint["state_dict"], **optimizers}
@@ -291,7 +300,16 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
         assert self.lightning_module is not None
         weights = {name: tensor.shape for name, tensor in self.model.state_dict().items()}
         check_checkpoint(Path(self.broadcast(checkpoint_path)), weights, self.lightning_module.strict_loading)
-        return super().load_checkpoint(checkpoint_path, weights_only)
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        callbacks = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
+        if any(isinstance(each, WeightAveraging) for each in callbacks):
+            # It takes the averages from there, and Lightning has loaded them into the module alone.
+            checkpoint.setdefault("state_dict", self.lightning_module.state_dict())
+        return checkpoint
+
+    @property
+    def _written_by_shards(self) -> tuple[str, ...]:
+        return ("state_dict", "optimizer_states") if self._save_distributed_checkpoint else ()
 
     def _spread_with_copies(self, trainer: Trainer) -> None:
         """Spread the module, and alike what callbacks have copied of it: they compute with both."""
@@ -305,6 +323,7 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
                 precision=self.precision_plugin.precision,
                 activation_checkpointing=self._activation_checkpointing,
             )
+            take_whole_dictionaries(each)
 
     def _shard_again(self) -> None:
         assert self._gathering is not None

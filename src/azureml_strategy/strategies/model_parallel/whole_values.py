@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -34,6 +35,20 @@ def _cut(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) ->
             value = value.to(parameter.device)
             mesh, placements = parameter.device_mesh, parameter.placements
             state_dict[prefix + name] = distribute_tensor(value, mesh, placements, src_data_rank=None)
+
+
+def gather_apart(checkpoint: dict[str, Any], written_by_shards: Iterable[str]) -> dict[str, Any]:
+    """Return a checkpoint in which what rank 0 writes alone is whole. Every rank must call this.
+
+    Averages of weights that a callback keeps are shards, of which rank 0 would write its own.
+
+    Args:
+        checkpoint: as Lightning gives it to `save_checkpoint`.
+        written_by_shards: the entries to which each rank writes its part.
+    """
+    shards = {name: checkpoint[name] for name in written_by_shards if name in checkpoint}
+    rest = {name: value for name, value in checkpoint.items() if name not in shards}
+    return {**apply_to_collection(rest, DTensor, lambda tensor: tensor.full_tensor().cpu()), **shards}
 
 
 def copies_in(callbacks: Iterable[Callback], module: LightningModule) -> list[LightningModule]:
