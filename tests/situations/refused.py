@@ -20,7 +20,8 @@ FSDP2: dict[str, str] = {
     "weight_of_a_block": "Call the layer instead of using its weight",
 }
 
-TENSOR_PARALLEL: dict[str, str] = {**FSDP2}
+_FINETUNING = ("backbone_finetuning", "backbone_with_statistics", "backbone_with_frozen_statistics", "own_finetuning")
+TENSOR_PARALLEL: dict[str, str] = {**FSDP2, **dict.fromkeys(_FINETUNING, "Write tensor_parallel_size=1")}
 
 PIPELINE: dict[str, str] = {}
 

@@ -46,7 +46,9 @@ LAYOUTS: dict[str, Callable[..., Strategy]] = {
     "zero_2": partial(AzureMLDeepSpeedStrategy, stage=2),
     "zero_3": partial(AzureMLDeepSpeedStrategy, stage=3),
     "fsdp2": partial(AzureMLModelParallelStrategy, tensor_parallel_size=1),
-    "tensor_parallel": partial(AzureMLModelParallelStrategy, tensor_parallel_size=min(WORLD, 2)),
+    "tensor_parallel": partial(
+        AzureMLModelParallelStrategy, tensor_parallel_size=min(WORLD, 2), tensor_parallel_across_nodes=True
+    ),
     "pipeline": partial(PipelineStrategy, num_stages=WORLD, micro_batches=1, partition="uniform"),
     "local_sgd": partial(AzureMLLocalSGDStrategy, period=1),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ModelPruning
+from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
@@ -31,8 +31,8 @@ _EXPLAINED = {
 }
 
 
-def refuse_callbacks(callbacks: Iterable[Callback]) -> None:
-    """Refuse callbacks that put other parameters in the place of sharded ones.
+def refuse_callbacks(callbacks: Iterable[Callback], tensor_parallel: bool) -> None:
+    """Refuse callbacks that put other parameters in the place of sharded ones, or compare those of two meshes.
 
     Raises:
         ConfigurationError: there is one.
@@ -43,6 +43,12 @@ def refuse_callbacks(callbacks: Iterable[Callback]) -> None:
                 f"{type(callback).__name__} puts masks in the place of parameters, and those of azureml_model_parallel "
                 "are sharded, which pruning would meet with an error at the end of the first epoch. Prune under "
                 "strategy='azureml_ddp'."
+            )
+        if tensor_parallel and isinstance(callback, BaseFinetuning):
+            raise ConfigurationError(
+                f"{type(callback).__name__} compares parameters when it unfreezes some, and torch does not compare "
+                "those that tensor parallelism cuts with others. Write tensor_parallel_size=1, or give all parameters to "
+                "the optimizer at the start and call requires_grad_() on them in on_train_epoch_start."
             )
 
 

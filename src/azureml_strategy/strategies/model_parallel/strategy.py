@@ -155,12 +155,13 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
         self._restore_module = mix_sharded_precision(
             self.lightning_module, self.precision_plugin.precision, self.root_device.type
         )
-        refuse_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
         if not spread_by_itself:
             self._settle_sizes()
             self._spread_with_copies(trainer)
         else:
             take_whole_dictionaries(self.lightning_module)
+        cut = self.device_mesh["tensor_parallel"].size() > 1
+        refuse_callbacks(trainer.callbacks, cut)  # type: ignore[attr-defined]
         if is_overridden("configure_model", self.lightning_module):
             super().setup(trainer)
         else:
