@@ -47,8 +47,8 @@ def refuse_callbacks(callbacks: Iterable[Callback], tensor_parallel: bool) -> No
         if tensor_parallel and isinstance(callback, BaseFinetuning):
             raise ConfigurationError(
                 f"{type(callback).__name__} compares parameters when it unfreezes some, and torch does not compare "
-                "those that tensor parallelism cuts with others. Write tensor_parallel_size=1, or give all parameters to "
-                "the optimizer at the start and call requires_grad_() on them in on_train_epoch_start."
+                "those that tensor parallelism cuts with others. Write tensor_parallel_size=1, or give all parameters "
+                "to the optimizer at the start and call requires_grad_() on them in on_train_epoch_start."
             )
 
 
