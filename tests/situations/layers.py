@@ -21,6 +21,9 @@ class SharedLayer(Regression):
             [nn.Sequential(Block(FEATURES), shared), *(nn.Sequential(Block(), shared) for _ in "ab")]
         )
 
+    def tensor_parallel_plan(self) -> dict[str, str]:
+        return {"blocks.0.0.linear": "colwise_gather_output"}
+
 
 class SharedNorm(Regression):
     """All blocks share a small normalisation."""
@@ -31,6 +34,9 @@ class SharedNorm(Regression):
         self.blocks = nn.ModuleList(
             [nn.Sequential(Block(FEATURES), shared), *(nn.Sequential(Block(), shared) for _ in "ab")]
         )
+
+    def tensor_parallel_plan(self) -> dict[str, str]:
+        return {"blocks.0.0.linear": "colwise_gather_output"}
 
 
 class SharedParameter(Regression):
@@ -80,13 +86,23 @@ class BareParameters(Regression):
     def __init__(self) -> None:
         super().__init__()
         self.shift = nn.Parameter(torch.full((WIDTH,), 0.1))
-        self.gains = nn.ParameterList([nn.Parameter(torch.full((WIDTH,), 1.0 + each)) for each in range(3)])
-        self.temperature = nn.Parameter(torch.tensor(0.5))
+        self.gains = nn.ParameterList([nn.Parameter(torch.full((WIDTH,), 1 + each / 10)) for each in range(3)])
 
     def forward(self, states: Tensor) -> Tensor:
         for block, gain in zip(self.blocks, self.gains, strict=True):
             states = block(states) * gain + self.shift
-        return self.head(states) * self.temperature
+        return self.head(states)
+
+
+class ScalarParameter(Regression):
+    """A parameter without a dimension, as CLIP's temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, states: Tensor) -> Tensor:
+        return super().forward(states) * self.temperature
 
 
 class WeightOfABlock(Regression):
@@ -103,6 +119,15 @@ class PartOfABlock(Regression):
     def forward(self, states: Tensor) -> Tensor:
         states = self.blocks[0](states)
         return self.head(self.blocks[2](torch.relu(self.blocks[1].linear(states))))
+
+
+class PartAndBlock(Regression):
+    """Calls a layer inside of a block first, then the block, then the layer again."""
+
+    def forward(self, states: Tensor) -> Tensor:
+        states = torch.relu(self.blocks[1].linear(self.blocks[0](states)))
+        states = self.blocks[1].linear(self.blocks[1](states))
+        return self.head(self.blocks[2](states))
 
 
 class OtherMethod(Regression):
@@ -182,8 +207,10 @@ SITUATIONS: dict[str, Situation] = {
     "second_name": Situation(SecondName),
     "in_a_list": Situation(InAList),
     "bare_parameters": Situation(BareParameters),
+    "scalar_parameter": Situation(ScalarParameter),
     "weight_of_a_block": Situation(WeightOfABlock),
     "part_of_a_block": Situation(PartOfABlock),
+    "part_and_block": Situation(PartAndBlock),
     "other_method": Situation(OtherMethod),
     "unused": Situation(Unused),
     "nested": Situation(Nested),

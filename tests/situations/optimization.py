@@ -63,6 +63,47 @@ class ManualLayers(OwnParameter):
         optimizer.step()
 
 
+class ManualWithoutBlocks(ManualLayers):
+    """Its step calls layers, of which no strategy knows."""
+
+    sharded_blocks: Any = None
+
+
+class ManualTwoLosses(ManualLayers):
+    """Two losses of layers that it calls, each with a backward pass of its own, then one step."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        first, second = (LayersCalled.training_step(self, [each], batch_idx) for each in (batch[0], -batch[0]))
+        self.manual_backward(first)
+        self.manual_backward(0.5 * second)
+        optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer([*self.blocks.parameters(), *self.head.parameters()])
+
+
+class TogglesInStep(Manual):
+    """Freezes its head inside of a step, by the module."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        if self.global_step == 2:
+            self.head.requires_grad_(False)
+        super().training_step(batch, batch_idx)
+
+
+class EvaluatesInStep(Manual):
+    """Looks at its outputs after each step, without gradients."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx)
+        with torch.no_grad():
+            self.head.bias.mul_(1.0)  # a change of the weights by hand
+            states = self.blocks[0](batch[0])
+            self.seen = self.head(self.blocks[2](self.blocks[1].linear(states)))
+
+
 class ManualTwice(Manual):
     """Two backward passes before a step."""
 
@@ -304,6 +345,10 @@ SITUATIONS: dict[str, Situation] = {
     "own_parameter": Situation(OwnParameter),
     "manual": Situation(Manual),
     "manual_layers": Situation(ManualLayers),
+    "manual_without_blocks": Situation(ManualWithoutBlocks),
+    "manual_two_losses": Situation(ManualTwoLosses),
+    "toggles_in_step": Situation(TogglesInStep),
+    "evaluates_in_step": Situation(EvaluatesInStep),
     "manual_twice": Situation(ManualTwice),
     "manual_accumulation": Situation(ManualAccumulation),
     "manual_clipping": Situation(ManualClipping),

@@ -10,9 +10,18 @@ ZERO: dict[str, str] = {}
 
 ZERO_3: dict[str, str] = {}
 
-FSDP2: dict[str, str] = {}
+FSDP2: dict[str, str] = {
+    "closure_of_many": "LBFGS makes one vector",
+    "auxiliary_loss": "optimizer replaces a penalty",
+    "pruning": "Prune under strategy='azureml_ddp'",
+    "teacher": "Make the copy before: in __init__",
+    "torch_average": "Make the copy before: in __init__",
+    "scalar_parameter": "nn.Parameter(torch.ones(1))",
+    "weight_of_a_block": "Call the layer instead of using its weight",
+}
 
-TENSOR_PARALLEL: dict[str, str] = {}
+_FINETUNING = ("backbone_finetuning", "backbone_with_statistics", "backbone_with_frozen_statistics", "own_finetuning")
+TENSOR_PARALLEL: dict[str, str] = {**FSDP2, **dict.fromkeys(_FINETUNING, "Write tensor_parallel_size=1")}
 
 PIPELINE: dict[str, str] = {}
 

@@ -46,6 +46,9 @@ LAYOUTS: dict[str, Callable[..., Strategy]] = {
     "zero_2": partial(AzureMLDeepSpeedStrategy, stage=2),
     "zero_3": partial(AzureMLDeepSpeedStrategy, stage=3),
     "fsdp2": partial(AzureMLModelParallelStrategy, tensor_parallel_size=1),
+    "tensor_parallel": partial(
+        AzureMLModelParallelStrategy, tensor_parallel_size=min(WORLD, 2), tensor_parallel_across_nodes=True
+    ),
     "pipeline": partial(PipelineStrategy, num_stages=WORLD, micro_batches=1, partition="uniform"),
     "local_sgd": partial(AzureMLLocalSGDStrategy, period=1),
 }
@@ -63,15 +66,22 @@ def train(layout: str, situation: Situation) -> dict[str, Any]:
     try:
         for _ in range(situation.fits):
             trainer = make_trainer(layout, **situation.trainer())
-            trainer.fit(module, loader(0, 1) if layout in (ALONE, "pipeline") else loader(RANK, WORLD))
+            trainer.fit(module, loader(*replica(layout)))
             steps += trainer.global_step
     except Exception as error:  # each is to be judged, whatever another one does
         taken = steps + (trainer.global_step if trainer else 0)
         last = "".join(traceback.format_exception(error)[-6:])
-        return {"error": f"{type(error).__name__}: {error}", "steps": taken, "trace": last}
+        words = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+        return {"error": words, "steps": taken, "trace": last}
     assert trainer is not None
     loss = trainer.callback_metrics.get("loss")
     return {"weights": weights(layout, module), "loss": float(loss) if loss is not None else None, "steps": steps}
+
+
+def replica(layout: str) -> tuple[int, int]:
+    """Which of how many replicas this process belongs to."""
+    size = {ALONE: WORLD, "pipeline": WORLD, "tensor_parallel": min(WORLD, 2)}.get(layout, 1)
+    return RANK // size, WORLD // size
 
 
 def make_trainer(layout: str, **arguments: Any) -> Trainer:

@@ -31,6 +31,8 @@ from azureml_strategy.strategies.model_parallel.module import (
     refuse_two_checkpointings,
     sharded_blocks_of,
 )
+from azureml_strategy.strategies.model_parallel.refusals import refuse_scalars
+from azureml_strategy.strategies.model_parallel.units import unique, units_of
 
 # All places of one parameter, each as the name of the submodule and the parameter's name in it.
 Places = list[tuple[str, str]]
@@ -67,6 +69,7 @@ def spread(
     if activation_checkpointing:
         refuse_two_checkpointings(module)
     refuse_lost_values(module)
+    refuse_scalars(module)
     make_contiguous(module)
     copy_from_rank_zero(module, device)
     if plan:
@@ -81,7 +84,7 @@ def spread(
 
 
 def _blocks(module: nn.Module) -> Sequence[nn.Module]:
-    blocks = sharded_blocks_of(module)
+    blocks = unique(sharded_blocks_of(module))
     if not blocks:
         rank_zero_warn(
             f"{type(module).__name__} names no blocks, so each rank gathers all its parameters for the whole step: "
@@ -172,13 +175,14 @@ def shard_parameters(module: nn.Module, mesh: DeviceMesh, blocks: Sequence[nn.Mo
     """
     half = {"bf16-mixed": torch.bfloat16}.get(precision)
     inside = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32 if half else None)
-    for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=inside)
+    units = units_of(module, blocks)
+    for unit in units:
+        fully_shard(unit, mesh=mesh, mp_policy=inside)
     # do not cast the batch: its floats may be targets
     around = MixedPrecisionPolicy(inside.param_dtype, inside.reduce_dtype, cast_forward_inputs=False)
     fully_shard(module, mesh=mesh, mp_policy=around)
     if mesh.device_type == "cpu":
-        for each in (*blocks, module):
+        for each in (*units, module):
             # gloo takes a sum for an average before torch 2.9: https://github.com/pytorch/pytorch/issues/162338
             cast(FSDPModule, each).set_force_sum_reduction_for_comms(True)
     for step in filter(lambda name: hasattr(module, name), _STEPS):

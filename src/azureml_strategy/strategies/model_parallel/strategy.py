@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.model_parallel import ModelParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -33,6 +34,7 @@ from azureml_strategy.strategies.model_parallel.checkpoint import (
     copy_batch,
     write_distributed,
 )
+from azureml_strategy.strategies.model_parallel.gathering import Gathering
 from azureml_strategy.strategies.model_parallel.gradients import copy_gradients
 from azureml_strategy.strategies.model_parallel.hooks import warn_of_lost_hooks
 from azureml_strategy.strategies.model_parallel.layout import MeshLayout, Size, check_counts, for_meshes, plan_layout
@@ -43,7 +45,14 @@ from azureml_strategy.strategies.model_parallel.module import (
     plan_of,
 )
 from azureml_strategy.strategies.model_parallel.plan import is_parallel, reshard, spread
+from azureml_strategy.strategies.model_parallel.refusals import explain, refuse_callbacks, refuse_optimizer
 from azureml_strategy.strategies.model_parallel.sequences import share_sequences
+from azureml_strategy.strategies.model_parallel.whole_values import (
+    copies_in,
+    gather_apart,
+    take_whole_dictionaries,
+    train_alike,
+)
 from azureml_strategy.strategies.process_group import end_subgroup
 
 
@@ -107,6 +116,7 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
         self._restore_module: Callable[[], None] | None = None
         self._uncut: list[nn.Parameter] = []
         self._spread_by_itself = False
+        self._gathering: Gathering | None = None
 
     @property
     @override
@@ -151,19 +161,18 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
         )
         if not spread_by_itself:
             self._settle_sizes()
-            self._uncut = spread(
-                self.lightning_module,
-                self.device_mesh,
-                self.root_device,
-                precision=self.precision_plugin.precision,
-                activation_checkpointing=self._activation_checkpointing,
-            )
+            self._spread_with_copies(trainer)
+        else:
+            take_whole_dictionaries(self.lightning_module)
+        cut = self.device_mesh["tensor_parallel"].size() > 1
+        refuse_callbacks(trainer.callbacks, cut)  # type: ignore[attr-defined]
         if is_overridden("configure_model", self.lightning_module):
             super().setup(trainer)
         else:
             # Lightning's own setup refuses a module without configure_model: nothing else would have spread it.
             with self.recording_models():
                 super(ModelParallelStrategy, self).setup(trainer)
+        self._gathering = Gathering(self.lightning_module)
         if self._broadcast_buffers:
             # A module that spreads itself may hold other buffers on each rank of a tensor-parallel group.
             replicas = self.device_mesh["data_parallel"].get_group() if spread_by_itself else None
@@ -177,6 +186,9 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
         if self._stop_sharing is not None:
             self._stop_sharing()
             self._stop_sharing = None
+        if self._gathering is not None:
+            self._gathering.remove()
+            self._gathering = None
         if self.lightning_module is not None:
             reshard(self.lightning_module)
         super().teardown()
@@ -208,9 +220,55 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
         return batch
 
     @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            refuse_optimizer(optimizer)
+            train_alike(optimizer, self.device_mesh["data_parallel"].get_group())
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        explain(exception)
+        super().on_exception(exception)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        outputs = super().training_step(*args, **kwargs)
+        if not self.lightning_module.automatic_optimization:
+            self._shard_again()
+        return outputs
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = super().validation_step(*args, **kwargs)
+        self._shard_again()
+        return outputs
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = super().test_step(*args, **kwargs)
+        self._shard_again()
+        return outputs
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = super().predict_step(*args, **kwargs)
+        self._shard_again()
+        return outputs
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        super().pre_backward(closure_loss)
+        assert self._gathering is not None
+        self._gathering.before_backward()
+
+    @override
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
         assert self.lightning_module is not None
+        assert self._gathering is not None
+        self._gathering.after_backward()
         if self._uncut and not accumulates(self.lightning_module.trainer):
             copy_gradients(self._uncut, self.device_mesh["tensor_parallel"].get_group())
 
@@ -233,6 +291,7 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        checkpoint = gather_apart(checkpoint, self._written_by_shards)
         super().save_checkpoint(to_plain(checkpoint, self.written_apart), filepath, storage_options)
 
     def stage_checkpoint(self, checkpoint: dict[str, Any]) -> tuple[Any, WriteStaged] | None:
@@ -246,6 +305,7 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
         """
         if not self._save_distributed_checkpoint:
             return None
+        checkpoint = gather_apart(checkpoint, self._written_by_shards)
         rest = {name: value for name, value in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
         optimizers = {f"optimizer_{i}": each for i, each in enumerate(checkpoint.get("optimizer_states", []))}
         state = {"state_dict": checkpoint["state_dict"], **optimizers}
@@ -257,7 +317,34 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
         assert self.lightning_module is not None
         weights = {name: tensor.shape for name, tensor in self.model.state_dict().items()}
         check_checkpoint(Path(self.broadcast(checkpoint_path)), weights, self.lightning_module.strict_loading)
-        return super().load_checkpoint(checkpoint_path, weights_only)
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        callbacks = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
+        if any(isinstance(each, WeightAveraging) for each in callbacks):
+            # It takes the averages from there, and Lightning has loaded them into the module alone.
+            checkpoint.setdefault("state_dict", self.lightning_module.state_dict())
+        return checkpoint
+
+    @property
+    def _written_by_shards(self) -> tuple[str, ...]:
+        return ("state_dict", "optimizer_states") if self._save_distributed_checkpoint else ()
+
+    def _spread_with_copies(self, trainer: Trainer) -> None:
+        """Spread the module, and alike what callbacks have copied of it: they compute with both."""
+        assert self.lightning_module is not None
+        copies = copies_in(trainer.callbacks, self.lightning_module)  # type: ignore[attr-defined]
+        for each in (*filter(lambda copy: not is_parallel(copy), copies), self.lightning_module):
+            self._uncut = spread(
+                each,
+                self.device_mesh,
+                self.root_device,
+                precision=self.precision_plugin.precision,
+                activation_checkpointing=self._activation_checkpointing,
+            )
+            take_whole_dictionaries(each)
+
+    def _shard_again(self) -> None:
+        assert self._gathering is not None
+        self._gathering.after_step()
 
     def _plan_sizes(self) -> MeshLayout:
         """Return the sizes of the axes, checked against the job and what the module says before it is built."""

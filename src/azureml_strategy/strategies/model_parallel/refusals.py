@@ -1,0 +1,86 @@
+"""Refuses, before the first step, what sharded parameters cannot do, and explains torch's errors about them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning
+from torch import nn
+from torch.optim import LBFGS, Optimizer
+
+from azureml_strategy.strategies.errors import ConfigurationError
+
+_EXPLAINED = {
+    "mixed torch.Tensor and DTensor": (
+        "azureml_model_parallel: a sharded parameter (a DTensor) met a whole tensor. A weight is whole while its "
+        "block, or a layer that has it, is called as a module. Call the layer instead of using its weight; leave the "
+        "block whose weight is used elsewhere out of sharded_blocks(); in callbacks, keep copies as "
+        "`parameter.detach().clone()` and set weights by `load_state_dict`. weight_decay of the "
+        "optimizer replaces a penalty on all weights."
+    ),
+    "FSDP does not support deepcopy": (
+        "azureml_model_parallel: the module is sharded when on_fit_start runs. Make the copy before: in __init__, as "
+        "an attribute of the module (it is sharded with it and can follow it parameter by parameter), or, of the whole "
+        "module, in a callback's setup()."
+    ),
+    "Sharding propagation failed": (
+        "azureml_model_parallel: torch has no such operation on a sharded parameter (a DTensor). Use "
+        "`parameter.full_tensor()` on all ranks to read it whole."
+    ),
+}
+
+
+def refuse_callbacks(callbacks: Iterable[Callback], tensor_parallel: bool) -> None:
+    """Refuse callbacks that put other parameters in the place of sharded ones, or compare those of two meshes.
+
+    Raises:
+        ConfigurationError: there is one.
+    """
+    for callback in callbacks:
+        if isinstance(callback, ModelPruning):
+            raise ConfigurationError(
+                f"{type(callback).__name__} puts masks in the place of parameters, and those of azureml_model_parallel "
+                "are sharded, which pruning would meet with an error at the end of the first epoch. Prune under "
+                "strategy='azureml_ddp'."
+            )
+        if tensor_parallel and isinstance(callback, BaseFinetuning):
+            raise ConfigurationError(
+                f"{type(callback).__name__} compares parameters when it unfreezes some, and torch does not compare "
+                "those that tensor parallelism cuts with others. Write tensor_parallel_size=1, or give all parameters "
+                "to the optimizer at the start and call requires_grad_() on them in on_train_epoch_start."
+            )
+
+
+def refuse_optimizer(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that needs all parameters in one vector.
+
+    Raises:
+        ConfigurationError: it is LBFGS.
+    """
+    if isinstance(optimizer, LBFGS):
+        raise ConfigurationError(
+            "LBFGS makes one vector of all parameters, and those of azureml_model_parallel are sharded. Use another "
+            "optimizer, or strategy='azureml_ddp'."
+        )
+
+
+def refuse_scalars(module: nn.Module) -> None:
+    """Refuse parameters without a dimension to shard, by their full names.
+
+    Raises:
+        ConfigurationError: there is one.
+    """
+    scalars = [name for name, parameter in module.named_parameters() if parameter.dim() == 0]
+    if scalars:
+        raise ConfigurationError(
+            f"{', '.join(scalars[:3])} of {type(module).__name__} has no dimension, and FSDP2 shards the first one. "
+            "Make it a vector of one number: nn.Parameter(torch.ones(1)) instead of nn.Parameter(torch.tensor(1.0))."
+        )
+
+
+def explain(error: BaseException) -> None:
+    """Add to an error of torch's about sharded parameters what to do instead."""
+    for words, explanation in _EXPLAINED.items():
+        if words in str(error) and explanation not in getattr(error, "__notes__", ()):
+            error.add_note(explanation)
