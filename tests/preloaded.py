@@ -223,6 +223,7 @@ def _run_script(
     gc.freeze()  # a collection would visit, and thereby copy, all memory that is shared with the server
     gc.enable()  # see tests/uncollected.py
     _share(server)
+    fill_fresh_memory()
     sys.argv = list(command)
     sys.path.insert(0, str(Path(command[0]).parent))
     try:
@@ -234,6 +235,11 @@ def _run_script(
         # multiprocessing leaves by os._exit and would skip what the interpreter does at its end
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
+
+
+def fill_fresh_memory() -> None:
+    """Have torch fill with NaN what it makes empty: what is saved, sent or read before it is written then shows."""
+    sys.modules["torch"].use_deterministic_algorithms(True, warn_only=True)  # type: ignore[attr-defined]
 
 
 def _set_environ(environ: Mapping[str, str]) -> None:

@@ -209,13 +209,6 @@ class Siamese(Regression):
         return self.loss(self(batch[0]) - 0.1 * self(-batch[0]), batch[0])
 
 
-class SkipsBatches(Regression):
-    """Its step returns nothing for one batch of an epoch, on all ranks."""
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
-        return None if batch_idx == 1 else super().training_step(batch, batch_idx)
-
-
 class Unfreezes(Regression):
     """Its blocks train from the second epoch on, and are in the optimizer from the start."""
 
@@ -290,17 +283,9 @@ class Backbone(Regression):
         return self.optimizer(self.head.parameters())
 
 
-class WithStatistics(Backbone):
-    """The same, with BatchNorm in the backbone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks.insert(1, nn.BatchNorm1d(WIDTH))
-
-
-def finetuning(train_bn: bool = True) -> dict[str, Any]:
+def finetuning() -> dict[str, Any]:
     callback = BackboneFinetuning(
-        unfreeze_backbone_at_epoch=1, lambda_func=lambda _: 1.0, backbone_initial_ratio_lr=0.4, train_bn=train_bn
+        unfreeze_backbone_at_epoch=1, lambda_func=lambda _: 1.0, backbone_initial_ratio_lr=0.4
     )
     return {"callbacks": [callback]}
 
@@ -360,15 +345,12 @@ SITUATIONS: dict[str, Situation] = {
     "accumulation_layers": Situation(LayersCalled, lambda: {"accumulate_grad_batches": 3}),
     "clipping": Situation(Regression, lambda: {"gradient_clip_val": 0.3}),
     "siamese": Situation(Siamese),
-    "skips_batches": Situation(SkipsBatches),
     "unfreezes": Situation(Unfreezes),
     "freezes": Situation(Freezes),
     "alternates": Situation(Alternates),
     "adds_group": Situation(AddsGroup),
     "adds_layer": Situation(AddsLayer),
     "backbone_finetuning": Situation(Backbone, finetuning),
-    "backbone_with_statistics": Situation(WithStatistics, finetuning),
-    "backbone_with_frozen_statistics": Situation(WithStatistics, lambda: finetuning(train_bn=False)),
     "own_finetuning": Situation(HeadOnly, lambda: {"callbacks": [UnfreezesOne()]}),
     "new_head": Situation(Regression, lambda: {"callbacks": [NewHead()]}),
     "auxiliary_loss": Situation(AuxiliaryLoss),

@@ -20,7 +20,7 @@ FSDP2: dict[str, str] = {
     "weight_of_a_block": "Call the layer instead of using its weight",
 }
 
-_FINETUNING = ("backbone_finetuning", "backbone_with_statistics", "backbone_with_frozen_statistics", "own_finetuning")
+_FINETUNING = ("backbone_finetuning", "own_finetuning")
 TENSOR_PARALLEL: dict[str, str] = {**FSDP2, **dict.fromkeys(_FINETUNING, "Write tensor_parallel_size=1")}
 
 PIPELINE: dict[str, str] = {}

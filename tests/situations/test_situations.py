@@ -10,10 +10,12 @@ import pytest
 from tests.multiprocess.conftest import RunJob, run_job  # noqa: F401
 from tests.multiprocess.conftest import _empty_store as _empty_store
 from tests.situations.refused import REFUSED
-from tests.situations.running import ALONE, LAYOUTS, SITUATIONS, differences
+from tests.situations.running import ALONE, SITUATIONS, differences
 
 SCRIPT = Path(__file__).parent / "running.py"
-WORLDS = (1, 2, 4)
+WORLDS = (pytest.param(1, marks=pytest.mark.exhaustive), 2, pytest.param(4, marks=pytest.mark.exhaustive))
+# Of the layouts, those whose table is whole. The others are run by hand.
+JUDGED = ("fsdp2",)
 Results = dict[str, dict[str, Any]]
 
 
@@ -26,7 +28,7 @@ def oracle(run_job: RunJob, tmp_path: Path) -> Results:  # noqa: F811
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", JUDGED)
 def test_a_strategy_has_the_numbers_of_one_process_or_refuses(
     run_job: RunJob,  # noqa: F811
     oracle: Results,
