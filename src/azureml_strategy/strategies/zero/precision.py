@@ -20,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from azureml_strategy.gradients import clip_grad_norm, clip_grad_value
-from azureml_strategy.lightning_internals import accumulates
 from azureml_strategy.strategies.deepspeed_internals import drop_stale_gradients, forget_gradients, is_of_zero
 
 _GRAD: Any = Tensor.grad
@@ -72,16 +71,25 @@ class BufferedGradientsPrecision(DeepSpeedPrecision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Steppable, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        output = super().optimizer_step(optimizer, model, closure, **kwargs)
-        if not accumulates(model.trainer):
-            forget_gradients(model.trainer.model)
+        # DeepSpeed counts on over the end of an epoch, where Lightning begins anew. Its own count moves in the step.
+        engine, steps = model.trainer.model, False
+
+        def counted() -> Any:
+            nonlocal steps
+            loss = closure()
+            steps = bool(engine.is_gradient_accumulation_boundary())
+            return loss
+
+        output = super().optimizer_step(optimizer, model, counted, **kwargs)
+        if steps:
+            forget_gradients(engine)
         return output
 
     @override
     def _after_closure(self, model: LightningModule, optimizer: Steppable) -> None:
         # Lightning comes here after each batch, as DeepSpeed counts those of a step by itself. Until the last of them
         # there is nothing to see or to clip; and under other strategies the hooks come once a step.
-        if not accumulates(model.trainer):
+        if model.trainer.model.is_gradient_accumulation_boundary():
             drop_stale_gradients(model.trainer.model)
             with self._noticing():
                 super()._after_closure(model, optimizer)
