@@ -11,7 +11,7 @@ import inspect
 import signal
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import fields
 from datetime import timedelta
 from types import FrameType
@@ -73,6 +73,9 @@ INTERNALS: dict[str, dict[str, str]] = {
     },
     "lightning.pytorch.utilities.combined_loader": {
         "_shutdown_workers_and_reset_iterator": "ends workers that began with other random numbers",
+    },
+    "lightning.pytorch.utilities.combined_loader._MaxSizeCycle": {
+        "_consumed": "which loaders have ended once: when all have, the epoch ends",
     },
     "lightning.pytorch.utilities.combined_loader.CombinedLoader": {
         "_iterator": "the loaders' iterators: a shorter loader's begins anew within the epoch",
@@ -346,6 +349,26 @@ def loader_iterators(loaders: CombinedLoader) -> list[Iterator[Any]] | None:
 def begins_shorter_anew(loaders: CombinedLoader) -> bool:
     """Tell whether a loader that is shorter than another begins anew within the epoch."""
     return loaders._mode == "max_size_cycle"
+
+
+def make_iterators(fetcher: DataFetcher, made: Callable[[], None]) -> None:
+    """Make the loaders' iterators as `iter(fetcher)` does, and call a function before a batch is read ahead."""
+    if not isinstance(fetcher, PrefetchDataFetcher):
+        iter(fetcher)
+        made()
+        return
+    fetchers._DataFetcher.__iter__(fetcher)
+    made()
+    if fetcher.length is None:
+        with suppress(StopIteration):
+            for _ in range(fetcher.prefetch_batches):
+                fetcher.batches.append(fetchers._DataFetcher.__next__(fetcher))
+
+
+def ended_once(loaders: CombinedLoader) -> list[bool]:
+    """Return Lightning's own list of which loaders have ended in this epoch; empty unless shorter ones begin anew."""
+    found: list[bool] = getattr(loaders._iterator, "_consumed", [])
+    return found
 
 
 def loader_states(loaders: CombinedLoader) -> list[dict[str, Any]]:

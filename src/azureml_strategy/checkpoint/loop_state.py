@@ -15,6 +15,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
+from azureml_strategy.checkpoint.ended_loaders import end_again, ended, watch_ends
 from azureml_strategy.checkpoint.random_state import RandomState, find_generators, random_state, set_random_state
 from azureml_strategy.checkpoint.resume import ResumeError
 from azureml_strategy.interfaces import ActsBetweenSteps
@@ -30,6 +31,7 @@ from azureml_strategy.lightning_internals import (
     load_loader_states,
     loader_iterators,
     loader_states,
+    make_iterators,
     reload_epoch,
     set_reload_epoch,
     set_restarting,
@@ -66,6 +68,7 @@ class DataPosition:
         self._marks: dict[int, RandomState] = {}
         self._last: tuple[int, RandomState, list[int]] | None = None
         self._states: list[dict[str, Any]] | None = None
+        self._ended: list[bool] = []
         self._saved: dict[str, Any] | None = None
         self._replayed: dict[int, RandomState] | None = None
         self._may_read_again = True
@@ -73,6 +76,11 @@ class DataPosition:
     def begin_pass(self) -> None:
         """Note that new iterators are about to be made."""
         self._marks, self._last, self._states = {_BEGIN: self._random_state()}, None, None
+
+    def begun(self) -> None:
+        """Note that the iterators of the epoch are made."""
+        if training_loaders(self._trainer) is not None:
+            watch_ends(self._loaders)
 
     def before_fetch(self) -> None:
         """Note that a batch is about to be read."""
@@ -90,11 +98,13 @@ class DataPosition:
             self._last = (number, self._random_state(), self._iterators())
         if self._reads_ahead(fetcher) and self._all_stateful():
             self._states = copy.deepcopy(loader_states(self._loaders))
+            self._ended = ended(self._loaders)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank needs to return to the next batch. Call it between two steps."""
         if training_loaders(self._trainer) is None:
-            return {"marks": [], "loaders": None, "reloaded": None}
+            return {"marks": [], "loaders": None, "ended": [], "reloaded": None}
+        at_end = ended(self._loaders)
         loaders = loader_states(self._loaders) if self._all_stateful() else None
         epoch: Any = self._trainer.fit_loop.epoch_progress.current
         marks = {}
@@ -104,8 +114,9 @@ class DataPosition:
             fetcher = data_fetcher(self._trainer)
             if self._last is not None and fetcher is not None and self._reads_ahead(fetcher):
                 marks[self._last[0]] = self._last[1]
-                loaders = self._states if loaders is not None else None
-        return {"marks": list(marks.items()), "loaders": loaders, "reloaded": reload_epoch(self._trainer)}
+                loaders, at_end = (self._states, self._ended) if loaders is not None else (None, [])
+        reloaded = reload_epoch(self._trainer)
+        return {"marks": list(marks.items()), "loaders": loaders, "ended": at_end, "reloaded": reloaded}
 
     def load_state_dict(self, state: dict[str, Any] | None, read_again: bool) -> None:
         """Set the position that `go_to` goes to.
@@ -135,7 +146,8 @@ class DataPosition:
         if states is not None and self._all_stateful():
             self._replayed = {0: self._marks[batches]} if batches in self._marks else {}
             load_loader_states(self._loaders, states)
-            iter(fetcher)
+            at_end = saved.get("ended", []) if saved is not None else []
+            make_iterators(fetcher, lambda: end_again(self._loaders, at_end))
             fetcher.fetched += batches
         else:
             self._replayed = self._marks
@@ -356,9 +368,11 @@ class FitLoopState:
             on_run_start(fetcher)
             if resumes is not None:
                 self.data.leave_end(fetcher)
+            self.data.begun()
             return
         on_run_start(fetcher)
         self.data.go_to(fetcher, fit.epoch_loop.batch_progress.current.ready)
+        self.data.begun()
         # Lightning has done all it does for loops that restart. If they stayed marked, it would look for a validation
         # to finish, and at the end of this epoch skip schedulers that follow a metric.
         set_restarting(self._trainer, False)

@@ -8,7 +8,6 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from itertools import repeat
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,8 +20,10 @@ from typing_extensions import override
 from azureml_strategy.data.crops import Crop, centre_crop, random_crop, window_crop
 from azureml_strategy.data.decoding import choose_decoder
 from azureml_strategy.data.folders import ClassFolders, scan_class_folders
-from azureml_strategy.data.storage import StorageError
+from azureml_strategy.data.pillow_images import is_damage
+from azureml_strategy.data.storage import own_fault, storage_error
 from azureml_strategy.data.unreadable import UnreadableImages, UnreadableImagesError
+from azureml_strategy.whole_reads import read_whole
 
 __all__ = [
     "IGNORED_LABEL",
@@ -133,10 +134,11 @@ class FolderSource:
         """Do nothing: no file stays open."""
 
     def _read(self, number: int) -> bytes | Exception:
+        path = self.folders.path(number)
         try:
-            return Path(self.folders.path(number)).read_bytes()
+            return read_whole(path)
         except OSError as error:
-            return error
+            return error if own_fault(error, os.path.dirname(path)) else storage_error(path, error)
 
 
 class ImageBatch(Sequence[tuple[Tensor, int]]):
@@ -243,6 +245,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]], ABC):
         Raises:
             UnreadableImagesError: more than `max_unreadable` images cannot be read, or none can.
             StorageError: the storage of the records cannot be reached, or refuses.
+            MemoryError: the memory is full. No other image stands in for that either.
         """
         pixels = _allocate(len(draws), self.image_size)
         labels = torch.full((len(draws),), IGNORED_LABEL, dtype=torch.int64, device="cpu")
@@ -281,10 +284,10 @@ class ImageFolder(Dataset[tuple[Tensor, int]], ABC):
         candidates = {place: self._next_candidate(more) for place, more in pending.items()}
         numbers = {place: number for place, number in candidates.items() if number is not None}
         records = self.source.read(list(numbers.values()))
-        for record in records:
+        for number, record in zip(numbers.values(), records, strict=True):
             # Storage that cannot be reached says nothing of an image: to go on would train on substitutes.
-            if isinstance(record, StorageError):
-                raise record
+            if isinstance(record, Exception) and not is_damage(record):
+                raise storage_error(self.source.name(number), record) if isinstance(record, OSError) else record
         failed = [
             place
             for (place, number), record in zip(numbers.items(), records, strict=True)
@@ -310,6 +313,8 @@ class ImageFolder(Dataset[tuple[Tensor, int]], ABC):
                 raise record
             self.decode(record, lambda width, height: self.crop(width, height, draw), square)
         except Exception as error:  # Pillow's decoders raise anything: OSError, SyntaxError, struct.error, ...
+            if not is_damage(error):
+                raise
             if number not in self.unreadable:  # twice in this batch
                 self.unreadable.add(number, error)
             return False

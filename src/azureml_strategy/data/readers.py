@@ -30,9 +30,10 @@ from azureml_strategy.data.shard_index import (
     check_record,
     load_index,
 )
-from azureml_strategy.data.storage import StorageError, is_remote
+from azureml_strategy.data.storage import is_remote, own_fault, storage_error
 from azureml_strategy.data.tar_index import index_tars, is_indexed
 from azureml_strategy.network.doctor.disks import read_mounts
+from azureml_strategy.whole_reads import read_range
 
 # The share of a disk's free space that the cache takes unless told otherwise: checkpoints and logs need some, too.
 _SHARE = 0.9
@@ -41,8 +42,6 @@ _CACHE_FOLDER = "azureml-strategy-cache"
 _ALIKE = 0.9
 # Files that a process keeps open. A set may have thousands of shards, and a process may open 1,024 files by default.
 _MOST_OPEN = 200
-# A mount whose server or network is gone: no fault of a record, so that none may be replaced for it.
-_STORAGE_GONE = {errno.EIO, errno.ENOTCONN, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN}
 
 
 class ShardReader(Protocol):
@@ -108,17 +107,14 @@ class FolderReader:
         try:
             # pread leaves the file's position alone, so that processes which share it after a fork are not disturbed.
             file = self._file(int(index.shard[number]))
-            content = os.pread(file.descriptor, int(index.length[number]), int(index.offset[number]))
+            content = read_range(file.descriptor, int(index.length[number]), int(index.offset[number]))
         except OSError as error:
             # Without the number: a full table of open files, say, is no fault of this record.
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
                 raise
-            if error.errno in _STORAGE_GONE:
-                return StorageError(
-                    f"{self._folder / index.shards[int(index.shard[number])]} cannot be read ({error.strerror}): its "
-                    "mount or disk does not answer. Nothing was left out; see that the mount is there, and resume."
-                )
-            return RecordError(f"{index.name(number)}: {error.strerror or error}")
+            if own_fault(error, self._folder):
+                return RecordError(f"{index.name(number)}: {error.strerror or error}")
+            return storage_error(str(self._folder / index.shards[int(index.shard[number])]), error)
         return check_record(index, number, content)
 
     def _file(self, shard: int) -> _File:

@@ -147,6 +147,7 @@ class ResumableLoader(PlannedLoader):
             # Count a batch when it is handed out: worker processes are some batches ahead.
             self._given += 1
             yield batch
+        self.sampler.resume_at = (0, 0)  # also of a pass that had been read to its end, and so had no batch
 
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch, how many of its samples, over all replicas, were read, and what their order depends on."""

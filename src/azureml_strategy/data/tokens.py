@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from azureml_strategy.data.folders import resolve_root
+from azureml_strategy.whole_reads import read_whole
 
 _MANIFEST = "manifest.json"
 # Version of the layout below. Another version gets another folder.
@@ -168,7 +169,7 @@ class ByteTokenizer(Tokenizer):
 
     @override
     def encode(self, document: Path) -> Tokens:
-        return np.append(np.fromfile(document, dtype=np.uint8), np.uint8(_NUL))
+        return np.append(np.frombuffer(read_whole(document), dtype=np.uint8), np.uint8(_NUL))
 
 
 class FileTokenizer(Tokenizer):
@@ -196,7 +197,7 @@ class FileTokenizer(Tokenizer):
 
     @override
     def encode(self, document: Path) -> Tokens:
-        content = document.read_bytes()
+        content = read_whole(document)
         try:
             text = content.decode("utf-8")
         except UnicodeDecodeError as error:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from azureml_strategy.huggingface.transformers_internals import torch_type
+from azureml_strategy.whole_reads import read_range
 
 Index = slice | EllipsisType
 
@@ -28,13 +29,14 @@ class FileSlice:
 
     Args:
         file: descriptor of the open file.
+        path: of the file, for messages.
         offset: where the tensor begins in it, in bytes.
         dtype: safetensors' name of its type, such as `BF16`.
         shape: its shape.
     """
 
-    def __init__(self, file: int, offset: int, dtype: str, shape: list[int]) -> None:
-        self._file, self._offset, self._dtype, self._shape = file, offset, dtype, shape
+    def __init__(self, file: int, path: Path, offset: int, dtype: str, shape: list[int]) -> None:
+        self._file, self._path, self._offset, self._dtype, self._shape = file, path, offset, dtype, shape
 
     def get_shape(self) -> list[int]:
         """Return the shape of the whole tensor."""
@@ -63,7 +65,10 @@ class FileSlice:
         while done < len(view):
             got = os.preadv(self._file, [view[done:]], self._offset + start * row + done)
             if not got:
-                raise OSError(f"The file ends {len(view) - done} bytes before its tensor does. Copy it again.")
+                raise OSError(
+                    f"The file ends {len(view) - done} bytes before its tensor does: {self._path}, of which "
+                    f"{len(view):,} bytes from byte {self._offset + start * row:,} on were asked for. Copy it again."
+                )
             done += got
         return content.view(dtype)
 
@@ -77,15 +82,18 @@ def open_slices(files: list[Path]) -> Iterator[dict[str, FileSlice]]:
     """
     opened = [os.open(file, os.O_RDONLY) for file in files]
     try:
-        yield {name: each for file in opened for name, each in _tensors(file)}
+        yield {name: each for file, path in zip(opened, files, strict=True) for name, each in _tensors(file, path)}
     finally:
         for file in opened:
             os.close(file)
 
 
-def _tensors(file: int) -> Iterator[tuple[str, FileSlice]]:
-    length = int.from_bytes(os.pread(file, 8, 0), "little")
-    header: dict[str, Any] = json.loads(os.pread(file, length, 8))
+def _tensors(file: int, path: Path) -> Iterator[tuple[str, FileSlice]]:
+    length = int.from_bytes(read_range(file, 8, 0), "little")
+    told = read_range(file, min(length, os.fstat(file).st_size), 8)
+    if len(told) < length:
+        raise OSError(f"{path} ends within its header, which has {length:,} bytes from byte 8 on. Copy it again.")
+    header: dict[str, Any] = json.loads(told)
     for name, facts in header.items():
         if name != "__metadata__":
-            yield name, FileSlice(file, 8 + length + facts["data_offsets"][0], facts["dtype"], facts["shape"])
+            yield name, FileSlice(file, path, 8 + length + facts["data_offsets"][0], facts["dtype"], facts["shape"])

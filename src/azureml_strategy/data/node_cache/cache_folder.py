@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from azureml_strategy.data.node_cache.blocks import BlockTable
 from azureml_strategy.data.shard_index import INDEX_NAME, ShardIndex, load_index
+from azureml_strategy.whole_reads import read_range
 
 # Only folders with this file are ours. It tells the layout of the folder, and the size of its blocks.
 MARKER = ".azureml-strategy-cache"
@@ -144,7 +145,7 @@ class CachedSet:
             OSError: the disk is broken.
         """
         start, end = int(self._table.start[block]), int(self._table.end[block])
-        return os.pread(self._files[int(self._table.shard[block])], end - start, start)
+        return read_range(self._files[int(self._table.shard[block])], end - start, start)
 
     def remove(self, block: int) -> None:
         """Tell that a block is not there, and free its pages but for those that others have a part of.

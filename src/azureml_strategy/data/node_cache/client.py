@@ -38,6 +38,7 @@ from azureml_strategy.data.node_cache.protocol import (
 from azureml_strategy.data.shard_index import RecordError, ShardIndex, check_record, load_index
 from azureml_strategy.data.storage import StorageError, is_remote
 from azureml_strategy.data.storage.variables import storage_variables
+from azureml_strategy.whole_reads import read_range
 
 __all__ = ["CacheSettings", "NodeCache", "NodeCacheError"]
 
@@ -216,7 +217,7 @@ class NodeCache:
                 absent.append(place)
                 continue
             try:
-                record = check_record(index, number, os.pread(link.files[shard], length, offset))
+                record = check_record(index, number, read_range(link.files[shard], length, offset))
             except OSError:  # a failing disk: the server has other ways
                 damaged.append(place)
                 continue

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from azureml_strategy.data.packing.shards import PackError, Record, Records, UnreadableError
-from azureml_strategy.data.pillow_images import open_image, to_rgb
+from azureml_strategy.data.pillow_images import is_damage, open_image, to_rgb
+from azureml_strategy.whole_reads import read_range
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -58,9 +59,11 @@ class ImageForm:
         try:
             with open_image(content) as image:
                 return self._encode(image, content)
-        except (MemoryError, ModuleNotFoundError, UnreadableError):
+        except UnreadableError:
             raise
         except Exception as error:  # Pillow's decoders raise anything: OSError, SyntaxError, struct.error, ...
+            if not is_damage(error):
+                raise
             raise UnreadableError(f"{type(error).__name__}: {error}") from error
 
     def _encode(self, image: Image.Image, content: bytes) -> tuple[str, bytes]:
@@ -144,7 +147,7 @@ class Samples:
         length = int(self.length[number])
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            content = os.pread(file, length + 1, int(self.offset[number]))
+            content = read_range(file, length + 1, int(self.offset[number]))
         finally:
             os.close(file)
         if len(content) < length or (not self.unit and len(content) > length):

@@ -16,6 +16,7 @@ from isal.isal_zlib import crc32
 from numpy.typing import NDArray
 
 from azureml_strategy.data.shard_index import ShardIndex
+from azureml_strategy.whole_reads import read_range
 
 # What two header blocks and their padding add to a sample on average: 512 for each header, 256 of padding for the
 # record, and 512 for the label with its padding.
@@ -263,7 +264,7 @@ def _verify(file: BinaryIO, shard: PackedShard) -> None:
     """Read the records back from the disk, not from memory, and compare their checksums."""
     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     for offset, length, checksum in _places(shard):
-        if crc32(os.pread(file.fileno(), length, offset)) != checksum:
+        if crc32(read_range(file.fileno(), length, offset)) != checksum:
             raise PackError(
                 f"{shard.name} was written, but its bytes {offset} to {offset + length} read back otherwise: the disk "
                 "or its controller is damaged. Pack to another disk."

@@ -21,6 +21,7 @@ from azureml_strategy.data.packing.shards import PackError, Record, Records, wri
 from azureml_strategy.data.packing.sources import Part
 from azureml_strategy.data.packing.workers import Task
 from azureml_strategy.data.tokens import Corpus, Tokenizer, make_tokenizer
+from azureml_strategy.whole_reads import read_whole
 
 # Bytes of a record: large enough to read at the rate of the storage, small enough to read for one sequence.
 RUN_BYTES = 64 * 2**10
@@ -75,7 +76,7 @@ class TokenPart(Part):
 
     @override
     def examples(self) -> Iterator[bytes]:
-        return (document.read_bytes() for document in self.documents)
+        return (read_whole(document) for document in self.documents)
 
     @override
     def records(self, work: Path, workers: int) -> Records:
@@ -170,6 +171,8 @@ class TokenRecords(Records):
             place = max(start, begins) - begins
             count = min(stop, ends) - begins - place
             parts.append(np.fromfile(path, self._dtype, count, offset=place * self._dtype.itemsize))
+            if len(parts[-1]) < count:
+                raise PackError(f"{path} gave {len(parts[-1])} of {count} tokens from token {place} on. Pack anew.")
         return np.concatenate(parts)
 
     @override

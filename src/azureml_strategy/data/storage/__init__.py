@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import re
 from abc import ABC, abstractmethod
@@ -13,16 +14,43 @@ from typing import TypeVar
 
 from typing_extensions import override
 
+from azureml_strategy.whole_reads import read_range
+
 _REMOTE = re.compile(r"(?:az|azure|abfss?|wasbs?|https?)://|azureml:", re.IGNORECASE)
 # A read of a mount waits for the network. This many wait at once, as blobfuse itself does with its own requests.
 _THREADS = 32
-
+# Errors that one file of a folder can have by itself: it is gone, forbidden, a folder, a link to nowhere. All others
+# are of the disk, the mount, the network, or of this process.
+OF_ONE_FILE = frozenset((errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP))
 
 _Result = TypeVar("_Result")
 
 
 class StorageError(OSError):
     """Shards cannot be read from where they lie. The message says what was seen and what to type; it has no secret."""
+
+
+def own_fault(error: OSError, folder: str | os.PathLike[str]) -> bool:
+    """Whether a file has an error by itself, and not its folder: of a mount that is gone, every file is."""
+    if error.errno not in OF_ONE_FILE:
+        return False
+    try:
+        with os.scandir(folder) as entries:
+            return next(entries, None) is not None  # the folder that a mount lay on is there without it, and empty
+    except OSError:
+        return False
+
+
+def storage_error(what: str, error: OSError) -> StorageError:
+    """Say that the storage did not give a file."""
+    if isinstance(error, StorageError):
+        return error
+    told = StorageError(
+        f"{what} cannot be read ({_reason(error)}). That is no damage of the data, so nothing was left out or "
+        "replaced: see that its disk or mount is there and may be read, and resume."
+    )
+    told.__cause__ = error
+    return told
 
 
 class Storage(ABC):
@@ -151,12 +179,7 @@ class FolderStorage(Storage):
         path = self._folder / name
         try:
             with path.open("rb", buffering=0) as file:
-                content = os.pread(file.fileno(), length, start)
-                while len(content) < length:  # Linux reads at most 2 GiB at once, and some mounts less
-                    more = os.pread(file.fileno(), length - len(content), start + len(content))
-                    if not more:
-                        break
-                    content += more
+                content = read_range(file.fileno(), length, start)
         except OSError as error:
             raise StorageError(f"{path} cannot be read: {_reason(error)}.") from error
         if len(content) < length:
