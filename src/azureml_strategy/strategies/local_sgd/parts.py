@@ -107,7 +107,8 @@ def by_name(flats: list[tuple[Part, Tensor]], shared: Mapping[str, Tensor]) -> d
     """Flat tensors of parts as tensors in the shapes of the parameters, on the host."""
     if not flats:
         return {}
-    named = {name: torch.empty(each.shape, dtype=flats[0][1].dtype) for name, each in shared.items()}
+    # Zeros, as a part may have nothing yet: the momentum before its first exchange.
+    named = {name: torch.zeros(each.shape, dtype=flats[0][1].dtype) for name, each in shared.items()}
     for part, flat in flats:
         part.fragment.write(flat.cpu(), named)
     return named
