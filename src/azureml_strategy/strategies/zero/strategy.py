@@ -94,7 +94,8 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
         self._tensor_parallel_size = tensor_parallel.agreed_size(self.config, tensor_parallel_size)
         require_compiler(self.config)
         self._construction = Construction()
-        self._loss_scale: float | None = None
+        # Those before and after `scale_gradients`, until the step.
+        self._loss_scales: tuple[float, float] | None = None
 
     @contextmanager
     @override
@@ -207,14 +208,18 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
             for gradients in optimizer.fp32_groups_gradients_flat:
                 gradients.mul_(factor)
             return
-        self._loss_scale = float(optimizer.loss_scale)
-        optimizer.loss_scale = self._loss_scale / float(factor)
+        given = float(optimizer.loss_scale)
+        optimizer.loss_scale = given / float(factor)
+        self._loss_scales = given, float(optimizer.loss_scale)
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         output = super().optimizer_step(*args, **kwargs)
-        if self._loss_scale is not None:
-            self._optimizer_of_engine.loss_scale, self._loss_scale = self._loss_scale, None
+        if self._loss_scales is not None:
+            (given, scaled), self._loss_scales = self._loss_scales, None
+            # In float16 the step may have changed it: halved after an overflow, doubled after many steps without one.
+            optimizer = self._optimizer_of_engine
+            optimizer.loss_scale = given * (float(optimizer.loss_scale) / scaled)
         return output
 
     @property
