@@ -35,7 +35,7 @@ class MeanOverLabels(LightningModule):
     _mean_labels: Tensor | None = None
     # The same, and 0 where there is no label.
     _counted = torch.zeros(())
-    # Of the accumulated batches: what the losses are divided by, the sum, and how many; None outside of an accumulation.
+    # Of accumulated batches: what losses are divided by, the sum, and how many. None outside of an accumulation.
     _accumulated: tuple[Tensor, Tensor, int] | None = None
     _rows_before = 0
 
