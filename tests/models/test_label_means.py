@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -44,13 +44,20 @@ def _weights(module: nn.Module) -> Tensor:
     return torch.cat([each.detach().flatten() for each in module.parameters()])
 
 
+class HalvesTheThirdStep(Callback):
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for parameter in pl_module.parameters():
+            if trainer.global_step == 2 and parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+
 @pytest.mark.parametrize("clip", [None, 0.1])
-def test_accumulated_batches_count_by_their_labels_even_where_an_epoch_ends_early(clip: float | None) -> None:
-    """The third step has one batch, of two that are accumulated elsewhere."""
+def test_accumulated_batches_count_by_their_labels(clip: float | None) -> None:
+    """The third step has one batch, of two that are accumulated elsewhere, and half the size, as Lightning has it."""
     trained = []
-    for batch_size, accumulate in ((8, 1), (4, 2)):
+    for batch_size, accumulate, callbacks in ((8, 1, [HalvesTheThirdStep()]), (4, 2, [])):
         module = Classifier()
-        trainer = _trainer(accumulate_grad_batches=accumulate, gradient_clip_val=clip)
+        trainer = _trainer(accumulate_grad_batches=accumulate, gradient_clip_val=clip, callbacks=callbacks)
         trainer.fit(module, DataLoader(_samples(20, ignored=3), batch_size))
         assert trainer.global_step == 3
         trained.append(_weights(module))

@@ -35,8 +35,8 @@ class MeanOverLabels(LightningModule):
     _mean_labels: Tensor | None = None
     # The same, and 0 where there is no label.
     _counted = torch.zeros(())
-    # Of the accumulated batches: what the losses are divided by, and the sum; None outside of an accumulation.
-    _accumulated: tuple[Tensor, Tensor] | None = None
+    # Of accumulated batches: what losses are divided by, the sum, and how many. None outside of an accumulation.
+    _accumulated: tuple[Tensor, Tensor, int] | None = None
     _rows_before = 0
 
     def labels_of(self, batch: Any) -> Any:
@@ -62,8 +62,8 @@ class MeanOverLabels(LightningModule):
         mean = self._mean_labels
         if mean is None or self.trainer.accumulate_grad_batches == 1 or not self._can_scale:
             return loss
-        first, total = self._accumulated or (mean, torch.zeros_like(mean))
-        self._accumulated = first, total + self._counted
+        first, total, batches = self._accumulated or (mean, torch.zeros_like(mean), 0)
+        self._accumulated = first, total + self._counted, batches + 1
         return loss * (mean / first)
 
     @override
@@ -83,8 +83,9 @@ class MeanOverLabels(LightningModule):
     def on_after_backward(self) -> None:
         if self._accumulated is None or not self._ends_step:
             return
-        (first, total), self._accumulated = self._accumulated, None
-        factor = self.trainer.accumulate_grad_batches * first / at_least_one(total, self.trainer)
+        (first, total, batches), self._accumulated = self._accumulated, None
+        # Of fewer batches, at the end of an epoch, Lightning makes a step that is as much smaller, and so does this.
+        factor = batches * first / at_least_one(total, self.trainer)
         if isinstance(self.trainer.strategy, AveragesGradients):
             self.trainer.strategy.scale_gradients(factor)
             return
