@@ -293,14 +293,6 @@ class Alternates(Regression):
         self.head.requires_grad_(batch_idx % 2 == 1)
 
 
-class WithoutALoss(Alternates):
-    """Returns no loss for a batch."""
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        return None if batch_idx == 1 else loss
-
-
 class AddsGroup(Regression):
     """Gives the optimizer a group of parameters in the second epoch, which have had gradients before."""
 
@@ -408,7 +400,6 @@ SITUATIONS: dict[str, Situation] = {
     "skips_a_block": Situation(SkipsABlock),
     "unfreezes_in_step": Situation(UnfreezesInStep),
     "freezes_in_accumulation": Situation(FreezesInAccumulation, lambda: {"accumulate_grad_batches": 3}),
-    "without_a_loss": Situation(WithoutALoss),
     "line_search": Situation(LineSearch),
     "closure_of_many": Situation(ClosureOfMany),
     "own_optimizer_step": Situation(OwnOptimizerStep),

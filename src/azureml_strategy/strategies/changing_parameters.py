@@ -64,7 +64,7 @@ class CompletingDDP(DistributedDataParallel):
 
     def rest(self) -> None:
         """Leave gradients to another wrapper."""
-        if self.awaits_backward:  # a step without a loss
+        if self.awaits_backward:  # a step without a loss, which Lightning allows on one rank
             self.reducer._reset_state()
             self.awaits_backward = False
 
