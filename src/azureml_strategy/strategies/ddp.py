@@ -155,12 +155,11 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
         self._called_backward = False
         if self._wrappers is not None:
             self._take_wrapper(self._wrappers.begin_step(self.optimizers))
+        self._equalize_buffers()
         output = super().training_step(*args, **kwargs)
-        if isinstance(self.model, CompletingDDP):
-            if self._is_automatic:
-                self.model.awaits_backward = self.model.require_backward_grad_sync
-            else:  # torch equals buffers only before a forward pass that follows one with a backward pass of its own
-                self.model.require_forward_param_sync = True
+        self._equalize_buffers()
+        if isinstance(self.model, CompletingDDP) and self._is_automatic:
+            self.model.awaits_backward = self.model.require_backward_grad_sync
         return output
 
     @override
@@ -283,6 +282,14 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
     def _is_automatic(self) -> bool:
         assert self.lightning_module is not None
         return self.lightning_module.automatic_optimization
+
+    def _equalize_buffers(self) -> None:
+        """Have the next forward pass begin with the first rank's buffers, as under automatic optimization.
+
+        torch does so only after a forward pass with a backward pass of its own, which manual optimization has none of.
+        """
+        if isinstance(self.model, CompletingDDP) and not self._is_automatic:
+            self.model.require_forward_param_sync = True
 
     def _averaging_loss(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Have an optimizer that decides by the loss decide alike on all ranks: on how often it runs the closure."""
