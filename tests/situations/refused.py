@@ -46,6 +46,11 @@ TENSOR_PARALLEL: dict[str, str] = {**FSDP2, **dict.fromkeys(_FINETUNING, "Write 
 
 PIPELINE: dict[str, str] = {}
 
+# What has another meaning under a strategy, as its page says, and so other numbers.
+OTHERWISE: dict[str, dict[str, str]] = {
+    "local_sgd": {"clipping": "each replica clips the gradients of its own samples"}
+}
+
 REFUSED: dict[str, dict[str, str]] = {
     "ddp": DDP,
     "local_sgd": LOCAL_SGD,

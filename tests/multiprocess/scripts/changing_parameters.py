@@ -9,7 +9,7 @@ import torch
 from common import Regression, loader, parameters, quiet_trainer, report
 from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from azureml_strategy.strategies import AzureMLDDPStrategy
 from azureml_strategy.strategies.changing_parameters import CompletingDDP
@@ -105,7 +105,8 @@ def fit(module: Regression, strategy: AzureMLDDPStrategy, epochs: int, data: Any
 
 
 def experts() -> dict[str, list[float]]:
-    trained = fit(Experts(), AzureMLDDPStrategy(), 1, DataLoader(Routed(), BATCH))
+    in_order = DistributedSampler(Routed(), WORLD, RANK, shuffle=False)  # Lightning's own would shuffle
+    trained = fit(Experts(), AzureMLDDPStrategy(), 1, DataLoader(Routed(), BATCH, sampler=in_order))
     alone = Experts()
     optimizer = alone.configure_optimizers()
     for rows in DataLoader(Routed(), WORLD * BATCH):
