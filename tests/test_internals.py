@@ -57,7 +57,11 @@ OTHERS = {
         *("_is_profiler_enabled", "_set_is_profiler_enabled", "_new_shared", "_upsample_bilinear2d_aa"),
         *(
             "_backward_hooks",
+            "_autograd_hook",
+            "_check_reducer_finalized",
+            "_execution_engine",
             "_foreach_norm",
+            "_reset_state",
             "_post_accumulate_grad_hooks",
             "_per_optimizer_states",
             "_get_ddp_logging_data",

@@ -180,6 +180,7 @@ INTERNALS: dict[str, dict[str, str]] = {
         "_ddp_kwargs": "the arguments of DDP: tuned settings; whether find_unused_parameters is set",
         "_forward_redirection": "calls training_step through DDP, also that of a module's copy",
         "_num_nodes": "set by our setter, as the job has them",
+        "_pl_static_graph_delay_done": "set: of several wrappers each has a first backward pass of its own",
         "_process_group_backend": "what the user chose",
         "_register_ddp_hooks": "overridden: Lightning registers a hook on a GPU only",
         "_setup_model": "overridden: on the current stream; called again with tuned settings, or inside the node",

@@ -19,6 +19,7 @@ def test_features(run_job: RunJob) -> None:
     check_logging(job)
     check_early_stopping(job)
     check_finetuning(job)
+    check_follower(job)
     check_half_precision(job)
     check_periods(job)
     check_unaware(job)
@@ -76,6 +77,14 @@ def check_finetuning(job: Job) -> None:
         assert not apart[23] or name == "diloco", name
         assert apart[13]
         assert apart[19]
+
+
+def check_follower(job: Job) -> None:
+    first, second = job.each("follower")
+    assert first["own"] != second["own"]
+    assert first["final"] == second["final"]
+    halves = [(one + other) / 2 for one, other in zip(first["own"], second["own"], strict=True)]
+    assert first["final"] == pytest.approx(halves, abs=1e-6)
 
 
 def check_half_precision(job: Job) -> None:

@@ -181,6 +181,62 @@ class Adversaries(Manual):
         return [self.optimizer(generator), self.optimizer(self.critic.parameters())]
 
 
+class AdversariesWithoutToggles(Adversaries):
+    """Leaves all parameters trainable: each network's step has gradients for the other's, or none."""
+
+    def toggle_optimizer(self, optimizer: Any) -> None:
+        optimizer.zero_grad()
+
+    def untoggle_optimizer(self, optimizer: Any) -> None:
+        pass
+
+
+class OwnBackward(Manual):
+    """Calls `backward` of the loss itself."""
+
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward()
+
+
+class SkipsABlock(Regression):
+    """Leaves out a block in every second step, and the last one in all of the first epoch."""
+
+    def forward(self, states: Tensor) -> Tensor:
+        states = self.blocks[0](states)
+        if self.global_step % 2:
+            states = self.blocks[1](states)
+        return self.head(self.blocks[2](states) if self.current_epoch else states)
+
+
+class UnfreezesInStep(Regression):
+    """Unfreezes its blocks inside of a step, and freezes its head inside of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.requires_grad_(False)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        if self.global_step == 2:
+            self.blocks.requires_grad_(True)
+        if self.global_step == 4:
+            self.head.requires_grad_(False)
+        return super().training_step(batch, batch_idx)
+
+
+class FreezesInAccumulation(Regression):
+    """Freezes its head between two batches of one step, whose optimizer has the head's first gradient."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.head.requires_grad_(batch_idx == 0)
+
+
+class LineSearch(Regression):
+    """Its optimizer decides by the loss how often it runs the closure."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=1.0, max_iter=4, line_search_fn="strong_wolfe")
+
+
 class ClosureOfMany(Regression):
     """Its optimizer runs the closure several times in a step."""
 
@@ -339,6 +395,12 @@ SITUATIONS: dict[str, Situation] = {
     "manual_clipping": Situation(ManualClipping),
     "two_optimizers": Situation(TwoOptimizers),
     "adversaries": Situation(Adversaries),
+    "adversaries_without_toggles": Situation(AdversariesWithoutToggles),
+    "own_backward": Situation(OwnBackward),
+    "skips_a_block": Situation(SkipsABlock),
+    "unfreezes_in_step": Situation(UnfreezesInStep),
+    "freezes_in_accumulation": Situation(FreezesInAccumulation, lambda: {"accumulate_grad_batches": 3}),
+    "line_search": Situation(LineSearch),
     "closure_of_many": Situation(ClosureOfMany),
     "own_optimizer_step": Situation(OwnOptimizerStep),
     "accumulation": Situation(Regression, lambda: {"accumulate_grad_batches": 3}),

@@ -179,9 +179,15 @@ def test_the_group_is_bound_to_the_gpu(
 
 
 @pytest.mark.parametrize(
-    ("strategy", "wrap"), [(AzureMLDDPStrategy, "_setup_model"), (FabricDDPStrategy, "setup_module")]
+    ("strategy", "wrap", "wrapper"),
+    [
+        (AzureMLDDPStrategy, "_setup_model", "CompletingDDP"),
+        (FabricDDPStrategy, "setup_module", "DistributedDataParallel"),
+    ],
 )
-def test_ddp_is_wrapped_on_the_current_stream(monkeypatch: pytest.MonkeyPatch, strategy: Any, wrap: str) -> None:
+def test_ddp_is_wrapped_on_the_current_stream(
+    monkeypatch: pytest.MonkeyPatch, strategy: Any, wrap: str, wrapper: str
+) -> None:
     """On a stream of its own, torch 2.11 warns in each backward pass that gradients come from another."""
 
     def another_stream(*_: Any) -> None:
@@ -189,10 +195,9 @@ def test_ddp_is_wrapped_on_the_current_stream(monkeypatch: pytest.MonkeyPatch, s
 
     wrapped: list[Any] = []
     monkeypatch.setattr(torch.cuda, "Stream", another_stream)
-    for module in (strategy, DDPStrategy, FabricDDP):
-        monkeypatch.setattr(
-            sys.modules[module.__module__], "DistributedDataParallel", lambda module, **given: wrapped.append(given)
-        )
+    stock = "DistributedDataParallel"
+    for module, name in ((strategy, wrapper), (DDPStrategy, stock), (FabricDDP, stock)):
+        monkeypatch.setattr(sys.modules[module.__module__], name, lambda module, **given: wrapped.append(given))
     monkeypatch.setattr(strategy, "root_device", GPU)
     getattr(strategy(), wrap)(torch.nn.Linear(1, 1))
     assert wrapped[0]["device_ids"] == [1]

@@ -75,3 +75,11 @@ def communication_hook(
         warm_start=True,
     )
     return state, powerSGD_hook
+
+
+def begin_anew(state: object) -> None:
+    """Have PowerSGD begin again with exact steps, as its errors and factors are those of other buckets."""
+    if isinstance(state, PowerSGDState):
+        for kept in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
+            kept.clear()
+        state.iter = 0

@@ -13,14 +13,16 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies.ddp import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor
 from torch.nn import Module
-from torch.nn.parallel import DistributedDataParallel
+from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from azureml_strategy.cluster.environ import LaunchError
 from azureml_strategy.control.gather import gather
 from azureml_strategy.lightning_internals import is_interactive, register_communication_hook
-from azureml_strategy.strategies.compression import Compression, communication_hook, on_any_backend
+from azureml_strategy.strategies.changing_parameters import CompletingDDP, Wrappers
+from azureml_strategy.strategies.compression import Compression, begin_anew, communication_hook, on_any_backend
 from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.launched import LaunchedStrategy
 from azureml_strategy.strategies.process_group import end_process_group
@@ -37,6 +39,7 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
     Besides the launch, it differs from the stock strategy as follows. Gradients are views into the communication
     buckets, which saves a copy in each step. Gradient compression works on every backend; stock Lightning ignores a
     hook on the CPU. In a job with one process per node, it starts the other processes with their true ranks.
+    Parameters that are frozen, unfrozen or added later, and those that a step leaves out, train as on one process.
 
     Args:
         gradient_compression: `bf16`, `fp16` or `powersgd`; None sends gradients as they are.
@@ -119,6 +122,8 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
         )
         # Whether the first batch decides on settings: measures them, or finds that known ones are for another batch.
         self._awaits_batch = False
+        self._wrappers: Wrappers | None = None
+        self._called_backward = False  # whether this batch has had a backward pass by the strategy
         self.tuning: Tuning | None = None
         if self._job_environment is not None and start_method != "popen":
             raise LaunchError(
@@ -147,24 +152,70 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
         if self._awaits_batch:
             self._awaits_batch = False
             self._settle(args, kwargs)
-        return super().training_step(*args, **kwargs)
+        self._called_backward = False
+        if self._wrappers is not None:
+            self._take_wrapper(self._wrappers.begin_step(self.optimizers))
+        self._equalize_buffers()
+        output = super().training_step(*args, **kwargs)
+        self._equalize_buffers()
+        if isinstance(self.model, CompletingDDP) and self._is_automatic:
+            self.model.awaits_backward = self.model.require_backward_grad_sync
+        return output
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        self._called_backward = True
+        if self._wrappers is not None and not self._is_automatic:
+            self._take_wrapper(self._wrappers.begin_backward(self.optimizers))
+        super().pre_backward(closure_loss)
+        if isinstance(self.model, CompletingDDP):
+            self.model.complete_after(closure_loss)
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        if self._wrappers is not None and self._wrappers.current.require_backward_grad_sync:
+            self._wrappers.average_others(self.optimizers)
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if self._wrappers is not None and not self._is_automatic and not self._called_backward:
+            self._wrappers.average_all([optimizer])  # after loss.backward() instead of self.manual_backward(loss)
+        if isinstance(optimizer, LBFGS):
+            closure = self._averaging_loss(closure)
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    @override
+    def configure_ddp(self) -> None:
+        super().configure_ddp()
+        assert isinstance(self.model, CompletingDDP)
+        self._wrappers = Wrappers(self.model, self._wrap_beside)
 
     @override
     def teardown(self) -> None:
+        wrappers, self._wrappers = self._wrappers, None
         super().teardown()
+        if wrappers is not None:
+            wrappers.release()
         # A notebook's own group of one process would be in the way of the next cell, which may fork.
         if self._launcher is None and self._job_environment is None:
             end_process_group()
 
     @override
-    def _setup_model(self, model: Module) -> DistributedDataParallel:
+    def _setup_model(self, model: Module) -> CompletingDDP:
         # Lightning 2.6 wraps on a stream of its own, which torch 2.11 and newer warn of: gradients arrive on another.
-        return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
+        return CompletingDDP(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
 
     @override
     def _register_ddp_hooks(self) -> None:
         # Stock Lightning registers hooks only if the device is a GPU, but gloo runs them too.
-        assert isinstance(self.model, DistributedDataParallel)
+        assert isinstance(self.model, CompletingDDP)
         hook, wrapper = self._ddp_comm_hook, self._ddp_comm_wrapper
         if hook is not None:
             hook = wrapper(hook) if wrapper is not None else hook
@@ -207,7 +258,7 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
         if self.tuning.pick != used:
             self._wrap_anew(self.tuning.pick)
 
-    def _wrapped(self, module: LightningModule, settings: Settings) -> DistributedDataParallel:
+    def _wrapped(self, module: LightningModule, settings: Settings) -> CompletingDDP:
         """DDP of a copy of the module, for a trial."""
         given, self._ddp_kwargs = self._ddp_kwargs, {**self._other_arguments(), **settings.arguments()}
         try:
@@ -222,26 +273,73 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
         return wrapped
 
     def _forward(
-        self, wrapped: DistributedDataParallel, module: LightningModule, args: tuple[Any, ...], named: dict[str, Any]
+        self, wrapped: CompletingDDP, module: LightningModule, args: tuple[Any, ...], named: dict[str, Any]
     ) -> STEP_OUTPUT:
         with self.precision_plugin.train_step_context():
             return self._forward_redirection(wrapped, module, "training_step", *args, **named)
 
+    @property
+    def _is_automatic(self) -> bool:
+        assert self.lightning_module is not None
+        return self.lightning_module.automatic_optimization
+
+    def _equalize_buffers(self) -> None:
+        """Have the next forward pass begin with the first rank's buffers, as under automatic optimization.
+
+        torch does so only after a forward pass with a backward pass of its own, which manual optimization has none of.
+        """
+        if isinstance(self.model, CompletingDDP) and not self._is_automatic:
+            self.model.require_forward_param_sync = True
+
+    def _averaging_loss(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Have an optimizer that decides by the loss decide alike on all ranks: on how often it runs the closure."""
+
+        def averaged() -> Any:
+            loss = closure()
+            return self.reduce_as_gradients(loss.detach().clone()) if isinstance(loss, Tensor) else loss
+
+        return averaged
+
+    def _take_wrapper(self, changed: bool) -> None:
+        """Go on with the wrapper of the parameters that train now."""
+        if not changed:
+            return
+        assert self._wrappers is not None
+        self.model = self._wrappers.current
+        self._pl_static_graph_delay_done = self.model.has_reduced
+        begin_anew(self._ddp_comm_state)
+
+    def _wrap_beside(self, equalize: bool) -> CompletingDDP:
+        """Make DDP of the module as it is now, beside another one.
+
+        Args:
+            equalize: give all ranks the first one's parameters and buffers.
+        """
+        ddp = self._made_beside(equalize)
+        self.model = ddp
+        self._register_ddp_hooks()
+        return ddp
+
+    def _made_beside(self, equalize: bool) -> CompletingDDP:
+        assert self.lightning_module is not None
+        given = self._ddp_kwargs
+        self._ddp_kwargs = given if equalize else {**given, "init_sync": False}
+        try:
+            return self._setup_model(self.lightning_module)
+        finally:
+            self._ddp_kwargs = given
+
     def _wrap_anew(self, settings: Settings) -> None:
         """Replace DDP around the module, whose parameters have not been used yet."""
-        module = self._unwrap()
+        self._unwrap()
         self._use(settings)
-        self.model = self._setup_model(module)
-        self._register_ddp_hooks()
+        self.configure_ddp()
 
     def _unwrap(self) -> LightningModule:
-        """Take DDP off the module, and its hooks off the parameters.
-
-        The hooks belong to DDP's reducer. Without this they would end with the last reference to DDP, and as long as a
-        callback holds one, each gradient would be sent once more.
-        """
-        if isinstance(self.model, DistributedDataParallel):
-            del self.model.reducer, self.model.logger
+        """Take DDP off the module, and its hooks off the parameters."""
+        wrappers, self._wrappers = self._wrappers, None
+        if wrappers is not None:
+            wrappers.release()
         assert self.lightning_module is not None
         self.model = self.lightning_module
         return self.lightning_module

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -183,6 +184,36 @@ def unaware() -> dict[str, Any]:
     return {"spread": spread.spread, **buffers, "final": values(module)}
 
 
+class Followed(Regression):
+    """A copy of its layers follows them, and is not trained itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.follower = copy.deepcopy(self.network).requires_grad_(False)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            for mine, followed in zip(self.follower.parameters(), self.network.parameters(), strict=True):
+                mine.data = mine.data.lerp(followed, 0.3)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.network.parameters(), lr=self.learning_rate)
+
+
+class LastFollower(Callback):
+    own: list[float]
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.own = parameters(pl_module.follower)
+
+
+def follower() -> dict[str, Any]:
+    """What each replica's follower was at the end, and what became of it."""
+    module, last = Followed(), LastFollower()
+    quiet_trainer(strategy=AzureMLLocalSGDStrategy(period=5), callbacks=[last], max_epochs=1).fit(module, loader(4))
+    return {"own": last.own, "final": parameters(module.follower)}
+
+
 class Adapter:
     """As `read_hcas` tells of InfiniBand."""
 
@@ -258,6 +289,7 @@ PARTS = (
     logging,
     early_stopping,
     finetuning,
+    follower,
     half_precision,
     periods,
     unaware,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import LearningRateFinder, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import LearningRateFinder, ModelPruning, StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -20,16 +20,17 @@ from azureml_strategy.strategies.local_sgd.fragments import cut, statistics, tra
 
 
 class Module(LightningModule):
-    def __init__(self, manual: bool = False) -> None:
+    def __init__(self, manual: bool = False, optimizer: type[torch.optim.Optimizer] = torch.optim.SGD) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 1)
+        self.optimizer = optimizer
         self.automatic_optimization = not manual
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.layer(batch).sum()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
+        return self.optimizer(self.parameters(), lr=0.01)
 
 
 def fit(module: LightningModule, strategy: Any = "azureml_local_sgd", **arguments: Any) -> None:
@@ -76,6 +77,12 @@ def test_arguments_out_of_range(arguments: dict[str, Any], words: str) -> None:
         (Module(manual=True), {}, "optimizes manually"),
         (Module(), {"callbacks": [StochasticWeightAveraging(1e-2)]}, "StochasticWeightAveraging averages over"),
         (Module(), {"callbacks": [WeightAveraging()]}, "WeightAveraging averages over"),
+        (
+            Module(),
+            {"callbacks": [ModelPruning("l1_unstructured")]},
+            "ModelPruning prunes by the weights",
+        ),
+        (Module(optimizer=torch.optim.LBFGS), {}, "LBFGS learns the curvature"),
         (Module(), {"sync_batchnorm": True}, r"sync_batchnorm=True\) has all ranks wait"),
         (Module(), {"max_steps": 15}, "has 15 optimizer steps, 0 of warm-up, and then a period of 16"),
         (Module(), {"strategy": AzureMLLocalSGDStrategy(replica="node")}, "one node, so that there is nothing"),

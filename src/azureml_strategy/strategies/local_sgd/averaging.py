@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from azureml_strategy.strategies.equal_buffers import fingerprint
 from azureml_strategy.strategies.local_sgd.exchange import Exchanges
 from azureml_strategy.strategies.local_sgd.fragments import Fragment, cut, statistics, trainable
 from azureml_strategy.strategies.local_sgd.parts import Part, by_name, cut_parts, cut_shares
 from azureml_strategy.strategies.local_sgd.period import Rules
 
 # Kinds of exchanges, in what ranks compare before one.
-_PART, _STATISTICS, _WHOLE, _EPOCH = range(4)
+_PART, _STATISTICS, _WHOLE, _EPOCH, _NEW, _MOVED = range(6)
 _WORDS = "after step {1} (exchange {0}.{2} of {3:,} numbers, period {4})"
 
 
@@ -50,7 +51,8 @@ class PeriodicAveraging:
     the last part, if nothing is delayed; otherwise each replica keeps its own, and validation sees their average.
 
     Args:
-        module: its trainable parameters are averaged; one that becomes trainable later, from the next period on.
+        module: its trainable parameters are averaged; one that becomes trainable later, from the next period on, or
+            from this one if it has just begun.
         rules: what is averaged, how often and how.
         exchanges: carries the tensors.
 
@@ -67,6 +69,8 @@ class PeriodicAveraging:
         self._length = 0
         self._shared = trainable(module)
         self._joining: dict[str, Tensor] = {}
+        self._names = {name for name, _ in module.named_parameters()}
+        self._frozen: dict[str, Tensor] = {}  # hashes of the parameters that did not train at the start
         self._parts: list[Part] = []
         self._under_way: list[_UnderWay] = []
         self._own: dict[str, Tensor] | None = None
@@ -86,13 +90,17 @@ class PeriodicAveraging:
         """
         if self._length == 0:
             self._begin_period(learning_rate)
+        self._frozen = {name: fingerprint(each) for name, each in self._untrained().items()}
         return self._length
 
     def before_step(self) -> None:
-        """Note parameters that have become trainable, before their first step."""
+        """Note parameters that have become trainable, before their first step; a collective if there are any."""
         for name, parameter in self._module.named_parameters():
             if parameter.requires_grad and name not in self._shared and name not in self._joining:
+                self._equalize(name, parameter)
                 self._joining[name] = parameter.detach().clone()
+        if self._joining and self.step == self._begun and not self._under_way:
+            self._join()
 
     def after_step(self, learning_rate: float) -> None:
         """Count a step of the optimizer. Begin the exchanges that are due, and apply those that arrive.
@@ -125,7 +133,7 @@ class PeriodicAveraging:
 
         It takes the memory of one further copy of the model, its own values, and of a share that is under way.
         """
-        tensors, counted = {**self._shared, **self._added()}, statistics(self._module)
+        tensors, counted = {**self._shared, **self._added(), **self._moved()}, statistics(self._module)
         of_module = {**tensors, **counted}
         self._own = {name: each.detach().clone() for name, each in of_module.items()}
         try:
@@ -212,9 +220,8 @@ class PeriodicAveraging:
         if shared["length"] == 0:  # it was saved in the warm-up, at whose end the parts are cut
             return
         device = self._exchanges.device
-        kept = {kind: {n: t.to(device) for n, t in shared[kind].items()} for kind in ("anchor", "momentum")}
-        self._joining = {name: each for name, each in kept["anchor"].items() if name not in self._shared}
-        self._parts = cut_parts(self._shared, self._rules, kept["anchor"], kept["momentum"])
+        self._joining = {n: each.to(device) for n, each in shared["anchor"].items() if n not in self._shared}
+        self._cut(shared)
         if own is None:
             return
         self._begun, self._length = shared["begun"], shared["length"]
@@ -226,15 +233,34 @@ class PeriodicAveraging:
             self._under_way.append(_UnderWay(each["part"], each["due"], each["own"].to(device), arrived))
 
     def _begin_period(self, learning_rate: float) -> None:
-        """Begin a period. Nothing is under way, so the parts can change; what they have not sent is then dropped."""
-        added = self._added()
-        if added or not self._parts:
-            kept = self.shared_state()
-            self._shared |= added
-            self._parts = cut_parts(self._shared, self._rules, kept["anchor"], kept["momentum"])
-            self._joining = {}
+        """Begin a period. Nothing is under way, so the parts can change."""
+        if self._added() or not self._parts:
+            self._join()
         self._begun, self._length = self.step, self._rules.length(self.step, learning_rate)
         self._advance()
+
+    def _join(self) -> None:
+        """Cut parts anew, with the parameters that have become trainable; what parts have not sent is dropped."""
+        kept = self.shared_state()
+        self._shared |= self._added()
+        self._cut(kept)
+        self._joining = {}
+
+    def _cut(self, state: Mapping[str, Any]) -> None:
+        """Cut parts, which begin with the common parameters and the momentum of a `shared_state`."""
+        device = self._exchanges.device
+        kept = {kind: {n: t.to(device) for n, t in state[kind].items()} for kind in ("anchor", "momentum")}
+        self._parts = cut_parts(self._shared, self._rules, kept["anchor"], kept["momentum"])
+
+    def _equalize(self, name: str, parameter: nn.Parameter) -> None:
+        """Have replicas begin with equal values: those of the first rank in a new layer, otherwise their mean.
+
+        The mean is what they have, unless a parameter was unfrozen within a step, which then was its first.
+        """
+        common = self._exchanges.mean if name in self._names else self._exchanges.first
+        flat = parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True).reshape(-1)
+        begun = self._exchanges.begin(*self._place(_NEW, len(self._joining), flat), flat, common)
+        parameter.detach().copy_(self._exchanges.wait(begun).view_as(parameter))
 
     def _advance(self) -> None:
         """Apply what arrives after this step, and begin what is due."""
@@ -296,6 +322,29 @@ class PeriodicAveraging:
         if self._rules.delay == 0:
             return common
         return part.fragment.read(self._shared).sub_(arrived.own).add_(common)
+
+    def _moved(self) -> dict[str, Tensor]:
+        """The parameters that change without being trained, such as a teacher that follows; a collective.
+
+        Each replica keeps its own, which follow parameters that are averaged.
+        """
+        untrained = self._untrained()
+        if not untrained:
+            return {}
+        now = torch.stack([fingerprint(each) for each in untrained.values()])
+        before = torch.stack([self._frozen.get(name, torch.zeros_like(now[0])) for name in untrained])
+        changed = (now != before).float()
+        mean = self._exchanges.begin(*self._place(_MOVED, 0, changed), changed, self._exchanges.mean)
+        return {
+            name: each
+            for (name, each), on_any in zip(untrained.items(), self._exchanges.wait(mean).tolist(), strict=True)
+            if on_any
+        }
+
+    def _untrained(self) -> dict[str, Tensor]:
+        averaged = {*self._shared, *self._joining}
+        named = self._module.named_parameters()
+        return {name: each for name, each in named if name not in averaged and each.is_floating_point()}
 
     def _added(self) -> dict[str, Tensor]:
         """The parameters that join with the next period."""

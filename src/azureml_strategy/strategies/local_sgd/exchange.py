@@ -92,6 +92,12 @@ class Exchanges:
             tensor.div_(self.size)
         return tensor
 
+    def first(self, tensor: Tensor) -> Tensor:
+        """Give all ranks what the first has. For `average`."""
+        if self.group is not None:
+            dist.broadcast(tensor, group=self.group, group_src=0)
+        return tensor
+
     def close(self, wait_s: float) -> bool:
         """End the thread, if there is one.
 

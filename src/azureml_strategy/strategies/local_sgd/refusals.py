@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from torch.optim import LBFGS, Optimizer
 
 from azureml_strategy.control.gather import gather
 from azureml_strategy.network import read_hcas
@@ -44,10 +45,28 @@ def _found(trainer: Trainer, module: LightningModule, sync_batchnorm: bool) -> I
                 "average of a replica's own steps would be another on each rank. Leave the callback out, or use "
                 "strategy='azureml_ddp'."
             )
+        if isinstance(callback, ModelPruning):
+            yield (
+                f"{type(callback).__name__} prunes by the weights of one replica, and each replica has others: their "
+                "average would not be pruned. Prune under strategy='azureml_ddp'."
+            )
     if sync_batchnorm:
         yield (
             "Trainer(sync_batchnorm=True) has all ranks wait for one another in each forward pass, while local SGD is "
             "to spare them that. Leave it out: running statistics are averaged with the parameters."
+        )
+
+
+def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
+    """Refuse an optimizer whose state does not bear that weights are averaged.
+
+    Raises:
+        ConfigurationError: there is one.
+    """
+    if any(isinstance(each, LBFGS) for each in optimizers):
+        raise ConfigurationError(
+            "LBFGS learns the curvature from the differences between its own steps, which averages of replicas would "
+            "be mixed into. Use another optimizer, or strategy='azureml_ddp'."
         )
 
 

@@ -24,6 +24,7 @@ from azureml_strategy.checkpoint.plain_data import to_plain
 from azureml_strategy.control.gather import GroupExchange
 from azureml_strategy.interfaces import ALL_RANKS, WriteStaged
 from azureml_strategy.lightning_internals import default_process_group_backend
+from azureml_strategy.strategies.changing_parameters import CompletingDDP, Wrappers
 from azureml_strategy.strategies.ddp import AzureMLDDPStrategy
 from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.local_sgd.averaging import PeriodicAveraging
@@ -34,6 +35,7 @@ from azureml_strategy.strategies.local_sgd.refusals import (
     ONE_ORDER,
     refuse_infiniband,
     refuse_long_period,
+    refuse_optimizers,
     refuse_unequal_batches,
     refuse_unordered_nccl,
     refuse_unsupported,
@@ -134,6 +136,7 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
             self._steps = trainer.global_step if self._saved is None else self._saved["global_step"]
             self._max_steps = trainer.max_steps
         super().setup(trainer)
+        refuse_optimizers(self.optimizers)
 
     @override
     def configure_ddp(self) -> None:
@@ -346,7 +349,12 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
         module = self._unwrap()
         if self._node_group is not None:
             with self._in_node():
-                self.model = self._setup_model(module)
+                self.model = ddp = self._setup_model(module)
+            self._wrappers = Wrappers(ddp, self._wrap_in_node)
+
+    def _wrap_in_node(self, equalize: bool) -> CompletingDDP:
+        with self._in_node():
+            return self._made_beside(equalize)
 
     @contextmanager
     def _in_node(self) -> Iterator[None]:

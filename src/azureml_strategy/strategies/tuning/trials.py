@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from azureml_strategy.checkpoint.random_state import random_state, set_random_state
 from azureml_strategy.control.gather import gather
+from azureml_strategy.strategies.changing_parameters import CompletingDDP
 from azureml_strategy.strategies.tuning.settings import Settings
 
 # DDP sorts its buckets anew after its first step, and the second one allocates them.
@@ -24,8 +24,8 @@ _WARMUP_STEPS = 2
 # PowerSGD's first steps are exact, two at least, and the third allocates its factors.
 POWERSGD_EXACT_STEPS = 2
 
-Wrap = Callable[[LightningModule, Settings], DistributedDataParallel]
-Forward = Callable[[DistributedDataParallel, LightningModule, tuple[Any, ...], dict[str, Any]], Any]
+Wrap = Callable[[LightningModule, Settings], CompletingDDP]
+Forward = Callable[[CompletingDDP, LightningModule, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class RefusalError(Exception):
@@ -125,7 +125,7 @@ class TrialBench:
             raise RefusalError(f"the module or the batch cannot be copied ({faults[0]})")
         return made
 
-    def _step(self, ddp: DistributedDataParallel) -> float:
+    def _step(self, ddp: CompletingDDP) -> float:
         """Seconds of one step of this rank. All ranks begin together."""
         given = copy.deepcopy(self._given)
         for parameter in ddp.parameters():
@@ -136,11 +136,12 @@ class TrialBench:
         begun = time.perf_counter()
         loss = _loss(self._forward(ddp, self._the_copy, *given))
         assert loss is not None
+        ddp.complete_after(loss)
         self._the_copy.backward(loss)
         _wait_for_device(ddp)
         return time.perf_counter() - begun
 
-    def _loss(self, ddp: DistributedDataParallel) -> Tensor | None:
+    def _loss(self, ddp: CompletingDDP) -> Tensor | None:
         self.steps += 1
         return _loss(self._forward(ddp, self._the_copy, *copy.deepcopy(self._given)))
 
@@ -174,7 +175,7 @@ def _loss(output: Any) -> Tensor | None:
     return found if isinstance(found, Tensor) else None
 
 
-def _wait_for_device(ddp: DistributedDataParallel) -> None:
+def _wait_for_device(ddp: CompletingDDP) -> None:
     device = next(ddp.parameters()).device
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,0 +1,238 @@
+"""DDP over parameters that change: frozen, unfrozen or added later, or left out by a step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+# Steps for which a wrapper is kept after its last one. Two networks that train in turn come back to theirs at once.
+_KEPT_STEPS = 16
+_MISSING = re.compile(r"indices which did not receive grad for rank \d+\s*:([^\n]*)")
+
+
+class CompletingDDP(DistributedDataParallel):
+    """DDP whose backward pass averages all gradients, although it has not reached all parameters.
+
+    torch's reducer waits for a gradient of each parameter that was trainable when it was made. If one is missing, it
+    leaves gradients as they are on each rank, and the next step raises an error. Here the parameters that are missing
+    at the end of a backward pass are told to the reducer as ready, with what they have accumulated before. It takes no
+    search through the graph before the pass, as `find_unused_parameters` does, and costs nothing if none is missing.
+
+    Args:
+        arguments: of `DistributedDataParallel`.
+
+    Attributes:
+        reduced: the parameters whose gradients it averages, in the reducer's order.
+        has_reduced: whether there was a backward pass.
+        awaits_backward: whether a forward pass has told the reducer to expect one that has not come yet.
+    """
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.reduced: list[nn.Parameter] = self._build_params_for_reducer()[0]  # type: ignore[no-untyped-call]
+        self.has_reduced = self.awaits_backward = False
+
+    def complete_after(self, loss: Tensor) -> None:
+        """Have the backward pass of this loss end complete."""
+        self.has_reduced, self.awaits_backward = True, False
+        if loss.requires_grad and self.require_backward_grad_sync and not self.static_graph:
+            loss.register_hook(self._queue_completion)  # type: ignore[no-untyped-call]
+
+    def _queue_completion(self, _: Tensor) -> None:
+        # The engine runs these at the end of the pass, in the order in which they came. The reducer's own end, which
+        # comes while the pass runs, is before the second one.
+        _at_end_of_pass(lambda: _at_end_of_pass(self._complete))
+
+    def _complete(self) -> None:
+        reducer: Any = self.reducer
+        missing = _missing(reducer)
+        if not missing:
+            return
+        without = [self.reduced[index] for index in missing if self.reduced[index].grad is None]
+        for index in missing:
+            reducer._autograd_hook(index)
+        _at_end_of_pass(lambda: _take_zeros(without))
+
+    def rest(self) -> None:
+        """Leave gradients to another wrapper."""
+        if self.awaits_backward:  # a step without a loss, which Lightning allows on one rank
+            self.reducer._reset_state()
+            self.awaits_backward = False
+
+    def release(self) -> None:
+        """Take the reducer's hooks off the parameters.
+
+        Without this they would end with the last reference to DDP, and as long as a callback holds one, each gradient
+        would be sent once more.
+        """
+        del self.reducer, self.logger
+
+
+@dataclass
+class _Kept:
+    """A wrapper, and the step of its last use."""
+
+    ddp: CompletingDDP
+    step: int
+
+
+class Wrappers:
+    """DDP around a module, one for each set of parameters that trains.
+
+    torch's reducer knows only the parameters that were trainable when it was made, and leaves the others to each rank.
+    So another set has a wrapper of its own, made when the set first trains. Gradients that have been accumulated go on
+    in the next wrapper's memory: a reducer copies what it does not find in its own.
+
+    Args:
+        first: around the module, just made.
+        wrap: makes another one; told whether ranks may have unequal parameters, which the first rank then gives all.
+    """
+
+    def __init__(self, first: CompletingDDP, wrap: Callable[[bool], CompletingDDP]) -> None:
+        self._module: nn.Module = first.module
+        self._wrap = wrap
+        self._parameters = list(self._module.parameters())
+        self._equal = {id(each) for each in self._parameters}  # those that all ranks have alike
+        self._key = self._trained()
+        self._kept = {self._key: _Kept(first, 0)}
+        self._step = 0
+        self._seen: tuple[list[bool], list[int]] | None = None
+
+    @property
+    def current(self) -> CompletingDDP:
+        """The wrapper of the parameters that trained when this was last asked."""
+        return self._kept[self._key].ddp
+
+    def begin_step(self, optimizers: Sequence[Optimizer]) -> bool:
+        """Choose the wrapper before the forward pass, a collective if there are new parameters.
+
+        Returns:
+            Whether it is another one.
+        """
+        self._step += 1
+        changed = self._choose(optimizers, between_steps=True)
+        self._kept[self._key].step = self._step
+        for key in [key for key, each in self._kept.items() if each.step < self._step - _KEPT_STEPS]:
+            self._kept.pop(key).ddp.release()
+        return changed
+
+    def begin_backward(self, optimizers: Sequence[Optimizer]) -> bool:
+        """Choose the wrapper before a backward pass: a step may toggle parameters.
+
+        Returns:
+            Whether it is another one.
+        """
+        changed = self._choose(optimizers, between_steps=False)
+        self._kept[self._key].step = self._step
+        return changed
+
+    def average_others(self, optimizers: Sequence[Optimizer]) -> None:
+        """Average the gradients that no reducer has averaged: of parameters frozen or unfrozen within a step."""
+        ddp = self.current
+        reduced = {id(each) for each in ddp.reduced}
+        others = [each for each in _optimized(optimizers) if id(each) not in reduced]
+        average(self._not_ignored(others), ddp)
+
+    def average_all(self, optimizers: Sequence[Optimizer]) -> None:
+        """Average all gradients, whoever has done so before, which changes nothing."""
+        average(self._not_ignored(list(_optimized(optimizers))), self.current)
+
+    def release(self) -> None:
+        """End all wrappers."""
+        for each in self._kept.values():
+            each.ddp.release()
+        self._kept = {}
+
+    def _choose(self, optimizers: Sequence[Optimizer], between_steps: bool) -> bool:
+        seen = self._look(optimizers)
+        if seen == self._seen:
+            return False
+        self._parameters = list(self._module.parameters())
+        key = self._trained()
+        added = not self._equal.issuperset(key)
+        # Within a step the graph has what the parameters are now, which a broadcast would change: then before the next.
+        self._seen = None if added and not between_steps else self._look(optimizers)
+        if between_steps:
+            self._equal = {id(each) for each in self._parameters} & (self._equal | {*key})
+        equalize = added and between_steps
+        if not key or (key == self._key and not equalize):
+            return False
+        self.current.rest()
+        if equalize and key in self._kept:
+            self._kept.pop(key).ddp.release()
+        if key not in self._kept:
+            self._kept[key] = _Kept(self._wrap(equalize), self._step)
+        self._key = key
+        return True
+
+    def _look(self, optimizers: Sequence[Optimizer]) -> tuple[list[bool], list[int]]:
+        """What tells that the parameters may have changed, without a walk through all modules.
+
+        A new parameter that trains is in an optimizer.
+        """
+        return [each.requires_grad for each in self._parameters], [id(each) for each in _optimized(optimizers)]
+
+    def _trained(self) -> tuple[int, ...]:
+        return tuple(id(each) for each in self._parameters if each.requires_grad)
+
+    def _not_ignored(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+        """Those that the user has not told DDP to ignore."""
+        names = self.current.parameters_to_ignore
+        if not parameters or not names:
+            return parameters
+        ignored = {id(each) for name, each in self._module.named_parameters() if name in names}
+        return [each for each in parameters if id(each) not in ignored]
+
+
+def average(parameters: Iterable[nn.Parameter], ddp: DistributedDataParallel) -> None:
+    """Average the gradients of parameters that have one, over the ranks of a wrapper; a collective if one has."""
+    size = ddp.process_group.size()
+    for parameter in parameters:
+        if parameter.grad is not None and size > 1:
+            dist.all_reduce(parameter.grad, group=ddp.process_group)
+            parameter.grad.div_(size)
+
+
+def _optimized(optimizers: Sequence[Optimizer]) -> Iterator[nn.Parameter]:
+    return (each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"])
+
+
+def _at_end_of_pass(function: Callable[[], None]) -> None:
+    variable: Any = Variable
+    variable._execution_engine.queue_callback(function)
+
+
+def _missing(reducer: Any) -> list[int]:
+    """The indices of the parameters that a reducer still waits for; torch tells them only in an error's words."""
+    try:
+        reducer._check_reducer_finalized()
+    except RuntimeError as error:
+        told = _MISSING.search(str(error))
+        if told is None:
+            raise
+        return [int(each) for each in re.findall(r"\d+", told.group(1))]
+    return []
+
+
+def _take_zeros(parameters: list[nn.Parameter]) -> None:
+    """Take the gradients of parameters that no rank has used: an optimizer passes over a parameter without one.
+
+    One with a gradient of zeros would still move by momentum and decay. What another rank has used has other numbers.
+    """
+    gradients = [each.grad for each in parameters if each.grad is not None]
+    if not gradients:
+        return
+    device = gradients[0].device
+    used = torch.stack([each.any().to(device) for each in gradients]).tolist()
+    for parameter, has_numbers in zip([each for each in parameters if each.grad is not None], used, strict=True):
+        if not has_numbers:
+            parameter.grad = None
