@@ -37,6 +37,7 @@ from azureml_strategy.strategies import (
     AzureMLModelParallelStrategy,
     PipelineStrategy,
 )
+from azureml_strategy.strategies.errors import ConfigurationError
 
 ALONE = "alone"
 WORLD, RANK = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
@@ -72,7 +73,8 @@ def train(layout: str, situation: Situation) -> dict[str, Any]:
         taken = steps + (trainer.global_step if trainer else 0)
         last = "".join(traceback.format_exception(error)[-6:])
         words = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
-        return {"error": words, "steps": taken, "trace": last}
+        refused = isinstance(error, ConfigurationError)  # on all ranks together
+        return {"error": words, "steps": taken, "trace": last, "refused": refused}
     assert trainer is not None
     loss = trainer.callback_metrics.get("loss")
     return {"weights": weights(layout, module), "loss": float(loss) if loss is not None else None, "steps": steps}
@@ -152,7 +154,7 @@ def main() -> None:
                 print(f"{layout}/{name}", flush=True)
                 result = train(layout, SITUATIONS[name])
                 print(json.dumps([f"{layout}/{name}", result]), file=results, flush=True)
-                if result["steps"] and "error" in result:
+                if result["steps"] and "error" in result and not result["refused"]:
                     return  # the ranks may be in different collectives, and nothing after it would mean anything
                 gc.collect()
     if dist.is_initialized():

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.multiprocess.conftest import RunJob, run_job  # noqa: F401
 from tests.multiprocess.conftest import _empty_store as _empty_store
-from tests.situations.refused import REFUSED
+from tests.situations.refused import REFUSED, STOPS_LATER
 from tests.situations.running import ALONE, SITUATIONS, differences
 
 SCRIPT = Path(__file__).parent / "running.py"
@@ -43,17 +43,23 @@ def test_a_strategy_has_the_numbers_of_one_process_or_refuses(
         f"{name}, rank {rank}: {words}"
         for name in SITUATIONS
         for rank, found in enumerate(ranks)
-        for words in _judge(found.get(f"{layout}/{name}"), oracle[f"{ALONE}/{name}"], REFUSED[layout].get(name))
+        for words in _judge(
+            found.get(f"{layout}/{name}"),
+            oracle[f"{ALONE}/{name}"],
+            REFUSED[layout].get(name),
+            name in STOPS_LATER.get(layout, ()),
+        )
     ]
     assert not wrong, "\n".join(wrong)
 
 
-def _judge(found: dict[str, Any] | None, oracle: dict[str, Any], refused: str | None) -> list[str]:
+def _judge(found: dict[str, Any] | None, oracle: dict[str, Any], refused: str | None, later: bool) -> list[str]:
     if found is None:
         return ["did not run"]
     if refused is not None:
-        right = "error" in found and refused in found["error"] and found["steps"] == 0
-        return [] if right else [f"should be refused before the first step with {refused!r}: {found}"]
+        right = refused in found.get("error", "") and (found["refused"] if later else found["steps"] == 0)
+        when = "before a wrong step" if later else "before the first step"
+        return [] if right else [f"should be refused {when} with {refused!r}: {found}"]
     return [f"{found['error']} after {found['steps']} steps"] if "error" in found else differences(found, oracle)
 
 

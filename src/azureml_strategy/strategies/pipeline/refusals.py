@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -76,9 +77,26 @@ def _of_run(trainer: Trainer, precision: str, sync_batchnorm: bool) -> Iterator[
         )
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
+        yield from _of_callback(callback)
         for hook in _NEVER_CALLED:
             if is_overridden(hook, callback, Callback):
                 yield _never_called(type(callback).__name__, hook)
+
+
+def _of_callback(callback: Callback) -> Iterator[str]:
+    name = type(callback).__name__
+    if isinstance(callback, (WeightAveraging, StochasticWeightAveraging, ModelPruning)):
+        yield (
+            f"{name} copies or masks a whole module, but in a pipeline each rank has the layers of its stage. Average "
+            "in a callback of your own, by the names in `pl_module.named_parameters()`; or use strategy='azureml_ddp', "
+            "or 'azureml_model_parallel', which shards parameters too."
+        )
+    if isinstance(callback, BaseFinetuning):
+        yield (
+            f"{name} unfreezes layers during the training, but a pipeline was cut, and its stages send gradients, by "
+            "what trained at the start. Freeze layers in __init__ and leave them so; or use strategy='azureml_ddp', or "
+            "'azureml_model_parallel', which shards parameters too."
+        )
 
 
 def _of_module(module: LightningModule) -> Iterator[str]:

@@ -241,6 +241,8 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
         clock = StageClock(self.root_device)
         engine = StageEngine(self._stage, optimizer, lr_scheduler, config, clock)
         engine.set_mode = model.train
+        if optimizer is not None:
+            self.watch_edits(engine)
         self._run = PipelineRun(engine, model, self._chain, self.micro_batches)
         self.mix_precision(self._stage, self._autocasts)
         dtype = MIXED.get(self.precision_plugin.precision)

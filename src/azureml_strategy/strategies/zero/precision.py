@@ -22,6 +22,7 @@ from typing_extensions import override
 from azureml_strategy.gradients import clip_grad_norm, clip_grad_value
 from azureml_strategy.lightning_internals import accumulates
 from azureml_strategy.strategies.deepspeed_internals import drop_stale_gradients, forget_gradients, is_of_zero
+from azureml_strategy.strategies.zero.training import WatchedTrainingStrategy
 
 _GRAD: Any = Tensor.grad
 # They know where the gradients are.
@@ -85,6 +86,8 @@ class BufferedGradientsPrecision(DeepSpeedPrecision):
             drop_stale_gradients(model.trainer.model)
             with self._noticing():
                 super()._after_closure(model, optimizer)
+            if isinstance(model.trainer.strategy, WatchedTrainingStrategy):
+                model.trainer.strategy.take_edits()
 
     @override
     def _clip_gradients(self, model: LightningModule | nn.Module, *args: Any, **kwargs: Any) -> None:
