@@ -21,11 +21,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from lightning.fabric.wrappers import is_wrapped
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
+from azureml_strategy.interfaces import AveragesGradients
 from azureml_strategy.lightning_internals import accumulates, precision_of, trainer_of
 from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.gradient_parts import (
@@ -207,7 +209,7 @@ class _Found:
         in_parts = any(type(each) is not Gradient for each in gradients)
         by_ddp = trainer is None or isinstance(trainer.strategy.model, DistributedDataParallel)
         summed = all(type(each) is MeshGradient for each in gradients)  # FSDP2 does so after each batch
-        if trainer is not None and accumulates(trainer) and (by_ddp or (in_parts and not summed)):
+        if trainer is not None and _accumulates(trainer) and (by_ddp or (in_parts and not summed)):
             raise ConfigurationError(_ACCUMULATING)
         stages = getattr(trainer.strategy, "stage_groups", None) if trainer is not None else None
         if stages is None and any(hasattr(each.parameter, "ds_pipe_replicated") for each in gradients):
@@ -233,6 +235,11 @@ class _Found:
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(int(seed))
             yield
+
+
+def _accumulates(trainer: Trainer) -> bool:
+    strategy = trainer.strategy  # ours may count otherwise than Lightning does
+    return not strategy.ends_step() if isinstance(strategy, AveragesGradients) else accumulates(trainer)
 
 
 _ACCUMULATING = (

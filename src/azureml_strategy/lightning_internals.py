@@ -216,6 +216,7 @@ INTERNALS: dict[str, dict[str, str]] = {
     },
     # Fabric's strategies, which share no base with the Trainer's.
     "lightning.fabric.strategies.strategy.Strategy": {
+        "_precision": "set by our setter, which has the plugin leave precise what must stay so",
         "_configure_launcher": "overridden, as for the Trainer's; Fabric has set all its numbers by then",
         "_launcher": "set there",
     },

@@ -41,11 +41,12 @@ from azureml_strategy.strategies.errors import ConfigurationError
 
 ALONE = "alone"
 WORLD, RANK = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+_BUCKETS = dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size"), 2**16)  # DeepSpeed's take 800 MB a step
 LAYOUTS: dict[str, Callable[..., Strategy]] = {
     "ddp": AzureMLDDPStrategy,
-    "zero_1": partial(AzureMLDeepSpeedStrategy, stage=1),
-    "zero_2": partial(AzureMLDeepSpeedStrategy, stage=2),
-    "zero_3": partial(AzureMLDeepSpeedStrategy, stage=3),
+    "zero_1": partial(AzureMLDeepSpeedStrategy, stage=1, **_BUCKETS),
+    "zero_2": partial(AzureMLDeepSpeedStrategy, stage=2, **_BUCKETS),
+    "zero_3": partial(AzureMLDeepSpeedStrategy, stage=3, **_BUCKETS),
     "fsdp2": partial(AzureMLModelParallelStrategy, tensor_parallel_size=1),
     "tensor_parallel": partial(
         AzureMLModelParallelStrategy, tensor_parallel_size=min(WORLD, 2), tensor_parallel_across_nodes=True

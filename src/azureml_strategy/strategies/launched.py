@@ -246,9 +246,10 @@ class LaunchedStrategy(LaunchedProcesses, RecordsModels, ParallelStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        self._precision_plugin = precision_plugin
-        if precision_plugin is not None:
-            keep_precise(precision_plugin, self._keeps_statistics)
+        beside: Any = super(LaunchedStrategy, type(self)).precision_plugin
+        beside.fset(self, precision_plugin)  # ZeRO puts a plugin of its own in the place of Lightning's
+        if self._precision_plugin is not None:
+            keep_precise(self._precision_plugin, self._keeps_statistics)
 
     @override
     def on_train_start(self) -> None:

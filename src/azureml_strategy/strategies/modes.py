@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
+from azureml_strategy.strategies.deepspeed_internals import is_of_zero
 from azureml_strategy.strategies.mixed_precision import NORM_WITH_STATISTICS
 
 # How many names a warning lists.
@@ -47,7 +48,7 @@ def trained_in_evaluation_mode(module: LightningModule) -> Iterator[str]:
 
 
 def _trained(module: LightningModule) -> set[int]:
-    """Which parameters train. DeepSpeed's optimizers have others in their place; then all count that have gradients."""
+    """Which parameters train. DeepSpeed's optimizers have others in their place, and mark those that they train."""
     own = {id(each) for each in module.parameters() if each.requires_grad}
     held = {
         id(each)
@@ -55,7 +56,7 @@ def _trained(module: LightningModule) -> set[int]:
         for group in optimizer.param_groups
         for each in group["params"]
     }
-    return own & held or own
+    return own & (held | {id(each) for each in module.parameters() if is_of_zero(each)}) or own
 
 
 def _without_normalisations(part: nn.Module) -> Iterator[nn.Parameter]:

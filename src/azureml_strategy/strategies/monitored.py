@@ -6,6 +6,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
 
 from azureml_strategy.control.gather import gather
 from azureml_strategy.lightning_internals import follow_together
@@ -29,4 +30,7 @@ def _mean_of_ranks(value: Any) -> Any:
     logged = [each for each in gather(None if value is None else float(value)) if each is not None]
     if value is None and not logged:
         return None
-    return logged[0] if len(set(logged)) == 1 else sum(logged) / len(logged)
+    if len(set(logged)) == 1 and value is not None:
+        return value
+    mean = sum(logged) / len(logged)
+    return value.new_tensor(mean) if isinstance(value, Tensor) else mean

@@ -28,7 +28,7 @@ def test_an_edited_number_is_trained_and_the_others_keep_their_digits() -> None:
     edited = EditedWeights(engine(part, copy))
     part[1] = 8
     edited.take()
-    assert copy.tolist() == pytest.approx([0.1, 8, 0.3, 0.4], abs=0), "0.1 is 0.10009765625 in bfloat16"
+    assert copy.tolist() == [TRAINED[0], 8, TRAINED[2], TRAINED[3]], "0.1 is 0.10009765625 in bfloat16"
 
 
 def test_a_copy_that_was_set_wins() -> None:
@@ -61,7 +61,5 @@ def test_frozen_and_unfrozen_parameters_are_named() -> None:
     starting.require_same()
     module[0].bias.requires_grad_(False)
     module[1].weight.requires_grad_(True)
-    with pytest.raises(
-        ConfigurationError, match=r"0\.bias was frozen, 1\.weight was unfrozen after.*lr is 0"
-    ):
+    with pytest.raises(ConfigurationError, match=r"0\.bias was frozen, 1\.weight was unfrozen after.*lr is 0"):
         starting.require_same()

@@ -224,7 +224,8 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             refuse_optimizer(optimizer)
-            train_alike(optimizer, self.device_mesh["data_parallel"].get_group())
+            if not self._spread_by_itself:  # which may have parameters of each rank's own, such as experts
+                train_alike(optimizer, self.device_mesh["data_parallel"].get_group())
 
     @override
     def on_exception(self, exception: BaseException) -> None:

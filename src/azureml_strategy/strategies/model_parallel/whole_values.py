@@ -48,7 +48,10 @@ def gather_apart(checkpoint: dict[str, Any], written_by_shards: Iterable[str]) -
     """
     shards = {name: checkpoint[name] for name in written_by_shards if name in checkpoint}
     rest = {name: value for name, value in checkpoint.items() if name not in shards}
-    return {**apply_to_collection(rest, DTensor, lambda tensor: tensor.full_tensor().cpu()), **shards}
+    return {
+        **apply_to_collection(rest, DTensor, lambda tensor: tensor.full_tensor().cpu(), allow_frozen=True),
+        **shards,
+    }
 
 
 def copies_in(callbacks: Iterable[Callback], module: LightningModule) -> list[LightningModule]:

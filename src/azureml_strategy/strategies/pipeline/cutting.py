@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any, NoReturn
 
@@ -119,6 +119,14 @@ class Cut:
             if place is not None:
                 self._module.set_submodule(place, layer)
 
+    def check_nothing_added(self) -> None:
+        """Refuse parameters that were made after the module was cut.
+
+        Raises:
+            PipelineError: there is one outside of the layers, by its name.
+        """
+        self._refuse_outside(name for name, each in self._module.named_parameters() if each.requires_grad)
+
     def summary(self, replicas: int) -> str:
         """Describe the stages in one line."""
         stages = pairwise(self.bounds)
@@ -192,10 +200,13 @@ class Cut:
                     )
 
     def _check_nothing_outside(self) -> None:
-        inside = tuple(f"{place}." for place in self.places if place is not None)
         sketches = (name for name, buffer in self._module.named_buffers() if buffer.is_meta)
         kept = [*dict(self._module.named_parameters()), *self._module.state_dict(), *sketches]
-        outside = sorted({name for name in kept if not name.startswith(inside)})
+        self._refuse_outside(kept)
+
+    def _refuse_outside(self, names: Iterable[str]) -> None:
+        inside = tuple(f"{place}." for place in self.places if place is not None)
+        outside = sorted({name for name in names if not name.startswith(inside)})
         if outside:
             raise PipelineError(f"{type(self._module).__name__} has {', '.join(outside)} {self._source.outside}")
 

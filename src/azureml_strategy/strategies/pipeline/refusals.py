@@ -55,6 +55,39 @@ def refuse_stages_of_copies(stages: Sequence[int], precision: str) -> None:
         )
 
 
+def refuse_changes(changes: Sequence[str]) -> None:
+    """Refuse to go on after parameters were frozen or unfrozen, on all ranks.
+
+    Args:
+        changes: of all ranks, in words; none where a stage trains as it began.
+
+    Raises:
+        PipelineError: there is one.
+    """
+    if changes:
+        raise PipelineError(
+            f"{changes[0]} The stages of a pipeline exchange gradients of what trained at the start: freeze layers in "
+            "__init__, and leave each stage a parameter that trains."
+        )
+
+
+def refuse_optimizers_of_stages(faults: Sequence[str]) -> None:
+    """Refuse to train where a stage has no optimizer, on all ranks.
+
+    Args:
+        faults: the errors of all ranks' configure_optimizers, in words.
+
+    Raises:
+        PipelineError: there is one.
+    """
+    if faults:
+        raise PipelineError(
+            f"configure_optimizers failed on a stage of the pipeline: {faults[0].rstrip('.')}. On each stage it sees "
+            "the stage's parameters alone, and the optimizer needs some of them: take fewer stages, or give it all of "
+            "self.parameters()."
+        )
+
+
 def _of_run(trainer: Trainer, precision: str, sync_batchnorm: bool) -> Iterator[str]:
     if trainer.state.fn == TrainerFn.PREDICTING:
         yield (

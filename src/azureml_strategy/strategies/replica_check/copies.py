@@ -61,8 +61,12 @@ def _of_module(trainer: Trainer) -> Iterator[Copy]:
     cuts = isinstance(trainer.strategy, FSDPStrategy)  # FSDP1, whose parameters are parts of something flat
     named: list[tuple[str, str, Tensor]] = [] if cuts else [(PARAMETER, *each) for each in module.named_parameters()]
     named += [(BUFFER, *each) for each in module.named_buffers()]
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     for kind, name, tensor in named:
         if is_lazy(tensor) or not _is_whole(tensor):
+            continue
+        # Each rank's own on purpose: what DDP is told to leave alone, and DeepSpeed's experts.
+        if name in ignored or getattr(tensor, "allreduce", True) is False:
             continue
         own, holders = tensor, shared
         if isinstance(tensor, DTensor):

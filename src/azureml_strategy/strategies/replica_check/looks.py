@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -125,7 +124,8 @@ def _folded(values: Mapping[str, str]) -> dict[str, str]:
     folded = {}
     for keys in by_kind.values():
         for chunk in (keys[start : start + size] for start in range(0, len(keys), size)):
-            joined: Any = [values[key] for key in chunk if values[key] != _CHANGING]
             name = chunk[0] if len(chunk) == 1 else f"{chunk[0]} to {chunk[-1].partition(' ')[2]}"
-            folded[name] = _digest({str(i): each for i, each in enumerate(joined)})
+            joined = {str(i): values[key] for i, key in enumerate(chunk)}
+            # What changes on one rank may rest on another, so that nothing can be said of the others beside it.
+            folded[name] = _CHANGING if _CHANGING in joined.values() else _digest(joined)
     return folded

@@ -45,7 +45,7 @@ class StagedDeepSpeedStrategy(
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        self.keep_edits()
+        self.take_edits()
         super().save_checkpoint(to_plain(checkpoint, WRITTEN_APART), filepath, storage_options)
 
     def stage_checkpoint(self, checkpoint: dict[str, Any]) -> tuple[Any, WriteStaged] | None:
@@ -63,7 +63,7 @@ class StagedDeepSpeedStrategy(
         if not can_be_collected(self.deepspeed_engine):
             return None
         self.equal_before_use()
-        self.keep_edits()
+        self.take_edits()
 
         def save(folder: str) -> None:
             DeepSpeedStrategy.save_checkpoint(self, checkpoint, folder)

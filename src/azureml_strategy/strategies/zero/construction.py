@@ -105,7 +105,7 @@ class GatherForUse(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         cut = [each for each in tree_leaves((args, kwargs)) if isinstance(each, CutView) or is_cut(each)]
-        if not cut or is_called_by_deepspeed():
+        if not cut or _is_called_by_deepspeed():
             return func(*args, **kwargs)
         name, first = name_of(func), cut[0]
         if name in _OF_SHAPE:
@@ -240,6 +240,7 @@ def _has_no_values(each: Any) -> bool:
 
 
 def is_cut(each: Any) -> bool:
+    """Whether something is a parameter of which only a part is on this rank at this moment."""
     return isinstance(each, Tensor) and hasattr(each, "ds_status") and each.ds_status.name == "NOT_AVAILABLE"
 
 
@@ -277,9 +278,9 @@ def needs_values(func: Any) -> bool:
     return name not in _OF_SHAPE | _WITHOUT_VALUES and not (_is_attribute(func) and name not in {*_VIEWS, "data"})
 
 
-def is_called_by_deepspeed(*others: str) -> bool:
-    """Whether DeepSpeed, or a package named here, called torch: it means the tensor without elements."""
+def _is_called_by_deepspeed() -> bool:
+    """Whether DeepSpeed called torch, not the user's code: it means the tensor without elements."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_PASSED_THROUGH):
         frame = frame.f_back
-    return bool(frame.f_globals.get("__name__", "").startswith((*_CUTTING, *others)))
+    return bool(frame.f_globals.get("__name__", "").startswith(_CUTTING))

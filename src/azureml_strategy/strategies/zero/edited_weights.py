@@ -20,6 +20,7 @@ from azureml_strategy.strategies.deepspeed_internals import (
     persistent_parameters,
     trained_copies,
 )
+from azureml_strategy.strategies.equal_buffers import INTEGERS
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -47,25 +48,28 @@ class EditedWeights:
     def take(self) -> None:
         """Take edits, before a step or a checkpoint."""
         self._restore_memory()
-        self._take_persistent()
-        for (part, copy), mark in zip(trained_copies(self._engine), self._marks, strict=True):
-            own = _mark([copy]) == mark
-            for values, trained in zip(part.split(_CHUNK), copy.split(_CHUNK), strict=True):
+        self.take_whole()
+        for index, (part, copy) in enumerate(trained_copies(self._engine)):
+            own = _mark([copy]) == self._marks[index]
+            for values, trained in zip(torch.split(part, _CHUNK), torch.split(copy, _CHUNK), strict=True):
                 edited = own & (values != trained.to(values.dtype))
                 trained.copy_(torch.where(edited, values.to(trained.dtype), trained))
+            self._marks[index] = torch.where(own, _mark([copy]), self._marks[index])
 
     @torch.no_grad()
     def remember(self) -> None:
-        """Note the copies as they are, after a step, or after a checkpoint was loaded or written."""
+        """Note the copies as they are, after a step, or after a checkpoint was loaded."""
         self._marks = [_mark([copy]) for _, copy in trained_copies(self._engine)]
         self._mark_of_persistent = self._of_persistent()
 
-    def _take_persistent(self) -> None:
-        """Take edits of whole parameters of ZeRO 3 into their parts, unless the parts were set."""
+    @torch.no_grad()
+    def take_whole(self) -> None:
+        """Take edits of whole parameters of ZeRO 3 into their parts, before a forward pass lets go of some."""
         own = self._of_persistent() == self._mark_of_persistent
         for parameter in filter(is_whole, persistent_parameters(self._engine)):
             values, part = part_of_whole(parameter)
             part.copy_(torch.where(own, values, part))
+        self._mark_of_persistent = torch.where(own, self._of_persistent(), self._mark_of_persistent)
 
     def _of_persistent(self) -> Tensor:
         return _mark([each.ds_tensor for each in persistent_parameters(self._engine)])  # type: ignore[attr-defined]
@@ -81,7 +85,6 @@ class EditedWeights:
 
 
 def _mark(copies: list[Tensor]) -> Tensor:
-    """Return a number that changes with the tensors."""
-    if len(copies) == 1:
-        return copies[0].sum(dtype=torch.float64)
-    return torch.cat([each.reshape(-1) for each in copies] or [torch.zeros(1)]).sum(dtype=torch.float64)
+    """Return a number that changes with the tensors. A sum of bits is one also beside NaN, as padding may be."""
+    bits = [each.view(INTEGERS[each.itemsize]) for each in copies]
+    return (torch.cat(bits) if bits else torch.zeros(1, dtype=torch.int64)).sum()

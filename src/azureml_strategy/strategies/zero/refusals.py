@@ -40,7 +40,12 @@ def refuse_callbacks(callbacks: Iterable[Callback], cuts_parameters: bool) -> No
                 f"{name} copies the module and changes its schedule, which Lightning does not allow with DeepSpeed. "
                 "Use strategy='azureml_ddp', or 'azureml_model_parallel' with lightning's EMAWeightAveraging."
             )
-        if cuts_parameters and isinstance(callback, (WeightAveraging, ModelPruning)):
+        if isinstance(callback, ModelPruning):
+            raise ConfigurationError(
+                f"{name} puts masked tensors in the place of parameters, but DeepSpeed trains the memory of those it "
+                "had at the start: the pruned weights would be others. Prune under strategy='azureml_ddp'."
+            )
+        if cuts_parameters and isinstance(callback, WeightAveraging):
             raise ConfigurationError(
                 f"{name} reads and replaces whole weights after a step, but ZeRO-3 leaves each rank only a part of "
                 "them. Use strategy='azureml_deepspeed_stage_2', which keeps parameters whole."
@@ -68,6 +73,21 @@ def refuse_optimizers(module: nn.Module, optimizers: Sequence[Optimizer], schedu
         )
 
 
+def refuse_scalars(module: nn.Module) -> None:
+    """Refuse parameters without a dimension, which DeepSpeed cannot send from rank 0, by their full names.
+
+    Raises:
+        ConfigurationError: there is one.
+    """
+    scalars = [name for name, parameter in module.named_parameters() if parameter.dim() == 0]
+    if scalars:
+        raise ConfigurationError(
+            f"{', '.join(scalars[:3])} of {type(module).__name__} has no dimension, and DeepSpeed sends parameters as "
+            "bytes, which torch makes of vectors. Write nn.Parameter(torch.ones(1)) instead of "
+            "nn.Parameter(torch.tensor(1.0))."
+        )
+
+
 def refuse_second_backward(module: nn.Module) -> NoReturn:
     """Refuse a backward pass after another one without a step between.
 
@@ -75,9 +95,10 @@ def refuse_second_backward(module: nn.Module) -> NoReturn:
         ConfigurationError: always.
     """
     raise ConfigurationError(
-        f"{type(module).__name__} has a second backward pass before an optimizer step, but with an offloaded optimizer, "
-        "or sums of gradients in float32, DeepSpeed's stages 1 and 2 keep those of one pass. Add the losses and call manual_backward once; to accumulate "
-        "over batches, use automatic optimization with Trainer(accumulate_grad_batches=...); or use "
+        f"{type(module).__name__} has a second backward pass before an optimizer step, but with an offloaded "
+        "optimizer, or sums of gradients in float32, DeepSpeed's stages 1 and 2 keep those of one pass. Add the losses "
+        "and call manual_backward once; to accumulate over batches, use automatic optimization with "
+        "Trainer(accumulate_grad_batches=...); or use "
         "strategy='azureml_ddp', or 'azureml_model_parallel', which shards parameters too."
     )
 
@@ -109,22 +130,33 @@ class StartingParameters:
         self._names, self._parameters = [name for name, _ in named], [each for _, each in named]
         self._trained = self._now()
 
+    @property
+    def any_trains(self) -> bool:
+        """Whether any parameter trains now, or none did at the start."""
+        return any(self._now()) or not any(self._trained)
+
     def require_same(self) -> None:
         """Check that it is the same now.
 
         Raises:
             ConfigurationError: a parameter was frozen or unfrozen; by its name.
         """
+        changes = self.changes()
+        if changes is not None:
+            raise ConfigurationError(changes)
+
+    def changes(self) -> str | None:
+        """Say which parameters were frozen or unfrozen since the start, and what to do instead; None if none was."""
         now = self._now()
         if now == self._trained:
-            return
+            return None
         changed = [
             f"{name} was {'un' if trains else ''}frozen"
             for name, trains, trained in zip(self._names, now, self._trained, strict=True)
             if trains != trained
         ]
         more = f" and {len(changed) - 3} more changed" if len(changed) > 3 else ""
-        raise ConfigurationError(
+        return (
             f"{', '.join(changed[:3])}{more} after the start, but DeepSpeed goes on to train what had requires_grad "
             "then: an unfrozen parameter would never change, and a frozen one would move on by momentum and "
             f"weight_decay. {_RATES}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 from warnings import catch_warnings, filterwarnings
@@ -32,8 +32,8 @@ from azureml_strategy.strategies.zero.config import (
     strategy_arguments,
 )
 from azureml_strategy.strategies.zero.construction import Construction
-from azureml_strategy.strategies.zero.hooks import WatchedHooks
-from azureml_strategy.strategies.zero.refusals import StartingParameters, refuse_callbacks
+from azureml_strategy.strategies.zero.hooks import WatchedHooks, whole_parameters_alone
+from azureml_strategy.strategies.zero.refusals import StartingParameters, refuse_callbacks, refuse_scalars
 
 
 class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
@@ -100,7 +100,8 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
         require_compiler(self.config)
         self._construction = Construction()
         self._hooks: WatchedHooks | None = None
-        self._loss_scale: float | None = None
+        # Those before and after `scale_gradients`, until the step.
+        self._loss_scales: tuple[float, float] | None = None
 
     @override
     def setup_environment(self) -> None:
@@ -214,6 +215,7 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
     def _setup_model_and_optimizer(
         self, model: Module, optimizer: Optimizer | None, lr_scheduler: LRScheduler | ReduceLROnPlateau | None = None
     ) -> tuple[Any, Optimizer]:
+        refuse_scalars(model)
         starting = StartingParameters(model, optimizer)
         engine, optimizer = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
         self.begin_training(starting, engine)
@@ -225,6 +227,15 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
             # step. Here the sampler makes sure of it.
             engine.first_dataloader_check.remove()
         return engine, optimizer
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.lightning_module
+        assert module is not None
+        # By hand, the step has DeepSpeed and our functions for gradients go through the parameters too.
+        watched = self.zero_stage_3 and module.automatic_optimization
+        with whole_parameters_alone(module) if watched else nullcontext():
+            return super().training_step(*args, **kwargs)
 
     @override
     def ends_step(self) -> bool:
@@ -241,14 +252,18 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
             for gradients in optimizer.fp32_groups_gradients_flat:
                 gradients.mul_(factor)
             return
-        self._loss_scale = float(optimizer.loss_scale)
-        optimizer.loss_scale = self._loss_scale / float(factor)
+        given = float(optimizer.loss_scale)
+        optimizer.loss_scale = given / float(factor)
+        self._loss_scales = given, float(optimizer.loss_scale)
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         output = super().optimizer_step(*args, **kwargs)
-        if self._loss_scale is not None:
-            self._optimizer_of_engine.loss_scale, self._loss_scale = self._loss_scale, None
+        if self._loss_scales is not None:
+            (given, scaled), self._loss_scales = self._loss_scales, None
+            # In float16 the step may have changed it: halved after an overflow, doubled after many steps without one.
+            optimizer = self._optimizer_of_engine
+            optimizer.loss_scale = given * (float(optimizer.loss_scale) / scaled)
         return output
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from azureml_strategy.lightning_internals import accumulates, optimizers_of
+from azureml_strategy.lightning_internals import optimizers_of
 from azureml_strategy.strategies.deepspeed_internals import (
     begin_further_backward,
     can_add_gradients,
@@ -67,15 +68,15 @@ class WatchedTrainingStrategy(DeepSpeedStrategy):
         self._edited = EditedWeights(engine)
 
     def take_edits(self) -> None:
-        """Take edits of the weights into the copies that are trained: all hooks before a step are done."""
+        """Take edits of the weights into the copies that are trained: before a step, or a checkpoint."""
         if self._edited is not None:
             self._edited.take()
 
-    def keep_edits(self) -> None:
-        """Take edits of the weights into a checkpoint that is about to be written."""
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._edited is not None:
-            self._edited.take()
-            self._edited.remember()
+            self._edited.take_whole()
+        return super().training_step(*args, **kwargs)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -92,11 +93,17 @@ class WatchedTrainingStrategy(DeepSpeedStrategy):
         return loss
 
     @override
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().optimizer_step(*args, **kwargs)
-        self._awaits_step = False
-        assert self.lightning_module is not None
-        if self._edited is not None and not accumulates(self.lightning_module.trainer):
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        engine: Any = self.model
+        steps = engine.global_steps
+
+        def before_step() -> Any:
+            loss = closure()
+            self._awaits_step = False  # DeepSpeed's step calls zero_grad before it takes the gradients
+            return loss
+
+        output = super().optimizer_step(optimizer, before_step, *args, **kwargs)
+        if self._edited is not None and engine.global_steps != steps:
             self._edited.remember()
         return output
 
