@@ -28,6 +28,7 @@ from lightning.pytorch.callbacks import (
     ModelPruning,
     StochasticWeightAveraging,
 )
+from lightning.pytorch.core import optimizer as core_optimizer
 from lightning.pytorch.loggers import MLFlowLogger
 from lightning.pytorch.loops import fetchers, loop
 from lightning.pytorch.overrides import distributed as ddp_overrides
@@ -38,8 +39,10 @@ from lightning.pytorch.trainer.connectors import data_connector, signal_connecto
 from lightning.pytorch.trainer.connectors.logger_connector import logger_connector, result
 from lightning.pytorch.utilities import combined_loader
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 INTERNALS: dict[str, dict[str, str]] = {
     # The place within an epoch. Of it, Lightning's checkpoint has the number of the batch, and a loader's own state.
@@ -201,12 +204,16 @@ INTERNALS: dict[str, dict[str, str]] = {
     "lightning.pytorch.strategies.deepspeed.DeepSpeedStrategy": {
         "_init_deepspeed_distributed": "extended: the process group is bound to this process's device",
         "_format_batch_size_and_grad_accum_config": "overridden: the Trainer's numbers and the configuration agree",
+        "_init_optimizers": "overridden: several optimizers are refused with what to do instead",
         "_init_config_if_needed": "the configuration is complete before a module is built by it",
         "_initialize_deepspeed_inference": "overridden: a pipeline evaluates by its own engine",
         "_restore_zero_state": "hands whole weights out to the ranks, layer by layer",
         "_set_node_environment_variables": "overridden: DeepSpeed reads mpirun's local rank besides",
         "_setup_model": "overridden: a pipeline's rank has the layers of its stage",
         "_setup_model_and_optimizer": "overridden: a pipeline's engine is not made by deepspeed.initialize",
+    },
+    "lightning.pytorch.core.optimizer": {
+        "_init_optimizers_and_lr_schedulers": "what configure_optimizers returns, before DeepSpeed has it",
     },
     # Fabric's strategies, which share no base with the Trainer's.
     "lightning.fabric.strategies.strategy.Strategy": {
@@ -595,6 +602,11 @@ def restore_sigterm(trainer: Trainer) -> None:
 
 
 # Strategies and modules.
+
+
+def optimizers_of(module: LightningModule) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
+    """Return what `configure_optimizers` makes, as Lightning understands it."""
+    return core_optimizer._init_optimizers_and_lr_schedulers(module)
 
 
 def is_interactive() -> bool:

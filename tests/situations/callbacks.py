@@ -58,6 +58,14 @@ class Clamps(Callback):
             parameter.data.clamp_(-0.2, 0.2)
 
 
+class ReplacesData(Callback):
+    """Clamps all weights by new tensors in the place of theirs."""
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        for parameter in pl_module.parameters():
+            parameter.data = parameter.data.clamp(-0.2, 0.2)
+
+
 class SetsWeights(Callback):
     """Sets all weights after the start, from a dictionary as of a file."""
 
@@ -132,6 +140,7 @@ SITUATIONS: dict[str, Situation] = {
     "own_average": Situation(Regression, _with(OwnAverage)),
     "torch_average": Situation(Regression, _with(TorchAverage)),
     "clamps": Situation(Regression, _with(Clamps)),
+    "replaces_data": Situation(Regression, _with(ReplacesData)),
     "sets_weights": Situation(Regression, _with(SetsWeights)),
     "pruning": Situation(
         Regression,

@@ -302,7 +302,7 @@ class AddsGroup(Regression):
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == 1:
             added = [*self.blocks[1].parameters(), *self.blocks[2].parameters()]
-            self.optimizers(use_pl_optimizer=False).add_param_group({"params": added, "lr": 0.02})
+            self.trainer.optimizers[0].add_param_group({"params": added, "lr": 0.02})
 
 
 class AddsLayer(Regression):
@@ -325,7 +325,7 @@ class AddsLayer(Regression):
             with torch.no_grad():
                 self.adapter.weight.normal_(std=0.1)
                 self.adapter.bias.zero_()
-            self.optimizers(use_pl_optimizer=False).add_param_group({"params": self.adapter.parameters()})
+            self.trainer.optimizers[0].add_param_group({"params": self.adapter.parameters()})
 
 
 class Backbone(Regression):

@@ -1,4 +1,4 @@
-"""What a strategy refuses before the first step, by situation, with words of its message."""
+"""What a strategy refuses by situation, with words of its message: before the first step, or before a wrong one."""
 
 from __future__ import annotations
 
@@ -26,10 +26,35 @@ LOCAL_SGD: dict[str, str] = {
     **dict.fromkeys(("closure_of_many", "line_search"), "Use another optimizer"),
     "pruning": "Prune under strategy='azureml_ddp'",
 }
+_LATER_OF_ZERO = ("toggles_in_step", "unfreezes", "freezes", "unfreezes_fit_twice", "adds_group", "adds_layer")
 
-ZERO: dict[str, str] = {}
+# What nothing tells before it happens. No step is taken that would be wrong.
+STOPS_LATER: dict[str, tuple[str, ...]] = {
+    "zero_1": _LATER_OF_ZERO,
+    "zero_2": _LATER_OF_ZERO,
+    "zero_3": _LATER_OF_ZERO,
+    "pipeline": ("adds_layer", "freezes"),
+}
 
-ZERO_3: dict[str, str] = {}
+
+ZERO: dict[str, str] = {
+    **dict.fromkeys(("two_optimizers", "adversaries"), "DeepSpeed has one optimizer"),
+    "closure_of_many": "trains by LBFGS",
+    **dict.fromkeys(("unfreezes", "unfreezes_fit_twice", "alternates"), "after the start, but DeepSpeed goes on"),
+    **dict.fromkeys(("toggles_in_step", "freezes"), "after the start, but DeepSpeed goes on"),
+    **dict.fromkeys(("adds_group", "adds_layer"), "A parameter group was added"),
+    **dict.fromkeys(("backbone_finetuning", "own_finetuning"), "unfreezes parameters during the training"),
+    "pruning": "Prune under strategy='azureml_ddp'",
+    "scalar_parameter": "nn.Parameter(torch.ones(1))",
+    "stochastic_weight_averaging": "Lightning does not allow with DeepSpeed",
+}
+
+_CUT = "deepspeed.zero.GatheredParameters"
+ZERO_3: dict[str, str] = {
+    "auxiliary_loss": "weight_decay of the optimizer replaces a penalty",
+    **dict.fromkeys(("ema_weight_averaging", "weight_averaging"), "azureml_deepspeed_stage_2"),
+    **dict.fromkeys(("own_average", "torch_average", "sets_weights", "new_head", "teacher"), _CUT),
+}
 
 FSDP2: dict[str, str] = {
     **dict.fromkeys(("closure_of_many", "line_search"), "LBFGS makes one vector"),
@@ -44,11 +69,45 @@ FSDP2: dict[str, str] = {
 _FINETUNING = ("backbone_finetuning", "own_finetuning")
 TENSOR_PARALLEL: dict[str, str] = {**FSDP2, **dict.fromkeys(_FINETUNING, "Write tensor_parallel_size=1")}
 
-PIPELINE: dict[str, str] = {}
-
-# What has another meaning under a strategy, as its page says, and so other numbers.
-OTHERWISE: dict[str, dict[str, str]] = {
-    "local_sgd": {"clipping": "each replica clips the gradients of its own samples"}
+_MANUAL = (
+    *("manual", "manual_layers", "manual_without_blocks", "manual_two_losses", "toggles_in_step", "evaluates_in_step"),
+    *("manual_twice", "manual_accumulation", "manual_clipping", "two_optimizers", "adversaries"),
+)
+_COPIES = ("ema_weight_averaging", "weight_averaging", "stochastic_weight_averaging", "pruning")
+_OUTSIDE = (
+    *("own_parameter", "momentum_teacher", "second_name", "bare_parameters", "scalar_parameter", "unused"),
+    "loss_of_a_layer",
+)
+PIPELINE: dict[str, str] = {
+    **dict.fromkeys(_MANUAL, "Leave automatic_optimization at True"),
+    **dict.fromkeys(("layers_called", "layers_called_fit_twice", "teacher"), "is on another stage of the pipeline"),
+    **dict.fromkeys(_OUTSIDE, "outside of its pipeline_layers()"),
+    **dict.fromkeys(("accumulation", "accumulation_layers"), "more micro_batches instead"),
+    **dict.fromkeys(("unfreezes", "unfreezes_fit_twice"), "would have no trainable parameter"),
+    **dict.fromkeys(_COPIES, "copies or masks a whole module"),
+    **dict.fromkeys(_FINETUNING, "unfreezes layers during the training"),
+    **dict.fromkeys(("shared_layer", "shared_norm", "shared_parameter", "same_block"), "would each train a copy"),
+    "adds_layer": "has adapter.bias, adapter.weight outside of its pipeline_layers()",
+    "closure_of_many": "trains by LBFGS",
+    "own_optimizer_step": "optimizer_zero_grad(), which a pipeline never calls",
+    "siamese": "a second time",
+    "auxiliary_loss": "goes through self.parameters()",
+    "sets_weights": "Unexpected key(s) in state_dict",
+}
+# Four stages of one layer each, of which the first has no parameter left that trains.
+OF_FOUR: dict[str, dict[str, str]] = {
+    "pipeline": {"freezes": "were frozen after the start", "adds_group": "configure_optimizers failed on a stage"}
+}
+_OTHER_FORWARD = "pipeline_layers() say another forward pass than forward()"
+# What means nothing under a strategy, or stops one rank alone, with the reason.
+LEFT_OUT: dict[str, dict[str, str]] = {
+    "local_sgd": {"clipping": "has another meaning: each replica clips the gradients of its own samples"},
+    "fsdp2": {"replaces_data": "wrong in silence, and not mended: FSDP2 trains the memory that it has"},
+    "pipeline": {
+        **dict.fromkeys(("weight_of_a_block", "part_of_a_block", "part_and_block"), _OTHER_FORWARD),
+        "logs_norm": "a callback has the parameters of its stage alone",
+        "alternates": "a stage without a parameter that trains stops in autograd, and the others wait for it",
+    },
 }
 
 REFUSED: dict[str, dict[str, str]] = {

@@ -37,14 +37,16 @@ from azureml_strategy.strategies import (
     AzureMLModelParallelStrategy,
     PipelineStrategy,
 )
+from azureml_strategy.strategies.errors import ConfigurationError
 
 ALONE = "alone"
 WORLD, RANK = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+_BUCKETS = dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size"), 2**16)  # DeepSpeed's take 800 MB a step
 LAYOUTS: dict[str, Callable[..., Strategy]] = {
     "ddp": AzureMLDDPStrategy,
-    "zero_1": partial(AzureMLDeepSpeedStrategy, stage=1),
-    "zero_2": partial(AzureMLDeepSpeedStrategy, stage=2),
-    "zero_3": partial(AzureMLDeepSpeedStrategy, stage=3),
+    "zero_1": partial(AzureMLDeepSpeedStrategy, stage=1, **_BUCKETS),
+    "zero_2": partial(AzureMLDeepSpeedStrategy, stage=2, **_BUCKETS),
+    "zero_3": partial(AzureMLDeepSpeedStrategy, stage=3, **_BUCKETS),
     "fsdp2": partial(AzureMLModelParallelStrategy, tensor_parallel_size=1),
     "tensor_parallel": partial(
         AzureMLModelParallelStrategy, tensor_parallel_size=min(WORLD, 2), tensor_parallel_across_nodes=True
@@ -72,7 +74,8 @@ def train(layout: str, situation: Situation) -> dict[str, Any]:
         taken = steps + (trainer.global_step if trainer else 0)
         last = "".join(traceback.format_exception(error)[-6:])
         words = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
-        return {"error": words, "steps": taken, "trace": last}
+        refused = isinstance(error, ConfigurationError)  # on all ranks together
+        return {"error": words, "steps": taken, "trace": last, "refused": refused}
     assert trainer is not None
     loss = trainer.callback_metrics.get("loss")
     return {"weights": weights(layout, module), "loss": float(loss) if loss is not None else None, "steps": steps}
@@ -152,7 +155,7 @@ def main() -> None:
                 print(f"{layout}/{name}", flush=True)
                 result = train(layout, SITUATIONS[name])
                 print(json.dumps([f"{layout}/{name}", result]), file=results, flush=True)
-                if result["steps"] and "error" in result:
+                if result["steps"] and "error" in result and not result["refused"]:
                     return  # the ranks may be in different collectives, and nothing after it would mean anything
                 gc.collect()
     if dist.is_initialized():

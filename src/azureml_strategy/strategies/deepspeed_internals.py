@@ -16,6 +16,8 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
+# How stages 1 and 2 count backward passes: before the first one of a step.
+INITIAL_STEP = -1
 INTERNALS: dict[str, dict[str, str]] = {
     # What `StageEngine` and `StageModule` use on themselves, some for each micro-batch.
     "deepspeed.runtime.pipe.engine.PipelineEngine": {
@@ -213,6 +215,112 @@ def forget_gradients(engine: DeepSpeedEngine) -> None:
         kept.zero_()
         if optimizer.offload_optimizer:
             optimizer.norm_for_param_grads.clear()  # as ZeRO 1 and 2 do
+
+
+def discard_gradients(engine: DeepSpeedEngine) -> None:
+    """Forget the gradients of a backward pass that no step has followed, as `zero_grad` of torch's optimizers does.
+
+    DeepSpeed's own leaves those that are averaged already, and stages 1 and 2 add the next ones to some of them.
+    """
+    optimizer: Any = engine.optimizer
+    if hasattr(optimizer, "single_partition_of_fp32_groups"):
+        for kept in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
+            kept.update(dict.fromkeys(kept))
+        optimizer.micro_step_id = INITIAL_STEP
+        if optimizer.cpu_offload:
+            optimizer.reset_cpu_buffers()
+    forget_gradients(engine)
+
+
+def can_add_gradients(engine: DeepSpeedEngine) -> bool:
+    """Tell whether gradients of several backward passes can be added up before a step that DeepSpeed did not count."""
+    optimizer: Any = engine.optimizer
+    of_stage_3 = hasattr(optimizer, "grad_partitions_flat_buffer")
+    offloads = getattr(optimizer, "cpu_offload", False) and not of_stage_3
+    return not (offloads or getattr(optimizer, "use_grad_accum_attribute", False))
+
+
+def begin_further_backward(engine: DeepSpeedEngine) -> dict[int, list[Tensor]]:
+    """Make a backward pass that no step precedes add to the gradients that are there; see `end_further_backward`.
+
+    Returns:
+        What stages 1 and 2 would overwrite.
+    """
+    optimizer: Any = engine.optimizer
+    if hasattr(optimizer, "grad_partitions_flat_buffer"):
+        optimizer.micro_step_id = max(optimizer.micro_step_id, 1)  # it overwrites in the first one, numbered 0
+        return {}
+    kept = getattr(optimizer, "averaged_gradients", {})
+    return {group: list(gradients) for group, gradients in kept.items() if gradients is not None}
+
+
+def end_further_backward(engine: DeepSpeedEngine, earlier: dict[int, list[Tensor]]) -> None:
+    """Add what was there before the backward pass."""
+    optimizer: Any = engine.optimizer
+    for group, gradients in earlier.items():
+        for new, before in zip(optimizer.averaged_gradients[group], gradients, strict=True):
+            if new.data_ptr() != before.data_ptr():  # in 16 bits, stage 2 adds by itself
+                new.add_(before)
+
+
+def flat_memory(engine: DeepSpeedEngine) -> list[Tensor]:
+    """Return the flat tensors of whole parameters, one for each group; none under stage 3."""
+    optimizer: Any = engine.optimizer
+    flat: list[Tensor] = getattr(optimizer, "bit16_groups_flat", getattr(optimizer, "bf16_groups_flat", []))
+    return flat
+
+
+def flat_parameters(engine: DeepSpeedEngine) -> list[nn.Parameter]:
+    """Return the parameters that are views of `flat_memory`."""
+    optimizer: Any = engine.optimizer
+    groups = getattr(optimizer, "bit16_groups", getattr(optimizer, "bf16_groups", []))
+    return [each for group in groups for each in group]
+
+
+def trained_copies(engine: DeepSpeedEngine) -> list[tuple[Tensor, Tensor]]:
+    """Return this rank's parts of the parameters, each with the copy that the optimizer trains, on the same device.
+
+    Parts without a copy are left out: ZeRO 3 trains float32 parts themselves.
+    """
+    optimizer: Any = engine.optimizer
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        pairs = zip(optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True)
+        found = [(part, copy.detach()) for part, copy in pairs if part is not None and copy is not None]
+    else:
+        bf16 = hasattr(optimizer, "fp32_groups_flat_partition")
+        names = ("bf16_partitioned_groups", "fp32_groups_flat_partition")
+        if not bf16:
+            names = ("parallel_partitioned_bit16_groups", "single_partition_of_fp32_groups")
+        parts, copies = (getattr(optimizer, name, []) for name in names)
+        ranks = [dist.get_rank(group) for group in getattr(optimizer, "real_dp_process_group", [])]
+        found = [(own[rank], copy.detach()) for own, copy, rank in zip(parts, copies, ranks, strict=False)]
+    return [
+        (part, copy)
+        for part, copy in found
+        if part.device == copy.device and part.numel() == copy.numel() and part.data_ptr() != copy.data_ptr()
+    ]
+
+
+def persistent_parameters(engine: DeepSpeedEngine) -> list[nn.Parameter]:
+    """Return ZeRO 3's small parameters, which stay whole between steps once they were used, beside their parts."""
+    optimizer: Any = engine.optimizer
+    found: list[nn.Parameter] = [
+        each for each in getattr(optimizer, "persistent_parameters", []) if each.ds_tensor.device == each.device
+    ]
+    return found
+
+
+def part_of_whole(parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
+    """Return this rank's part of a whole parameter of ZeRO 3, and the part that DeepSpeed keeps; both may be empty."""
+    cut = cast(Any, parameter)
+    start = min(dist.get_rank(cut.ds_process_group) * cut.ds_tensor.numel(), cut.ds_numel)
+    length = min(cut.ds_tensor.numel(), cut.ds_numel - start)
+    return parameter.detach().reshape(-1).narrow(0, start, length), cut.ds_tensor.narrow(0, 0, length)
+
+
+def is_whole(parameter: nn.Parameter) -> bool:
+    """Tell whether a parameter of ZeRO 3 has its values at this moment."""
+    return str(cast(Any, parameter).ds_status.name) == "AVAILABLE"
 
 
 def _zero_optimizer(parameter: nn.Parameter) -> Any:

@@ -107,7 +107,7 @@ ROWS, TARGETS = torch.arange(8.0).view(2, 4), torch.ones(2, 4)
 
 
 def run(module: Three, hook: str = "training_step", inputs: Tensor = ROWS) -> Any:
-    last = LastStage(module, OwnChain(module), SharedLogs(module, source=0, pipe_group=None, data_group=None))
+    last = LastStage(module, OwnChain(module), SharedLogs(module, source=0, pipe_group=None, data_group=None), False)
     return last(module(ROWS), MicroBatch((ROWS, TARGETS), inputs, 2, hook, (0,)))
 
 
@@ -156,6 +156,12 @@ class Never(Three):
         return self.network["last"](batch[0]).mean()
 
 
+class Penalty(Three):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = self(batch[0]).mean()
+        return loss + torch.stack([each.sum() for each in self.parameters()]).sum()
+
+
 class NoLoss(Three):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         self(batch[0])
@@ -167,11 +173,16 @@ class NoLoss(Three):
         (Twice, "a second time"),
         (Changed, "with other inputs than pipeline_batch"),
         (Never, r"never calls self\(inputs\)"),
+        (Penalty, r"goes through self.parameters\(\)"),
         (NoLoss, "NoneType instead of a loss"),
     ],
 )
-def test_steps_that_a_pipeline_cannot_take(kind: type[Three], words: str) -> None:
+def test_steps_that_a_pipeline_cannot_take(group: Any, kind: type[Three], words: str) -> None:
     module = kind()
+    logs = SharedLogs(module, 0, group, group)
+    last = LastStage(module, OwnChain(module), logs, False)
+    loss = last(module(ROWS), MicroBatch((ROWS, TARGETS), ROWS, 2, "training_step", (0,)))
+    assert not loss, "the backward passes of the other stages must run to their end"
     with pytest.raises(PipelineError, match=words):
-        run(module)
+        logs.repeat(("training_step",))
     assert torch.equal(module(ROWS), Three()(ROWS)), "forward must be the module's own again"

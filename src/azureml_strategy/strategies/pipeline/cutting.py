@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any, NoReturn
 
@@ -59,7 +59,8 @@ class Cut:
         parameters: trainable parameters of each layer.
 
     Raises:
-        PipelineError: the module has parameters or state outside of the chain, or the chain cannot be cut so.
+        PipelineError: the module has parameters or state outside of the chain, layers share a parameter untied, or the
+            chain cannot be cut so.
     """
 
     def __init__(self, module: LightningModule, chain: Chain, num_stages: int, partition: str) -> None:
@@ -69,6 +70,7 @@ class Cut:
         self._check_nothing_outside()
         self.parameters = [self._count(index) for index in range(len(self._chain))]
         self.bounds = self._bounds(num_stages, partition)
+        self._check_shared()
         self._shared: dict[str, nn.Parameter] = {}
         self._kept: dict[int, nn.Module] = {}
 
@@ -116,6 +118,14 @@ class Cut:
             place = self.places[index]
             if place is not None:
                 self._module.set_submodule(place, layer)
+
+    def check_nothing_added(self) -> None:
+        """Refuse parameters that were made after the module was cut.
+
+        Raises:
+            PipelineError: there is one outside of the layers, by its name.
+        """
+        self._refuse_outside(name for name, each in self._module.named_parameters() if each.requires_grad)
 
     def summary(self, replicas: int) -> str:
         """Describe the stages in one line."""
@@ -174,11 +184,29 @@ class Cut:
             )
         return 0
 
+    def _check_shared(self) -> None:
+        """Refuse parameters of several layers that would become a copy for each layer."""
+        first: dict[int, tuple[int, str, str | None]] = {}
+        for index, (layer, place) in enumerate(zip(self._chain, self.places, strict=True)):
+            for name, each in self._module.get_submodule(place).named_parameters() if place else ():
+                key = layer.tied if name == layer.tied_parameter else None
+                other, other_name, other_key = first.setdefault(id(each), (index, f"{place}.{name}", key))
+                apart = each.is_meta or self.stage_of(other) != self.stage_of(index)
+                if other != index and apart and (key is None or key != other_key):
+                    raise PipelineError(
+                        f"{other_name} is also {place}.{name}, but two stages would each train a copy of it. Tie one "
+                        "parameter of each layer by the same `tied` key and its name as `tied_parameter`, give each "
+                        "layer parameters of its own, or have one layer of the chain call both."
+                    )
+
     def _check_nothing_outside(self) -> None:
-        inside = tuple(f"{place}." for place in self.places if place is not None)
         sketches = (name for name, buffer in self._module.named_buffers() if buffer.is_meta)
         kept = [*dict(self._module.named_parameters()), *self._module.state_dict(), *sketches]
-        outside = sorted({name for name in kept if not name.startswith(inside)})
+        self._refuse_outside(kept)
+
+    def _refuse_outside(self, names: Iterable[str]) -> None:
+        inside = tuple(f"{place}." for place in self.places if place is not None)
+        outside = sorted({name for name in names if not name.startswith(inside)})
         if outside:
             raise PipelineError(f"{type(self._module).__name__} has {', '.join(outside)} {self._source.outside}")
 

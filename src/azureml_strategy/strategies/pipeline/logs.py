@@ -6,12 +6,13 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from azureml_strategy.strategies.pipeline.chain import Chain
 from azureml_strategy.strategies.pipeline.micro_batches import MicroBatch
@@ -55,6 +56,7 @@ class SharedLogs:
         self._source, self._pipe_group, self._data_group = source, pipe_group, data_group
         self._entries: dict[str, _Entry] = {}
         self._known: dict[Any, list[tuple[str, dict[str, Any]]]] = {}
+        self._fault: Exception | None = None
 
     @contextmanager
     def recording(self, samples: int) -> Iterator[None]:
@@ -69,6 +71,24 @@ class SharedLogs:
         finally:
             del self._module.log
 
+    def run(self, key: Any, outputs: Any, step: Callable[[], Tensor]) -> Tensor:
+        """Run the step of a micro-batch. An error of the first batch waits until all stages have run their parts.
+
+        Args:
+            key: as for `repeat`.
+            outputs: of the pipeline.
+            step: returns the loss.
+        """
+        if key in self._known:
+            return step()
+        if self._fault is None:
+            try:
+                return step()
+            except Exception as error:
+                self._fault = error
+        floats = [each for each in tree_leaves(outputs) if isinstance(each, Tensor) and each.is_floating_point()]
+        return torch.stack([each.sum() * 0 for each in floats]).sum()
+
     def repeat(self, key: Any) -> None:
         """Log on every stage what the last stage recorded.
 
@@ -76,7 +96,8 @@ class SharedLogs:
             key: identifies the step; equal keys log equal names.
 
         Raises:
-            PipelineError: the step logged other names than the first time.
+            PipelineError: the step logged other names than the first time, or failed in its first batch; the last stage
+                raises the step's own error.
         """
         entries, self._entries = self._entries, {}
         names = self._agree(key, [(name, entry.arguments) for name, entry in entries.items()])
@@ -107,9 +128,14 @@ class SharedLogs:
 
     def _agree(self, key: Any, mine: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
         if key not in self._known:
-            sent = [mine]
+            fault, self._fault = self._fault, None
+            sent = [(mine, None if fault is None else f"{type(fault).__name__}: {fault}")]
             dist.broadcast_object_list(sent, src=self._source, group=self._pipe_group)
-            self._known[key] = sent[0]
+            self._known[key], words = sent[0]
+            if fault is not None:
+                raise fault
+            if words is not None:
+                raise PipelineError(f"{key[0]} failed on the last stage, in its first batch. {words}")
         known = self._known[key]
         names, first = [name for name, _ in mine], [name for name, _ in known]
         if dist.get_rank() == self._source and names != first:
@@ -166,10 +192,11 @@ class LastStage:
         module: its `training_step`, `validation_step` or `test_step` runs.
         chain: gives the step the outputs of the pipeline.
         logs: records what the step logs.
+        whole: whether this is the only stage, which has all parameters.
     """
 
-    def __init__(self, module: LightningModule, chain: Chain, logs: SharedLogs) -> None:
-        self._module, self._chain, self._logs = module, chain, logs
+    def __init__(self, module: LightningModule, chain: Chain, logs: SharedLogs, whole: bool) -> None:
+        self._module, self._chain, self._logs, self._whole = module, chain, logs, whole
 
     def __call__(self, outputs: Any, micro: MicroBatch) -> Tensor:
         """Return the loss of a micro-batch, or zero in an evaluation, where DeepSpeed needs no loss.
@@ -177,12 +204,35 @@ class LastStage:
         Raises:
             PipelineError: the step did not take the outputs once for the given inputs, or returned no loss.
         """
+        return self._logs.run((micro.hook, *micro.arguments[1:]), outputs, lambda: self._step(outputs, micro))
+
+    def _step(self, outputs: Any, micro: MicroBatch) -> Tensor:
         step = getattr(self._module, micro.hook)
-        with self._logs.recording(micro.samples), self._chain.computed(micro, outputs):
+        with self._logs.recording(micro.samples), self._chain.computed(micro, outputs), self._own_parameters_only():
             result = step(micro.batch, *micro.arguments)
         if micro.hook == "training_step":
             return _loss(result)
         return torch.zeros((), device=self._module.device)
+
+    @contextmanager
+    def _own_parameters_only(self) -> Iterator[None]:
+        """Refuse steps that go through all parameters: the last stage has a part of them."""
+
+        def named_parameters(*_: Any, **__: Any) -> NoReturn:
+            raise PipelineError(
+                f"{type(self._module).__name__} goes through self.parameters() in its step, which runs on the last "
+                "stage, where other stages' parameters are not: a sum over all of them would be wrong. weight_decay of "
+                "the optimizer replaces a penalty on all weights; a penalty on one layer belongs into that layer."
+            )
+
+        if self._whole:
+            yield
+            return
+        self._module.named_parameters = named_parameters  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del self._module.named_parameters
 
 
 def _loss(result: Any) -> Tensor:

@@ -146,8 +146,8 @@ def place_of(module: nn.Module, index: int, layer: PipelineLayer) -> str | None:
 
 def _holds(module: nn.Module, name: str) -> bool:
     for part in name.split("."):
-        child = dict(module.named_children()).get(part)
-        if child is None:
+        child = getattr(module, part, None)  # named_children would leave out a second name of a layer
+        if not isinstance(child, nn.Module):
             return False
         module = child
     return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -54,6 +55,39 @@ def refuse_stages_of_copies(stages: Sequence[int], precision: str) -> None:
         )
 
 
+def refuse_changes(changes: Sequence[str]) -> None:
+    """Refuse to go on after parameters were frozen or unfrozen, on all ranks.
+
+    Args:
+        changes: of all ranks, in words; none where a stage trains as it began.
+
+    Raises:
+        PipelineError: there is one.
+    """
+    if changes:
+        raise PipelineError(
+            f"{changes[0]} The stages of a pipeline exchange gradients of what trained at the start: freeze layers in "
+            "__init__, and leave each stage a parameter that trains."
+        )
+
+
+def refuse_optimizers_of_stages(faults: Sequence[str]) -> None:
+    """Refuse to train where a stage has no optimizer, on all ranks.
+
+    Args:
+        faults: the errors of all ranks' configure_optimizers, in words.
+
+    Raises:
+        PipelineError: there is one.
+    """
+    if faults:
+        raise PipelineError(
+            f"configure_optimizers failed on a stage of the pipeline: {faults[0].rstrip('.')}. On each stage it sees "
+            "the stage's parameters alone, and the optimizer needs some of them: take fewer stages, or give it all of "
+            "self.parameters()."
+        )
+
+
 def _of_run(trainer: Trainer, precision: str, sync_batchnorm: bool) -> Iterator[str]:
     if trainer.state.fn == TrainerFn.PREDICTING:
         yield (
@@ -76,9 +110,26 @@ def _of_run(trainer: Trainer, precision: str, sync_batchnorm: bool) -> Iterator[
         )
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
+        yield from _of_callback(callback)
         for hook in _NEVER_CALLED:
             if is_overridden(hook, callback, Callback):
                 yield _never_called(type(callback).__name__, hook)
+
+
+def _of_callback(callback: Callback) -> Iterator[str]:
+    name = type(callback).__name__
+    if isinstance(callback, (WeightAveraging, StochasticWeightAveraging, ModelPruning)):
+        yield (
+            f"{name} copies or masks a whole module, but in a pipeline each rank has the layers of its stage. Average "
+            "in a callback of your own, by the names in `pl_module.named_parameters()`; or use strategy='azureml_ddp', "
+            "or 'azureml_model_parallel', which shards parameters too."
+        )
+    if isinstance(callback, BaseFinetuning):
+        yield (
+            f"{name} unfreezes layers during the training, but a pipeline was cut, and its stages send gradients, by "
+            "what trained at the start. Freeze layers in __init__ and leave them so; or use strategy='azureml_ddp', or "
+            "'azureml_model_parallel', which shards parameters too."
+        )
 
 
 def _of_module(module: LightningModule) -> Iterator[str]:

@@ -45,7 +45,7 @@ class PipelineRun:
         self._logs = SharedLogs(module, self._last_rank, self._pipe_group, grid.get_data_parallel_group())
         self._shapes: tuple[Any, ...] | None = None
         self._compared: set[str] = set()
-        engine.module.loss_fn = LastStage(module, chain, self._logs)
+        engine.module.loss_fn = LastStage(module, chain, self._logs, self._stages == 1)
 
     def train(self, batch: Any, arguments: tuple[Any, ...], measure: bool) -> Tensor:
         """Run the forward and backward passes of a batch, and reduce the gradients.

@@ -27,12 +27,13 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from azureml_strategy.control.gather import Exchange
+from azureml_strategy.control.gather import Exchange, gather
 from azureml_strategy.huggingface.loading import Loading, fill_all, loading_as, refuse_lost_values
 from azureml_strategy.interfaces import WriteStaged
 from azureml_strategy.lightning_internals import skip_backward, updates_logs
@@ -44,9 +45,15 @@ from azureml_strategy.strategies.pipeline.engine import StageClock
 from azureml_strategy.strategies.pipeline.hugging_face import find_chain
 from azureml_strategy.strategies.pipeline.micro_batches import check_loader
 from azureml_strategy.strategies.pipeline.partition import PipelineError, PipelineReady, check_method
-from azureml_strategy.strategies.pipeline.refusals import refuse_stages_of_copies, refuse_unsupported
+from azureml_strategy.strategies.pipeline.refusals import (
+    refuse_changes,
+    refuse_optimizers_of_stages,
+    refuse_stages_of_copies,
+    refuse_unsupported,
+)
 from azureml_strategy.strategies.zero.checkpoint import StagedDeepSpeedStrategy
 from azureml_strategy.strategies.zero.config import ignored_beside_config, require_deepspeed
+from azureml_strategy.strategies.zero.refusals import StartingParameters
 
 if TYPE_CHECKING:
     from azureml_strategy.strategies.pipeline.run import PipelineRun
@@ -119,6 +126,7 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
         self._broadcast_buffers = broadcast_buffers
         self._autocast, self._autocasts = autocast, False
         self._cut: Cut | None = None
+        self._checked_epoch: int | None = None
         self._run: PipelineRun | None = None
         super().__init__(
             cluster_environment=cluster_environment,
@@ -238,9 +246,12 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
         assert isinstance(model, LightningModule)
         assert isinstance(self.config, dict)
         config = self.config if optimizer is not None else {**self.config, "zero_optimization": {"stage": 0}}
+        self._starting = None if optimizer is None else StartingParameters(model, optimizer)
         clock = StageClock(self.root_device)
         engine = StageEngine(self._stage, optimizer, lr_scheduler, config, clock)
         engine.set_mode = model.train
+        if optimizer is not None:
+            self.watch_edits(engine)
         self._run = PipelineRun(engine, model, self._chain, self.micro_batches)
         self.mix_precision(self._stage, self._autocasts)
         dtype = MIXED.get(self.precision_plugin.precision)
@@ -252,6 +263,17 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
         return engine, engine.optimizer
 
     @override
+    def _init_optimizers(self) -> tuple[Optimizer, LRSchedulerConfig | None]:
+        made, fault = None, None
+        try:
+            made = super()._init_optimizers()
+        except ValueError as error:  # torch's optimizers raise it without parameters, as a stage may have it
+            fault = error
+        refuse_optimizers_of_stages([str(each) for each in gather(fault and str(fault)) if each])
+        assert made is not None
+        return made
+
+    @override
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
         self.model, _ = self._setup_model_and_optimizer(model, None)
 
@@ -259,6 +281,7 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
     def training_step(self, batch: Any, *arguments: Any) -> Tensor:
         assert self._run is not None
         assert self.lightning_module is not None
+        self._check_once_an_epoch()
         self.equal_before_step()
         measure = updates_logs(self.lightning_module.trainer)
         with self.two_types_explained():
@@ -309,6 +332,23 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
             # An error stopped the run before the module was cut. Lightning's teardown would copy the meta tensors.
             self._lightning_module = None
         super().teardown()
+
+    def _check_once_an_epoch(self) -> None:
+        assert self._cut is not None
+        assert self.lightning_module is not None
+        epoch = self.lightning_module.trainer.current_epoch
+        if epoch != self._checked_epoch:
+            self._checked_epoch = epoch
+            self._cut.check_nothing_added()
+            refuse_changes([words for words in gather(self._change()) if words])
+
+    def _change(self) -> str | None:
+        """What this stage can no longer train as it began, in words."""
+        assert self._starting is not None
+        if not self._starting.any_trains:
+            return f"All parameters of stage {self.pipeline_stage} were frozen after the start."
+        plain = isinstance(self.deepspeed_engine.optimizer, Optimizer)  # trains what requires a gradient, like torch
+        return None if plain else self._starting.changes()
 
     def _layout(self) -> PipelineLayout:
         assert self._cut is not None

@@ -24,6 +24,7 @@ from azureml_strategy.strategies.mixed_precision import MixedPrecisionStrategy
 from azureml_strategy.strategies.zero import universal
 from azureml_strategy.strategies.zero.device import AnyDeviceDeepSpeedStrategy
 from azureml_strategy.strategies.zero.precision import BufferedGradientsStrategy
+from azureml_strategy.strategies.zero.training import WatchedTrainingStrategy
 from azureml_strategy.strategies.zero.universal import require_same_slices, require_zero_checkpoint
 
 
@@ -32,6 +33,7 @@ class StagedDeepSpeedStrategy(
     EqualBuffersStrategy,
     MixedPrecisionStrategy,
     BufferedGradientsStrategy,
+    WatchedTrainingStrategy,
     AnyDeviceDeepSpeedStrategy,
 ):
     """Lightning's DeepSpeed strategy, but it can hand out the files of a checkpoint instead of writing them."""
@@ -43,6 +45,7 @@ class StagedDeepSpeedStrategy(
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        self.take_edits()
         super().save_checkpoint(to_plain(checkpoint, WRITTEN_APART), filepath, storage_options)
 
     def stage_checkpoint(self, checkpoint: dict[str, Any]) -> tuple[Any, WriteStaged] | None:
@@ -60,6 +63,7 @@ class StagedDeepSpeedStrategy(
         if not can_be_collected(self.deepspeed_engine):
             return None
         self.equal_before_use()
+        self.take_edits()
 
         def save(folder: str) -> None:
             DeepSpeedStrategy.save_checkpoint(self, checkpoint, folder)

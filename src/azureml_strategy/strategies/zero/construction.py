@@ -71,7 +71,7 @@ class CutView(Tensor):
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         raise ConfigurationError(
-            f"{_name(func)} uses a view that configure_model took of a parameter cut by ZeRO-3, such as weight.data, "
+            f"{name_of(func)} uses a view that configure_model took of a parameter cut by ZeRO-3, such as weight.data, "
             "after configure_model. Keep a copy there: weight.detach().clone()."
         )
 
@@ -104,10 +104,10 @@ class GatherForUse(TorchFunctionMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        cut = [each for each in tree_leaves((args, kwargs)) if isinstance(each, CutView) or _is_cut(each)]
+        cut = [each for each in tree_leaves((args, kwargs)) if isinstance(each, CutView) or is_cut(each)]
         if not cut or _is_called_by_deepspeed():
             return func(*args, **kwargs)
-        name, first = _name(func), cut[0]
+        name, first = name_of(func), cut[0]
         if name in _OF_SHAPE:
             return func(_outline(first), *args[1:], **kwargs)
         if name == "detach" or (name == "data" and not _sets(func)):
@@ -225,7 +225,7 @@ def _gathered(tensors: Iterable[Tensor]) -> Iterator[list[nn.Parameter]]:
 
 def _require_values(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
     """Refuse a new parameter that is made of a cut one: it would have no elements."""
-    if parameter is None or _is_cut(parameter):
+    if parameter is None or is_cut(parameter):
         return
     if isinstance(parameter, CutView) or tuple(parameter.shape) == (0,):
         raise ConfigurationError(
@@ -236,10 +236,11 @@ def _require_values(module: nn.Module, name: str, parameter: nn.Parameter | None
 
 
 def _has_no_values(each: Any) -> bool:
-    return (isinstance(each, CutView) and _is_cut(each.parameter)) or _is_cut(each)
+    return (isinstance(each, CutView) and is_cut(each.parameter)) or is_cut(each)
 
 
-def _is_cut(each: Any) -> bool:
+def is_cut(each: Any) -> bool:
+    """Whether something is a parameter of which only a part is on this rank at this moment."""
     return isinstance(each, Tensor) and hasattr(each, "ds_status") and each.ds_status.name == "NOT_AVAILABLE"
 
 
@@ -266,9 +267,15 @@ def _sets(func: Any) -> bool:
     return getattr(func, "__name__", "") == "__set__"
 
 
-def _name(func: Any) -> str:
+def name_of(func: Any) -> str:
     """Return the name of a function or method of torch, or of the attribute that is read or set."""
     return str(getattr(func.__self__ if _is_attribute(func) else func, "__name__", ""))
+
+
+def needs_values(func: Any) -> bool:
+    """Whether a function or attribute of torch is more than a fact about a tensor that is cut."""
+    name = name_of(func)
+    return name not in _OF_SHAPE | _WITHOUT_VALUES and not (_is_attribute(func) and name not in {*_VIEWS, "data"})
 
 
 def _is_called_by_deepspeed() -> bool:

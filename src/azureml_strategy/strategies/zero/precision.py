@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from azureml_strategy.gradients import clip_grad_norm, clip_grad_value
 from azureml_strategy.strategies.deepspeed_internals import drop_stale_gradients, forget_gradients, is_of_zero
+from azureml_strategy.strategies.zero.training import WatchedTrainingStrategy
 
 _GRAD: Any = Tensor.grad
 # They know where the gradients are.
@@ -72,12 +73,13 @@ class BufferedGradientsPrecision(DeepSpeedPrecision):
         self, optimizer: Steppable, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         # DeepSpeed counts on over the end of an epoch, where Lightning begins anew. Its own count moves in the step.
-        engine, steps = model.trainer.model, False
+        engine: Any = model.trainer.model
+        steps = False
 
         def counted() -> Any:
             nonlocal steps
             loss = closure()
-            steps = bool(engine.is_gradient_accumulation_boundary())
+            steps = _ends_step(model)
             return loss
 
         output = super().optimizer_step(optimizer, model, counted, **kwargs)
@@ -89,10 +91,12 @@ class BufferedGradientsPrecision(DeepSpeedPrecision):
     def _after_closure(self, model: LightningModule, optimizer: Steppable) -> None:
         # Lightning comes here after each batch, as DeepSpeed counts those of a step by itself. Until the last of them
         # there is nothing to see or to clip; and under other strategies the hooks come once a step.
-        if model.trainer.model.is_gradient_accumulation_boundary():
+        if _ends_step(model):
             drop_stale_gradients(model.trainer.model)
             with self._noticing():
                 super()._after_closure(model, optimizer)
+            if isinstance(model.trainer.strategy, WatchedTrainingStrategy):
+                model.trainer.strategy.take_edits()
 
     @override
     def _clip_gradients(self, model: LightningModule | nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -166,6 +170,11 @@ class BufferedGradientsStrategy(ParallelStrategy):
         if isinstance(self.precision_plugin, BufferedGradientsPrecision):
             self.precision_plugin.look_at(None)
         super().teardown()
+
+
+def _ends_step(module: LightningModule) -> bool:
+    strategy: Any = module.trainer.strategy
+    return bool(strategy.ends_step())  # under ZeRO, DeepSpeed's count; in a pipeline each batch is a step
 
 
 def _is_helper(frame: FrameType) -> bool:

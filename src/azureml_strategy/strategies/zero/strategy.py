@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 from warnings import catch_warnings, filterwarnings
 
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -31,6 +32,8 @@ from azureml_strategy.strategies.zero.config import (
     strategy_arguments,
 )
 from azureml_strategy.strategies.zero.construction import Construction
+from azureml_strategy.strategies.zero.hooks import WatchedHooks, whole_parameters_alone
+from azureml_strategy.strategies.zero.refusals import StartingParameters, refuse_callbacks, refuse_scalars
 
 
 class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
@@ -96,8 +99,17 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
         self._tensor_parallel_size = tensor_parallel.agreed_size(self.config, tensor_parallel_size)
         require_compiler(self.config)
         self._construction = Construction()
+        self._hooks: WatchedHooks | None = None
         # Those before and after `scale_gradients`, until the step.
         self._loss_scales: tuple[float, float] | None = None
+
+    @override
+    def setup_environment(self) -> None:
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if trainer.state.fn == TrainerFn.FITTING:
+            refuse_callbacks(trainer.callbacks, self.zero_stage_3)  # type: ignore[attr-defined]
+        super().setup_environment()
 
     @contextmanager
     @override
@@ -131,6 +143,9 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
     @override
     def teardown(self) -> None:
         self._construction.end()
+        if self._hooks is not None:
+            self._hooks.end()
+            self._hooks = None
         super().teardown()
 
     @property
@@ -200,12 +215,27 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
     def _setup_model_and_optimizer(
         self, model: Module, optimizer: Optimizer | None, lr_scheduler: LRScheduler | ReduceLROnPlateau | None = None
     ) -> tuple[Any, Optimizer]:
+        refuse_scalars(model)
+        starting = StartingParameters(model, optimizer)
         engine, optimizer = super()._setup_model_and_optimizer(model, optimizer, lr_scheduler)
+        self.begin_training(starting, engine)
+        if self.zero_stage_3:
+            assert self.lightning_module is not None
+            self._hooks = WatchedHooks(self.lightning_module.trainer, self.lightning_module)
         if self._tensor_parallel_size > 1:
             # DeepSpeed checks that ranks read the same samples, but cannot compare a batch inside the arguments of a
             # step. Here the sampler makes sure of it.
             engine.first_dataloader_check.remove()
         return engine, optimizer
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.lightning_module
+        assert module is not None
+        # By hand, the step has DeepSpeed and our functions for gradients go through the parameters too.
+        watched = self.zero_stage_3 and module.automatic_optimization
+        with whole_parameters_alone(module) if watched else nullcontext():
+            return super().training_step(*args, **kwargs)
 
     @override
     def ends_step(self) -> bool:
