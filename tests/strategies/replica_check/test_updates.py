@@ -77,7 +77,46 @@ class AccumulatesItself(Regression):
             optimizer_closure()
 
 
-@pytest.mark.parametrize("module", [Regression, Quiet, NoRate, Warming, AccumulatesItself])
+class Compensating(torch.optim.Optimizer):
+    """SGD that keeps what a weight of 16 bits rounds off, until it counts."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = closure()
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                state = self.state[parameter]
+                exact = state.setdefault("exact", parameter.float())
+                exact -= 1e-5 * parameter.grad.float()
+                parameter.copy_(exact)
+        return loss
+
+
+class Compensated(Rounded):
+    def configure_optimizers(self) -> Any:
+        return Compensating(self.parameters(), {})
+
+
+class OwnOptimizer(Regression):
+    """Steps an optimizer that Lightning does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.own = torch.optim.SGD(self.network[2].parameters(), lr=0.05)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.zero_grad()
+        self.manual_backward(loss)
+        self.own.step()
+        self.optimizers().step()  # type: ignore[union-attr]
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.network[0].parameters(), lr=0.05)
+
+
+@pytest.mark.parametrize("module", [Regression, Quiet, NoRate, Warming, AccumulatesItself, Compensated, OwnOptimizer])
 def test_nothing_is_said(module: Callable[[], LightningModule], caplog: pytest.LogCaptureFixture) -> None:
     quiet_trainer(callbacks=[ReplicaCheck()], max_epochs=2).fit(module(), loader(8))
     assert [each.getMessage() for each in caplog.records if each.levelname == "WARNING"] == []

@@ -50,11 +50,13 @@ class _Seen:
     """What is known of a parameter that an optimizer has.
 
     Attributes:
+        optimizer: the class of its optimizer.
         pushed: observed steps in which it had a gradient worth the name, while others were changed.
         changed: whether it has ever changed.
         has_gradient: whether it has ever had any, of whatever size.
     """
 
+    optimizer: type[Optimizer]
     pushed: int = 0
     changed: bool = False
     has_gradient: bool = False
@@ -117,7 +119,7 @@ class UpdateWatch:
             self._rising[id(optimizer)] |= float(rate) > self._rates.get(id(group), float("inf"))
             self._rates[id(group)] = float(rate)
             for parameter in group["params"]:
-                seen = self._seen.setdefault(id(parameter), _Seen())
+                seen = self._seen.setdefault(id(parameter), _Seen(type(optimizer)))
                 seen.has_gradient |= parameter.grad is not None
                 if parameter.grad is not None and rate and not seen.changed:
                     _observe(step, parameter)
@@ -177,8 +179,10 @@ class UpdateWatch:
         if none and self._observed < _STEPS_OF_ALL and not at_end:
             return
         small = [(name, each) for name, each in still if each.dtype in (torch.bfloat16, torch.float16)]
-        if small and not none:
-            yield "rounded", _ROUNDED.format(steps=self._observed, names=_listed(small), type=small[0][1].dtype)
+        # Other optimizers may keep what is rounded off, or weights in float32, and give it back after some steps.
+        lost = [(name, each) for name, each in small if _is_of_torch(self._seen[id(each)].optimizer)]
+        if lost and not none:
+            yield "rounded", _ROUNDED.format(steps=self._observed, names=_listed(lost), type=lost[0][1].dtype)
         others = still if none else [each for each in still if each not in small]
         if others:
             yield "unchanged", _UNCHANGED.format(steps=self._observed, names=_listed(others))
@@ -186,7 +190,8 @@ class UpdateWatch:
     def _in_no_optimizer(self, named: dict[int, tuple[str, nn.Parameter]]) -> Iterator[tuple[str, str]]:
         ids = {id(p) for each in self._trainer.optimizers for group in each.param_groups for p in group["params"]}
         left = [(n, p) for key, (n, p) in named.items() if p.requires_grad and p.grad is not None and key not in ids]
-        if left and ids:
+        # With manual optimization, a module may step an optimizer that Lightning does not know.
+        if left and ids and self._trainer.lightning_module.automatic_optimization:
             yield "no optimizer", _IN_NO_OPTIMIZER.format(names=_listed(left))
 
     def _not_of_module(self, named: dict[int, tuple[str, nn.Parameter]]) -> Iterator[tuple[str, str]]:
@@ -212,6 +217,10 @@ def _observe(step: _Step, parameter: nn.Parameter) -> None:
     step.places.append(place)
     step.largest.append(torch.take(sizes, place))
     step.before.append(torch.take(values, place))
+
+
+def _is_of_torch(optimizer: type[Optimizer]) -> bool:
+    return optimizer.step.__module__.startswith("torch.optim.")
 
 
 def _local(tensor: Tensor) -> Tensor:
