@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -73,6 +74,26 @@ def test_a_batch_without_labels_adds_nothing_to_an_accumulated_step() -> None:
         _trainer(accumulate_grad_batches=accumulate).fit(module, DataLoader(samples, 4))
         trained.append(_weights(module))
     assert torch.allclose(*trained, atol=1e-6)
+
+
+class StartsBatches(Classifier):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return None
+
+
+class EndsBackward(Classifier):
+    def on_after_backward(self) -> None:
+        """Leaves out the base's."""
+
+
+@pytest.mark.parametrize(
+    ("module", "hook"), [(StartsBatches, "on_train_batch_start"), (EndsBackward, "on_after_backward")]
+)
+def test_a_hook_that_leaves_out_the_base_is_an_error(module: type[Classifier], hook: str) -> None:
+    trainer = _trainer(accumulate_grad_batches=2)
+    with pytest.raises(MisconfigurationException, match=rf"{module.__name__}\.{hook} does not call super\(\)\.{hook}"):
+        trainer.fit(module(), DataLoader(_samples(12), 4))
+    assert trainer.global_step <= 1
 
 
 def _second_share(data: TensorDataset) -> DataLoader[Any]:

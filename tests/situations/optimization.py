@@ -69,6 +69,15 @@ class ManualWithoutBlocks(ManualLayers):
     sharded_blocks: Any = None
 
 
+class ClampsGradients(ManualWithoutBlocks):
+    """Clamps its gradients as soon as they are there."""
+
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            assert parameter.grad is not None
+            parameter.grad.clamp_(-0.01, 0.01)
+
+
 class ManualTwoLosses(ManualLayers):
     """Two losses of layers that it calls, each with a backward pass of its own, then one step."""
 
@@ -384,6 +393,7 @@ SITUATIONS: dict[str, Situation] = {
     "plain": Situation(Regression),
     "layers_called": Situation(LayersCalled),
     "own_parameter": Situation(OwnParameter),
+    "clamps_gradients": Situation(ClampsGradients),
     "manual": Situation(Manual),
     "manual_layers": Situation(ManualLayers),
     "manual_without_blocks": Situation(ManualWithoutBlocks),

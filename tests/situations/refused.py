@@ -7,6 +7,7 @@ DDP: dict[str, str] = {}
 _BY_HAND = (
     "manual",
     "manual_layers",
+    "clamps_gradients",
     "manual_without_blocks",
     "manual_two_losses",
     "toggles_in_step",
@@ -70,12 +71,27 @@ _FINETUNING = ("backbone_finetuning", "own_finetuning")
 TENSOR_PARALLEL: dict[str, str] = {**FSDP2, **dict.fromkeys(_FINETUNING, "Write tensor_parallel_size=1")}
 
 _MANUAL = (
-    *("manual", "manual_layers", "manual_without_blocks", "manual_two_losses", "toggles_in_step", "evaluates_in_step"),
+    *(
+        "manual",
+        "manual_layers",
+        "clamps_gradients",
+        "manual_without_blocks",
+        "manual_two_losses",
+        "toggles_in_step",
+        "evaluates_in_step",
+    ),
     *("manual_twice", "manual_accumulation", "manual_clipping", "two_optimizers", "adversaries"),
 )
 _COPIES = ("ema_weight_averaging", "weight_averaging", "stochastic_weight_averaging", "pruning")
 _OUTSIDE = (
-    *("own_parameter", "momentum_teacher", "second_name", "bare_parameters", "scalar_parameter", "unused"),
+    *(
+        "own_parameter",
+        "momentum_teacher",
+        "second_name",
+        "bare_parameters",
+        "scalar_parameter",
+        "unused",
+    ),
     "loss_of_a_layer",
 )
 PIPELINE: dict[str, str] = {
@@ -100,7 +116,9 @@ OF_FOUR: dict[str, dict[str, str]] = {
 }
 _OTHER_FORWARD = "pipeline_layers() say another forward pass than forward()"
 # What means nothing under a strategy, or stops one rank alone, with the reason.
+_GRADIENTS_ELSEWHERE = {"clamps_gradients": "DeepSpeed has the gradients: a warning names the function that edits them"}
 LEFT_OUT: dict[str, dict[str, str]] = {
+    **dict.fromkeys(("zero_1", "zero_2", "zero_3"), _GRADIENTS_ELSEWHERE),
     "local_sgd": {"clipping": "has another meaning: each replica clips the gradients of its own samples"},
     "fsdp2": {"replaces_data": "wrong in silence, and not mended: FSDP2 trains the memory that it has"},
     "pipeline": {

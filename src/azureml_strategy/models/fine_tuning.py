@@ -104,6 +104,7 @@ class FineTuner(MeanOverLabels):
 
     @override
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.require_count()
         tokens = _tokens(batch) if self._mean_labels is None else self._mean_labels
         loss = self._loss(batch, tokens)
         self.log("train/loss", loss, sync_dist=True)

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor
@@ -16,6 +17,11 @@ from typing_extensions import override
 from azureml_strategy.huggingface.tokens import IGNORED, at_least_one, mean_tokens
 from azureml_strategy.interfaces import AveragesGradients
 from azureml_strategy.lightning_internals import accumulates
+
+_NO_SUPER = (
+    "{name}.{hook} does not call super().{hook}, which {does}. The means would be of other weights, in silence. Write "
+    "super().{hook}({arguments}) as its first line."
+)
 
 
 class MeanOverLabels(LightningModule):
@@ -38,6 +44,7 @@ class MeanOverLabels(LightningModule):
     # Of accumulated batches: what losses are divided by, the sum, and how many. None outside of an accumulation.
     _accumulated: tuple[Tensor, Tensor, int] | None = None
     _rows_before = 0
+    _began_batch = False  # whether the hook of this class ran
 
     def labels_of(self, batch: Any) -> Any:
         """Return the labels of a batch, the second of a pair. Those in a tensor of integers are counted, but for -100.
@@ -53,9 +60,19 @@ class MeanOverLabels(LightningModule):
             mean_loss: the mean over the labels of this rank's batch or micro-batch.
             labels: those labels.
         """
+        self.require_count()
         if self._mean_labels is None:
             return mean_loss
         return self.for_step(mean_loss * ((labels != IGNORED).sum() / self._mean_labels))
+
+    def require_count(self) -> None:
+        """Refuse to train in a Trainer if a subclass's hook has left out the count of the labels.
+
+        Raises:
+            MisconfigurationException: it does not call `super()`.
+        """
+        if self._trainer is not None and self._trainer.training and not self._began_batch:
+            raise self._without_super("on_train_batch_start", "batch, batch_idx", "counts the labels of all ranks")
 
     def for_step(self, loss: Tensor) -> Tensor:
         """Weigh the loss of a batch, a sum divided by the mean number of labels, among the accumulated batches."""
@@ -63,17 +80,20 @@ class MeanOverLabels(LightningModule):
         if mean is None or self.trainer.accumulate_grad_batches == 1 or not self._can_scale:
             return loss
         first, total, batches = self._accumulated or (mean, torch.zeros_like(mean), 0)
+        if batches >= self.trainer.accumulate_grad_batches:
+            raise self._without_super("on_after_backward", "", "weighs accumulated batches by their labels")
         self._accumulated = first, total + self._counted, batches + 1
         return loss * (mean / first)
 
     @override
     def on_train_start(self) -> None:
         self._accumulated = None  # of a fit that failed
+        self._began_batch = False
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         labels = self.labels_of(batch)
-        self._mean_labels = None
+        self._mean_labels, self._began_batch = None, True
         if _counts(labels):
             self._counted = mean_tokens(labels, self.trainer, shifted=False)
             self._mean_labels = at_least_one(self._counted, self.trainer)
@@ -113,6 +133,10 @@ class MeanOverLabels(LightningModule):
     def _ends_step(self) -> bool:
         strategy = self.trainer.strategy
         return strategy.ends_step() if isinstance(strategy, AveragesGradients) else not accumulates(self.trainer)
+
+    def _without_super(self, hook: str, arguments: str, does: str) -> MisconfigurationException:
+        name = type(self).__name__
+        return MisconfigurationException(_NO_SUPER.format(name=name, hook=hook, does=does, arguments=arguments))
 
     def _ignore_repeated(self, batch: Any, batch_idx: int, loaders: Any, dataloader_idx: int) -> None:
         labels = self.labels_of(batch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from lightning.fabric.utilities.types import Steppable
 from lightning.pytorch import LightningModule
@@ -29,6 +29,8 @@ class _NormOverMeshes(Precision):
 
     @override
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        strategy: Any = module.trainer.strategy
+        strategy.finish_gradients()  # before the hook on_after_backward, which Lightning calls from here
         with NormsOverMeshes():
             return super().post_backward(tensor, module)
 

@@ -267,11 +267,15 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
+        self.finish_gradients()  # a precision plugin of the user's own has not done so
         assert self.lightning_module is not None
-        assert self._gathering is not None
-        self._gathering.after_backward()
         if self._uncut and not accumulates(self.lightning_module.trainer):
             copy_gradients(self._uncut, self.device_mesh["tensor_parallel"].get_group())
+
+    def finish_gradients(self) -> None:
+        """Reduce the gradients that are left at the end of a backward pass; again, it changes nothing."""
+        assert self._gathering is not None
+        self._gathering.after_backward()
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
