@@ -38,6 +38,7 @@ def main() -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             folder = Path(os.environ["RESULTS"]).parent / name
+            torch.manual_seed(5)
             module = Follows(together)
             fit(folder, module=module, strategy=strategy, num_nodes=2)
         said = [str(each.message) for each in caught if "not exactly" in str(each.message)]
