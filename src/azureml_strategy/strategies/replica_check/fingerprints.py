@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -78,16 +77,19 @@ def _sample(tensor: Tensor, most: int, turn: int) -> Tensor:
 
 
 def _hashed(samples: list[Tensor]) -> Tensor:
-    ends, weights = _places(tuple(map(len, samples)), samples[0].device)
+    ends, weights = _places([len(each) for each in samples], samples[0].device)
     # Sums modulo 2^64, so that what one sample adds is the difference of two of them.
     sums = functional.pad((torch.cat(samples) * weights).cumsum(0), (1, 0))
     return sums[ends].diff()
 
 
-@lru_cache(maxsize=8)
-def _places(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Where each sample ends, after a 0, and the weights of all their elements."""
-    weights = place_weights(device)
-    ends = torch.tensor([0, *lengths]).cumsum(0).to(device)
-    repeated = [weights.repeat(-(-length // len(weights)))[:length] for length in lengths]
-    return ends, torch.cat(repeated)
+def _places(lengths: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Where each sample ends, after a 0, and the weights of all their elements.
+
+    A sample has the same weights wherever it lies: another rank may have other tensors before it.
+    """
+    total, weights = sum(lengths), place_weights(device)
+    sizes = torch.tensor(lengths).to(device, non_blocking=True)
+    ends = functional.pad(sizes.cumsum(0), (1, 0))
+    begins = ends[:-1].repeat_interleave(sizes, output_size=total)
+    return ends, weights[(torch.arange(total, device=device) - begins) % len(weights)]
