@@ -124,6 +124,22 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.fixture
+def nan_in_fresh_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have torch fill with NaN what it makes empty, here and in programs that are forked.
+
+    What is saved, sent or read before it is written then shows. It is not for all tests, as ZeRO makes buffers of many
+    megabytes in each step.
+    """
+    import torch
+    from tests.preloaded import FRESH_MEMORY, fill_fresh_memory
+
+    monkeypatch.setenv(FRESH_MEMORY, "nan")
+    fill_fresh_memory()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture(autouse=True)
 def _leaves_no_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Fail a test that leaks variables, a folder on Python's path, child processes, a process group or a handler."""

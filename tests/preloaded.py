@@ -43,6 +43,8 @@ _IMPORTED_ONCE = [
     *("torch._inductor.compile_fx", "networkx"),
 ]
 _start_interpreter = processes._start
+# A program that has this variable begins with `fill_fresh_memory`.
+FRESH_MEMORY = "TESTS_FRESH_MEMORY"
 # All threads' stacks are written to the errors; even while the interpreter's lock is held.
 _TELL_STACKS = signal.SIGUSR2
 
@@ -223,7 +225,8 @@ def _run_script(
     gc.freeze()  # a collection would visit, and thereby copy, all memory that is shared with the server
     gc.enable()  # see tests/uncollected.py
     _share(server)
-    fill_fresh_memory()
+    if FRESH_MEMORY in os.environ:
+        fill_fresh_memory()
     sys.argv = list(command)
     sys.path.insert(0, str(Path(command[0]).parent))
     try:

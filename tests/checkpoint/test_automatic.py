@@ -27,6 +27,8 @@ from azureml_strategy.checkpoint.folder import CheckpointFolder
 from azureml_strategy.cluster.environ import CHECKPOINT_SWITCH
 from azureml_strategy.preemption.termination import TerminateTogether
 
+pytestmark = pytest.mark.usefixtures("nan_in_fresh_memory")
+
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
     "logger": False,

@@ -18,6 +18,8 @@ from azureml_strategy.checkpoint import JobCheckpoint
 from azureml_strategy.checkpoint.folder import CheckpointFolder
 from azureml_strategy.data import ResumableLoader, ResumableSampler
 
+pytestmark = pytest.mark.usefixtures("nan_in_fresh_memory")
+
 _EPOCHS = 2
 Read = list[Any]
 

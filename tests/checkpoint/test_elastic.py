@@ -19,6 +19,8 @@ from azureml_strategy.checkpoint import ElasticRestart, ResumeError, checkpoint_
 from azureml_strategy.checkpoint.elastic import warn_unless_elastic
 from azureml_strategy.checkpoint.folder import CheckpointFolder
 
+pytestmark = pytest.mark.usefixtures("nan_in_fresh_memory")
+
 # Other batches add up float32 in another order.
 CLOSE = 1e-5
 

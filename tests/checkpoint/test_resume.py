@@ -38,6 +38,8 @@ from azureml_strategy.checkpoint.resume import (
 )
 from azureml_strategy.cluster import Launch
 
+pytestmark = pytest.mark.usefixtures("nan_in_fresh_memory")
+
 RANKS = 3
 
 

@@ -11,6 +11,8 @@ from tests.multiprocess.conftest import Job, RunJob, scripts_on_path
 
 from azureml_strategy.checkpoint.consolidate import consolidate
 
+pytestmark = pytest.mark.usefixtures("nan_in_fresh_memory")
+
 BY_HAND, VALIDATED, OWN = 9, 12, 14
 TOLERANCE = 1e-12
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 from tests.multiprocess.conftest import Job, RunJob
 
+pytestmark = pytest.mark.usefixtures("nan_in_fresh_memory")
+
 TOLERANCE = 1e-12
 
 

@@ -13,6 +13,8 @@ from tests.multiprocess.scripts.noisy import curve
 from azureml_strategy.checkpoint.fit_folder import OUTPUT_VARIABLE
 from azureml_strategy.cluster.environ import CHECKPOINT_SWITCH
 
+pytestmark = pytest.mark.usefixtures("nan_in_fresh_memory")
+
 MORE = [pytest.param(each, marks=pytest.mark.exhaustive) for each in ("stock_ddp", "zero_2")]
 SHARDED = [pytest.param(each, marks=pytest.mark.exhaustive) for each in ("zero", "model_parallel", "pipeline")]
 

@@ -11,6 +11,8 @@ from tests.multiprocess.conftest import RunJob
 
 from azureml_strategy.checkpoint.folder import CheckpointFolder
 
+pytestmark = pytest.mark.usefixtures("nan_in_fresh_memory")
+
 RELEASED = Path(__file__).parents[1] / "checkpoint" / "released"
 ARCHIVES = sorted(RELEASED.glob("*/*.tar.xz"))
 

@@ -11,6 +11,8 @@ from tests.multiprocess.conftest import Job, RunJob
 
 from azureml_strategy.checkpoint.manifest import Manifest
 
+pytestmark = pytest.mark.usefixtures("nan_in_fresh_memory")
+
 
 def _resume(run_job: RunJob, output: Path, *resume: object) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """For each value of `resume`, what rank 0 and rank 1 have done."""

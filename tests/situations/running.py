@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+from tests.multiprocess.scripts.strategies import BUCKETS
 from tests.situations import callbacks, layers, optimization
 from tests.situations.modules import EPOCHS, Situation, loader
 from torch import Tensor
@@ -41,12 +42,11 @@ from azureml_strategy.strategies.errors import ConfigurationError
 
 ALONE = "alone"
 WORLD, RANK = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-_BUCKETS = dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size"), 2**16)  # DeepSpeed's take 800 MB a step
 LAYOUTS: dict[str, Callable[..., Strategy]] = {
     "ddp": AzureMLDDPStrategy,
-    "zero_1": partial(AzureMLDeepSpeedStrategy, stage=1, **_BUCKETS),
-    "zero_2": partial(AzureMLDeepSpeedStrategy, stage=2, **_BUCKETS),
-    "zero_3": partial(AzureMLDeepSpeedStrategy, stage=3, **_BUCKETS),
+    "zero_1": partial(AzureMLDeepSpeedStrategy, stage=1, **BUCKETS),
+    "zero_2": partial(AzureMLDeepSpeedStrategy, stage=2, **BUCKETS),
+    "zero_3": partial(AzureMLDeepSpeedStrategy, stage=3, **BUCKETS),
     "fsdp2": partial(AzureMLModelParallelStrategy, tensor_parallel_size=1),
     "tensor_parallel": partial(
         AzureMLModelParallelStrategy, tensor_parallel_size=min(WORLD, 2), tensor_parallel_across_nodes=True

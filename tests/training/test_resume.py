@@ -13,6 +13,8 @@ from tests.training.conftest import COMMAND, TINY, files, run
 
 from azureml_strategy.checkpoint.plain_data import saved_hyperparameters
 
+pytestmark = pytest.mark.usefixtures("nan_in_fresh_memory")
+
 SAVED = ["checkpoint=best", "checkpoint.every_n_train_steps=1", "output_dir=${hydra:runtime.cwd}/fixed"]
 
 

@@ -15,10 +15,12 @@ from azureml_strategy.strategies import (
     PipelineStrategy,
 )
 
+# DeepSpeed's own take 800 MB in each step.
+BUCKETS = dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size"), 2**16)
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "ddp": AzureMLDDPStrategy,
-    "zero": lambda: AzureMLDeepSpeedStrategy(stage=3),
-    "zero_2": AzureMLDeepSpeedStrategy,
+    "zero": lambda: AzureMLDeepSpeedStrategy(stage=3, **BUCKETS),
+    "zero_2": lambda: AzureMLDeepSpeedStrategy(**BUCKETS),
     "pipeline": lambda: PipelineStrategy(micro_batches=2),
     "model_parallel": AzureMLModelParallelStrategy,
 }

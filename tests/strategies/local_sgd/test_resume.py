@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.preloaded import fill_fresh_memory
 from torch import Tensor, nn
 
 from azureml_strategy.strategies.local_sgd import parts
@@ -29,12 +28,12 @@ RULES: dict[str, Rules] = {
 }
 
 
+pytestmark = pytest.mark.usefixtures("nan_in_fresh_memory")
+
+
 @pytest.fixture(autouse=True)
-def _small_parts_of_fresh_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "_MOST_ELEMENTS", 7)
-    fill_fresh_memory()
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture
