@@ -105,7 +105,8 @@ def test_what_a_process_started_may_end_in_order_too(tmp_path: Path, monkeypatch
     """A rank that a strategy started is a grandchild: it has the grace as well, though its parent is gone at once."""
     monkeypatch.setattr(processes, "_GRACE_SECONDS", 60)
     orderly = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(save()))\n"
-    orderly += "def save():\n time.sleep(0.5); open('saved', 'w').close()\nprint('ready', flush=True); time.sleep(60)"
+    orderly += "def save():\n time.sleep(0.5); open('saved', 'w').close()\nprint('ready', flush=True)\n"
+    orderly += "while True:\n time.sleep(0.05)"  # a signal that comes right before a sleep is handled after it
     parent = "import subprocess, sys\n"
     parent += f"child = subprocess.Popen([sys.executable, '-c', {orderly!r}], stdout=-1, stderr=-3)\n"
     parent += "child.stdout.readline(); sys.exit(5)"

@@ -20,9 +20,14 @@ logger.log_metrics({{"loss": 0.5}}, step=3)
 print("ready", flush=True)
 {after}
 """
+# In short sleeps: a signal that comes right before a sleep is handled after it.
+WAIT = """
+while True:
+    time.sleep(0.05)
+"""
 
 
-def run(run_script: RunScript, before: str = "", after: str = "time.sleep(60)", terminate: bool = True) -> int:
+def run(run_script: RunScript, before: str = "", after: str = WAIT, terminate: bool = True) -> int:
     process = run_script(LOG.format(before=before, after=after))
     assert process.stdout is not None
     lines = []
@@ -59,8 +64,8 @@ reader, writer = os.pipe()
 child = os.fork()
 if child == 0:
     os.write(writer, b"forked")  # a signal that comes during a fork is lost
-    time.sleep(3600)
-    os._exit(0)
+    while True:
+        time.sleep(0.05)  # a signal that comes right before a sleep is handled after it
 os.read(reader, 6)
 os.kill(child, signal.SIGTERM)
 _, status = os.waitpid(child, 0)

@@ -67,7 +67,9 @@ def test_it_is_said_in_a_sentence(case: str, tmp_path: Path) -> None:
 
 def test_ctrl_c_while_it_imports(tmp_path: Path) -> None:
     """A module that is imported last, and says that it is, stands for the seconds of torch's and Lightning's import."""
-    (tmp_path / "hydra.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(100)\n")
+    (tmp_path / "hydra.py").write_text(
+        "import time\nprint('importing', flush=True)\nwhile True:\n    time.sleep(0.05)\n"
+    )
     environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
     process = subprocess.Popen(
         [sys.executable, COMMAND, "train", "resnet50_synthetic"],
