@@ -140,6 +140,12 @@ def test_checkpoint_stall(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_replica_check(tmp_path: Path) -> None:
+    figures = run("replica_check", tmp_path, "--rounds", "1", "--steps", "20")
+    assert figures["s_per_step"].keys() == figures["share_of_50_ms"].keys() == {"wall", "cpu"}
+    assert figures["s_per_step"]["cpu"]["median"] > 0
+
+
 def test_agreement(tmp_path: Path) -> None:
     figures = run("agreement", tmp_path, "--rounds", "1", "--steps", "50")
     assert figures["step_s"].keys() == {"with", "without"}

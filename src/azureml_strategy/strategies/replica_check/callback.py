@@ -42,7 +42,8 @@ _fits = itertools.count()
 class ReplicaCheck(IsolatedCallback):
     """Warns if ranks that must have the same parameters, buffers, learning rates or counters have not.
 
-    It looks before the first step, after 1, 2, 4, 8, 32 and 256, at each 1,024, before a save and at the end. Each
+    It looks before the first step, after 1, 2, 4, 8, 32 and 256, at each 1,024, at the end of the first epoch, before a
+    save and at the end. Each
     rank hashes some elements of its tensors where they lie, and leaves the hashes in the rendezvous store when the
     device has come so far. Rank 0 compares those that are there, and waits for no other rank but at the end of
     training. Nothing is added to the collectives of the training.
@@ -67,7 +68,7 @@ class ReplicaCheck(IsolatedCallback):
     def _reset(self) -> None:
         self._batches = self._last_batch = self._steps = 0
         self._last_step = self._counted = -1
-        self._saved = False
+        self._saved = self._ended_epoch = False
         self._before = None
         self._untold: list[Look] = []
         self._awaited: list[str] = []
@@ -102,6 +103,12 @@ class ReplicaCheck(IsolatedCallback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         if self._watch is not None:
             self._watch.before_step(optimizer)
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._channel is not None and not self._ended_epoch and trainer.global_step != self._last_step:
+            self._look(trainer, "epoch")
+        self._ended_epoch = True
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from torch.nn import functional
 from azureml_strategy.strategies.equal_buffers import INTEGERS, place_weights
 
 # Of all tensors together, about so many elements are read, spread over each; of each at least so many.
-_MOST_ELEMENTS, _FEWEST_ELEMENTS = 1 << 17, 32
+_MOST_ELEMENTS, _FEWEST_ELEMENTS = 1 << 16, 32
 
 
 class Fingerprints:
@@ -24,6 +24,7 @@ class Fingerprints:
         turn: where to begin; with other turns, other elements are read.
     """
 
+    @torch.no_grad()
     def __init__(self, tensors: Sequence[Tensor], turn: int = 0) -> None:
         self._count = len(tensors)
         self._hashes: list[tuple[list[int], Tensor]] = []
@@ -63,11 +64,11 @@ def is_hashable(tensor: Tensor) -> bool:
 
 def _sample(tensor: Tensor, most: int, turn: int) -> Tensor:
     """Some elements as integers, always the same number of them whatever the turn."""
-    plain = tensor.detach().resolve_conj().resolve_neg()
+    plain = tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
     step = max(-(-plain.numel() // most), 1) | 1  # odd: an even one would see but some columns of most matrices
     count, first = plain.numel() // step, turn % step
     if plain.is_contiguous():
-        taken = plain.view(-1)[first::step][:count]
+        taken = plain.as_strided((count,), (step,), plain.storage_offset() + first)
     else:  # flattening it would copy all of it
         places = torch.arange(first, first + count * step, step, device=plain.device)
         taken = plain[torch.unravel_index(places, plain.shape)]

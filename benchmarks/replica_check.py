@@ -1,0 +1,129 @@
+"""What `ReplicaCheck` costs the training thread: looks at what ranks must have alike, and at what trains.
+
+    python benchmarks/replica_check.py
+
+Two ranks of an emulated job train a model of 320 tensors under `azureml_ddp` for 1,024 steps, in which the check looks
+as often as it ever does. All hooks of the callback note their own time, by the clock and in CPU seconds of the thread.
+Their sum, divided by the steps, is compared with a step of 50 ms. The model's own steps are shorter, so that the
+benchmark is; the check does not depend on them. Rank 0 compares the ranks, and so is the one that is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import job_harness
+import torch
+import torch.distributed as dist
+from harness import Spread, show, spread
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from azureml_strategy.cluster.environ import CALLBACKS_SWITCH
+from azureml_strategy.strategies.replica_check import ReplicaCheck
+
+STEP_S = 0.05
+TARGET = 0.001  # of a step
+BATCH_SIZE = 2
+LAYERS, WIDTH = 160, 64
+HOOKS = (
+    *("on_train_start", "on_train_batch_start", "on_before_optimizer_step", "on_train_epoch_end"),
+    *("on_save_checkpoint", "on_train_end"),
+)
+
+
+class Model(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        states = batch[0]
+        for layer in self.layers:
+            states = states + 0.1 * layer(states)  # so that all of them have gradients worth the name
+        return states.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def timed(hook: Callable[..., None], spent: dict[str, list[float]]) -> Callable[..., None]:
+    """A hook that notes its own time in `spent`."""
+
+    def run(*arguments: Any) -> None:
+        wall, cpu = time.perf_counter(), time.thread_time()
+        hook(*arguments)
+        spent["wall"].append(time.perf_counter() - wall)
+        spent["cpu"].append(time.thread_time() - cpu)
+
+    return run
+
+
+def fit(steps: int) -> dict[str, float]:
+    """Seconds of a step that the check took, by the clock and of the thread's CPU time, and the longest call."""
+    check = ReplicaCheck()
+    spent: dict[str, list[float]] = {"wall": [], "cpu": []}
+    for name in HOOKS:
+        setattr(check, name, timed(getattr(check, name), spent))
+    trainer = Trainer(
+        strategy="azureml_ddp",
+        accelerator="cpu",
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        callbacks=[check],
+    )
+    trainer.fit(Model(), DataLoader(TensorDataset(torch.randn(steps * BATCH_SIZE, WIDTH)), BATCH_SIZE))
+    return {name: sum(times) / steps for name, times in spent.items()} | {"longest": max(spent["wall"])}
+
+
+def run_rank(options: argparse.Namespace) -> Any:
+    """All rounds, in one of the two processes."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    os.environ[CALLBACKS_SWITCH] = "off"  # the callback is given here, so that it can be timed
+    torch.set_num_threads(1)
+    measured = [fit(options.steps) for _ in range(options.rounds)]
+    dist.destroy_process_group()
+    return measured
+
+
+def figures(measured: list[dict[str, float]]) -> dict[str, Any]:
+    """What is added to a step, and its share of one of 50 ms."""
+    per_step = {name: spread([each[name] for each in measured]) for name in ("wall", "cpu")}
+    share = {name: each.median / STEP_S for name, each in per_step.items()}
+    return {
+        "s_per_step": per_step,
+        "share_of_50_ms": share,
+        "longest_call_s": spread([each["longest"] for each in measured]),
+        "target": {"at_most": TARGET, "met": share["wall"] <= TARGET},
+    }
+
+
+def main() -> None:
+    parser = job_harness.parser(__doc__, "replica_check")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=1024, help="in each fit")
+    found = job_harness.run(
+        "replica_check", parser.parse_args(), run_rank, lambda options: job_harness.run_job(options, figures)
+    )
+    if found is None:
+        return
+    per_step: dict[str, Spread] = found["s_per_step"]
+    rows = [[name, each.text(1e6), f"{found['share_of_50_ms'][name]:.3%}"] for name, each in per_step.items()]
+    show("What the check adds to a step: median (quartiles)", ["time", "us", "of 50 ms"], rows)
+    print(f"The longest call took {found['longest_call_s'].text(1e3)} ms; target {TARGET:.1%} of 50 ms")
+
+
+if __name__ == "__main__":
+    main()
