@@ -27,7 +27,7 @@ def test_what_differs_is_named(run_job: RunJob, strategy: str) -> None:
     said = job.results[0]
     assert said["nothing"] == []
     assert not any(job.results[1].values()), "rank 0 speaks for all"
-    assert {what for what, lines in said.items() if lines} == FOUND[strategy], said
+    assert {what for what, lines in said.items() if lines} == FOUND[strategy], "\n".join(map(str, said.items()))
     for line in said["learning rate"]:
         assert "on rank 1 these are others than on rank 0" in line
     assert any("lr of group 0 of optimizer 0" in line for line in said["learning rate"])

@@ -32,7 +32,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "zero 1": partial(AzureMLDeepSpeedStrategy, stage=1),
     "zero 2": partial(AzureMLDeepSpeedStrategy, stage=2),
     "zero 3": partial(AzureMLDeepSpeedStrategy, stage=3),
-    "fsdp2": AzureMLModelParallelStrategy,
+    "fsdp2": partial(AzureMLModelParallelStrategy, tensor_parallel_size=1),
     "tensor parallel": partial(AzureMLModelParallelStrategy, data_parallel_size=1, tensor_parallel_size=LAST + 1),
     "pipeline": partial(PipelineStrategy, num_stages=1, micro_batches=2),
     "local sgd": partial(AzureMLLocalSGDStrategy, period=2),

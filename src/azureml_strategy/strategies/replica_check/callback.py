@@ -62,14 +62,13 @@ class ReplicaCheck(IsolatedCallback):
         self._watch: UpdateWatch | None = None
         self._channel: Channel | None = None
         self._name = ""
-        self._before: tuple[int, Told] | None = None
         self._reset()
 
     def _reset(self) -> None:
         self._batches = self._last_batch = self._steps = 0
         self._last_step = self._counted = -1
         self._saved = self._ended_epoch = False
-        self._before = None
+        self._told_values: list[tuple[int, Told]] = []  # of the last looks, with the batches before them
         self._untold: list[Look] = []
         self._awaited: list[str] = []
         self._told: list[str] = []
@@ -174,9 +173,9 @@ class ReplicaCheck(IsolatedCallback):
         """Leave in the store what the device has finished."""
         while self._untold and (wait or self._untold[0].is_ready()):
             look = self._untold.pop(0)
-            before = self._before[1] if self._before is not None and self._before[0] < look.batches else None
-            values, told = look.told(before, equalizes_buffers(trainer.strategy))
-            self._before = (look.batches, values)
+            before = [values for batches, values in self._told_values if batches < look.batches]
+            values, told = look.told(before[-1] if before else None, equalizes_buffers(trainer.strategy))
+            self._told_values = [*self._told_values[-1:], (look.batches, values)]
             own = f"{look.name}/{trainer.global_rank}"
             self._told.append(own)
             old = self._told.pop(0) if len(self._told) > 4 else None
