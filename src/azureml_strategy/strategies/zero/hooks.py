@@ -51,7 +51,7 @@ class CutReads(TorchFunctionMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         cut = [each for each in tree_leaves((args, kwargs)) if is_cut(each)]
-        if cut and needs_values(func) and not _is_of_library(sys._getframe(1)):
+        if cut and needs_values(func) and not _is_of_library(code_that_calls()):
             name = next((name for name, each in self._module.named_parameters() if each is cut[0]), "a parameter")
             raise ConfigurationError(
                 f"{self._hook} uses {name}, which ZeRO-3 has cut: outside of the forward pass nothing of it is here. "
@@ -87,6 +87,14 @@ def whole_parameters_alone(module: LightningModule) -> Iterator[None]:
         yield
     finally:
         del module.named_parameters
+
+
+def code_that_calls() -> FrameType:
+    """The code that has called torch, seen from a `__torch_function__`: another mode may lie between."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
 
 
 def _is_of_library(frame: FrameType | None) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -21,6 +20,7 @@ from typing_extensions import override
 
 from azureml_strategy.gradients import clip_grad_norm, clip_grad_value
 from azureml_strategy.strategies.deepspeed_internals import drop_stale_gradients, forget_gradients, is_of_zero
+from azureml_strategy.strategies.zero.hooks import code_that_calls
 from azureml_strategy.strategies.zero.training import WatchedTrainingStrategy
 
 _GRAD: Any = Tensor.grad
@@ -45,7 +45,7 @@ class GradientReads(TorchFunctionMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if not self.found and getattr(func, "__self__", None) is _GRAD and isinstance(args[0], nn.Parameter):
-            self.found = self._elsewhere(args[0]) and not _is_helper(sys._getframe(1))
+            self.found = self._elsewhere(args[0]) and not _is_helper(code_that_calls())
         return func(*args, **(kwargs or {}))
 
 
