@@ -71,7 +71,10 @@ class MeanOverLabels(LightningModule):
         Raises:
             MisconfigurationException: it does not call `super()`.
         """
-        if self._trainer is not None and self._trainer.training and not self._began_batch:
+        trainer = self._trainer
+        if trainer is None or not trainer.training or self._began_batch:
+            return
+        if trainer.world_size > 1 or trainer.accumulate_grad_batches > 1:  # else the batch's own mean is the mean
             raise self._without_super("on_train_batch_start", "batch, batch_idx", "counts the labels of all ranks")
 
     def for_step(self, loss: Tensor) -> Tensor:
