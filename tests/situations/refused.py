@@ -27,7 +27,10 @@ LOCAL_SGD: dict[str, str] = {
     **dict.fromkeys(("closure_of_many", "line_search"), "Use another optimizer"),
     "pruning": "Prune under strategy='azureml_ddp'",
 }
-_LATER_OF_ZERO = ("toggles_in_step", "unfreezes", "freezes", "unfreezes_fit_twice", "adds_group", "adds_layer")
+_LATER_OF_ZERO = (
+    *("toggles_in_step", "unfreezes", "freezes", "unfreezes_fit_twice", "adds_group", "adds_layer"),
+    *("unfreezes_in_step", "freezes_in_accumulation"),
+)
 
 # What nothing tells before it happens. No step is taken that would be wrong.
 STOPS_LATER: dict[str, tuple[str, ...]] = {
@@ -39,10 +42,14 @@ STOPS_LATER: dict[str, tuple[str, ...]] = {
 
 
 ZERO: dict[str, str] = {
-    **dict.fromkeys(("two_optimizers", "adversaries"), "DeepSpeed has one optimizer"),
-    "closure_of_many": "trains by LBFGS",
+    **dict.fromkeys(("two_optimizers", "adversaries", "adversaries_without_toggles"), "DeepSpeed has one optimizer"),
+    **dict.fromkeys(("closure_of_many", "line_search"), "trains by LBFGS"),
+    "own_backward": "self.manual_backward(loss)",
     **dict.fromkeys(("unfreezes", "unfreezes_fit_twice", "alternates"), "after the start, but DeepSpeed goes on"),
-    **dict.fromkeys(("toggles_in_step", "freezes"), "after the start, but DeepSpeed goes on"),
+    **dict.fromkeys(
+        ("toggles_in_step", "unfreezes_in_step", "freezes", "freezes_in_accumulation"),
+        "after the start, but DeepSpeed goes on",
+    ),
     **dict.fromkeys(("adds_group", "adds_layer"), "A parameter group was added"),
     **dict.fromkeys(("backbone_finetuning", "own_finetuning"), "unfreezes parameters during the training"),
     "pruning": "Prune under strategy='azureml_ddp'",
@@ -74,6 +81,8 @@ _MANUAL = (
     *(
         "manual",
         "manual_layers",
+        "adversaries_without_toggles",
+        "own_backward",
         "clamps_gradients",
         "manual_without_blocks",
         "manual_two_losses",
@@ -98,13 +107,13 @@ PIPELINE: dict[str, str] = {
     **dict.fromkeys(_MANUAL, "Leave automatic_optimization at True"),
     **dict.fromkeys(("layers_called", "layers_called_fit_twice", "teacher"), "is on another stage of the pipeline"),
     **dict.fromkeys(_OUTSIDE, "outside of its pipeline_layers()"),
-    **dict.fromkeys(("accumulation", "accumulation_layers"), "more micro_batches instead"),
-    **dict.fromkeys(("unfreezes", "unfreezes_fit_twice"), "would have no trainable parameter"),
+    **dict.fromkeys(("accumulation", "accumulation_layers", "freezes_in_accumulation"), "more micro_batches instead"),
+    **dict.fromkeys(("unfreezes", "unfreezes_fit_twice", "unfreezes_in_step"), "would have no trainable parameter"),
     **dict.fromkeys(_COPIES, "copies or masks a whole module"),
     **dict.fromkeys(_FINETUNING, "unfreezes layers during the training"),
     **dict.fromkeys(("shared_layer", "shared_norm", "shared_parameter", "same_block"), "would each train a copy"),
     "adds_layer": "has adapter.bias, adapter.weight outside of its pipeline_layers()",
-    "closure_of_many": "trains by LBFGS",
+    **dict.fromkeys(("closure_of_many", "line_search"), "trains by LBFGS"),
     "own_optimizer_step": "optimizer_zero_grad(), which a pipeline never calls",
     "siamese": "a second time",
     "auxiliary_loss": "goes through self.parameters()",
@@ -122,7 +131,7 @@ LEFT_OUT: dict[str, dict[str, str]] = {
     "local_sgd": {"clipping": "has another meaning: each replica clips the gradients of its own samples"},
     "fsdp2": {"replaces_data": "wrong in silence, and not mended: FSDP2 trains the memory that it has"},
     "pipeline": {
-        **dict.fromkeys(("weight_of_a_block", "part_of_a_block", "part_and_block"), _OTHER_FORWARD),
+        **dict.fromkeys(("weight_of_a_block", "part_of_a_block", "part_and_block", "skips_a_block"), _OTHER_FORWARD),
         "logs_norm": "a callback has the parameters of its stage alone",
         "alternates": "a stage without a parameter that trains stops in autograd, and the others wait for it",
     },

@@ -103,6 +103,18 @@ def refuse_second_backward(module: nn.Module) -> NoReturn:
     )
 
 
+def refuse_own_backward(module: nn.Module) -> NoReturn:
+    """Refuse a step without a backward pass that DeepSpeed knows of.
+
+    Raises:
+        ConfigurationError: always.
+    """
+    raise ConfigurationError(
+        f"{type(module).__name__} steps its optimizer without a backward pass that DeepSpeed knows of: it reduces "
+        "gradients in its own. Call self.manual_backward(loss) instead of loss.backward(), before each step."
+    )
+
+
 def refuse_group(*_: Any) -> NoReturn:
     """Stand for `add_param_group` of DeepSpeed's optimizers, which have none.
 

@@ -24,6 +24,7 @@ from azureml_strategy.strategies.zero.refusals import (
     StartingParameters,
     refuse_group,
     refuse_optimizers,
+    refuse_own_backward,
     refuse_second_backward,
 )
 
@@ -99,6 +100,9 @@ class WatchedTrainingStrategy(DeepSpeedStrategy):
 
         def before_step() -> Any:
             loss = closure()
+            assert self.lightning_module is not None
+            if not self._awaits_step and not self.lightning_module.automatic_optimization:
+                refuse_own_backward(self.lightning_module)
             self._awaits_step = False  # DeepSpeed's step calls zero_grad before it takes the gradients
             return loss
 
