@@ -37,6 +37,8 @@ STOPS_LATER: dict[str, tuple[str, ...]] = {
     "zero_1": _LATER_OF_ZERO,
     "zero_2": _LATER_OF_ZERO,
     "zero_3": _LATER_OF_ZERO,
+    "fsdp2": ("replaces_data",),
+    "tensor_parallel": ("replaces_data",),
     "pipeline": ("adds_layer", "freezes"),
 }
 
@@ -67,6 +69,7 @@ ZERO_3: dict[str, str] = {
 FSDP2: dict[str, str] = {
     **dict.fromkeys(("closure_of_many", "line_search"), "LBFGS makes one vector"),
     "auxiliary_loss": "optimizer replaces a penalty",
+    "replaces_data": "Write `parameter.data.copy_(...)`",
     "pruning": "Prune under strategy='azureml_ddp'",
     "teacher": "Make the copy before: in __init__",
     "torch_average": "Make the copy before: in __init__",
@@ -75,7 +78,11 @@ FSDP2: dict[str, str] = {
 }
 
 _FINETUNING = ("backbone_finetuning", "own_finetuning")
-TENSOR_PARALLEL: dict[str, str] = {**FSDP2, **dict.fromkeys(_FINETUNING, "Write tensor_parallel_size=1")}
+TENSOR_PARALLEL: dict[str, str] = {
+    **FSDP2,
+    **dict.fromkeys(_FINETUNING, "Write tensor_parallel_size=1"),
+    "auxiliary_loss": "`parameter.full_tensor()`",
+}
 
 _MANUAL = (
     *(
@@ -129,7 +136,9 @@ _GRADIENTS_ELSEWHERE = {"clamps_gradients": "DeepSpeed has the gradients: a warn
 LEFT_OUT: dict[str, dict[str, str]] = {
     **dict.fromkeys(("zero_1", "zero_2", "zero_3"), _GRADIENTS_ELSEWHERE),
     "local_sgd": {"clipping": "has another meaning: each replica clips the gradients of its own samples"},
-    "fsdp2": {"replaces_data": "wrong in silence, and not mended: FSDP2 trains the memory that it has"},
+    "tensor_parallel": dict.fromkeys(
+        ("momentum_teacher", "logs_norm"), "torch's error in the first step: see the note it gets"
+    ),
     "pipeline": {
         **dict.fromkeys(("weight_of_a_block", "part_of_a_block", "part_and_block", "skips_a_block"), _OTHER_FORWARD),
         "logs_norm": "a callback has the parameters of its stage alone",

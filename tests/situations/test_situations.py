@@ -13,8 +13,7 @@ from tests.situations.refused import LEFT_OUT, OF_FOUR, REFUSED, STOPS_LATER
 from tests.situations.running import ALONE, SITUATIONS, differences
 
 SCRIPT = Path(__file__).parent / "running.py"
-# Of the layouts, those whose table is whole. The others are run by hand.
-JUDGED = ("ddp", "local_sgd", "fsdp2", "zero_1", "zero_2", "zero_3", "pipeline")
+JUDGED = ("ddp", "local_sgd", "fsdp2", "tensor_parallel", "zero_1", "zero_2", "zero_3", "pipeline")
 # How many processes, and which situations of a layout: each has another share of them in `make test`.
 SHARES = 4
 PARTS = [

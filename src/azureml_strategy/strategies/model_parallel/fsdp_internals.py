@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 
 def is_sharded(unit: FSDPModule) -> bool:
@@ -44,6 +45,11 @@ def agree_on_training(forms: Iterable[Any], agreed: dict[Any, bool]) -> None:
             if form.requires_grad != trains:
                 form.requires_grad_(trains)
         agreed[each] = trains
+
+
+def memory_of(parameter: DTensor) -> int:
+    """Return what identifies the memory that a sharded parameter seems to have: it changes with `parameter.data`."""
+    return int(parameter.untyped_storage()._cdata)
 
 
 def finish_backward(units: Iterable[FSDPModule]) -> None:

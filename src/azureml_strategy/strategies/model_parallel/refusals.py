@@ -7,9 +7,11 @@ from collections.abc import Iterable
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
 from azureml_strategy.strategies.errors import ConfigurationError
+from azureml_strategy.strategies.model_parallel.fsdp_internals import memory_of
 
 _EXPLAINED = {
     "mixed torch.Tensor and DTensor": (
@@ -77,6 +79,32 @@ def refuse_scalars(module: nn.Module) -> None:
             f"{', '.join(scalars[:3])} of {type(module).__name__} has no dimension, and FSDP2 shards the first one. "
             "Make it a vector of one number: nn.Parameter(torch.ones(1)) instead of nn.Parameter(torch.tensor(1.0))."
         )
+
+
+class KeptData:
+    """Refuses the next step after `parameter.data = ...`, which FSDP2 does not see: it trains the memory that it had.
+
+    Args:
+        module: sharded.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        sharded = [(name, each) for name, each in module.named_parameters() if isinstance(each, DTensor)]
+        self._before = [(name, each, memory_of(each)) for name, each in sharded]
+
+    def require(self) -> None:
+        """Check that nobody has replaced the data of a parameter.
+
+        Raises:
+            ConfigurationError: somebody has; by the parameter's name.
+        """
+        for name, parameter, memory in self._before:
+            if memory_of(parameter) != memory:
+                raise ConfigurationError(
+                    f"The data of {name} was replaced, as by `parameter.data = ...`, but a sharded parameter (a "
+                    "DTensor) keeps its memory, so that this has no effect. Write `parameter.data.copy_(...)`, or "
+                    "change it in place, as by `parameter.data.clamp_(...)`."
+                )
 
 
 def explain(error: BaseException) -> None:
