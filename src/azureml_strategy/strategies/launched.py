@@ -36,7 +36,7 @@ from azureml_strategy.strategies.modes import tell_evaluation_modes
 from azureml_strategy.strategies.monitored import follow_alike
 from azureml_strategy.strategies.process_group import note_failure, own_process_group
 from azureml_strategy.strategies.reduction import reduce_over_ranks
-from azureml_strategy.strategies.true_precision import end_precise, keep_precise
+from azureml_strategy.strategies.true_precision import builds_tables, end_precise, keep_precise
 
 # The network of this process's group. A later Trainer in the same process uses the same group.
 _networks: dict[str, RunNetwork] = {}
@@ -227,6 +227,9 @@ class LaunchedProcesses:
 class LaunchedStrategy(LaunchedProcesses, RecordsModels, ParallelStrategy):
     """`LaunchedProcesses` for the Trainer's strategies, with checkpoints that a restart and transformers can load."""
 
+    trains_several_types: ClassVar[bool] = False
+    """Whether weights in 16 bits train beside others in float32. DeepSpeed and FSDP2 lay them out as one row."""
+
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -249,7 +252,7 @@ class LaunchedStrategy(LaunchedProcesses, RecordsModels, ParallelStrategy):
         beside: Any = super(LaunchedStrategy, type(self)).precision_plugin
         beside.fset(self, precision_plugin)  # ZeRO puts a plugin of its own in the place of Lightning's
         if self._precision_plugin is not None:
-            keep_precise(self._precision_plugin, self._keeps_statistics)
+            keep_precise(self._precision_plugin, self._keeps_statistics, self.trains_several_types)
 
     @override
     def on_train_start(self) -> None:
@@ -313,7 +316,11 @@ class LaunchedStrategy(LaunchedProcesses, RecordsModels, ParallelStrategy):
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         loading = Loading(self.loads_pretrained, self.root_device, self.precision_plugin.precision)
-        with loading_as(loading), super().tensor_init_context(empty_init):
+        with (
+            loading_as(loading),
+            super().tensor_init_context(empty_init),
+            builds_tables(self.precision_plugin),
+        ):
             yield
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning import Fabric
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
 from tests.multiprocess.scripts.common import quiet_trainer, report
@@ -28,6 +29,11 @@ from azureml_strategy.strategies import (
     AzureMLModelParallelStrategy,
     PipelineStrategy,
 )
+from azureml_strategy.strategies.fabric import (
+    FabricDDPStrategy,
+    FabricDeepSpeedStrategy,
+    FabricModelParallelStrategy,
+)
 
 WORLD = int(os.environ["WORLD_SIZE"])
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
@@ -38,6 +44,11 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "fsdp2": AzureMLModelParallelStrategy,
     "tensor": partial(AzureMLModelParallelStrategy, tensor_parallel_size=WORLD),
     "pipeline": partial(PipelineStrategy, num_stages=WORLD, micro_batches=1),
+}
+FABRIC: dict[str, Callable[[], Any]] = {
+    "ddp": FabricDDPStrategy,
+    "zero_3": partial(FabricDeepSpeedStrategy, stage=3),
+    "fsdp2": FabricModelParallelStrategy,
 }
 STEPS = 20
 
@@ -127,13 +138,125 @@ def modes() -> dict[str, list[str]]:
     return found
 
 
+class Rotary(nn.Module):
+    """A table that bfloat16 cannot compute, and tensors that are no buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        frequencies = 1.0 / (10000 ** (torch.arange(0, 8, 2) / 8))
+        self.register_buffer("table", torch.outer(torch.arange(5000), frequencies).cos(), persistent=False)
+        self.layer = nn.Linear(4, 1)
+        self.plain = [torch.linspace(0, 1, 4)]
+        self.chosen = torch.linspace(0, 1, 4, dtype=torch.float32)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        inputs = inputs + self.table[4001].to(inputs.device) + self.plain[0].to(inputs.device)
+        shown: Tensor = self.layer(inputs)
+        return shown
+
+    def look(self) -> dict[str, Any]:
+        frequencies = 1.0 / (10000 ** (torch.arange(0, 8, 2, dtype=torch.float64) / 8))
+        exact = torch.outer(torch.arange(5000, dtype=torch.float64), frequencies).cos()
+        return {
+            "error": float((self.table.cpu() - exact).abs().max()),
+            "types": [str(each.dtype) for each in (self.table, self.layer.weight, self.plain[0], self.chosen)],
+        }
+
+
+class Tried(Rotary):
+    """Its constructor asks for the shape of what comes out of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shape = tuple(self.layer(torch.zeros(1, 4)).shape)
+
+
+class Late(LightningModule):
+    """Its model is built in `configure_model`."""
+
+    def __init__(self, build: Callable[[], Any]) -> None:
+        super().__init__()
+        self.build, self.seen = build, {}
+        self.model: Any = None
+
+    def configure_model(self) -> None:
+        self.model = self.build().train()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.seen = self.model.look()
+        loss: Tensor = self.model(batch).mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+class Stock(Late):
+    """It compares its model's logits with known ones."""
+
+    def __init__(self, build: Callable[[], Any], known: Tensor) -> None:
+        super().__init__(build)
+        self.known = known
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:  # type: ignore[override]
+        output = self.model(**batch)
+        self.seen = {
+            "difference": float((output.logits.float() - self.known).abs().max()),
+            "float32": [name for name, each in self.model.named_parameters() if each.dtype == torch.float32],
+        }
+        loss: Tensor = output.loss
+        return loss
+
+
+def tables() -> dict[str, Any]:
+    """What a user's constructors in `configure_model` and `fabric.init_module` have computed."""
+    found = {}
+    for name in ("ddp", "local_sgd", "zero_1", "zero_3", "fsdp2"):
+        module = Late(Rotary if name == "zero_3" else Tried)
+        trainer = quiet_trainer(strategy=STRATEGIES[name](), precision="bf16-true", max_steps=1)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            trainer.fit(module, DataLoader(torch.zeros(4 * WORLD, 4), batch_size=4))
+        told = [str(each.message) for each in warned if "rounds model.table, model.plain" in str(each.message)]
+        found[name] = {**module.seen, "told": len(told)}
+    for name, make in FABRIC.items():
+        fabric = Fabric(accelerator="cpu", devices=WORLD, strategy=make(), precision="bf16-true")
+        fabric.launch()
+        with fabric.init_module():
+            built = Rotary()
+        fabric.setup(built, torch.optim.SGD(built.parameters(), lr=0.0))
+        found[f"fabric_{name}"] = {**built.look(), "told": 1 - int(os.environ["RANK"])}
+    return found
+
+
+def stock(folders: Path) -> dict[str, Any]:
+    """What `from_pretrained` in `configure_model` gives, and which parameters stay float32."""
+    import transformers
+
+    found: dict[str, Any] = {}
+    for folder in sorted(folders.iterdir()):
+        kind, dtype, known, row = torch.load(folder / "known.pt")
+        precision = {torch.bfloat16: "bf16-true", torch.float16: "16-true"}[dtype]
+        for name in ("ddp", "fsdp2") if dtype == torch.float16 else ("ddp", "zero_1", "zero_3", "fsdp2"):
+            for asked in (None, dtype):
+                build = partial(getattr(transformers, kind).from_pretrained, folder, dtype=asked or "auto")
+                module = Stock(build, known)
+                trainer = quiet_trainer(strategy=STRATEGIES[name](), precision=precision, max_steps=1)
+                with warnings.catch_warnings(record=True) as warned:
+                    warnings.simplefilter("always")
+                    trainer.fit(module, DataLoader([row] * WORLD, batch_size=None))
+                told = [each for each in warned if "which transformers keeps in float32" in str(each.message)]
+                found[f"{folder.name} {name} {asked}"] = {**module.seen, "told": len(told)}
+    return found
+
+
 def _note(module: Normalised, seen: dict[str, Any]) -> None:
     mean = module.network[1].running_mean
     seen |= {"mean": mean.tolist(), "type": str(mean.dtype), "offsets": str(module.offsets.dtype)}
 
 
 def main() -> None:
-    folders = Path(sys.argv[1])
+    folders, others = map(Path, sys.argv[1:])
     report(
         int(os.environ["RANK"]),
         strategies={name: difference(folders / "llama", make()) for name, make in STRATEGIES.items()},
@@ -141,6 +264,8 @@ def main() -> None:
         families={each.name: difference(each, AzureMLDDPStrategy()) for each in sorted(folders.iterdir())},
         statistics=statistics(),
         modes=modes(),
+        stock=stock(others),
+        tables=tables(),
     )
 
 
