@@ -131,6 +131,8 @@ def test_tables_and_statistics_stay_precise(run_job: RunJob, folders: Path, othe
         check_statistics(results["statistics"])
         check_stock(results["stock"], rank)
         check_tables(results["tables"], rank)
+        assert max(results["averages"].values()) < 1e-5, results["averages"]
+        assert results["own_average"] == (rank == 0)
     assert [each["told"] for each in job.results[0]["statistics"].values()] == [1] * 5
     assert list(job.results[0]["modes"].values()) == [["network.0"]] * 5
 

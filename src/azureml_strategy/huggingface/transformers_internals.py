@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
@@ -380,7 +382,7 @@ def checkpoints_activations(model: PreTrainedModel) -> bool:
 
 def sketch(
     cls: Any, config: Any, files: list[Path], dtype: torch.dtype
-) -> tuple[Any, list[str], list[tuple[str, torch.Size, torch.Size]]]:
+) -> tuple[Any, list[str], list[tuple[str, torch.Size, torch.Size]], list[str]]:
     """Make a model whose weights have no values yet. Only the files' headers are read.
 
     Args:
@@ -391,7 +393,8 @@ def sketch(
 
     Returns:
         The model, whose other parameters and buffers have their initial values; the names of those that the files
-        have; and name, shape in the files and shape in the model of each that does not fit.
+        have; name, shape in the files and shape in the model of each that does not fit; and the names of those that
+        have no values at all, as neither a file has them nor the model's code sets them.
     """
     from safetensors import safe_open
 
@@ -413,8 +416,7 @@ def sketch(
     mismatched = sorted(report["mismatched_keys"])
     absent = {*report["missing_keys"], *(name for name, *_ in mismatched)}
     in_files = [name for name in model.state_dict() if name not in absent]
-    _initialize_rest(model, set(in_files))
-    return model, in_files, mismatched
+    return model, in_files, mismatched, _initialize_rest(model, set(in_files))
 
 
 def read_parts(
@@ -457,17 +459,46 @@ def read_parts(
     return {name: tensor for name, tensor in twin.state_dict(keep_vars=True).items() if not tensor.is_meta}
 
 
-def _initialize_rest(model: Any, in_files: set[str]) -> None:
-    """Give initial values to what no file has: new heads, and buffers that are computed."""
+def _initialize_rest(model: PreTrainedModel, in_files: set[str]) -> list[str]:
+    """Give initial values to what no file has: new heads, and buffers that are computed.
+
+    Returns:
+        The names of those that the code of no model has set.
+    """
+    made: dict[str, Tensor] = {}
     for owner, module in model.named_modules():
-        tensors = {**module._parameters, **module._buffers}
-        rest = [name for name in tensors if tensors[name] is not None and f"{owner}.{name}".lstrip(".") not in in_files]
-        for name in rest:
-            empty = torch.empty_like(tensors[name], device="cpu")
-            setattr(module, name, nn.Parameter(empty) if name in module._parameters else empty)
-        if rest:
-            with torch.no_grad():
-                model._init_weights(module)
+        for name, tensor in {**module._parameters, **module._buffers}.items():
+            path = f"{owner}.{name}".lstrip(".")
+            if tensor is not None and path not in in_files:
+                unset = torch.full_like(tensor, _unset(tensor.dtype), device="cpu")
+                setattr(module, name, nn.Parameter(unset) if name in module._parameters else unset)
+                made[path] = getattr(module, name)
+    with torch.no_grad():
+        _initialize(model, model, set(map(id, made.values())))
+    # which may have put other tensors there
+    return [path for path in made if _is_unset(attrgetter(path)(model))]
+
+
+def _initialize(module: nn.Module, model: PreTrainedModel, made: set[int]) -> None:
+    """Run each model's own code on its layers that hold something of `made`, those inside before those around."""
+    for child in module.children():
+        _initialize(child, child if is_pretrained_model(child) else model, made)
+    if any(id(each) in made for each in (*module.parameters(), *module.buffers())):
+        model._init_weights(module)  # type: ignore[no-untyped-call]
+
+
+def _unset(dtype: torch.dtype) -> float | int:
+    """A value that no code sets, to be found if it is still there."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return math.nan
+    return 0 if dtype is torch.bool else torch.iinfo(dtype).min
+
+
+def _is_unset(tensor: Tensor) -> bool:
+    if tensor.numel() == 0 or tensor.dtype in (torch.bool, torch.uint8):
+        return False
+    unset = _unset(tensor.dtype)
+    return bool((tensor.isnan() if math.isnan(unset) else tensor == unset).all())
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, cast
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -30,6 +31,7 @@ from azureml_strategy.interfaces import ALL_RANKS
 from azureml_strategy.lightning_internals import accumulates, default_process_group_backend, is_interactive
 from azureml_strategy.network.record import RunNetwork
 from azureml_strategy.network.session import prepare_network
+from azureml_strategy.strategies.averages import keep_averages, tell_rounded_averages
 from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.launcher import NodeLauncher
 from azureml_strategy.strategies.modes import tell_evaluation_modes
@@ -255,10 +257,16 @@ class LaunchedStrategy(LaunchedProcesses, RecordsModels, ParallelStrategy):
             keep_precise(self._precision_plugin, self._keeps_statistics, self.trains_several_types)
 
     @override
+    def setup(self, trainer: Trainer) -> None:
+        keep_averages(trainer.callbacks, self.precision_plugin.precision)  # type: ignore[attr-defined]
+        super().setup(trainer)
+
+    @override
     def on_train_start(self) -> None:
         super().on_train_start()
         assert self.lightning_module is not None
         tell_evaluation_modes(self.lightning_module)
+        tell_rounded_averages(self.lightning_module.trainer.callbacks, self.lightning_module)  # type: ignore[attr-defined]
 
     def _keeps_statistics(self) -> bool:
         # sync_batchnorm=True replaces the layers later, and knows nothing of weights in another type

@@ -16,12 +16,16 @@ from typing import Any
 import torch
 from lightning import Fabric
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.strategies import Strategy
 from tests.multiprocess.scripts.common import quiet_trainer, report
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
 from azureml_strategy.huggingface import load_pretrained
+from azureml_strategy.lightning_internals import average_of
 from azureml_strategy.strategies import (
     AzureMLDDPStrategy,
     AzureMLDeepSpeedStrategy,
@@ -208,6 +212,70 @@ class Stock(Late):
         return loss
 
 
+class Averaged(LightningModule):
+    """Weights of which an average moves by less than bfloat16 can tell."""
+
+    def __init__(self, half: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(8, 8, dtype=torch.bfloat16 if half else torch.float32)
+        self.weights: list[Tensor] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.layer(batch).mean() + self.layer.weight.pow(2).sum()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.layer(batch)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.weights.append(whole(self.layer.weight))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def whole(weight: Tensor) -> Tensor:
+    weight = weight.detach()
+    return (weight.full_tensor() if isinstance(weight, DTensor) else weight).double().clone()
+
+
+def averages() -> dict[str, float]:
+    """How far Lightning's moving average is from one in float64, with validations on the way."""
+    found = {}
+    for name in ("ddp", "zero_1", "fsdp2"):
+        for half in (False, True):
+            module, callback = Averaged(half), EMAWeightAveraging(decay=0.99)
+            trainer = quiet_trainer(
+                strategy=STRATEGIES[name](),
+                precision="bf16-true",
+                max_steps=STEPS,
+                callbacks=[callback],
+                val_check_interval=5,
+                limit_val_batches=1,
+            )
+            rows = DataLoader(torch.zeros(STEPS * WORLD, 8), batch_size=1)
+            trainer.fit(module, rows, DataLoader(torch.zeros(WORLD, 8), batch_size=1))
+            exact = module.weights[0]
+            for each in module.weights[1:]:
+                exact = 0.99 * exact + 0.01 * each
+            average = dict(average_of(callback).named_parameters())["module.layer.weight"]
+            found[f"{name} {half}"] = float((whole(average) - exact).abs().max())
+    return found
+
+
+def own_average() -> int:
+    """How many warnings name an average of the user's own."""
+    module = Averaged(half=False)
+    module.average = AveragedModel(module.layer)
+    trainer = quiet_trainer(
+        strategy=AzureMLDDPStrategy(find_unused_parameters=True), precision="bf16-true", max_steps=1
+    )
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        trainer.fit(module, DataLoader(torch.zeros(WORLD, 8), batch_size=1))
+    return sum(str(each.message).startswith("average averages weights in 16 bits") for each in warned)
+
+
 def tables() -> dict[str, Any]:
     """What a user's constructors in `configure_model` and `fabric.init_module` have computed."""
     found = {}
@@ -266,6 +334,8 @@ def main() -> None:
         modes=modes(),
         stock=stock(others),
         tables=tables(),
+        averages=averages(),
+        own_average=own_average(),
     )
 
 
