@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from dataclasses import fields
 from datetime import timedelta
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -569,13 +570,14 @@ def extend_swap(callback: WeightAveraging, swap: Callable[[nn.Module, Callable[[
         callback: with an average.
         swap: gets the average, and Lightning's own way to swap.
     """
-    own = type(callback)._swap_models
+    callback._swap_models = partial(_swap, callback, swap)  # type: ignore[method-assign]
 
-    def extended(pl_module: LightningModule) -> None:
-        assert callback._average_model is not None
-        swap(callback._average_model, lambda: own(callback, pl_module))
 
-    callback._swap_models = extended  # type: ignore[method-assign]
+def _swap(
+    callback: WeightAveraging, swap: Callable[[nn.Module, Callable[[], None]], None], module: LightningModule
+) -> None:
+    assert callback._average_model is not None
+    swap(callback._average_model, partial(type(callback)._swap_models, callback, module))
 
 
 def first_weights(callback: ModelPruning) -> Iterator[tuple[nn.Module, str, nn.Module]]:

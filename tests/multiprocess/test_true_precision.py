@@ -119,7 +119,7 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_tables_and_statistics_stay_precise(run_job: RunJob, folders: Path, others: Path, ranks: int) -> None:
-    job = run_job("true_precision.py", folders, others, processes_per_node=ranks)
+    job = run_job("true_precision.py", "models", folders, others, processes_per_node=ranks)
     assert job.exit_code == 0, job.output
     known, rounded = torch.load(folders / "llama" / "logits.pt"), alone(folders / "llama", rounded=True)
     assert (rounded - known).abs().max() > 5 * TOLERANCE, "the test would see it"
@@ -130,11 +130,22 @@ def test_tables_and_statistics_stay_precise(run_job: RunJob, folders: Path, othe
         assert results["families"] == dict.fromkeys(results["families"], 0)
         check_statistics(results["statistics"])
         check_stock(results["stock"], rank)
+    assert [each["told"] for each in job.results[0]["statistics"].values()] == [1] * 5
+    assert list(job.results[0]["modes"].values()) == [["network.0"]] * 5
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_averages_and_sums_are_not_of_16_bits(run_job: RunJob, folders: Path, others: Path, ranks: int) -> None:
+    job = run_job("true_precision.py", "sums", folders, others, processes_per_node=ranks)
+    assert job.exit_code == 0, job.output
+    for rank in range(ranks):
+        results = job.results[rank]
         check_tables(results["tables"], rank)
         assert max(results["averages"].values()) < 1e-5, results["averages"]
         assert results["own_average"] == (rank == 0)
-    assert [each["told"] for each in job.results[0]["statistics"].values()] == [1] * 5
-    assert list(job.results[0]["modes"].values()) == [["network.0"]] * 5
+        assert results["stochastic"][0] == results["stochastic"][1]
+        assert results["sums"]["zero_3"] == {"norm": pytest.approx(2 * (512 + 16) / 17, rel=0.004), "told": 0}
+        assert results["sums"]["zero_2"]["told"] == (rank == 0)
 
 
 def check_statistics(found: dict[str, Any]) -> None:

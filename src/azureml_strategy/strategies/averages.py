@@ -13,7 +13,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
@@ -26,16 +26,18 @@ _HALVES = (torch.bfloat16, torch.float16)
 _lent: WeakKeyDictionary[nn.Module, list[Tensor]] = WeakKeyDictionary()
 
 
-def keep_averages(callbacks: Iterable[Callback], precision: str) -> None:
-    """Have the averages of Lightning's callbacks in float32. They are copies that nothing computes with.
+def keep_averages(trainer: Trainer, precision: str) -> None:
+    """Have the averages of Lightning's callbacks whole, and in float32. They are copies that nothing computes with.
 
-    Call it after the callbacks' `setup`, and before a checkpoint is loaded into them.
+    Call it after `configure_model` and the callbacks' `setup`, and before a checkpoint is loaded into them.
 
     Args:
-        callbacks: the Trainer's.
+        trainer: with the callbacks.
         precision: as in `Trainer(precision=...)`.
     """
-    for callback in callbacks:
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, StochasticWeightAveraging):
+            _copy_anew(callback, trainer)
         average = average_of(callback) if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)) else None
         if average is None or not (_widen(average) or precision in ("bf16-true", "16-true")):
             continue
@@ -65,6 +67,13 @@ def _averages(callbacks: Iterable[Callback], module: LightningModule) -> Iterato
         for name, value in vars(callback).items():
             if isinstance(value, AveragedModel):
                 yield f"{type(callback).__name__}.{name}", value
+
+
+def _copy_anew(callback: StochasticWeightAveraging, trainer: Trainer) -> None:
+    """Have a callback copy the module again if `configure_model` has added to it: it would not average that."""
+    average, module = average_of(callback), trainer.lightning_module
+    if average is not None and len(list(average.parameters())) < len(list(module.parameters())):
+        callback.setup(trainer, module, "fit")
 
 
 def _widen(average: nn.Module) -> bool:

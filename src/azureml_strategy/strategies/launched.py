@@ -258,7 +258,7 @@ class LaunchedStrategy(LaunchedProcesses, RecordsModels, ParallelStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        keep_averages(trainer.callbacks, self.precision_plugin.precision)  # type: ignore[attr-defined]
+        keep_averages(trainer, self.precision_plugin.precision)
         super().setup(trainer)
 
     @override

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from lightning import Fabric
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from lightning.pytorch.strategies import Strategy
 from tests.multiprocess.scripts.common import quiet_trainer, report
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
+from azureml_strategy.gradients import grad_norm
 from azureml_strategy.huggingface import load_pretrained
 from azureml_strategy.lightning_internals import average_of
 from azureml_strategy.strategies import (
@@ -242,8 +243,8 @@ def whole(weight: Tensor) -> Tensor:
 def averages() -> dict[str, float]:
     """How far Lightning's moving average is from one in float64, with validations on the way."""
     found = {}
-    for name in ("ddp", "zero_1", "fsdp2"):
-        for half in (False, True):
+    for name, kinds in {"ddp": (False, True), "zero_1": (False,), "fsdp2": (True,)}.items():
+        for half in kinds:
             module, callback = Averaged(half), EMAWeightAveraging(decay=0.99)
             trainer = quiet_trainer(
                 strategy=STRATEGIES[name](),
@@ -260,6 +261,75 @@ def averages() -> dict[str, float]:
                 exact = 0.99 * exact + 0.01 * each
             average = dict(average_of(callback).named_parameters())["module.layer.weight"]
             found[f"{name} {half}"] = float((whole(average) - exact).abs().max())
+    return found
+
+
+class LateAveraged(Averaged):
+    """Its layer is made in `configure_model`, after StochasticWeightAveraging has copied the module."""
+
+    def __init__(self, early: bool) -> None:
+        super().__init__(half=False)
+        self.layer: Any = self.layer if early else None
+
+    def configure_model(self) -> None:
+        if self.layer is None:
+            torch.manual_seed(0)
+            self.layer = nn.Linear(8, 8)
+
+
+def stochastic() -> list[float]:
+    """The first weight that StochasticWeightAveraging leaves, of a module that is built late and of one built early."""
+    found = []
+    for early in (False, True):
+        module = LateAveraged(early)
+        callback = StochasticWeightAveraging(0.1, swa_epoch_start=1)
+        trainer = quiet_trainer(strategy=AzureMLDDPStrategy(), max_epochs=3, callbacks=[callback])
+        trainer.fit(module, DataLoader(torch.ones(2 * WORLD, 8), batch_size=1))
+        found.append(float(module.layer.weight.detach()[0, 0]))
+        assert found[-1] != float(module.weights[-1][0, 0]), "it has averaged"
+    return found
+
+
+class Added(LightningModule):
+    """Each batch of a step adds less to the gradient than bfloat16 can tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4))
+        self.norm = 0.0
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return (self.weight * batch).sum()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self(batch)
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.norm = float(grad_norm(self)["grad_2.0_norm_total"])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def sums() -> dict[str, Any]:
+    """The norm of a gradient of 17 batches, and whether it is said that it may be off."""
+    found = {}
+    rows = torch.ones(17, 1, 4).repeat_interleave(WORLD, 0)
+    rows[:WORLD] = 512.0
+    for stage in (2, 3):
+        module = Added()
+        trainer = quiet_trainer(
+            strategy=AzureMLDeepSpeedStrategy(stage=stage),
+            precision="bf16-mixed",
+            max_steps=1,
+            accumulate_grad_batches=17,
+        )
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            trainer.fit(module, DataLoader(rows, batch_size=None))
+        told = sum("adds up the gradients of 17 batches in bfloat16" in str(each.message) for each in warned)
+        found[f"zero_{stage}"] = {"norm": module.norm, "told": told}
     return found
 
 
@@ -324,19 +394,25 @@ def _note(module: Normalised, seen: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    folders, others = map(Path, sys.argv[1:])
-    report(
-        int(os.environ["RANK"]),
-        strategies={name: difference(folders / "llama", make()) for name, make in STRATEGIES.items()},
-        early=difference(folders / "llama", AzureMLDDPStrategy(), late=False),
-        families={each.name: difference(each, AzureMLDDPStrategy()) for each in sorted(folders.iterdir())},
-        statistics=statistics(),
-        modes=modes(),
-        stock=stock(others),
-        tables=tables(),
-        averages=averages(),
-        own_average=own_average(),
-    )
+    folders, others = map(Path, sys.argv[2:])
+    if sys.argv[1] == "sums":
+        found = {
+            "tables": tables(),
+            "averages": averages(),
+            "own_average": own_average(),
+            "sums": sums(),
+            "stochastic": stochastic(),
+        }
+    else:
+        found = {
+            "strategies": {name: difference(folders / "llama", make()) for name, make in STRATEGIES.items()},
+            "early": difference(folders / "llama", AzureMLDDPStrategy(), late=False),
+            "families": {each.name: difference(each, AzureMLDDPStrategy()) for each in sorted(folders.iterdir())},
+            "statistics": statistics(),
+            "modes": modes(),
+            "stock": stock(others),
+        }
+    report(int(os.environ["RANK"]), **found)
 
 
 main()

@@ -149,7 +149,7 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
     @override
     def setup(self, trainer: Trainer) -> None:
         assert isinstance(self.lightning_module, LightningModule)
-        keep_averages(trainer.callbacks, self.precision_plugin.precision)  # type: ignore[attr-defined]
+        keep_averages(trainer, self.precision_plugin.precision)
         if self._sequence_mesh is not None:
             group = SequenceGroup(self._sequence_mesh.get_group())
             self._stop_sharing = share_sequences(
