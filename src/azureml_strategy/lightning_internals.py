@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from dataclasses import fields
 from datetime import timedelta
+from functools import partial
 from types import FrameType
 from typing import Any
 
+import torch.distributed as dist
 from lightning.fabric import Fabric, wrappers
 from lightning.fabric.plugins import CheckpointIO, Precision
 from lightning.fabric.utilities import distributed, imports, types
@@ -27,6 +29,7 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
     ModelPruning,
     StochasticWeightAveraging,
+    WeightAveraging,
 )
 from lightning.pytorch.core import optimizer as core_optimizer
 from lightning.pytorch.loggers import MLFlowLogger
@@ -148,8 +151,13 @@ INTERNALS: dict[str, dict[str, str]] = {
     # State of callbacks that they leave out of a checkpoint.
     "lightning.pytorch.callbacks.stochastic_weight_avg.StochasticWeightAveraging": {
         "_accumulate_grad_batches": "read at the end of a training, but set only within it",
+        "_average_model": "the copy of the module that averages it",
         "_latest_update_epoch": "the epoch of the last average",
         "_scheduler_state": "restored only at the start of the next epoch",
+    },
+    "lightning.pytorch.callbacks.weight_averaging.WeightAveraging": {
+        "_average_model": "the copy of the module that averages it",
+        "_swap_models": "extended: an average that validation uses in 16 bits stays what it is",
     },
     "lightning.pytorch.callbacks.pruning.ModelPruning": {
         "_original_layers": "the first weights of a lottery ticket",
@@ -550,6 +558,28 @@ def set_accumulation(callback: StochasticWeightAveraging, batches: int) -> None:
     callback._accumulate_grad_batches = batches
 
 
+def average_of(callback: WeightAveraging | StochasticWeightAveraging) -> nn.Module | None:
+    """Return the average of a module's weights, in a copy of the module; None before it is made."""
+    return callback._average_model
+
+
+def extend_swap(callback: WeightAveraging, swap: Callable[[nn.Module, Callable[[], None]], None]) -> None:
+    """Replace how a callback swaps the average and the weights of the module before and after a validation.
+
+    Args:
+        callback: with an average.
+        swap: gets the average, and Lightning's own way to swap.
+    """
+    callback._swap_models = partial(_swap, callback, swap)  # type: ignore[method-assign]
+
+
+def _swap(
+    callback: WeightAveraging, swap: Callable[[nn.Module, Callable[[], None]], None], module: LightningModule
+) -> None:
+    assert callback._average_model is not None
+    swap(callback._average_model, partial(type(callback)._swap_models, callback, module))
+
+
 def first_weights(callback: ModelPruning) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     """Yield each layer of a lottery ticket, the name of its pruned weight, and its copy with the first weights."""
     if callback._resample_parameters:
@@ -622,6 +652,12 @@ def collective_timeout(strategy: Strategy) -> timedelta | None:
 def finds_unused_parameters(strategy: DDPStrategy) -> bool:
     """Tell whether DDP was told to look for parameters without gradients."""
     return bool(strategy._ddp_kwargs.get("find_unused_parameters"))
+
+
+def hook_state(strategy: DDPStrategy) -> object | None:
+    """Return what a communication hook of DDP keeps from step to step; None if it keeps nothing."""
+    state = strategy._ddp_comm_state
+    return None if isinstance(state, dist.ProcessGroup) else state
 
 
 def broadcasts_buffers(strategy: DDPStrategy) -> bool:

@@ -10,6 +10,9 @@ from tests.multiprocess.scripts.noisy import Noisy, Numbers
 from torch.utils.data import DataLoader
 
 from azureml_strategy.checkpoint import JobCheckpoint
+from azureml_strategy.checkpoint.exactness import warn_of_what_is_lost
+from azureml_strategy.strategies import AzureMLDDPStrategy
+from azureml_strategy.strategies.compression import Compression
 
 QUIET: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 
@@ -46,6 +49,18 @@ def test_workers_that_live_on(tmp_path: Any) -> None:
     loader = DataLoader(Numbers().rows, batch_size=2, num_workers=1, persistent_workers=True)
     (said,) = warned(tmp_path, Noisy(), loader)
     assert "DataLoader(persistent_workers=True)" in said
+
+
+def test_a_communication_hook_that_keeps_errors() -> None:
+    kinds: tuple[tuple[Compression, int], ...] = (("bf16", 0), ("powersgd", 1))
+    for compression, told in kinds:
+        strategy = AzureMLDDPStrategy(gradient_compression=compression, find_unused_parameters=True)
+        trainer = Trainer(accelerator="cpu", devices=1, strategy=strategy, logger=False, enable_checkpointing=False)
+        strategy.connect(Noisy())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            warn_of_what_is_lost(trainer)
+        assert sum("PowerSGDState of DDP's communication hook" in str(each.message) for each in caught) == told
 
 
 def test_a_step_that_reads_by_itself(tmp_path: Any) -> None:

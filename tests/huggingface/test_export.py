@@ -103,6 +103,18 @@ def test_tied_weights_are_written_once_and_in_another_type(save: Save, tmp_path:
     assert export(tmp_path / "untied.ckpt", tmp_path / "untied") == 2
 
 
+def test_what_transformers_keeps_in_float32_is_not_rounded(save: Save, tmp_path: Path) -> None:
+    ends = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
+    config = transformers.T5Config(vocab_size=96, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, **ends)
+    model = transformers.T5ForConditionalGeneration(config)
+    checkpoint = save(Holder(model=model), save_weights_only=True)
+    assert export(checkpoint, tmp_path / "out", "--dtype", "float16") == 0
+    found = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "out", dtype=torch.float16).state_dict()
+    for name, each in model.state_dict().items():
+        kept = name.endswith("wo.weight")
+        assert torch.equal(found[name], each if kept else each.half()), name
+
+
 def test_one_of_several_models(save: Save, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     student, teacher = tiny("llama"), tiny("gpt2")
     checkpoint = save(Holder(student=student, teacher=teacher))

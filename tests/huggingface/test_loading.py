@@ -15,10 +15,17 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    CLIPVisionConfig,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaModel,
+    LlamaPreTrainedModel,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PreTrainedModel,
 )
 
 from azureml_strategy.huggingface.loading import (
@@ -31,6 +38,7 @@ from azureml_strategy.huggingface.loading import (
     source_of,
 )
 from azureml_strategy.huggingface.sources import PretrainedModelError
+from azureml_strategy.huggingface.transformers_internals import buffers_in_float32
 
 HOST = torch.device("cpu")
 TOKENS = torch.arange(3, 15).unsqueeze(0)
@@ -143,3 +151,69 @@ def test_a_weight_that_the_files_lack_but_the_model_has_is_initialised(
     (tmp_path / "config.json").write_bytes((folders["gpt2"] / "config.json").read_bytes())
     model = filled(sketched(tmp_path))
     assert 0.01 < model.transformer.h[1].mlp.c_fc.weight.std() < 0.03
+
+
+def test_models_inside_of_a_model_set_their_own_tables(tmp_path: Path) -> None:
+    """Each has code of its own for what no file has. Memory that nobody sets would be places at random."""
+    tiny = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = CLIPVisionConfig(image_size=8, patch_size=4, **tiny)
+    config = LlavaConfig(vision_config=vision, text_config=LlamaConfig(vocab_size=64, **tiny), image_token_index=63)
+    LlavaForConditionalGeneration(config).save_pretrained(tmp_path)
+    known = dict(LlavaForConditionalGeneration.from_pretrained(tmp_path).named_buffers())
+    found = dict(load_pretrained(tmp_path, LlavaForConditionalGeneration).named_buffers())
+    assert known.keys() == found.keys()
+    assert "model.vision_tower.embeddings.position_ids" in known
+    assert all(torch.equal(known[name], found[name]) for name in known)
+
+
+class Scaled(GPT2LMHeadModel):
+    """Its code sets no first value of what it adds."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.scale = nn.Parameter(torch.ones(3))
+
+
+def test_what_would_be_random_memory_is_refused(folders: dict[str, Path]) -> None:
+    with pytest.raises(PretrainedModelError, match=r"scale \(1 tensors\) would be random memory"):
+        load_pretrained(folders["gpt2"], Scaled)
+
+
+class Wrapped(LlamaPreTrainedModel):
+    """A user's class around a model of transformers."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.body = LlamaModel(config)
+        self.register_buffer("own", torch.full((1,), 1.001))
+
+
+class LlamaForCausalLM(PreTrainedModel):
+    """As the code of a model on the hub, with the name of one of transformers' own."""
+
+    config_class = LlamaConfig
+    _supports_sdpa = True
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.register_buffer("inv_freq", torch.ones(4), persistent=False)
+
+
+def test_tables_in_float32_are_known_without_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    def names(model: nn.Module) -> list[str]:
+        return [name for _, name in buffers_in_float32(model, torch.bfloat16)]
+
+    monkeypatch.setattr("socket.socket.connect", _refuse)
+    tiny = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=64, **tiny)
+    assert names(Wrapped(config)) == ["inv_freq", "original_inv_freq"]
+    assert names(LlamaForCausalLM(config)) == []
+    kernel = Wrapped(config)
+    kernel.config._attn_implementation_internal = "kernels-community/nothing"
+    assert names(kernel) == ["inv_freq", "original_inv_freq"]
+    kernel.body.config = kernel.config = GPT2Config(n_embd=16, n_head=2)
+    assert names(kernel) == []
+
+
+def _refuse(*_: Any) -> None:
+    raise AssertionError("nothing is to be downloaded")

@@ -84,3 +84,11 @@ def test_the_training_loss_of_ignored_labels_is_zero_with_zero_gradients() -> No
     assert loss.item() == 0.0
     assert logits.grad is not None
     assert not logits.grad.any()
+
+
+def test_losses_in_double_precision_keep_it() -> None:
+    logits = torch.randn(7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(7) % 5
+    exact = torch.nn.functional.cross_entropy(logits, labels)
+    assert abs(mean_cross_entropy(logits, labels) - exact) < 1e-15
+    assert abs(evaluation_means(evaluation_sums(logits, labels))["loss"] - exact) < 1e-15

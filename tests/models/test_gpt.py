@@ -104,3 +104,11 @@ def test_rotary_angles_stay_exact_in_bfloat16() -> None:
     halved = rotate(states.bfloat16(), 10_000.0)
     assert halved.dtype == torch.bfloat16
     torch.testing.assert_close(halved.float(), rotate(states, 10_000.0), rtol=0, atol=0.05)
+
+
+def test_rotary_angles_in_double_precision_keep_it() -> None:
+    states = torch.randn(1, 1, 4002, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    angles = 4001 * 10000.0 ** -torch.tensor([0.0, 0.5], dtype=torch.float64)
+    first, second = states[0, 0, -1].chunk(2)
+    exact = torch.cat((first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()))
+    assert torch.allclose(rotate(states, 10000.0)[0, 0, -1], exact, rtol=0, atol=1e-12)

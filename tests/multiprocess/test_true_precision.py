@@ -86,9 +86,40 @@ def alone(folder: Path, rounded: bool = False) -> Tensor:
     return logits
 
 
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models that are not causal, or not in bfloat16: each with its class, type, logits in it, and a row."""
+    import transformers
+
+    root = tmp_path_factory.mktemp("others")
+    torch.manual_seed(0)
+    tokens = torch.randint(2, 64, (1, 300))
+    far = {"input_ids": tokens[:, :4], "labels": tokens[:, :4], "position_ids": torch.tensor([PLACES])}
+    row = {"input_ids": tokens, "labels": tokens}
+    places = {"relative_attention": True, "position_buckets": 64, "pos_att_type": ["p2c", "c2p"], "type_vocab_size": 0}
+    deberta = transformers.DebertaV2Config(
+        **{**SHAPE, "initializer_range": 0.5}, **places, hidden_dropout_prob=0, attention_probs_dropout_prob=0
+    )
+    ends = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1, "dropout_rate": 0}
+    t5 = transformers.T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, **ends)
+    gptj = configs()["gptj"]
+    gptj.resid_pdrop = gptj.embd_pdrop = gptj.attn_pdrop = 0
+    for kind, config, dtype, batch in (
+        (transformers.DebertaV2ForMaskedLM, deberta, torch.bfloat16, row),
+        (transformers.GPTJForCausalLM, gptj, torch.bfloat16, far),
+        (transformers.T5ForConditionalGeneration, t5, torch.float16, row),
+    ):
+        folder = root / config.model_type
+        kind(config).save_pretrained(folder)
+        with torch.no_grad():
+            logits = kind.from_pretrained(folder, dtype=dtype)(**batch).logits.float()
+        torch.save((kind.__name__, dtype, logits, batch), folder / "known.pt")
+    return root
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_tables_and_statistics_stay_precise(run_job: RunJob, folders: Path, ranks: int) -> None:
-    job = run_job("true_precision.py", folders, processes_per_node=ranks)
+def test_tables_and_statistics_stay_precise(run_job: RunJob, folders: Path, others: Path, ranks: int) -> None:
+    job = run_job("true_precision.py", "models", folders, others, processes_per_node=ranks)
     assert job.exit_code == 0, job.output
     known, rounded = torch.load(folders / "llama" / "logits.pt"), alone(folders / "llama", rounded=True)
     assert (rounded - known).abs().max() > 5 * TOLERANCE, "the test would see it"
@@ -98,8 +129,23 @@ def test_tables_and_statistics_stay_precise(run_job: RunJob, folders: Path, rank
         assert results["early"] == 0
         assert results["families"] == dict.fromkeys(results["families"], 0)
         check_statistics(results["statistics"])
+        check_stock(results["stock"], rank)
     assert [each["told"] for each in job.results[0]["statistics"].values()] == [1] * 5
     assert list(job.results[0]["modes"].values()) == [["network.0"]] * 5
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_averages_and_sums_are_not_of_16_bits(run_job: RunJob, folders: Path, others: Path, ranks: int) -> None:
+    job = run_job("true_precision.py", "sums", folders, others, processes_per_node=ranks)
+    assert job.exit_code == 0, job.output
+    for rank in range(ranks):
+        results = job.results[rank]
+        check_tables(results["tables"], rank)
+        assert max(results["averages"].values()) < 1e-5, results["averages"]
+        assert results["own_average"] == (rank == 0)
+        assert results["stochastic"][0] == results["stochastic"][1]
+        assert results["sums"]["zero_3"] == {"norm": pytest.approx(2 * (512 + 16) / 17, rel=0.004), "told": 0}
+        assert results["sums"]["zero_2"]["told"] == (rank == 0)
 
 
 def check_statistics(found: dict[str, Any]) -> None:
@@ -109,3 +155,22 @@ def check_statistics(found: dict[str, Any]) -> None:
         assert each["mean"] == pytest.approx([exact] * 4, rel=1e-5), name
         assert each["type"] == "torch.float32", name
         assert each["offsets"] == each["after"] == "torch.bfloat16", name
+
+
+def check_stock(found: dict[str, Any], rank: int) -> None:
+    """DeBERTa computes places, and GPT-J its table, in torch's own type; T5 has weights that stay in float32."""
+    assert len(found) == 2 * (4 + 4 + 2)
+    for name, each in found.items():
+        assert each["difference"] < 0.05, (name, each)
+        kept = name.startswith("t5 ddp")
+        assert [key.endswith("wo.weight") for key in each["float32"]] == [True, True] * kept, name
+        assert each["told"] == (name.startswith("t5 fsdp2") and rank == 0), name
+
+
+def check_tables(found: dict[str, Any], rank: int) -> None:
+    """A table is rounded once, from float32. What is no buffer has the type that Lightning would have given it."""
+    half = "torch.bfloat16"
+    for name, each in found.items():
+        assert each["error"] < 0.003, (name, each)
+        assert each["types"] == [half, half, half, "torch.float32"], name
+        assert each["told"] == (rank == 0), name

@@ -36,6 +36,7 @@ from azureml_strategy.lightning_internals import (
     epoch_of_last_average,
     finds_unused_parameters,
     first_weights,
+    hook_state,
     set_accumulation,
     training_loaders,
 )
@@ -267,6 +268,12 @@ def _of_hooks(trainer: Trainer) -> Iterator[str]:
 
 def _of_ddp(trainer: Trainer) -> Iterator[str]:
     strategy = trainer.strategy
+    state = hook_state(strategy) if isinstance(strategy, DDPStrategy) else None
+    if state is not None:
+        yield (
+            f"{type(state).__name__} of DDP's communication hook is not in checkpoints and begins anew. PowerSGD loses "
+            "what it has not sent, and sends its first steps exactly; gradient_compression='bf16' has no state."
+        )
     sorts = isinstance(strategy, DDPStrategy) and not finds_unused_parameters(strategy)
     # Local SGD has it for its warm-up and inside a node only.
     ranks = strategy.model.process_group.size() if isinstance(strategy.model, DistributedDataParallel) else 1

@@ -17,7 +17,12 @@ from azureml_strategy.checkpoint.consolidate import checkpoint_format
 from azureml_strategy.checkpoint.formats import CheckpointFormatError
 from azureml_strategy.huggingface.assembly import adapted, skeleton, whole
 from azureml_strategy.huggingface.record import CheckpointRecord, ModelRecord, files_beside, model_of_source
-from azureml_strategy.huggingface.transformers_internals import find_models, find_peft_models
+from azureml_strategy.huggingface.transformers_internals import (
+    buffers_in_float32,
+    find_models,
+    find_peft_models,
+    parameters_in_float32,
+)
 
 # Written as it was recorded: transformers refuses to write settings that contradict each other, as those of some models
 # on the hub do, and reads them all the same.
@@ -94,7 +99,7 @@ def write_hugging_face(checkpoint: Path, output: Path, options: ExportOptions | 
     left = sorted(weights.keys() - own)
     weights.clear()  # so that a conversion frees each weight after it
     if options.dtype is not None:
-        model.to(getattr(torch, options.dtype))
+        _cast(model, getattr(torch, options.dtype))
     with _appearing(output) as folder:
         _save(model, folder, options)
         if chosen.generation_config is not None and (folder / _GENERATION).is_file():
@@ -103,6 +108,17 @@ def write_hugging_face(checkpoint: Path, output: Path, options: ExportOptions | 
             (folder / name).write_bytes(content.numpy().tobytes())
     held = [each for name, each in model.named_parameters() if not each.is_meta]
     return Exported(chosen.kind, len(held), sum(each.numel() for each in held), left, bool(record.tokenizer))
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast a model but for what transformers keeps in float32 when it reads the folder."""
+    weights = [(each, each.detach()) for each in parameters_in_float32(model, dtype).values()]
+    buffers = [(owner, name, owner.get_buffer(name)) for owner, name in buffers_in_float32(model, dtype)]
+    model.to(dtype)
+    for parameter, values in weights:
+        parameter.data = values
+    for owner, name, values in buffers:
+        owner._buffers[name] = values
 
 
 def _sourced(

@@ -241,12 +241,18 @@ def _configuration(auto: Any, source: Source, changes: dict[str, Any]) -> Any:
 
 
 def _sketched(cls: Any, config: Any, files: list[Path], dtype: torch.dtype, source: Source) -> Any:
-    model, in_files, mismatched = internals.sketch(cls, config, files, dtype)
+    model, in_files, mismatched, unset = internals.sketch(cls, config, files, dtype)
     if mismatched:
         name, found, wanted = mismatched[0]
         raise PretrainedModelError(
             f"{name} is {tuple(found)} in {source.name}, but {tuple(wanted)} in this {cls.__name__} "
             f"({len(mismatched)} differ). Load it with the configuration that it was saved with."
+        )
+    if unset:
+        raise PretrainedModelError(
+            f"{', '.join(unset[:_SHOWN])} ({len(unset)} tensors) would be random memory: {source.name} does not have "
+            f"them, and {cls.__name__}._init_weights does not set them. Set them there, or save a model with them by "
+            "save_pretrained() and load that folder."
         )
     places = {name: _place(model, name) for name in in_files}
     setattr(model, _SKETCH, _Sketch(dtype, places))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
@@ -29,7 +30,8 @@ def tokens_per_loss(labels: Tensor, trainer: Trainer, *, shifted: bool = True) -
         shifted: the loss leaves out the first label of each row, as those of causal language models do.
 
     Returns:
-        A number, a tensor without dimensions on the device of the labels, float32. At least the share of one token.
+        A number, a tensor without dimensions on the device of the labels; float32, and float64 with `64-true`. At least
+        the share of one token.
     """
     return at_least_one(mean_tokens(labels, trainer, shifted=shifted), trainer)
 
@@ -37,7 +39,7 @@ def tokens_per_loss(labels: Tensor, trainer: Trainer, *, shifted: bool = True) -
 def mean_tokens(labels: Tensor, trainer: Trainer, *, shifted: bool = True) -> Tensor:
     """Return the number for `tokens_per_loss`, or 0 if no rank has a token."""
     counted = labels[:, 1:] if shifted else labels
-    tokens = (counted != IGNORED).sum().float()
+    tokens = (counted != IGNORED).sum().to(torch.float64 if trainer.precision == "64-true" else torch.float32)
     strategy: Any = trainer.strategy
     # Replicas of local SGD train by themselves: each has a mean of its own.
     chooses = isinstance(strategy, AveragesGradients)

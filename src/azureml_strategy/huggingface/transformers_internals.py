@@ -8,10 +8,13 @@ after the user's code has imported it.
 from __future__ import annotations
 
 import copy
+import logging
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
@@ -21,6 +24,8 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedConfig, PreTrainedModel
+
+_log = logging.getLogger(__name__)
 
 INTERNALS: dict[str, dict[str, str]] = {
     "transformers.initialization": {
@@ -32,10 +37,12 @@ INTERNALS: dict[str, dict[str, str]] = {
     },
     "transformers.PreTrainedConfig": {
         "_attn_implementation": "the name of the attention function in use; a configuration shows it nowhere else",
+        "_experts_implementation": "that of the function for experts",
     },
     "transformers.modeling_utils": {
         "LoadStateDictConfig": "how weights are read: type, device, conversions",
         "_is_ds_init_called": "tells from_config that deepspeed.zero.Init is active already",
+        "local_torch_dtype": "makes the type of a model torch's own while it is built",
         "str_to_torch_dtype": "types by their names in safetensors files",
     },
     "transformers.models.auto.auto_factory": {
@@ -61,7 +68,8 @@ INTERNALS: dict[str, dict[str, str]] = {
 # The module with the class of all models. It is imported by the time that anyone builds one.
 MODELS = "transformers.modeling_utils"
 # The functions there that build a model or read its weights, and ask whether DeepSpeed cuts it.
-_BUILDERS = {"from_pretrained", "_from_config", "_load_pretrained_model"}
+_READERS = {"from_pretrained", "_load_pretrained_model"}
+_BUILDERS = {*_READERS, "_from_config"}
 # Each style of transformers' tensor-parallel plans that ours do as well, and its name here.
 _STYLES = {
     "colwise": "colwise",
@@ -141,7 +149,7 @@ def buffers_in_float32(module: nn.Module, dtype: torch.dtype) -> Iterator[tuple[
     """Yield the buffers that transformers keeps in float32 when it makes its models in a module in 16 bits.
 
     A model tells by a twin without memory. So a table that a model's code multiplies with its weights is not among
-    them: transformers makes that one in 16 bits.
+    them: transformers makes that one in 16 bits. Code of a model that is from the hub is never run for it.
 
     Args:
         module: that holds models.
@@ -150,39 +158,69 @@ def buffers_in_float32(module: nn.Module, dtype: torch.dtype) -> Iterator[tuple[
     Yields:
         The module that has the buffer, and its name there.
     """
-    for model in _library_models(module):
-        own = [name for name, each in model.named_buffers() if each.dtype == torch.float32]
-        kept = _names_in_float32(model, dtype) if own else set()
-        for name in filter(kept.__contains__, own):
-            owner, _, attribute = name.rpartition(".")
-            yield model.get_submodule(owner), attribute
+    told: set[Tensor] = set()
+    for model in filter(is_pretrained_model, module.modules()):
+        own = {name: each for name, each in model.named_buffers() if each.dtype == torch.float32 and each not in told}
+        twins = _buffers_of_twin(model, dtype) if own else {}
+        plan = _plan_in_float32(model, dtype)
+        for name in filter(twins.__contains__, own):
+            told.add(own[name])
+            if twins[name].dtype == torch.float32 or (plan and plan.search(name)):
+                owner, _, attribute = name.rpartition(".")
+                yield model.get_submodule(owner), attribute
 
 
-def _library_models(module: nn.Module) -> Iterator[PreTrainedModel]:
-    """Yield models of transformers' own classes, or derived from them, without those inside another one."""
-    inside: set[nn.Module] = set()
-    for each in module.modules():
-        if (
-            each not in inside
-            and is_pretrained_model(each)
-            and hasattr(sys.modules["transformers"], library_class(each))
-        ):
-            inside |= set(each.modules())
-            yield each
+def parameters_in_float32(module: nn.Module, dtype: torch.dtype) -> dict[str, nn.Parameter]:
+    """Return the parameters that transformers keeps in float32 in models in 16 bits, by their names in a module."""
+    found = {}
+    for name, model in find_models(module).items():
+        plan = _plan_in_float32(model, dtype)
+        for inner, parameter in model.named_parameters() if plan else ():
+            if plan and plan.search(inner) and parameter.is_floating_point():
+                found[f"{name}.{inner}".lstrip(".")] = parameter
+    return found
 
 
-def _names_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> set[str]:
-    import transformers
+def expects_float32_by_default(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the models in a module whose code is all of torch, transformers and peft.
 
-    kind: Any = getattr(transformers, library_class(model))
-    with torch.device("meta"), whole_models():
-        twin = kind._from_config(copy.deepcopy(model.config), dtype=dtype)
-    plan = [re.escape(name) for name in twin._get_dtype_plan(dtype)]
-    return {
-        name
-        for name, buffer in twin.named_buffers()
-        if buffer.dtype == torch.float32 or any(re.search(rf"(^|\.){each}($|\.)", name) for each in plan)
-    }
+    That code is written for torch's own default type, whatever the type of the weights: DeBERTa computes the places
+    of tokens by it.
+    """
+    for model in find_models(module).values():
+        if {type(each).__module__.partition(".")[0] for each in model.modules()} <= {"torch", "transformers", "peft"}:
+            yield model
+
+
+def _plan_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> re.Pattern[str] | None:
+    """Return what transformers searches the names of tensors for, to keep those in float32."""
+    names = [name for name, kept in model._get_dtype_plan(dtype).items() if kept == torch.float32]
+    return re.compile("|".join(name.replace("*", ".*") for name in names)) if names else None
+
+
+def _buffers_of_twin(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the buffers of a model as transformers would make it in another type; none if it cannot tell.
+
+    Nothing is downloaded: attention functions and experts that are from the hub are replaced by transformers' own.
+    """
+    kind: Any = _library_kind(model)
+    if kind is None or not isinstance(model.config, kind.config_class or ()):
+        return {}
+    config = copy.deepcopy(model.config)
+    config._attn_implementation = config._experts_implementation = "eager"
+    try:
+        with torch.device("meta"), whole_models():
+            twin = kind._from_config(config, dtype=dtype)
+    except Exception as error:  # a subclass may have a configuration that its base cannot be built from
+        _log.debug("%s cannot be built from %s: %s", kind.__name__, type(config).__name__, error)
+        return {}
+    own = dict(model.named_buffers())
+    return {name: each for name, each in twin.named_buffers() if name in own and own[name].shape == each.shape}
+
+
+def _library_kind(model: PreTrainedModel) -> type | None:
+    """Return the class of transformers that a model's class is or derives from; None for one that is from the hub."""
+    return next((kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers.models.")), None)
 
 
 @contextmanager
@@ -344,7 +382,7 @@ def checkpoints_activations(model: PreTrainedModel) -> bool:
 
 def sketch(
     cls: Any, config: Any, files: list[Path], dtype: torch.dtype
-) -> tuple[Any, list[str], list[tuple[str, torch.Size, torch.Size]]]:
+) -> tuple[Any, list[str], list[tuple[str, torch.Size, torch.Size]], list[str]]:
     """Make a model whose weights have no values yet. Only the files' headers are read.
 
     Args:
@@ -355,7 +393,8 @@ def sketch(
 
     Returns:
         The model, whose other parameters and buffers have their initial values; the names of those that the files
-        have; and name, shape in the files and shape in the model of each that does not fit.
+        have; name, shape in the files and shape in the model of each that does not fit; and the names of those that
+        have no values at all, as neither a file has them nor the model's code sets them.
     """
     from safetensors import safe_open
 
@@ -377,8 +416,7 @@ def sketch(
     mismatched = sorted(report["mismatched_keys"])
     absent = {*report["missing_keys"], *(name for name, *_ in mismatched)}
     in_files = [name for name in model.state_dict() if name not in absent]
-    _initialize_rest(model, set(in_files))
-    return model, in_files, mismatched
+    return model, in_files, mismatched, _initialize_rest(model, set(in_files))
 
 
 def read_parts(
@@ -421,17 +459,46 @@ def read_parts(
     return {name: tensor for name, tensor in twin.state_dict(keep_vars=True).items() if not tensor.is_meta}
 
 
-def _initialize_rest(model: Any, in_files: set[str]) -> None:
-    """Give initial values to what no file has: new heads, and buffers that are computed."""
+def _initialize_rest(model: PreTrainedModel, in_files: set[str]) -> list[str]:
+    """Give initial values to what no file has: new heads, and buffers that are computed.
+
+    Returns:
+        The names of those that the code of no model has set.
+    """
+    made: dict[str, Tensor] = {}
     for owner, module in model.named_modules():
-        tensors = {**module._parameters, **module._buffers}
-        rest = [name for name in tensors if tensors[name] is not None and f"{owner}.{name}".lstrip(".") not in in_files]
-        for name in rest:
-            empty = torch.empty_like(tensors[name], device="cpu")
-            setattr(module, name, nn.Parameter(empty) if name in module._parameters else empty)
-        if rest:
-            with torch.no_grad():
-                model._init_weights(module)
+        for name, tensor in {**module._parameters, **module._buffers}.items():
+            path = f"{owner}.{name}".lstrip(".")
+            if tensor is not None and path not in in_files:
+                unset = torch.full_like(tensor, _unset(tensor.dtype), device="cpu")
+                setattr(module, name, nn.Parameter(unset) if name in module._parameters else unset)
+                made[path] = getattr(module, name)
+    with torch.no_grad():
+        _initialize(model, model, set(map(id, made.values())))
+    # which may have put other tensors there
+    return [path for path in made if _is_unset(attrgetter(path)(model))]
+
+
+def _initialize(module: nn.Module, model: PreTrainedModel, made: set[int]) -> None:
+    """Run each model's own code on its layers that hold something of `made`, those inside before those around."""
+    for child in module.children():
+        _initialize(child, child if is_pretrained_model(child) else model, made)
+    if any(id(each) in made for each in (*module.parameters(), *module.buffers())):
+        model._init_weights(module)  # type: ignore[no-untyped-call]
+
+
+def _unset(dtype: torch.dtype) -> float | int:
+    """A value that no code sets, to be found if it is still there."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return math.nan
+    return 0 if dtype is torch.bool else torch.iinfo(dtype).min
+
+
+def _is_unset(tensor: Tensor) -> bool:
+    if tensor.numel() == 0 or tensor.dtype in (torch.bool, torch.uint8):
+        return False
+    unset = _unset(tensor.dtype)
+    return bool((tensor.isnan() if math.isnan(unset) else tensor == unset).all())
 
 
 @contextmanager
@@ -467,16 +534,21 @@ def declare_zero_3(config: dict[str, Any], cuts: Callable[[], bool]) -> object:
 
     class Declared(HfDeepSpeedConfig):
         def is_zero3(self) -> bool:
-            return bool(super().is_zero3()) and (cuts() or not _is_building())
+            return bool(super().is_zero3()) and (cuts() or not _is_inside(_BUILDERS))
 
     return Declared(config)  # type: ignore[no-untyped-call]
 
 
-def _is_building() -> bool:
-    """Whether this thread is inside of a function of transformers that builds a model."""
+def reads_weights() -> bool:
+    """Whether this thread is inside of a function of transformers that reads a model's weights."""
+    return MODELS in sys.modules and _is_inside(_READERS)
+
+
+def _is_inside(functions: set[str]) -> bool:
+    """Whether this thread is inside of one of the functions of transformers that build models."""
     frame = sys._getframe(2)
     while frame.f_back is not None:
-        if frame.f_code.co_name in _BUILDERS and frame.f_globals.get("__name__") == MODELS:
+        if frame.f_code.co_name in functions and frame.f_globals.get("__name__") == MODELS:
             return True
         frame = frame.f_back
     return False
@@ -500,14 +572,20 @@ def inside_zero_init() -> Iterator[None]:
 
     Its own way gathers the parameters of a module and its children and lets rank 0 initialise them. It misses what an
     `_init_weights` sets further down, and the weights are not those of the same seed without DeepSpeed.
+
+    The parameters get DeepSpeed's type, and tables are computed in float32 whatever type is asked for: without
+    DeepSpeed, transformers computes them when the model is built, and not in its type either.
     """
     from transformers import modeling_utils
 
+    in_type = modeling_utils.local_torch_dtype
     modeling_utils._is_ds_init_called = True
+    modeling_utils.local_torch_dtype = lambda *_: float32_by_default()
     try:
         yield
     finally:
         modeling_utils._is_ds_init_called = False
+        modeling_utils.local_torch_dtype = in_type
 
 
 def no_first_weights() -> AbstractContextManager[None]:

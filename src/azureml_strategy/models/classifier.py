@@ -14,7 +14,13 @@ from typing_extensions import override
 
 from azureml_strategy.models import optimizer as recipe
 from azureml_strategy.models.chain import ChainLayer
-from azureml_strategy.models.evaluation import IGNORED, evaluation_means, evaluation_sums, mean_cross_entropy
+from azureml_strategy.models.evaluation import (
+    IGNORED,
+    at_least_float32,
+    evaluation_means,
+    evaluation_sums,
+    mean_cross_entropy,
+)
 from azureml_strategy.models.gpt import Normalisation
 from azureml_strategy.models.label_means import MeanOverLabels
 from azureml_strategy.models.optimizer import scaled_learning_rate
@@ -160,9 +166,9 @@ class ImageClassifier(MeanOverLabels):
 
     @override
     def predict_step(self, batch: Batch | Tensor, batch_idx: int) -> Tensor:
-        """Return class probabilities in float32, `(N, classes)`, for a batch of images with or without labels."""
+        """Return class probabilities, float32 or float64 `(N, classes)`, for images with or without labels."""
         images = batch if isinstance(batch, Tensor) else batch[0]
-        return torch.softmax(self(images).float(), dim=1)
+        return torch.softmax(at_least_float32(self(images)), dim=1)
 
     @override
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:

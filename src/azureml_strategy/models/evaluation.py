@@ -11,8 +11,13 @@ IGNORED = -100
 _TOP_K = 5
 
 
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """Return numbers of 16 bits in float32, and others as they are."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
 def mean_cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Cross-entropy in float32, averaged over the labels that are not `IGNORED`; 0 if all are.
+    """Cross-entropy in float32 or float64, averaged over the labels that are not `IGNORED`; 0 if all are.
 
     torch's own mean is NaN for a batch without a valid label. One such batch on one rank would make the gradients of
     all ranks NaN.
@@ -24,7 +29,7 @@ def mean_cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float = 
             https://arxiv.org/abs/1512.00567).
     """
     total = functional.cross_entropy(
-        logits.float(), labels, ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing
+        at_least_float32(logits), labels, ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing
     )
     return total / (labels != IGNORED).sum().clamp(min=1)
 
@@ -39,7 +44,7 @@ def evaluation_sums(logits: Tensor, labels: Tensor) -> Tensor:
         logits: `(N, classes)`.
         labels: `(N,)`, class indices or `IGNORED`, which is not counted.
     """
-    loss = functional.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
+    loss = functional.cross_entropy(at_least_float32(logits), labels, ignore_index=IGNORED, reduction="sum")
     best = logits.topk(min(_TOP_K, logits.shape[1]), dim=1).indices
     hits = best == labels.unsqueeze(1)
     counts = (hits[:, 0].sum(), hits.sum(), (labels != IGNORED).sum())
@@ -48,5 +53,5 @@ def evaluation_sums(logits: Tensor, labels: Tensor) -> Tensor:
 
 def evaluation_means(sums: Tensor) -> dict[str, Tensor]:
     """Return `loss`, `top1` and `top5` (0 to 1) from the sums of all batches and ranks; NaN without a valid sample."""
-    loss, top1, top5 = (sums[:3] / sums[3]).float().unbind()
+    loss, top1, top5 = (sums[:3] / sums[3]).unbind()
     return {"loss": loss, "top1": top1, "top5": top5}

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from azureml_strategy.models.chain import ChainLayer, seeded
+from azureml_strategy.models.evaluation import at_least_float32
 from azureml_strategy.models.gpt_config import GPTConfig
 from azureml_strategy.sequence_parallel import SequenceGroup
 
@@ -58,26 +59,27 @@ def rotate(states: Tensor, base: float) -> Tensor:
     """Turn the numbers i and i + D/2 of each state by `place * base**(-2i/D)`.
 
     This is Su et al. 2021, section 3.2 (https://arxiv.org/abs/2104.09864), with the pairs laid out as in Llama's
-    published weights for transformers. It computes in float32: in bfloat16 an angle of 1,000 is off by up to 2.
+    published weights for transformers. It computes in float32 at least: in bfloat16 an angle of 1,000 may be off by 2.
 
     Args:
         states: queries or keys, `(..., T, D)`, D even.
         base: longest wavelength over 2 pi, in tokens.
     """
-    cosine, sine = _table(states.shape[-2], states.shape[-1], base, states.device)
-    first, second = states.float().chunk(2, dim=-1)
+    precise = at_least_float32(states)
+    cosine, sine = _table(states.shape[-2], states.shape[-1], base, states.device, precise.dtype)
+    first, second = precise.chunk(2, dim=-1)
     turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
     return turned.type_as(states)
 
 
 # Not a buffer: a precision plugin would convert it, and each block of a pipeline needs it.
 @functools.lru_cache(maxsize=8)
-def _table(length: int, width: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of the angles, float32, `(length, width / 2)` each."""
+def _table(length: int, width: int, base: float, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines of the angles, `(length, width / 2)` each."""
     # The first use may be a validation under inference_mode. A later backward pass cannot use tensors made there.
     with torch.inference_mode(False):
-        exponents = torch.arange(0, width, 2, dtype=torch.float32, device=device) / width
-        places = torch.arange(length, dtype=torch.float32, device=device)
+        exponents = torch.arange(0, width, 2, dtype=dtype, device=device) / width
+        places = torch.arange(length, dtype=dtype, device=device)
         angles = torch.outer(places, base**-exponents)
         return angles.cos(), angles.sin()
 

@@ -74,6 +74,8 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
             number or kind of devices, precision or version of torch; at the first batch, one of another batch.
     """
 
+    trains_several_types = True
+
     def __init__(
         self,
         *,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
@@ -38,7 +38,7 @@ from azureml_strategy.strategies.model_parallel.gradients import copy_gradients
 from azureml_strategy.strategies.model_parallel.layout import Size, plan_layout
 from azureml_strategy.strategies.model_parallel.plan import is_parallel, spread
 from azureml_strategy.strategies.reduction import reduce_over_ranks
-from azureml_strategy.strategies.true_precision import keep_precise
+from azureml_strategy.strategies.true_precision import builds_tables, keep_precise
 from azureml_strategy.strategies.zero.config import require_compiler, require_deepspeed, strategy_arguments
 from azureml_strategy.strategies.zero.construction import Construction
 from azureml_strategy.strategies.zero.device import AnyDevice
@@ -57,6 +57,8 @@ class LaunchedFabricStrategy(LaunchedProcesses):
 
     made_by = "Fabric"
     launcher_class = FabricNodeLauncher
+    trains_several_types: ClassVar[bool] = False
+    """As of `LaunchedStrategy`."""
 
     @property
     def precision(self) -> Precision:
@@ -68,7 +70,13 @@ class LaunchedFabricStrategy(LaunchedProcesses):
     def precision(self, precision: Precision | None) -> None:
         self._precision = precision
         if precision is not None:
-            keep_precise(precision, _always)
+            keep_precise(precision, _always, self.trains_several_types)
+
+    @contextmanager
+    def module_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Build a module in: `fabric.init_module()`. Its tables are computed in float32."""
+        with builds_tables(self.precision), super().module_init_context(empty_init):  # type: ignore[misc]
+            yield
 
     @override
     def _configure_launcher(self) -> None:
@@ -110,6 +118,8 @@ class FabricDDPStrategy(LaunchedFabricStrategy, DDPStrategy):
         LaunchError: the job's variables give no rank to trust or contradict the Fabric.
         ConfigurationError: another `start_method`.
     """
+
+    trains_several_types = True
 
     def __init__(
         self,

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, cast
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -30,13 +31,14 @@ from azureml_strategy.interfaces import ALL_RANKS
 from azureml_strategy.lightning_internals import accumulates, default_process_group_backend, is_interactive
 from azureml_strategy.network.record import RunNetwork
 from azureml_strategy.network.session import prepare_network
+from azureml_strategy.strategies.averages import keep_averages, tell_rounded_averages
 from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.launcher import NodeLauncher
 from azureml_strategy.strategies.modes import tell_evaluation_modes
 from azureml_strategy.strategies.monitored import follow_alike
 from azureml_strategy.strategies.process_group import note_failure, own_process_group
 from azureml_strategy.strategies.reduction import reduce_over_ranks
-from azureml_strategy.strategies.true_precision import end_precise, keep_precise
+from azureml_strategy.strategies.true_precision import builds_tables, end_precise, keep_precise
 
 # The network of this process's group. A later Trainer in the same process uses the same group.
 _networks: dict[str, RunNetwork] = {}
@@ -227,6 +229,9 @@ class LaunchedProcesses:
 class LaunchedStrategy(LaunchedProcesses, RecordsModels, ParallelStrategy):
     """`LaunchedProcesses` for the Trainer's strategies, with checkpoints that a restart and transformers can load."""
 
+    trains_several_types: ClassVar[bool] = False
+    """Whether weights in 16 bits train beside others in float32. DeepSpeed and FSDP2 lay them out as one row."""
+
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -249,13 +254,19 @@ class LaunchedStrategy(LaunchedProcesses, RecordsModels, ParallelStrategy):
         beside: Any = super(LaunchedStrategy, type(self)).precision_plugin
         beside.fset(self, precision_plugin)  # ZeRO puts a plugin of its own in the place of Lightning's
         if self._precision_plugin is not None:
-            keep_precise(self._precision_plugin, self._keeps_statistics)
+            keep_precise(self._precision_plugin, self._keeps_statistics, self.trains_several_types)
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        keep_averages(trainer, self.precision_plugin.precision)
+        super().setup(trainer)
 
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
         assert self.lightning_module is not None
         tell_evaluation_modes(self.lightning_module)
+        tell_rounded_averages(self.lightning_module.trainer.callbacks, self.lightning_module)  # type: ignore[attr-defined]
 
     def _keeps_statistics(self) -> bool:
         # sync_batchnorm=True replaces the layers later, and knows nothing of weights in another type
@@ -313,7 +324,11 @@ class LaunchedStrategy(LaunchedProcesses, RecordsModels, ParallelStrategy):
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         loading = Loading(self.loads_pretrained, self.root_device, self.precision_plugin.precision)
-        with loading_as(loading), super().tensor_init_context(empty_init):
+        with (
+            loading_as(loading),
+            super().tensor_init_context(empty_init),
+            builds_tables(self.precision_plugin),
+        ):
             yield
 
 

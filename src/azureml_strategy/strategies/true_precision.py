@@ -12,7 +12,7 @@ Lightning casts the whole module, its buffers too. Three kinds of buffers are th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -24,8 +24,11 @@ from torch import Tensor, nn
 from azureml_strategy.huggingface.transformers_internals import (
     buffers_in_float32,
     computes_frequencies,
+    expects_float32_by_default,
     float32_by_default,
+    parameters_in_float32,
 )
+from azureml_strategy.strategies.init_precision import cast_plain_tensors, float32_tables
 from azureml_strategy.strategies.mixed_precision import (
     NORM_WITH_STATISTICS,
     compute_in_float32_beside_buffers,
@@ -55,10 +58,11 @@ class PreciseConversion:
     Args:
         plugin: whose way of casting is used.
         keeps_statistics: whether those of normalisations stay in float32.
+        keeps_parameters: whether those stay so that transformers keeps so.
     """
 
-    def __init__(self, plugin: Any, keeps_statistics: Callable[[], bool]) -> None:
-        self._plugin, self._keeps_statistics = plugin, keeps_statistics
+    def __init__(self, plugin: Any, keeps_statistics: Callable[[], bool], keeps_parameters: bool) -> None:
+        self._plugin, self._keeps_statistics, self._keeps_parameters = plugin, keeps_statistics, keeps_parameters
         self._undo = ExitStack()
         self._layers: list[nn.Module] = []
 
@@ -68,15 +72,26 @@ class PreciseConversion:
         tables, statistics = list(_tables(module, dtype)), []
         if self._keeps_statistics():
             statistics = list(_statistics(module))
-        _tell_rounded(module, [*tables, *statistics], dtype)
+        _tell_rounded([*_rounded_buffers(module, [*tables, *statistics], dtype), *_rounded_plain(module, dtype)], dtype)
+        weights = self._precise_weights(module, dtype)
         module = type(self._plugin).convert_module(self._plugin, module)
+        for parameter, weight in weights:
+            parameter.data = weight
         for owner, name, values in [*tables, *statistics]:
             owner._buffers[name] = values
         self._undo.callback(compute_in_float32_beside_buffers(module, every_normalisation=False))
         self._layers += dict.fromkeys(owner for owner, *_ in statistics)
         for each in filter(computes_frequencies, module.modules()):
             replace_forward(self._undo, each, partial(_call_in_float32, each.forward))
+        for each in expects_float32_by_default(module):
+            replace_forward(self._undo, each, _in_float32_unless_compiled(each.forward))
         return module
+
+    def _precise_weights(self, module: nn.Module, dtype: torch.dtype) -> list[tuple[nn.Parameter, Tensor]]:
+        named = parameters_in_float32(module, dtype)
+        if named and not self._keeps_parameters:
+            _tell_one_type(list(named), dtype)
+        return [(each, each.detach().float()) for each in named.values()] if self._keeps_parameters else []
 
     def end(self) -> None:
         """Make layers what Lightning's own plugin leaves. Their statistics in float32 are kept for a later use."""
@@ -88,16 +103,24 @@ class PreciseConversion:
         self._layers = []
 
 
-def keep_precise(plugin: Any, keeps_statistics: Callable[[], bool]) -> None:
+def keep_precise(plugin: Any, keeps_statistics: Callable[[], bool], keeps_parameters: bool) -> None:
     """Have a precision plugin of Lightning's keep precise what must stay so. One of the user's class is left alone.
 
     Args:
         plugin: the Trainer's or Fabric's.
         keeps_statistics: as of `PreciseConversion`; asked when a module is cast.
+        keeps_parameters: as of `PreciseConversion`.
     """
     convert = type(plugin).convert_module
     if plugin.precision in HALVES and convert.__module__.startswith("lightning."):
-        plugin.convert_module = PreciseConversion(plugin, keeps_statistics)
+        plugin.convert_module = PreciseConversion(plugin, keeps_statistics, keeps_parameters)
+        plugin.module_init_context = float32_by_default  # it begins inside `builds_tables`
+
+
+def builds_tables(plugin: Any) -> AbstractContextManager[None]:
+    """Return the context for code that builds a module for a plugin, see `float32_tables`."""
+    precise = isinstance(vars(plugin).get("convert_module"), PreciseConversion)
+    return float32_tables(HALVES[plugin.precision]) if precise else nullcontext()
 
 
 def end_precise(plugin: Any) -> None:
@@ -110,6 +133,18 @@ def end_precise(plugin: Any) -> None:
 def _call_in_float32(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with float32_by_default():
         return forward(*args, **kwargs)
+
+
+def _in_float32_unless_compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
+    replaced = partial(_call_unless_compiled, forward)
+    replaced.__wrapped__ = forward  # type: ignore[attr-defined] # transformers asks for the names of its arguments
+    return replaced
+
+
+def _call_unless_compiled(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_compiling():  # a graph cannot change the default type, and fullgraph=True would fail
+        return forward(*args, **kwargs)
+    return _call_in_float32(forward, *args, **kwargs)
 
 
 def _tables(module: nn.Module, dtype: torch.dtype) -> Iterator[_Place]:
@@ -127,19 +162,32 @@ def _statistics(module: nn.Module) -> Iterator[_Place]:
                 yield _Place(layer, name, (values if same else rounded).float())
 
 
-def _tell_rounded(module: nn.Module, kept: list[_Place], dtype: torch.dtype) -> None:
+def _rounded_buffers(module: nn.Module, kept: list[_Place], dtype: torch.dtype) -> Iterator[str]:
     precise = {(each.owner, each.name) for each in kept}
-    names = [
-        f"{path}.{name}" if path else name
-        for path, owner in module.named_modules()
-        for name, buffer in owner.named_buffers(recurse=False)
-        if (owner, name) not in precise and _loses(buffer, dtype)
-    ]
+    for path, owner in module.named_modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            if (owner, name) not in precise and _loses(buffer, dtype):
+                yield f"{path}.{name}" if path else name
+
+
+def _rounded_plain(module: nn.Module, dtype: torch.dtype) -> Iterator[str]:
+    for name, values in cast_plain_tensors(module, dtype):
+        if _loses(values, dtype):
+            yield name
+
+
+def _tell_one_type(names: list[str], dtype: torch.dtype) -> None:
+    rank_zero_warn(
+        f"Trainer(precision={_precision(dtype)!r}) makes {_listed(names)} {_kind(dtype)} too, which transformers keeps "
+        "in float32, as this strategy trains weights of one type. Losses may differ by it, or overflow in float16. "
+        "Write strategy='azureml_ddp', which keeps them in float32, or precision='32-true'."
+    )
+
+
+def _tell_rounded(names: list[str], dtype: torch.dtype) -> None:
     if names:
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        kind = str(dtype).removeprefix("torch.")
         rank_zero_warn(
-            f"Trainer(precision={_precision(dtype)!r}) rounds {', '.join(names[:_SHOWN])}{more} to {kind}, as it casts "
+            f"Trainer(precision={_precision(dtype)!r}) rounds {_listed(names)} to {_kind(dtype)}, as it casts "
             "buffers too. Frequencies and positions are wrong by it in long sequences. Compute such a table in float32 "
             f"in forward and cast what comes out of it, or write precision={_mixed(dtype)!r}, which casts no buffer."
         )
@@ -154,6 +202,15 @@ def _loses(buffer: Tensor, dtype: torch.dtype) -> bool:
 
 def _precision(dtype: torch.dtype) -> str:
     return next(name for name, each in HALVES.items() if each is dtype)
+
+
+def _kind(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
 
 
 def _mixed(dtype: torch.dtype) -> str:

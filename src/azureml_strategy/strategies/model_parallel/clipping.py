@@ -61,8 +61,11 @@ def _is_copied(placement: Placement) -> bool:
 
 
 def _norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """Return the norm of this rank's parts, in float32."""
-    return torch.nn.utils.get_total_norm([local_part(parameter.grad) for parameter in parameters]).float()
+    """Return the norm of this rank's parts, in float32 at least: in float16 it may overflow."""
+    parts = [local_part(parameter.grad) for parameter in parameters]
+    norms = [torch.linalg.vector_norm(each, dtype=torch.promote_types(each.dtype, torch.float32)) for each in parts]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return norm
 
 
 def local_part(gradient: Tensor | None) -> Tensor:

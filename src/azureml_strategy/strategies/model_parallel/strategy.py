@@ -26,6 +26,7 @@ from azureml_strategy.huggingface.loading import Way
 from azureml_strategy.interfaces import ALL_RANKS, WriteStaged
 from azureml_strategy.lightning_internals import accumulates, give_device_mesh
 from azureml_strategy.sequence_parallel import SequenceGroup
+from azureml_strategy.strategies.averages import keep_averages
 from azureml_strategy.strategies.equal_buffers import EqualBuffersStrategy
 from azureml_strategy.strategies.launched import LaunchedStrategy
 from azureml_strategy.strategies.mixed_precision import mix_sharded_precision
@@ -149,6 +150,7 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
     @override
     def setup(self, trainer: Trainer) -> None:
         assert isinstance(self.lightning_module, LightningModule)
+        keep_averages(trainer, self.precision_plugin.precision)
         if self._sequence_mesh is not None:
             group = SequenceGroup(self._sequence_mesh.get_group())
             self._stop_sharing = share_sequences(

@@ -51,6 +51,7 @@ from azureml_strategy.strategies.pipeline.refusals import (
     refuse_stages_of_copies,
     refuse_unsupported,
 )
+from azureml_strategy.strategies.true_precision import builds_tables
 from azureml_strategy.strategies.zero.checkpoint import StagedDeepSpeedStrategy
 from azureml_strategy.strategies.zero.config import ignored_beside_config, require_deepspeed
 from azureml_strategy.strategies.zero.refusals import StartingParameters
@@ -183,11 +184,12 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
         if isinstance(self.lightning_module, PipelineReady):
             # configure_model makes only a sketch without memory: each stage makes its own layers later.
-            with torch.device("meta"):
+            with torch.device("meta"), builds_tables(self.precision_plugin):
                 yield
         else:
             # A model of transformers is made whole, in the memory of the host, unless its weights are in files.
-            with loading_as(Loading("in_parts", self.root_device, self.precision_plugin.precision)):
+            loading = Loading("in_parts", self.root_device, self.precision_plugin.precision)
+            with loading_as(loading), builds_tables(self.precision_plugin):
                 yield
 
     @contextmanager
@@ -228,7 +230,8 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
         self._autocasts = found if self._autocast is None else self._autocast
         self._cut.drop_others(self.global_rank // replicas)
         fill_all(model, self.root_device)
-        with self.precision_plugin.tensor_init_context():  # as configure_model would make these layers
+        # as configure_model would make these layers
+        with self.precision_plugin.tensor_init_context(), builds_tables(self.precision_plugin):
             self._stage = StageModule(self._cut.stage_layers(), self._cut.bounds, self.activation_checkpointing)
         self.precision_plugin.convert_module(self._stage)  # Lightning has converted sketches; these layers are new
         self._cut.keep_built()

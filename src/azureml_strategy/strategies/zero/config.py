@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.strategies.deepspeed import DeepSpeedStrategy
+from lightning.pytorch.utilities import rank_zero_warn
 
 from azureml_strategy.strategies.errors import ConfigurationError, NoDeepSpeedError
 
@@ -271,3 +272,26 @@ def _autos(value: Any, key: str) -> Iterator[str]:
     elif isinstance(value, Mapping):
         for name, child in value.items():
             yield from _autos(child, f"{key}.{name}")
+
+
+def add_up_precisely(config: dict[str, Any], batches: int) -> None:
+    """Have gradients of accumulated batches added up in float32 under bf16 where it costs little; else say so.
+
+    Under stage 3 a rank keeps its part of the sum. Stages 1 and 2 would keep a whole one in float32.
+
+    Args:
+        config: DeepSpeed's configuration, which is changed.
+        batches: of a step.
+    """
+    if batches == 1 or "data_types" in config:
+        return
+    stage = (config.get("zero_optimization") or {}).get("stage", 0)
+    if stage == 3:
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    elif stage in (1, 2):
+        rank_zero_warn(
+            f"DeepSpeed adds up the gradients of {batches} batches in bfloat16 under stage {stage}: small ones are "
+            "lost beside large ones. Stage 3 adds up in float32 here; so does "
+            f"AzureMLDeepSpeedStrategy(config={{'zero_optimization': {{'stage': {stage}}}, 'data_types': "
+            "{'grad_accum_dtype': 'fp32'}}), for 4 bytes a parameter on each rank."
+        )

@@ -26,6 +26,7 @@ from azureml_strategy.strategies.zero import tensor_parallel
 from azureml_strategy.strategies.zero.checkpoint import AnyWorldDeepSpeedStrategy
 from azureml_strategy.strategies.zero.config import (
     TrainerNumbers,
+    add_up_precisely,
     agree,
     require_compiler,
     require_deepspeed,
@@ -197,6 +198,8 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
                 logged_batch_size=self._logged_batch_size,
             ),
         )
+        if self.precision_plugin.precision.startswith("bf16"):
+            add_up_precisely(self.config, trainer.accumulate_grad_batches)
         if self._tensor_parallel_size > 1:
             own = self.config.get("tensor_parallel") or tensor_parallel.section(self.lightning_module)
             self.config["tensor_parallel"] = {**own, "autotp_size": self._tensor_parallel_size}
