@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from azureml_strategy.data.conversations import ConversationEncoder, Encoded, Learn, encode_files
 from azureml_strategy.data.images import IGNORED_LABEL
+from azureml_strategy.data.passed_over import PassedOver, first_names, warn
 from azureml_strategy.data.sampler import EvaluationSampler, ResumableLoader, global_seed, replica, require
 from azureml_strategy.data.text import SequenceSampler
 from azureml_strategy.data.tokens import Corpus, CorpusError, find_corpus
@@ -77,7 +78,9 @@ def collate(samples: Sequence[Sample]) -> Sample:
 
 
 def write_conversations(folder: Path, corpus: Corpus, encoder: ConversationEncoder) -> None:
-    """Write all samples of at least two tokens, all or nothing. The first of several processes wins.
+    """Write all samples with something to learn, all or nothing. The first of several processes wins.
+
+    The others are counted in a warning, and so are keys of the lines that are not read.
 
     Args:
         folder: target; left as it is if it exists.
@@ -89,9 +92,15 @@ def write_conversations(folder: Path, corpus: Corpus, encoder: ConversationEncod
     """
     if folder.is_dir():
         return
-    samples = [each for each in encode_files(corpus, encoder) if len(each.tokens) > 1 and each.learned[1:].any()]
+    samples, others = [], PassedOver()
+    for place, sample in encode_files(corpus, encoder):
+        if sample.learned[1:].any():
+            samples.append(sample)
+        else:
+            others.add(place)
     if len(samples) < 2:
         raise CorpusError(f"{corpus.root} has {len(samples)} sample(s) with something to learn. At least 2 are needed.")
+    _warn_of_others(corpus, len(samples), others, encoder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     written = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".samples-"))
     try:
@@ -104,11 +113,43 @@ def write_conversations(folder: Path, corpus: Corpus, encoder: ConversationEncod
         shutil.rmtree(written, ignore_errors=True)
 
 
+def _warn_of_others(corpus: Corpus, samples: int, others: PassedOver, encoder: ConversationEncoder) -> None:
+    if others:
+        warn(
+            f"{corpus.root}: {samples:,} samples are read, and {others.count:,} others are passed over, as nothing in "
+            f"them is to be learned: {others}. A sample needs an answer of the assistant, a completion that is not "
+            "empty, or data.learn=all."
+        )
+    if encoder.unread:
+        keys = first_names([f"{key} ({lines:,} lines)" for key, lines in encoder.unread.most_common()])
+        warn(
+            f"{corpus.root}: {len(encoder.unread)} keys of the lines are not read: {keys}. Write what the model is to "
+            "see into messages, prompt, completion or text."
+        )
+
+
 def _write_arrays(folder: Path, samples: Sequence[Encoded]) -> None:
     starts = np.cumsum([0, *(len(each.tokens) for each in samples)])
     arrays = (np.concatenate([each.tokens for each in samples]), np.concatenate([each.learned for each in samples]))
     for name, array in zip(_ARRAYS, (arrays[0].astype(np.uint32), arrays[1], starts), strict=True):
         np.save(folder / f"{name}.npy", array)
+
+
+def _warn_of_cut_samples(folder: Path, length: int) -> None:
+    """Warn of samples that end at `length` tokens, and of those in which nothing is left to learn."""
+    starts = np.load(folder / "starts.npy", mmap_mode="r")
+    learned = np.load(folder / "learned.npy", mmap_mode="r")
+    sizes = np.diff(starts) - 1  # the last token is a label only
+    cut = np.flatnonzero(sizes > length)
+    if not len(cut):
+        return
+    lost = int((sizes[cut] - length).sum())
+    nothing = sum(not learned[starts[each] + 1 : starts[each] + length + 1].any() for each in cut)
+    warn(
+        f"{len(cut):,} of {len(sizes):,} samples are longer than data.sequence_length={length} and end there: {lost:,} "
+        f"of {int(sizes.sum()):,} tokens are left out, and {nothing:,} samples have nothing left to learn. The longest "
+        f"needs data.sequence_length={int(sizes.max())}."
+    )
 
 
 class ChatDataModule(LightningDataModule):
@@ -183,6 +224,7 @@ class ChatDataModule(LightningDataModule):
         if self._folder is None:
             self._folder = self._locate(write=False)
             self._parts = self._split(len(np.load(self._folder / "starts.npy", mmap_mode="r")) - 1)
+            _warn_of_cut_samples(self._folder, self.sequence_length)
 
     @override
     def train_dataloader(self) -> ResumableLoader:
@@ -219,6 +261,7 @@ class ChatDataModule(LightningDataModule):
         encoder = ConversationEncoder(tokenizer, self.learn, self.tokenizer)
         folder = self.cache / f"{corpus.identity()[:12]}-{encoder.identity()[:12]}"
         if write:
+            corpus.warn_of_others(self.pattern)
             write_conversations(folder, corpus, encoder)
         elif not folder.is_dir():
             raise CorpusError(
