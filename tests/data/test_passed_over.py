@@ -191,6 +191,18 @@ def test_files_of_tars_that_are_of_no_sample(tmp_path: Path, more: Files, words:
     assert (root / "index.npz").is_file()
 
 
+def test_tars_that_are_compressed_beside_others_are_named(tmp_path: Path) -> None:
+    root = tmp_path / "data"
+    root.mkdir()
+    tar_file(root / "a.tar", SHARD)
+    (root / "b.tar.gz").write_bytes(b"x")
+    (root / "C.TAR").write_bytes(b"x")
+    (text,) = said(read_tars, root)
+    assert re.search(
+        r"2 samples are read, .* 2 files that belong to no image: C.TAR, b.tar.gz\. .*not compressed", text
+    )
+
+
 def test_an_index_that_counts_what_it_passes_over_is_the_same_set(tmp_path: Path) -> None:
     """An older version has written the same index without the count, and ranks compare its digest."""
     with warnings.catch_warnings():

@@ -375,13 +375,19 @@ def _join(
         label=label,
         **arrays,
         classes=classes or tuple(str(number) for number in range(int(label.max()) + 1)),
-        facts=_passed_over(found),
+        facts=_passed_over(found, sorted(name for name in sizes if _is_unread_tar(name))),
     )
 
 
-def _passed_over(found: Sequence[ShardSamples]) -> dict[str, Any]:
+def _is_unread_tar(name: str) -> bool:
+    return name.lower().endswith((".tar", *_COMPRESSED_NAMES)) and not is_indexed(name) and not is_no_data(name)
+
+
+def _passed_over(found: Sequence[ShardSamples], tars: Iterable[str]) -> dict[str, Any]:
     """What was not read, as an index records it; nothing if there is nothing."""
     alone, unread = PassedOver(), sum((samples.unread for samples in found), Counter[str]())
+    for name in tars:
+        alone.add(name)
     alone.extend(samples.alone for samples in found)
     return {PASSED_OVER: {**asdict(alone), "unread": dict(unread)}} if alone or unread else {}
 
