@@ -160,6 +160,13 @@ def test_it_is_said_once_with_count_and_names(tmp_path: Path, kind: str, what: s
     assert re.search(words, text), text
 
 
+def test_a_later_run_tells_of_conversations_that_were_left_out_before(tmp_path: Path) -> None:
+    write(tmp_path / "data", lines({**ANSWER, "system": "Be kind."}))
+    first, second = (said(read_chat, tmp_path / "data") for _ in range(2))
+    assert len(first) == 1
+    assert second == first
+
+
 @pytest.mark.parametrize("kind", FILTERS)
 def test_nothing_is_said_of_what_is_no_data(tmp_path: Path, kind: str) -> None:
     call, files, _ = FILTERS[kind]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -28,6 +29,7 @@ Sample = dict[str, Tensor]
 # Columns of rows are a multiple of this, so that kernels for 16-bit numbers have no remainders.
 _MULTIPLE = 8
 _ARRAYS = ("tokens", "learned", "starts")
+_LEFT_OUT = "left_out.json"
 
 
 class Conversations(Dataset[Sample]):
@@ -80,7 +82,7 @@ def collate(samples: Sequence[Sample]) -> Sample:
 def write_conversations(folder: Path, corpus: Corpus, encoder: ConversationEncoder) -> None:
     """Write all samples with something to learn, all or nothing. The first of several processes wins.
 
-    The others are counted in a warning, and so are keys of the lines that are not read.
+    What is left out, and keys of the lines that are not read, are kept beside them, so that each run tells of them.
 
     Args:
         folder: target; left as it is if it exists.
@@ -100,11 +102,11 @@ def write_conversations(folder: Path, corpus: Corpus, encoder: ConversationEncod
             others.add(place)
     if len(samples) < 2:
         raise CorpusError(f"{corpus.root} has {len(samples)} sample(s) with something to learn. At least 2 are needed.")
-    _warn_of_others(corpus, len(samples), others, encoder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     written = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".samples-"))
     try:
         _write_arrays(written, samples)
+        (written / _LEFT_OUT).write_text(json.dumps(_left_out(corpus, len(samples), others, encoder)))
         written.rename(folder)
     except OSError:
         if not folder.is_dir():  # otherwise another process was first
@@ -113,19 +115,27 @@ def write_conversations(folder: Path, corpus: Corpus, encoder: ConversationEncod
         shutil.rmtree(written, ignore_errors=True)
 
 
-def _warn_of_others(corpus: Corpus, samples: int, others: PassedOver, encoder: ConversationEncoder) -> None:
+def _left_out(corpus: Corpus, samples: int, others: PassedOver, encoder: ConversationEncoder) -> list[str]:
+    """Sentences that say what of the lines is not learned from."""
+    found = []
     if others:
-        warn(
+        found.append(
             f"{corpus.root}: {samples:,} samples are read, and {others.count:,} others are passed over, as nothing in "
             f"them is to be learned: {others}. A sample needs an answer of the assistant, a completion that is not "
             "empty, or data.learn=all."
         )
     if encoder.unread:
         keys = first_names([f"{key} ({lines:,} lines)" for key, lines in encoder.unread.most_common()])
-        warn(
+        found.append(
             f"{corpus.root}: {len(encoder.unread)} keys of the lines are not read: {keys}. Write what the model is to "
             "see into messages, prompt, completion or text."
         )
+    return found
+
+
+def _read_left_out(folder: Path) -> list[str]:
+    kept = folder / _LEFT_OUT
+    return list(json.loads(kept.read_text())) if kept.is_file() else []  # an earlier version has written none
 
 
 def _write_arrays(folder: Path, samples: Sequence[Encoded]) -> None:
@@ -263,6 +273,8 @@ class ChatDataModule(LightningDataModule):
         if write:
             corpus.warn_of_others(self.pattern)
             write_conversations(folder, corpus, encoder)
+            for text in _read_left_out(folder):
+                warn(text)
         elif not folder.is_dir():
             raise CorpusError(
                 f"{folder} holds no tokens, which one process of each node writes in prepare_data: it failed, or the "

@@ -181,6 +181,6 @@ def warn_of_unread_files(root: str, index: ShardIndex) -> None:
     parts = [text for text, found in ((alone, facts["count"]), (beside, suffixes)) if found]
     warn(
         f"{root}: {len(index):,} samples are read, and passed over are {'; and '.join(parts)}. A sample is KEY.jpg, "
-        ".jpeg, .png, .webp or .bmp with KEY.cls or KEY.json, in a .tar that is not compressed: pack anew what is to be "
-        "read."
+        ".jpeg, .png, .webp or .bmp with KEY.cls or KEY.json, in a .tar that is not compressed: pack anew what is "
+        "to be read."
     )
