@@ -70,6 +70,8 @@ def job_callbacks() -> list[Callback]:
     if switched_off(os.environ, CALLBACKS_SWITCH) or _works_alone():
         return []
     launch = _launch()
+    if launch is None or launch.rank == 0:
+        _warn_of_variables()
     parts: dict[str, Callable[[], Callback | None]] = {}
     if launch is not None:
         parts |= {switch: partial(make, launch) for switch, make in _PARTS.items()}
@@ -81,6 +83,15 @@ def job_callbacks() -> list[Callback]:
     made = [_made(switch, make) for switch, make in parts.items() if not switched_off(os.environ, switch)]
     alone = _without_launcher() if launch is None else []
     return [*alone, *(callback for callback in made if callback is not None)]
+
+
+@cache
+def _warn_of_variables() -> None:
+    """Name variables of ours that do nothing, once a process."""
+    from azureml_strategy.cluster.own_variables import variables_without_effect
+
+    for text in variables_without_effect(os.environ):
+        log.warning(text)
 
 
 def _without_launcher() -> list[Callback]:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger
 
@@ -43,4 +44,8 @@ def test_each_logger_gets_its_own_back(tmp_path: Any) -> None:
 def test_loggers_that_came_or_went(tmp_path: Any) -> None:
     trainer = Trainer(accelerator="cpu", devices=1, logger=[CSVLogger(tmp_path)])
     assert pending_metrics(trainer) == []
-    log_pending(trainer, [[["loss", 0.5, 3, 7]]])
+    log_pending(trainer, [[]])
+    with pytest.warns(
+        UserWarning, match="holds 1 metrics that no store had yet, of a logger that this Trainer has not"
+    ):
+        log_pending(trainer, [[["loss", 0.5, 3, 7]]])

@@ -19,7 +19,8 @@ def test_sorted_folders_are_the_labels(tmp_path: Path) -> None:
     _touch(tmp_path / "dog" / "b.jpg", tmp_path / "dog" / "a.JPEG", tmp_path / "cat" / "z.Png")
     _touch(tmp_path / "cat" / "notes.txt", tmp_path / "cat" / "._z.jpg", tmp_path / ".hidden" / "a.jpg")
     _touch(tmp_path / "top.jpg", tmp_path / "eel" / "e.webp", tmp_path / "eel" / "f.bmp", tmp_path / "eel" / "g.gif")
-    found = scan_class_folders(tmp_path)
+    with pytest.warns(UserWarning, match=r"5 images are read, and 3 other .*: top.jpg, cat/notes.txt, eel/g.gif"):
+        found = scan_class_folders(tmp_path)
     assert found.classes == ("cat", "dog", "eel")
     assert [found.path(index) for index in range(5)] == [
         str(tmp_path / name) for name in ("cat/z.Png", "dog/a.JPEG", "dog/b.jpg", "eel/e.webp", "eel/f.bmp")

@@ -228,3 +228,13 @@ def test_a_checkpoint_loads_with_its_settings(tmp_path: Any) -> None:
     loaded = ImageClassifier.load_from_checkpoint(tmp_path / "model.ckpt", network=_network())
     assert loaded.hparams["label_smoothing"] == 0.3
     assert torch.equal(loaded.network[0].weight, classifier.network[0].weight)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_parameters_beside_the_network_are_named(frozen: bool, recwarn: pytest.WarningsRecorder) -> None:
+    classifier = ImageClassifier(_network())
+    classifier.teacher = _network().requires_grad_(not frozen)
+    _trainer(max_steps=1).fit(classifier, DataLoader(_data(), batch_size=8))
+    told = [str(each.message) for each in recwarn if "trains self.network" in str(each.message)]
+    assert len(told) == (not frozen)
+    assert all("not 6 parameters beside it: teacher.0.weight, teacher.0.bias, " in text for text in told)

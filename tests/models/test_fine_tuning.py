@@ -83,3 +83,11 @@ def test_what_does_not_fit_is_named_before_the_start(folder: Path) -> None:
         trainer().fit(FineTuner(str(small)), datamodule=chat(folder))
     with pytest.raises(PretrainedModelError, match=r"lora_targets=\['qq'\] names no layer.*down_proj.*q_proj"):
         trainer().fit(FineTuner(str(folder / "tiny"), lora_rank=2, lora_targets=["qq"]), datamodule=chat(folder))
+
+
+def test_targets_of_no_layer_are_named_where_others_have_layers(folder: Path) -> None:
+    module = FineTuner(str(folder / "tiny"), lora_rank=2, lora_targets=["q_proj", "query", "w_q"])
+    with pytest.warns(UserWarning, match=r"2 of 3 names in model.lora_targets .*: query, w_q\."):
+        trainer(max_steps=1).fit(module, datamodule=chat(folder))
+    adapted = {name.rpartition(".lora_A")[0] for name, _ in module.named_parameters() if ".lora_A" in name}
+    assert {name.rpartition(".")[2] for name in adapted} == {"q_proj"}

@@ -55,6 +55,12 @@ def log_pending(trainer: Trainer, kept: list[PendingMetrics]) -> None:
     loggers = [logger for logger in trainer.loggers if isinstance(logger, KeepsPendingMetrics)]
     for logger, metrics in zip(loggers, kept, strict=False):  # a logger that was added since has no entry
         logger.log_pending(metrics)
+    lost = sum(map(len, kept[len(loggers) :]))
+    if lost:
+        rank_zero_warn(
+            f"The checkpoint holds {lost:,} metrics that no store had yet, of a logger that this Trainer has not: they "
+            "are left out. Give the Trainer the loggers that it had."
+        )
 
 
 class JobCheckpoint(ModelCheckpoint):

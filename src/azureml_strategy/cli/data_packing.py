@@ -227,6 +227,7 @@ def _text(options: argparse.Namespace, source: Path) -> tuple[dict[str, Part], d
 
     choice = TokenizerChoice(options.tokenizer, options.end_of_text)
     corpus = find_corpus(source, None, options.pattern, os.environ)
+    corpus.warn_of_others(options.pattern)
     kept = {"--text": True, "--pattern": options.pattern, "--validation-fraction": options.validation_fraction}
     return find_text(corpus, choice, options.validation_fraction), kept
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -18,6 +19,7 @@ from typing_extensions import override
 
 from azureml_strategy.data.conversations import ConversationEncoder, Encoded, Learn, encode_files
 from azureml_strategy.data.images import IGNORED_LABEL
+from azureml_strategy.data.passed_over import PassedOver, first_names, warn
 from azureml_strategy.data.sampler import EvaluationSampler, ResumableLoader, global_seed, replica, require
 from azureml_strategy.data.text import SequenceSampler
 from azureml_strategy.data.tokens import Corpus, CorpusError, find_corpus
@@ -27,6 +29,7 @@ Sample = dict[str, Tensor]
 # Columns of rows are a multiple of this, so that kernels for 16-bit numbers have no remainders.
 _MULTIPLE = 8
 _ARRAYS = ("tokens", "learned", "starts")
+_LEFT_OUT = "left_out.json"
 
 
 class Conversations(Dataset[Sample]):
@@ -77,7 +80,9 @@ def collate(samples: Sequence[Sample]) -> Sample:
 
 
 def write_conversations(folder: Path, corpus: Corpus, encoder: ConversationEncoder) -> None:
-    """Write all samples of at least two tokens, all or nothing. The first of several processes wins.
+    """Write all samples with something to learn, all or nothing. The first of several processes wins.
+
+    What is left out, and keys of the lines that are not read, are kept beside them, so that each run tells of them.
 
     Args:
         folder: target; left as it is if it exists.
@@ -89,13 +94,19 @@ def write_conversations(folder: Path, corpus: Corpus, encoder: ConversationEncod
     """
     if folder.is_dir():
         return
-    samples = [each for each in encode_files(corpus, encoder) if len(each.tokens) > 1 and each.learned[1:].any()]
+    samples, others = [], PassedOver()
+    for place, sample in encode_files(corpus, encoder):
+        if sample.learned[1:].any():
+            samples.append(sample)
+        else:
+            others.add(place)
     if len(samples) < 2:
         raise CorpusError(f"{corpus.root} has {len(samples)} sample(s) with something to learn. At least 2 are needed.")
     folder.parent.mkdir(parents=True, exist_ok=True)
     written = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".samples-"))
     try:
         _write_arrays(written, samples)
+        (written / _LEFT_OUT).write_text(json.dumps(_left_out(corpus, len(samples), others, encoder)))
         written.rename(folder)
     except OSError:
         if not folder.is_dir():  # otherwise another process was first
@@ -104,11 +115,51 @@ def write_conversations(folder: Path, corpus: Corpus, encoder: ConversationEncod
         shutil.rmtree(written, ignore_errors=True)
 
 
+def _left_out(corpus: Corpus, samples: int, others: PassedOver, encoder: ConversationEncoder) -> list[str]:
+    """Sentences that say what of the lines is not learned from."""
+    found = []
+    if others:
+        found.append(
+            f"{corpus.root}: {samples:,} samples are read, and {others.count:,} others are passed over, as nothing in "
+            f"them is to be learned: {others}. A sample needs an answer of the assistant, a completion that is not "
+            "empty, or data.learn=all."
+        )
+    if encoder.unread:
+        keys = first_names([f"{key} ({lines:,} lines)" for key, lines in encoder.unread.most_common()])
+        found.append(
+            f"{corpus.root}: {len(encoder.unread)} keys of the lines are not read: {keys}. Write what the model is to "
+            "see into messages, prompt, completion or text."
+        )
+    return found
+
+
+def _read_left_out(folder: Path) -> list[str]:
+    kept = folder / _LEFT_OUT
+    return list(json.loads(kept.read_text())) if kept.is_file() else []  # an earlier version has written none
+
+
 def _write_arrays(folder: Path, samples: Sequence[Encoded]) -> None:
     starts = np.cumsum([0, *(len(each.tokens) for each in samples)])
     arrays = (np.concatenate([each.tokens for each in samples]), np.concatenate([each.learned for each in samples]))
     for name, array in zip(_ARRAYS, (arrays[0].astype(np.uint32), arrays[1], starts), strict=True):
         np.save(folder / f"{name}.npy", array)
+
+
+def _warn_of_cut_samples(folder: Path, length: int) -> None:
+    """Warn of samples that end at `length` tokens, and of those in which nothing is left to learn."""
+    starts = np.load(folder / "starts.npy", mmap_mode="r")
+    learned = np.load(folder / "learned.npy", mmap_mode="r")
+    sizes = np.diff(starts) - 1  # the last token is a label only
+    cut = np.flatnonzero(sizes > length)
+    if not len(cut):
+        return
+    lost = int((sizes[cut] - length).sum())
+    nothing = sum(not learned[starts[each] + 1 : starts[each] + length + 1].any() for each in cut)
+    warn(
+        f"{len(cut):,} of {len(sizes):,} samples are longer than data.sequence_length={length} and end there: {lost:,} "
+        f"of {int(sizes.sum()):,} tokens are left out, and {nothing:,} samples have nothing left to learn. The longest "
+        f"needs data.sequence_length={int(sizes.max())}."
+    )
 
 
 class ChatDataModule(LightningDataModule):
@@ -183,6 +234,7 @@ class ChatDataModule(LightningDataModule):
         if self._folder is None:
             self._folder = self._locate(write=False)
             self._parts = self._split(len(np.load(self._folder / "starts.npy", mmap_mode="r")) - 1)
+            _warn_of_cut_samples(self._folder, self.sequence_length)
 
     @override
     def train_dataloader(self) -> ResumableLoader:
@@ -219,7 +271,10 @@ class ChatDataModule(LightningDataModule):
         encoder = ConversationEncoder(tokenizer, self.learn, self.tokenizer)
         folder = self.cache / f"{corpus.identity()[:12]}-{encoder.identity()[:12]}"
         if write:
+            corpus.warn_of_others(self.pattern)
             write_conversations(folder, corpus, encoder)
+            for text in _read_left_out(folder):
+                warn(text)
         elif not folder.is_dir():
             raise CorpusError(
                 f"{folder} holds no tokens, which one process of each node writes in prepare_data: it failed, or the "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,10 +40,14 @@ class ConversationEncoder:
         tokenizer: of transformers; conversations need its chat template.
         learn: `answers` learns what the assistant says; `all` learns every token.
         name: of the tokenizer, for messages.
+
+    Attributes:
+        unread: how many lines had each key that says nothing about their tokens.
     """
 
     def __init__(self, tokenizer: Any, learn: Learn, name: str) -> None:
         self._tokenizer, self._learn, self._name = tokenizer, learn, name
+        self.unread: Counter[str] = Counter()
 
     def identity(self) -> str:
         """Hash what decides about the tokens."""
@@ -60,7 +65,9 @@ class ConversationEncoder:
         Raises:
             CorpusError: it is no JSON, of no known form, or not what the chat template takes.
         """
-        parts = list(self._parts(_parse(line, place), place))
+        sample = _parse(line, place)
+        parts = list(self._parts(sample, place))
+        self.unread.update(sample.keys() - _read_keys(sample))
         tokens = np.array([token for piece, _ in parts for token in piece], dtype=np.int64)
         learned = np.array([flag for piece, flag in parts for _ in piece], dtype=np.bool_)
         return Encoded(tokens, learned)
@@ -126,8 +133,15 @@ class ConversationEncoder:
         return [] if end is None else [end]
 
 
-def encode_files(corpus: Corpus, encoder: ConversationEncoder) -> Iterator[Encoded]:
-    """Yield the samples of all files, line by line; blank lines are passed over.
+def _read_keys(sample: Mapping[str, Any]) -> set[str]:
+    """The keys of a line that are read: the first form that it has counts."""
+    if "messages" in sample:
+        return {"messages"}
+    return {"prompt", "completion"} if {"prompt", "completion"} <= sample.keys() else {"text"}
+
+
+def encode_files(corpus: Corpus, encoder: ConversationEncoder) -> Iterator[tuple[str, Encoded]]:
+    """Yield place and tokens of each sample of all files, line by line; blank lines are passed over.
 
     Raises:
         CorpusError: a line cannot be read.
@@ -136,7 +150,8 @@ def encode_files(corpus: Corpus, encoder: ConversationEncoder) -> Iterator[Encod
         with document.open(encoding="utf-8") as lines:
             for number, line in _numbered(lines, document):
                 if line.strip():
-                    yield encoder.encode(line, f"{document}:{number}")
+                    place = f"{document}:{number}"
+                    yield place, encoder.encode(line, place)
 
 
 def _numbered(lines: Any, document: Path) -> Iterator[tuple[int, str]]:

@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from azureml_strategy.data.passed_over import PassedOver, first_names, is_no_data, warn
+
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 _INPUT_PREFIX = "AZURE_ML_INPUT_"
 _HINT = (
@@ -49,26 +51,26 @@ def scan_class_folders(root: str | os.PathLike[str]) -> ClassFolders:
     """List the images below a root, without opening any.
 
     Only the extension counts (`EXTENSIONS`, in either case), so listing a mounted data set only reads its folders.
-    Hidden folders and files are skipped. A class folder without images is kept with a warning, because skipping it
-    would shift the labels after it.
+    Hidden folders and files are skipped. What else is passed over is counted in a warning: files with other extensions,
+    folders within a class folder, and images outside of one. A class folder without images is kept with a warning,
+    because skipping it would shift the labels after it.
 
     Raises:
         DataFolderError: the folder does not exist, has no class folders, or none of them has images.
     """
     root = os.path.expanduser(os.fspath(root))
-    classes = class_names(root)
+    classes, outside = _list_root(root)
     with ThreadPoolExecutor(max_workers=16) as pool:  # listing a mounted folder mostly waits for the network
         listed = list(pool.map(lambda name: _image_names(root, name), classes))
-    names = [name for folder in listed for name in folder]
+    names = [name for folder, _ in listed for name in folder]
     if not names:
-        seen = f"{len(classes)} class folders ({_first(classes)}), none with an image ({', '.join(EXTENSIONS)})"
+        seen = f"{len(classes)} class folders ({first_names(classes)}), none with an image ({', '.join(EXTENSIONS)})"
         raise DataFolderError(f"The data folder {root} has {seen}. {_HINT}")
-    empty = [name for name, folder in zip(classes, listed, strict=True) if not folder]
+    empty = [name for name, (folder, _) in zip(classes, listed, strict=True) if not folder]
     if empty:
-        from lightning.pytorch.utilities import rank_zero_warn  # slow to import, and seldom needed
-
-        rank_zero_warn(f"{len(empty)} of {len(classes)} class folders in {root} have no image: {_first(empty)}")
-    labels = np.repeat(np.arange(len(classes)), [len(folder) for folder in listed])
+        warn(f"{len(empty)} of {len(classes)} class folders in {root} have no image: {first_names(empty)}")
+    _warn_of_others(root, len(names), [outside, *(others for _, others in listed)])
+    labels = np.repeat(np.arange(len(classes)), [len(folder) for folder, _ in listed])
     return ClassFolders(root, tuple(classes), np.array(names, dtype=np.bytes_), labels)
 
 
@@ -117,26 +119,48 @@ def class_names(root: str | os.PathLike[str]) -> list[str]:
     Raises:
         DataFolderError: the folder does not exist, or has no class folders.
     """
+    return _list_root(root)[0]
+
+
+def _list_root(root: str | os.PathLike[str]) -> tuple[list[str], PassedOver]:
+    """The class folders, and the images beside them."""
     if not os.path.isdir(root):
         raise DataFolderError(f"There is no data folder {root}. {_HINT}")
     with os.scandir(root) as entries:
         found = list(entries)
     classes = sorted(entry.name for entry in found if entry.is_dir() and not entry.name.startswith("."))
     if not classes:
-        seen = f"only files ({_first([entry.name for entry in found])})" if found else "nothing"
+        seen = f"only files ({first_names([entry.name for entry in found])})" if found else "nothing"
         raise DataFolderError(f"The data folder {root} has {seen} in it, but no class folders. {_HINT}")
-    return classes
+    outside = PassedOver()
+    for name in sorted({entry.name for entry in found if _is_image(entry.name)}.difference(classes)):
+        outside.add(name)
+    return classes, outside
 
 
-def _image_names(root: str, class_name: str) -> list[bytes]:
+def _image_names(root: str, class_name: str) -> tuple[list[bytes], PassedOver]:
+    """The images of a class, and what else its folder holds."""
+    names, others = [], PassedOver()
     with os.scandir(os.path.join(root, class_name)) as entries:
-        names = sorted(entry.name for entry in entries)
-    return [
-        os.fsencode(f"{class_name}/{name}")
-        for name in names
-        if name.lower().endswith(EXTENSIONS) and not name.startswith(".")
-    ]
+        found = sorted(entries, key=lambda entry: entry.name)
+    for entry in found:
+        if _is_image(entry.name):
+            names.append(os.fsencode(f"{class_name}/{entry.name}"))
+        elif not is_no_data(entry.name):
+            others.add(f"{class_name}/{entry.name}{'/' if entry.is_dir() else ''}")
+    return names, others
 
 
-def _first(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+def _is_image(name: str) -> bool:
+    return name.lower().endswith(EXTENSIONS) and not name.startswith(".")
+
+
+def _warn_of_others(root: str, images: int, listed: list[PassedOver]) -> None:
+    others = PassedOver()
+    others.extend(listed)
+    if others:
+        warn(
+            f"{root}: {images:,} images are read, and {others.count:,} other files and folders are passed over: "
+            f"{others}. An image lies directly in the folder of its class and ends in {', '.join(EXTENSIONS)}: convert "
+            "or move what is to be read."
+        )

@@ -10,6 +10,7 @@ import hashlib
 import io
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,9 +22,13 @@ import numpy as np
 from isal.isal_zlib import crc32
 from numpy.typing import NDArray
 
+from azureml_strategy.data.passed_over import first_names, warn
+
 INDEX_NAME = "index.npz"
 # The fact that names the tars, with sizes and times, of which an index was made that was not packed with them.
 MADE_OF = "made_of"
+# The fact that counts the files in such tars that are part of no sample.
+PASSED_OVER = "passed_over"
 # Version of the layout. A newer one is refused, as this code would misread it.
 _VERSION = 1
 _ARRAYS = {"shard": np.uint32, "offset": np.int64, "length": np.uint32, "label": np.int32, "checksum": np.uint32}
@@ -84,8 +89,8 @@ class ShardIndex:
     @cached_property
     def digest(self) -> str:
         """Sixteen hexadecimal digits."""
-        # Copies of the same tars have other times on each node.
-        facts = {name: value for name, value in self.facts.items() if name != MADE_OF}
+        # Copies of the same tars have other times on each node, and an older version did not count what it passed over.
+        facts = {name: value for name, value in self.facts.items() if name not in (MADE_OF, PASSED_OVER)}
         digest = hashlib.sha256(self._header(facts).encode())
         for name in ("sizes", *_ARRAYS):
             digest.update(np.ascontiguousarray(getattr(self, name)).data)
@@ -163,3 +168,19 @@ def check_record(index: ShardIndex, number: int, content: bytes) -> bytes | Reco
     if crc32(content) != index.checksum[number]:
         return RecordError(f"{index.name(number)}: its {expected} bytes do not have the checksum of the index")
     return content
+
+
+def warn_of_unread_files(root: str, index: ShardIndex) -> None:
+    """Warn of the files in a set's tars that are part of no sample, as the index counts them."""
+    facts = index.facts.get(PASSED_OVER)
+    if facts is None:
+        return
+    suffixes = first_names([f"{suffix} ({count:,})" for suffix, count in Counter(facts["unread"]).most_common()])
+    alone = f"{facts['count']:,} files that belong to no image: {first_names(facts['names'])}"
+    beside = f"files beside images, of which only the image and its label count: {suffixes}"
+    parts = [text for text, found in ((alone, facts["count"]), (beside, suffixes)) if found]
+    warn(
+        f"{root}: {len(index):,} samples are read, and passed over are {'; and '.join(parts)}. A sample is KEY.jpg, "
+        ".jpeg, .png, .webp or .bmp with KEY.cls or KEY.json, in a .tar that is not compressed: pack anew what is "
+        "to be read."
+    )

@@ -15,7 +15,7 @@ from typing_extensions import override
 from azureml_strategy.data.node_cache.client import CacheSettings
 from azureml_strategy.data.pillow_images import open_image, to_rgb
 from azureml_strategy.data.readers import choose_cache, open_reader
-from azureml_strategy.data.shard_index import ShardIndex, ShardIndexError
+from azureml_strategy.data.shard_index import ShardIndex, ShardIndexError, warn_of_unread_files
 
 
 class ShardedImages(Dataset[tuple[Any, int]]):
@@ -49,6 +49,7 @@ class ShardedImages(Dataset[tuple[Any, int]]):
         self.reader = open_reader(self.root, self.cache)
         if self.index.kind not in ("images", "raw"):
             raise ShardIndexError(f"{self.root} holds {self.index.kind}, not images. Read tokens by data=text.")
+        warn_of_unread_files(self.root, self.index)
 
     @property
     def index(self) -> ShardIndex:

@@ -7,9 +7,10 @@ import io
 import json
 import re
 import tarfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, cast
@@ -19,7 +20,8 @@ from isal.isal_zlib import crc32
 from numpy.typing import NDArray
 from typing_extensions import Buffer, override
 
-from azureml_strategy.data.shard_index import ShardIndex, ShardIndexError
+from azureml_strategy.data.passed_over import PassedOver, is_no_data
+from azureml_strategy.data.shard_index import PASSED_OVER, ShardIndex, ShardIndexError
 
 if TYPE_CHECKING:
     from azureml_strategy.data.storage import Storage
@@ -47,6 +49,8 @@ class ShardSamples(NamedTuple):
         labels: of the samples as their files give them: numbers, or names of classes.
         suffix: of the files that give them: `cls` or `json`.
         others: beside `.cls` files, the labels that `.json` files give, None where there are none; nothing else.
+        alone: files of samples without an image.
+        unread: how many files of each other suffix lie beside images.
     """
 
     offset: NDArray[np.int64]
@@ -56,6 +60,8 @@ class ShardSamples(NamedTuple):
     raw: bool
     suffix: str
     others: Sequence[int | str | None]
+    alone: PassedOver
+    unread: Counter[str]
 
 
 def index_tars(folder: Path, workers: int = 1, names: Iterable[str] | None = None) -> ShardIndex:
@@ -210,6 +216,7 @@ class _Found:
     suffixes: set[str] = field(default_factory=set)
     classes: dict[str, int | str] = field(default_factory=dict)
     described: dict[str, int | str] = field(default_factory=dict)
+    rest: list[str] = field(default_factory=list)
 
     def add(self, name: str, offset: int, content: bytes) -> None:
         key, suffix = _split_name(name)
@@ -226,6 +233,10 @@ class _Found:
             label = self._described(name, content)
             if label is not None:
                 self.described[key] = label
+            else:
+                self.rest.append(name)
+        elif not any(map(is_no_data, name.split("/"))):
+            self.rest.append(name)
 
     def _described(self, name: str, content: bytes) -> int | str | None:
         try:
@@ -262,7 +273,18 @@ class _Found:
         given = [labels[key] for key in self.records]
         suffix = "cls" if self.classes else "json"
         others = [self.described.get(key) for key in self.records] if self.classes and self.described else []
-        return ShardSamples(*arrays, given, "npy" in self.suffixes, suffix, others)
+        return ShardSamples(*arrays, given, "npy" in self.suffixes, suffix, others, *self._passed_over())
+
+    def _passed_over(self) -> tuple[PassedOver, Counter[str]]:
+        """The files of samples without an image, and how many of each suffix lie beside images and are not read."""
+        alone, unread = PassedOver(), Counter[str]()
+        for name in sorted([*self.rest, *(f"{key}.json" for key in self.described)]):
+            key, suffix = _split_name(name)
+            if key not in self.records:
+                alone.add(f"{self.shard}: {name}")
+            elif suffix != "json":  # it was read, whatever it says
+                unread[f".{suffix}"] += 1
+        return alone, unread
 
 
 def _refuse_truth(shard: str, labels: Mapping[str, int | str]) -> None:
@@ -353,7 +375,21 @@ def _join(
         label=label,
         **arrays,
         classes=classes or tuple(str(number) for number in range(int(label.max()) + 1)),
+        facts=_passed_over(found, sorted(name for name in sizes if _is_unread_tar(name))),
     )
+
+
+def _is_unread_tar(name: str) -> bool:
+    return name.lower().endswith((".tar", *_COMPRESSED_NAMES)) and not is_indexed(name) and not is_no_data(name)
+
+
+def _passed_over(found: Sequence[ShardSamples], tars: Iterable[str]) -> dict[str, Any]:
+    """What was not read, as an index records it; nothing if there is nothing."""
+    alone, unread = PassedOver(), sum((samples.unread for samples in found), Counter[str]())
+    for name in tars:
+        alone.add(name)
+    alone.extend(samples.alone for samples in found)
+    return {PASSED_OVER: {**asdict(alone), "unread": dict(unread)}} if alone or unread else {}
 
 
 def class_names(text: str) -> tuple[str, ...]:

@@ -258,6 +258,8 @@ class TextDataModule(LightningDataModule):
         self.vocab_size = tokenizer.vocab_size
         folder = token_folder(self.cache, corpus, tokenizer, self.validation_fraction)
         if write:
+            if self.root is not None or self.input_name is not None:  # the standard library is as it is
+                corpus.warn_of_others(self.pattern)
             write_tokens(folder, corpus, tokenizer, self.validation_fraction)
         return folder
 

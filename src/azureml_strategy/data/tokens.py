@@ -10,7 +10,8 @@ import sysconfig
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from azureml_strategy.data.folders import resolve_root
+from azureml_strategy.data.passed_over import PassedOver, is_no_data, warn
 from azureml_strategy.whole_reads import read_whole
 
 _MANIFEST = "manifest.json"
@@ -252,10 +254,26 @@ class Corpus:
     Attributes:
         root: the folder below which they lie, or the only file.
         documents: their paths; none of them is empty.
+        others: files that do not match the pattern. It is empty for a pattern of several parts, `en/*.txt`, whose user
+            has chosen among folders.
+        empty: files that match, and have no bytes.
     """
 
     root: Path
     documents: tuple[Path, ...]
+    others: PassedOver = field(default_factory=PassedOver, compare=False)
+    empty: PassedOver = field(default_factory=PassedOver, compare=False)
+
+    def warn_of_others(self, pattern: str) -> None:
+        """Warn of the files that are passed over. One process of each node calls this, before it writes tokens."""
+        if self.others:
+            warn(
+                f"{self.root}: {len(self.documents):,} files are read, and {self.others.count:,} others are passed "
+                f"over, as they do not match data.pattern={pattern!r}: {self.others}. Rename or convert what is to be "
+                "read, or set another data.pattern; capital letters count."
+            )
+        if self.empty:
+            warn(f"{self.root}: {self.empty.count:,} empty files are passed over: {self.empty}.")
 
     def identity(self) -> str:
         """Hash names, sizes and modification times. The hash differs if a document was changed, added or removed."""
@@ -310,7 +328,31 @@ def find_corpus(
         return _corpus(folder, [folder], folder.name)
     if not folder.is_dir():
         raise CorpusError(f"There is no folder or file {folder}. Give the text as data.root=... or data.input_name=...")
-    return _corpus(folder, folder.rglob(pattern), pattern)
+    if len(Path(pattern).parts) > 1:
+        return _corpus(folder, folder.rglob(pattern), pattern)
+    others = PassedOver()
+    return _corpus(folder, _matching(folder, pattern, others), pattern, others)
+
+
+def _matching(folder: Path, pattern: str, others: PassedOver) -> Iterator[Path]:
+    """The files below a folder that match, as `rglob` yields them, which does not tell of the others."""
+
+    def keep_closed(error: OSError) -> None:
+        if not isinstance(error, PermissionError):
+            raise error
+        others.add(f"{os.path.relpath(error.filename, folder)}/ ({error.strerror})")
+
+    for place, folders, files in os.walk(folder, onerror=keep_closed):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in folders:
+            if os.path.islink(os.path.join(place, name)):  # it may lead in a circle, so it is not entered
+                others.add(f"{Path(place, name).relative_to(folder)}/ (a link)")
+        for name in sorted(files):
+            path = Path(place, name)
+            if fnmatchcase(name, pattern):
+                yield path
+            elif not is_no_data(name):
+                others.add(str(path.relative_to(folder)))
 
 
 def _standard_library(folder: Path) -> Iterator[Path]:
@@ -320,13 +362,18 @@ def _standard_library(folder: Path) -> Iterator[Path]:
         yield from (Path(place, name) for name in files if name.endswith(".py"))
 
 
-def _corpus(root: Path, found: Iterable[Path], pattern: str) -> Corpus:
+def _corpus(root: Path, found: Iterable[Path], pattern: str, others: PassedOver | None = None) -> Corpus:
     files = sorted(path for path in found if path.is_file() and not _hidden(path.relative_to(root)))
-    documents = tuple(path for path in files if path.stat().st_size)
+    documents, empty = [], PassedOver()
+    for path in files:
+        if path.stat().st_size:
+            documents.append(path)
+        else:
+            empty.add(str(path.relative_to(root)))
     if not documents:
         seen = f"{len(files)} file(s) that match {pattern!r}, all of them empty" if files else f"no file {pattern!r}"
         raise CorpusError(f"{root} has {seen}. Give another folder, data.root=..., or data.pattern='*.md', say.")
-    return Corpus(root, documents)
+    return Corpus(root, tuple(documents), others or PassedOver(), empty)
 
 
 def _hidden(path: Path) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol, cast, runtime_checkable
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torch.optim import SGD
@@ -177,6 +178,7 @@ class ImageClassifier(MeanOverLabels):
         # Until this is done, neither the batch size nor the length of an epoch is known.
         # Trainer.estimated_stepping_batches does it too, but not if only max_steps is given.
         trainer.fit_loop.setup_data()
+        self._warn_of_other_parameters()
         sgd = SGD(
             recipe.decay_groups(self.network, self.hparams["weight_decay"]),
             lr=scaled_learning_rate(self.hparams["learning_rate"], recipe.global_batch(trainer)),
@@ -188,6 +190,17 @@ class ImageClassifier(MeanOverLabels):
             "optimizer": sgd,
             "lr_scheduler": recipe.warmup_cosine_schedule(sgd, warmup, recipe.total_steps(trainer)),
         }
+
+    def _warn_of_other_parameters(self) -> None:
+        """Name what a subclass has added beside the network, which alone is optimized."""
+        optimized = set(self.network.parameters())
+        others = [name for name, each in self.named_parameters() if each.requires_grad and each not in optimized]
+        if others:
+            rank_zero_warn(
+                f"{type(self).__name__}.configure_optimizers trains self.network, and not {len(others)} parameters "
+                f"beside it: {', '.join(others[:3])}. Put them into the network, freeze them by requires_grad_(False), "
+                "or return an optimizer of your own."
+            )
 
     def _start_sums(self) -> None:
         # Not a buffer: a precision plugin may convert buffers to bfloat16, which counts only to 256.

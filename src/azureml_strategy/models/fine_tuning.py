@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 from torch.optim import AdamW
@@ -179,6 +180,7 @@ class FineTuner(MeanOverLabels):
             target_modules=settings["lora_targets"],
             task_type="CAUSAL_LM",
         )
+        self._warn_of_unused_targets([name for name, _ in model.named_modules()])
         try:
             return peft.get_peft_model(model, config)
         except ValueError as error:
@@ -187,6 +189,17 @@ class FineTuner(MeanOverLabels):
                 f"model.lora_targets={settings['lora_targets']} names no layer of {settings['path']}: {error} Its "
                 f"linear layers are {', '.join(linear)}; all-linear takes all but the last."
             ) from error
+
+    def _warn_of_unused_targets(self, layers: Sequence[str]) -> None:
+        """Name the targets that peft passes over, as it refuses them only if none names a layer."""
+        targets = self.hparams["lora_targets"]
+        names = [] if isinstance(targets, str) else list(targets)
+        unused = [name for name in names if not any(f".{layer}".endswith(f".{name}") for layer in layers)]
+        if 0 < len(unused) < len(names):
+            rank_zero_warn(
+                f"{len(unused)} of {len(names)} names in model.lora_targets are of no layer of {self.hparams['path']}, "
+                f"and no adapters are added for them: {', '.join(unused)}."
+            )
 
     def _check_vocabulary(self, rows: int) -> None:
         """Check that the model has an embedding for each token of the data."""

@@ -90,3 +90,28 @@ def test_what_deepspeed_refuses_itself_is_left_to_it() -> None:
         "zero_optimization": {"stage": 1},
     }
     assert agree(config, TRAINER) == config
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (
+            {"gradient_cliping": 1.0, "zero_optimisation": {"stage": 3}},
+            "2 key(s) of its configuration: 'gradient_cliping'",
+        ),
+        (
+            {"zero_optimisation": {"stage": 3}},
+            "1 key(s) of its configuration: 'zero_optimisation' (did you mean 'zero_opt",
+        ),
+        (
+            {"note": "of ours", "zero_optimization": {"stage": 2}, "steps_per_print": 9, "communication_data_type": 1},
+            "",
+        ),
+    ],
+)
+def test_misspelt_keys_are_named(config: dict[str, Any], words: str, recwarn: pytest.WarningsRecorder) -> None:
+    """DeepSpeed ignores keys that it does not know."""
+    agree(config, TRAINER)
+    told = [str(each.message) for each in recwarn if "DeepSpeed does not know" in str(each.message)]
+    assert len(told) == bool(words)
+    assert all(words in text for text in told)

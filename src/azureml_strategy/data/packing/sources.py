@@ -20,8 +20,9 @@ from azureml_strategy.data.folders import ClassFolders, scan_class_folders
 from azureml_strategy.data.packing.images import ImageForm, ImageRecords, Samples, read_classes, refuse_full_size
 from azureml_strategy.data.packing.shards import PackError, Records
 from azureml_strategy.data.packing.workers import Task
+from azureml_strategy.data.passed_over import first_names, is_no_data, warn
 from azureml_strategy.data.readers import find_index
-from azureml_strategy.data.shard_index import INDEX_NAME, ShardIndex
+from azureml_strategy.data.shard_index import INDEX_NAME, ShardIndex, warn_of_unread_files
 from azureml_strategy.data.tar_index import index_tars, split_of
 
 # Where a split becomes the validation set, in the order of preference.
@@ -135,7 +136,24 @@ def split_folders(source: Path) -> dict[str, Path]:
     if not (source / "train").is_dir():
         return {}
     validation = next((source / name for name in _VALIDATION if (source / name).is_dir()), None)
-    return {"train": source / "train"} | ({} if validation is None else {"val": validation})
+    packed = {"train": source / "train"} | ({} if validation is None else {"val": validation})
+    names = {each.name for each in packed.values()}
+    _warn_of_others(source, names, [f"{name}/" for name in _subfolders(source) if name not in names])
+    return packed
+
+
+def _subfolders(source: Path) -> list[str]:
+    with os.scandir(source) as entries:
+        return sorted(entry.name for entry in entries if entry.is_dir() and not is_no_data(entry.name))
+
+
+def _warn_of_others(source: Path, packed: Iterable[str], others: Sequence[str]) -> None:
+    """Warn of splits and folders that are not packed."""
+    if others:
+        warn(
+            f"{source}: {' and '.join(sorted(packed))} are packed, and not {first_names(others)} ({len(others):,}). A "
+            "packed set has one part for training and one for validation: pack others by a command of their own."
+        )
 
 
 def by_split(names: Iterable[str], source: Path) -> dict[str, list[str]]:
@@ -160,8 +178,11 @@ def by_split(names: Iterable[str], source: Path) -> dict[str, list[str]]:
         )
     if "train" not in found:  # one split only, whichever
         return {"": [name for each in found.values() for name in each]}
-    validation = next((found[name] for name in ("val", "test") if name in found), None)
-    return {"train": found["train"]} | ({} if validation is None else {"val": validation})
+    validation = next((name for name in ("val", "test") if name in found), None)
+    packed = {"train": "train"} | ({} if validation is None else {"val": validation})
+    others = [name for split, own in found.items() if split not in packed.values() for name in own]
+    _warn_of_others(source, packed.values(), others)
+    return {part: found[split] for part, split in packed.items()}
 
 
 def file_digest(root: Path, names: Sequence[str]) -> str:
@@ -201,6 +222,7 @@ def _tar_part(folder: Path, names: list[str], form: ImageForm) -> Part:
         index = find_index(folder) if indexed else index_tars(folder, workers, names)
         if index.kind != "images":
             raise PackError(f"{folder} holds {index.kind}, which are packed already. Pack what they were made of.")
+        warn_of_unread_files(str(folder), index)
         return _of_index(folder, index)
 
     return ImagePart(

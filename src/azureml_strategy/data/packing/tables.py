@@ -18,6 +18,7 @@ from azureml_strategy.data.packing.images import ImageForm, ImageRecords, Sample
 from azureml_strategy.data.packing.shards import PackError, Records, write_whole
 from azureml_strategy.data.packing.sources import Part, by_split, file_digest
 from azureml_strategy.data.packing.workers import Task
+from azureml_strategy.data.passed_over import first_names, warn
 
 if TYPE_CHECKING:
     import pyarrow
@@ -196,7 +197,18 @@ def find_tables(source: Path, form: ImageForm) -> dict[str, Part]:
     parts = {split: TablePart(source, own, form) for split, own in by_split(names, source).items()}
     if len({part.columns for part in parts.values()}) > 1:
         raise PackError(f"{source}: training and validation have other columns or classes. Is this one data set?")
+    _warn_of_other_columns(next(iter(parts.values())))
     return dict(parts)
+
+
+def _warn_of_other_columns(part: TablePart) -> None:
+    columns = part.columns
+    others = [name for name in _schema(part.source / part.names[0]).names if name not in columns[:2]]
+    if others:
+        warn(
+            f"{part.source}: the columns {columns.image} and {columns.label} are packed, and {len(others)} others are "
+            f"not: {first_names(others)}."
+        )
 
 
 def _table_names(source: Path) -> list[str]:

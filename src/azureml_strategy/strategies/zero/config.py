@@ -16,6 +16,7 @@ from lightning.pytorch.strategies.deepspeed import DeepSpeedStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 
 from azureml_strategy.strategies.errors import ConfigurationError, NoDeepSpeedError
+from azureml_strategy.strategies.zero.config_keys import warn_of_misspelt_keys
 
 # File systems of local disks. Network shares and blob mounts use others.
 _LOCAL = ("ext4", "xfs", "btrfs")
@@ -205,6 +206,7 @@ def agree(config: Mapping[str, Any], trainer: TrainerNumbers) -> dict[str, Any]:
     _agree_on_numbers(agreed, trainer)
     _agree_on_precision(agreed, trainer.precision)
     _refuse_unknown(agreed)
+    warn_of_misspelt_keys(config)
     # Lightning's default: otherwise DeepSpeed refuses every optimizer but its own.
     agreed.setdefault("zero_allow_untested_optimizer", True)
     return agreed
