@@ -47,7 +47,7 @@ nitpick_ignore = [  # bases that nobody names
     for name in (
         *("strategies.launched.LaunchedStrategy", "strategies.zero.checkpoint.AnyWorldDeepSpeedStrategy"),
         *("strategies.zero.checkpoint.StagedDeepSpeedStrategy", "cluster.isolation.IsolatedCallback"),
-        "data.folders.ClassFolders",
+        *("data.folders.ClassFolders", "strategies.equal_buffers.EqualBuffersStrategy"),
     )
 ]
 nitpick_ignore_regex = [(r"py:.*", r"(?!azureml_strategy).*")]  # others' sites cannot be asked offline

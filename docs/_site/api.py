@@ -27,7 +27,10 @@ MODULES: dict[str, tuple[str, ...]] = {
     ),
     "azureml_strategy.huggingface": (),
     "azureml_strategy.data": ("azureml_strategy.data.crops.Crop", "azureml_strategy.data.shard_index.ShardIndex"),
-    "azureml_strategy.models": ("azureml_strategy.sequence_parallel.SequenceGroup",),
+    "azureml_strategy.models": (
+        "azureml_strategy.models.label_means.MeanOverLabels",
+        "azureml_strategy.sequence_parallel.SequenceGroup",
+    ),
     "azureml_strategy.preemption": (),
     "azureml_strategy.hang_detection": (),
     "azureml_strategy.profiling": (),
