@@ -28,15 +28,22 @@ ZERO: dict[str, str] = {
     **dict.fromkeys(_LINE_SEARCH, "trains by LBFGS"),
     **dict.fromkeys(("clips_norm", "clips_largest", "clips_value", "clips_with_skips"), "`gradient_clipping`"),
 }
+ZERO_3: dict[str, str] = {
+    **ZERO,
+    "average_made_after": "The size of tensor a (0) must match",
+    "average_set_up": "please provide the model",
+}
 REFUSED: dict[str, dict[str, str]] = {
     "fsdp2": FSDP2,
     "tensor_parallel": FSDP2,
-    **dict.fromkeys(("zero_1", "zero_2", "zero_3"), ZERO),
+    **dict.fromkeys(("zero_1", "zero_2"), ZERO),
+    "zero_3": ZERO_3,
 }
 _LATER_OF_ZERO = ("unfreezes", "freezes", "adversaries_of_one_pass", "adds_layer", "adds_adapter", "setup_twice")
-# Of average_made_before it is torch's own error, after a step that is right. ZeRO's are refused before a wrong one.
+# An average's is torch's own error, after a step that is right. ZeRO's are refused before a wrong one.
 ENDS_LATER: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("fsdp2", "tensor_parallel"), ("average_made_before",)),
-    **dict.fromkeys(("zero_1", "zero_2", "zero_3"), _LATER_OF_ZERO),
+    **dict.fromkeys(("zero_1", "zero_2"), _LATER_OF_ZERO),
+    "zero_3": (*_LATER_OF_ZERO, "average_made_after"),
 }
 LEFT_OUT: dict[str, tuple[str, ...]] = {}
