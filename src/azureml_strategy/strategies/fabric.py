@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.precision import Precision
 from lightning.fabric.strategies.ddp import DDPStrategy
@@ -426,7 +427,9 @@ class FabricModelParallelStrategy(LaunchedFabricStrategy, ModelParallelStrategy)
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         refuse_optimizer(optimizer)
         if not self._cuts_by_itself:  # which may have parameters of each rank's own, such as experts
-            train_alike(optimizer, self.device_mesh["data_parallel"].get_group())
+            group = dist.group.WORLD  # those of a tensor-parallel group hold the same too
+            assert group is not None
+            train_alike(optimizer, group)
         return optimizer
 
     @override
