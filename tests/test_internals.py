@@ -53,7 +53,7 @@ OTHERS = {
             "_world",
         ),
         *("_fsdp_param_group", "_fsdp_param_groups", "_get_fsdp_state", "_is_root", "_module_info", "_state_ctx"),
-        *("_cdata", "_root_post_backward_final_callback"),
+        *("_cdata", "_lazy_init", "_root_post_backward_final_callback"),
         *("_is_profiler_enabled", "_set_is_profiler_enabled", "_new_shared", "_upsample_bilinear2d_aa"),
         *(
             "_backward_hooks",

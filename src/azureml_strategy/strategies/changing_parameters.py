@@ -32,6 +32,7 @@ class CompletingDDP(DistributedDataParallel):
 
     Attributes:
         reduced: the parameters whose gradients it averages, in the reducer's order.
+        equal: the parameters of which all ranks have got the first one's values.
         has_reduced: whether there was a backward pass.
         awaits_backward: whether a forward pass has told the reducer to expect one that has not come yet.
     """
@@ -39,15 +40,19 @@ class CompletingDDP(DistributedDataParallel):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.reduced: list[nn.Parameter] = self._build_params_for_reducer()[0]  # type: ignore[no-untyped-call]
+        self.equal: list[nn.Parameter] = list(self.module.parameters())
         self.has_reduced = self.awaits_backward = False
 
     def complete_after(self, loss: Tensor) -> None:
         """Have the backward pass of this loss end complete."""
         self.has_reduced, self.awaits_backward = True, False
-        if loss.requires_grad and self.require_backward_grad_sync and not self.static_graph:
-            loss.register_hook(self._queue_completion)  # type: ignore[no-untyped-call]
+        if loss.requires_grad:
+            loss.register_hook(lambda _: self.complete_pass())  # type: ignore[no-untyped-call]
 
-    def _queue_completion(self, _: Tensor) -> None:
+    def complete_pass(self) -> None:
+        """Have the backward pass that runs now end complete; once for each pass."""
+        if not self.require_backward_grad_sync or self.static_graph:
+            return
         # The engine runs these at the end of the pass, in the order in which they came. The reducer's own end, which
         # comes while the pass runs, is before the second one.
         _at_end_of_pass(lambda: _at_end_of_pass(self._complete))
@@ -65,8 +70,12 @@ class CompletingDDP(DistributedDataParallel):
     def rest(self) -> None:
         """Leave gradients to another wrapper."""
         if self.awaits_backward:  # a step without a loss, which Lightning allows on one rank
-            self.reducer._reset_state()
+            self.expect_nothing()
             self.awaits_backward = False
+
+    def expect_nothing(self) -> None:
+        """Tell the reducer that no backward pass comes of the last forward pass."""
+        self.reducer._reset_state()
 
     def release(self) -> None:
         """Take the reducer's hooks off the parameters.
@@ -139,12 +148,12 @@ class Wrappers:
         """Average the gradients that no reducer has averaged: of parameters frozen or unfrozen within a step."""
         ddp = self.current
         reduced = {id(each) for each in ddp.reduced}
-        others = [each for each in _optimized(optimizers) if id(each) not in reduced]
+        others = [each for each in optimized(optimizers) if id(each) not in reduced]
         average(self._not_ignored(others), ddp)
 
     def average_all(self, optimizers: Sequence[Optimizer]) -> None:
         """Average all gradients, whoever has done so before, which changes nothing."""
-        average(self._not_ignored(list(_optimized(optimizers))), self.current)
+        average(self._not_ignored(list(optimized(optimizers))), self.current)
 
     def release(self) -> None:
         """End all wrappers."""
@@ -179,7 +188,7 @@ class Wrappers:
 
         A new parameter that trains is in an optimizer.
         """
-        return [each.requires_grad for each in self._parameters], [id(each) for each in _optimized(optimizers)]
+        return [each.requires_grad for each in self._parameters], [id(each) for each in optimized(optimizers)]
 
     def _trained(self) -> tuple[int, ...]:
         return tuple(id(each) for each in self._parameters if each.requires_grad)
@@ -202,7 +211,8 @@ def average(parameters: Iterable[nn.Parameter], ddp: DistributedDataParallel) ->
             parameter.grad.div_(size)
 
 
-def _optimized(optimizers: Sequence[Optimizer]) -> Iterator[nn.Parameter]:
+def optimized(optimizers: Iterable[Optimizer]) -> Iterator[nn.Parameter]:
+    """Go through the parameters of optimizers."""
     return (each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"])
 
 

@@ -4,44 +4,55 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.precision import Precision
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy
 from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
+from lightning.fabric.strategies.strategy import Strategy
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from azureml_strategy.huggingface.loading import Loading, loading_as
+from azureml_strategy.strategies.changing_parameters import CompletingDDP
 from azureml_strategy.strategies.deepspeed_internals import drop_stale_gradients, forget_gradients, zero_init
 from azureml_strategy.strategies.equal_buffers import EqualBuffers, equal_in_forward
 from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.launched import LaunchedProcesses
 from azureml_strategy.strategies.launcher import NodeLauncher
+from azureml_strategy.strategies.loop_gradients import LoopGradients
 from azureml_strategy.strategies.mixed_precision import (
     float32_buffers,
     make_contiguous,
     mix_precision,
     mix_sharded_precision,
 )
-from azureml_strategy.strategies.model_parallel.clipping import clip_gradient_norm
+from azureml_strategy.strategies.model_parallel.fsdp_internals import begin_as_root
+from azureml_strategy.strategies.model_parallel.gathering import Gathering
 from azureml_strategy.strategies.model_parallel.gradients import copy_gradients
+from azureml_strategy.strategies.model_parallel.hooks import NormsOverMeshes
 from azureml_strategy.strategies.model_parallel.layout import Size, plan_layout
 from azureml_strategy.strategies.model_parallel.plan import is_parallel, spread
+from azureml_strategy.strategies.model_parallel.refusals import refuse_copies, refuse_optimizer
+from azureml_strategy.strategies.model_parallel.whole_values import train_alike
 from azureml_strategy.strategies.reduction import reduce_over_ranks
 from azureml_strategy.strategies.true_precision import builds_tables, keep_precise
 from azureml_strategy.strategies.zero.config import require_compiler, require_deepspeed, strategy_arguments
 from azureml_strategy.strategies.zero.construction import Construction
 from azureml_strategy.strategies.zero.device import AnyDevice
+from azureml_strategy.strategies.zero.refusals import StartingParameters, refuse_lbfgs, refuse_scalars
+from azureml_strategy.strategies.zero.watched_engine import WatchedEngine
 
 
 class FabricNodeLauncher(NodeLauncher):
@@ -142,10 +153,39 @@ class FabricDDPStrategy(LaunchedFabricStrategy, DDPStrategy):
             **kwargs,
         )
 
+        self._gradients = LoopGradients()
+
     @override
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         """Wrap a module on the current stream, as the Trainer's `AzureMLDDPStrategy` does."""
-        return DistributedDataParallel(module, device_ids=self._determine_ddp_device_ids(), **self._ddp_kwargs)
+        ddp = CompletingDDP(module, device_ids=self._determine_ddp_device_ids(), **self._ddp_kwargs)
+        self._gradients.add_module(ddp)
+        return ddp
+
+    @override
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        self._gradients.add_optimizer(optimizer, self.root_device)
+        return optimizer
+
+    # Fabric refuses loss.backward() under a strategy that overrides this. Here it stays allowed, so that this says, as
+    # decorators do, which function it wraps.
+    @wraps(Strategy.backward)
+    def backward(  # type: ignore[override]
+        self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any
+    ) -> None:
+        """Average all gradients in the backward pass, or at its end."""
+        self._gradients.before_backward(tensor)
+        super().backward(tensor, module, *args, **kwargs)
+        self._gradients.after_backward()
+
+    @override
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        closure = kwargs.get("closure")
+        if closure is None:
+            self._gradients.before_step(optimizer)
+        else:
+            kwargs["closure"] = self._gradients.closure_of(optimizer, closure)
+        return super().optimizer_step(optimizer, **kwargs)
 
 
 class FabricDeepSpeedStrategy(LaunchedFabricStrategy, AnyDevice, DeepSpeedStrategy):
@@ -202,6 +242,7 @@ class FabricDeepSpeedStrategy(LaunchedFabricStrategy, AnyDevice, DeepSpeedStrate
             self.config["gradient_clipping"] = 0.0
         self._autocast, self._broadcast_buffers = autocast, broadcast_buffers
         self._buffers: list[EqualBuffers] = []
+        self._watched: dict[nn.Module, WatchedEngine] = {}
         require_compiler(self.config)
 
     @contextmanager
@@ -224,8 +265,13 @@ class FabricDeepSpeedStrategy(LaunchedFabricStrategy, AnyDevice, DeepSpeedStrate
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[Any, list[Optimizer], Any]:
         make_contiguous(module)
+        refuse_scalars(module)
+        for each in optimizers:
+            refuse_lbfgs(module, each)
+        starting = StartingParameters(module, optimizers[0])
         engine, optimizers, scheduler = super().setup_module_and_optimizers(module, optimizers, scheduler)
         self._prepare(engine, module)
+        self._watched[engine] = WatchedEngine(engine, module, starting, self._watched)
         return engine, optimizers, scheduler
 
     @override
@@ -236,14 +282,30 @@ class FabricDeepSpeedStrategy(LaunchedFabricStrategy, AnyDevice, DeepSpeedStrate
         return engine
 
     @override
+    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        watched = self._watched.get(module) if module is not None else None
+        if watched is None:
+            super().backward(tensor, module, *args, **kwargs)
+            return
+        watched.before_backward()
+        super().backward(tensor, module, *args, **kwargs)
+        watched.after_backward()
+
+    @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        steps = optimizer.is_gradient_accumulation_boundary()  # Fabric gives the engine here
+        # Fabric gives DeepSpeed's optimizer, or the engine if that looks like one.
+        watched = next(each for each in self._watched.values() if optimizer in (each.engine, each.engine.optimizer))
+        closure = kwargs.pop("closure", None)  # DeepSpeed's step does not call it
+        loss = None if closure is None else closure()
+        watched.before_step()
+        steps = watched.engine.is_gradient_accumulation_boundary()
         if steps:
-            drop_stale_gradients(optimizer)
+            drop_stale_gradients(watched.engine)
         output = super().optimizer_step(optimizer, **kwargs)
         if steps:
-            forget_gradients(optimizer)
-        return output
+            forget_gradients(watched.engine)
+        watched.after_step()
+        return output if closure is None else loss
 
     def _prepare(self, engine: nn.Module, module: nn.Module) -> None:
         precision = self.precision.precision
@@ -257,7 +319,16 @@ class FabricDeepSpeedStrategy(LaunchedFabricStrategy, AnyDevice, DeepSpeedStrate
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         for each in self._buffers:
             each.before_use()
+        for watched in self._watched.values():
+            watched.edited.take()
         super().save_checkpoint(*args, **kwargs)
+
+    @override
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        loaded: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
+        for watched in self._watched.values():
+            watched.edited.remember()
+        return loaded
 
 
 class FabricModelParallelStrategy(LaunchedFabricStrategy, ModelParallelStrategy):
@@ -316,6 +387,7 @@ class FabricModelParallelStrategy(LaunchedFabricStrategy, ModelParallelStrategy)
         self._broadcast_buffers = broadcast_buffers
         self._buffers: list[EqualBuffers] = []
         self._uncut: list[nn.Parameter] = []
+        self._gatherings: dict[nn.Module, Gathering] = {}
 
     @override
     def setup_environment(self) -> None:
@@ -336,21 +408,39 @@ class FabricModelParallelStrategy(LaunchedFabricStrategy, ModelParallelStrategy)
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
+        for each in optimizers:
+            refuse_optimizer(each)
         names = {parameter: name for name, parameter in module.named_parameters()}
-        module, optimizers, scheduler = super().setup_module_and_optimizers(module, optimizers, scheduler)
+        module = self.setup_module(module)
         for group in [group for optimizer in optimizers for group in _stateless(optimizer).param_groups]:
             group["params"] = [module.get_parameter(names[old]) if old in names else old for old in group["params"]]
-        return module, optimizers, scheduler
+        return module, [self.setup_optimizer(each) for each in optimizers], scheduler
 
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:
         mix_sharded_precision(module, self.precision.precision, self.root_device.type)
         module = super().setup_module(module)
+        if module in self._gatherings:  # set up again
+            self._gatherings.pop(module).remove()
+        gathering = self._gatherings[module] = Gathering(module)
+        module.register_forward_hook(_shard_again_by(gathering))
+        refuse_copies(module)
+        if isinstance(module, FSDPModule):
+            begin_as_root(module)
         if self._broadcast_buffers:
             group = self.device_mesh["data_parallel"].get_group() if self._cuts_by_itself else None
             self._buffers.append(EqualBuffers(module, self.root_device, group))
             equal_in_forward(module, module, self._buffers[-1])
         return module
+
+    @override
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        refuse_optimizer(optimizer)
+        if not self._cuts_by_itself:  # which may have parameters of each rank's own, such as experts
+            group = dist.group.WORLD  # those of a tensor-parallel group hold the same too
+            assert group is not None
+            train_alike(optimizer, group)
+        return optimizer
 
     @override
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -360,9 +450,20 @@ class FabricModelParallelStrategy(LaunchedFabricStrategy, ModelParallelStrategy)
 
     @override
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        for each in self._gatherings.values():
+            each.before_backward()
         super().backward(tensor, module, *args, **kwargs)
+        for each in self._gatherings.values():
+            each.after_backward()
         if self._uncut:
             copy_gradients(self._uncut, self.device_mesh["tensor_parallel"].get_group())
+
+    @override
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        output = super().optimizer_step(optimizer, **kwargs)
+        for each in self._gatherings.values():
+            each.after_step()
+        return output
 
     @override
     def clip_gradients_norm(
@@ -373,12 +474,8 @@ class FabricModelParallelStrategy(LaunchedFabricStrategy, ModelParallelStrategy)
         norm_type: float | int = 2.0,
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:
-        if norm_type != 2 or self._tensor_parallel_size == 1:
+        with NormsOverMeshes():
             return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
-        norm = clip_gradient_norm(self.precision.main_params(optimizer), max_norm)
-        if error_if_nonfinite and not norm.isfinite():
-            raise RuntimeError(f"The norm of the gradients is {norm}, so they cannot be clipped.")
-        return norm
 
     def _spread(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         if not is_parallel(module):
@@ -390,6 +487,15 @@ class FabricModelParallelStrategy(LaunchedFabricStrategy, ModelParallelStrategy)
                 activation_checkpointing=self._activation_checkpointing,
             )
         return module
+
+
+def _shard_again_by(gathering: Gathering) -> Callable[..., None]:
+    def after_forward(*_: object) -> None:
+        # No backward pass follows that would do so, and the gathered parameters do not follow a step.
+        if not torch.is_grad_enabled():
+            gathering.after_step()
+
+    return after_forward
 
 
 def _stateless(optimizer: Optimizer) -> Optimizer:

@@ -10,6 +10,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 
+def begin_as_root(module: FSDPModule) -> None:
+    """Make a module the one that ends backward passes. Otherwise the first block that is called by itself would be."""
+    module._get_fsdp_state()._lazy_init()
+
+
 def is_sharded(unit: FSDPModule) -> bool:
     """Whether none of a unit's parameters is gathered."""
     return all(group.is_sharded for group in _groups(unit._get_fsdp_state()))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NoReturn
 
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
@@ -65,6 +67,22 @@ def refuse_optimizer(optimizer: Optimizer) -> None:
             "LBFGS makes one vector of all parameters, and those of azureml_model_parallel are sharded. Use another "
             "optimizer, or strategy='azureml_ddp'."
         )
+
+
+def refuse_copies(module: nn.Module) -> None:
+    """Let a deep copy of a sharded module end in what to do instead; torch only says that it cannot be."""
+
+    def refuse(_: object) -> NoReturn:
+        raise ConfigurationError(
+            f"A copy is made of {type(module).__name__}, which fabric.setup has sharded, and torch copies no shards. "
+            "Copy it before, and shard the copy alike: `average = AveragedModel(model)`, then `model = "
+            "fabric.setup_module(model)` and `fabric.setup_module(average)`; or keep "
+            "`parameter.detach().clone()` of each parameter."
+        )
+
+    for each in module.modules():
+        if isinstance(each, FSDPModule):
+            vars(each)["__deepcopy__"] = refuse
 
 
 def refuse_scalars(module: nn.Module) -> None:

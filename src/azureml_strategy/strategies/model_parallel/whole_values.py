@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from azureml_strategy.strategies.added_parameters import for_each_parameter
 from azureml_strategy.strategies.errors import ConfigurationError
 
 
@@ -74,21 +75,7 @@ def train_alike(optimizer: Optimizer, group: ProcessGroup) -> None:
     Raises:
         ConfigurationError: a group holds sharded and other parameters, for which torch's optimizers have no step.
     """
-    known: set[nn.Parameter] = set()
-    add = optimizer.add_param_group
-
-    def add_and_share(param_group: dict[str, Any]) -> None:
-        add(param_group)
-        share()
-
-    def share() -> None:
-        for each in _unsharded(optimizer):
-            if each not in known:
-                known.add(each)
-                _share(each, group)
-
-    share()
-    optimizer.add_param_group = add_and_share  # type: ignore[method-assign]
+    for_each_parameter(optimizer, _unsharded, lambda each: _share(each, group))
 
 
 def _unsharded(optimizer: Optimizer) -> Iterator[nn.Parameter]:

@@ -66,10 +66,19 @@ def refuse_optimizers(module: nn.Module, optimizers: Sequence[Optimizer], schedu
             "group for each learning rate; or, for networks that step in turn, use strategy='azureml_ddp', or "
             "'azureml_model_parallel', which shards parameters too."
         )
-    if isinstance(optimizers[0], LBFGS):
+    refuse_lbfgs(module, optimizers[0])
+
+
+def refuse_lbfgs(module: nn.Module, optimizer: Optimizer) -> None:
+    """Refuse an optimizer that computes losses several times in a step.
+
+    Raises:
+        ConfigurationError: it is LBFGS.
+    """
+    if isinstance(optimizer, LBFGS):
         raise ConfigurationError(
-            f"{name} trains by LBFGS, which computes losses several times in a step, while DeepSpeed has a backward "
-            "pass for each step. Use another optimizer, or strategy='azureml_ddp'."
+            f"{type(module).__name__} trains by LBFGS, which computes losses several times in a step, while DeepSpeed "
+            "has a backward pass for each step. Use another optimizer, or strategy='azureml_ddp'."
         )
 
 

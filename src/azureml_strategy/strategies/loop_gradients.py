@@ -1,0 +1,146 @@
+"""Equal gradients under DDP in a loop of the user's own, whatever its passes go through and whatever trains."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from azureml_strategy.strategies.added_parameters import for_each_parameter
+from azureml_strategy.strategies.changing_parameters import CompletingDDP, average, optimized
+
+
+class _Passes:
+    """Tells whether the reducer of a wrapper averages in a backward pass: once after each forward pass.
+
+    Args:
+        ddp: around a module.
+        in_backward: whether a backward pass of the strategy runs, which completes by itself.
+
+    Attributes:
+        awaits: whether a forward pass has told the reducer to expect a backward pass.
+        averages: whether the last backward pass went through what the wrapper had returned, when it was awaited.
+        reduced: by their ids, the parameters whose gradients the reducer averages.
+        left: by their ids, those that the user has told DDP to leave alone.
+    """
+
+    def __init__(self, ddp: CompletingDDP, in_backward: Callable[[], bool]) -> None:
+        self._ddp, self._in_backward = weakref.ref(ddp), in_backward
+        self.awaits = self.averages = False
+        self.reduced = {id(each) for each in ddp.reduced}
+        ignored = set(ddp.parameters_to_ignore)
+        self.left = {id(each) for name, each in ddp.module.named_parameters() if name in ignored}
+        ddp.register_forward_hook(self._watch)
+
+    @property
+    def ddp(self) -> CompletingDDP | None:
+        """The wrapper; None if nothing else holds it any more."""
+        return self._ddp()
+
+    def _watch(self, ddp: nn.Module, inputs: object, outputs: Any) -> None:
+        assert isinstance(ddp, CompletingDDP)
+        if torch.is_grad_enabled() and ddp.require_backward_grad_sync:
+            self.awaits = False
+            apply_to_collection(outputs, Tensor, self._watch_output)
+            if not self.awaits:  # the backward pass was a part of the forward pass
+                ddp.expect_nothing()
+
+    def _watch_output(self, output: Tensor) -> Tensor:
+        if output.requires_grad:
+            self.awaits = True
+            output.register_hook(self._reached)  # type: ignore[no-untyped-call]
+        return output
+
+    def _reached(self, _: Tensor) -> None:
+        ddp = self.ddp
+        if self.awaits and ddp is not None:
+            self.awaits, self.averages = False, True
+            if not self._in_backward():  # loss.backward() of the user's
+                ddp.complete_pass()
+
+
+class LoopGradients:
+    """Averages the gradients that no reducer of DDP does.
+
+    A reducer averages in the first backward pass after a forward pass of its module, and only the parameters that were
+    trainable when it was made. A loop may call layers past the wrapper, go backward twice, unfreeze parameters, or
+    train some that no module has. To average once more what is equal already changes nothing.
+    """
+
+    def __init__(self) -> None:
+        self._passes: list[_Passes] = []
+        self._optimizers: list[weakref.ref[Optimizer]] = []  # in an order that all ranks share
+        self._in_backward = False
+        self._backwards = 0
+        self._seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+
+    def add_module(self, ddp: CompletingDDP) -> None:
+        """Take care of the gradients of a module."""
+        self._passes = [each for each in self._passes if each.ddp is not None]
+        self._passes.append(_Passes(ddp, lambda: self._in_backward))
+
+    def add_optimizer(self, optimizer: Optimizer, device: torch.device) -> None:
+        """Take care of what an optimizer trains; a collective if that is in no module.
+
+        Args:
+            optimizer: may get groups later.
+            device: of this rank. Parameters elsewhere are still to be moved, in a module, which is then made equal.
+        """
+        self._optimizers = [each for each in self._optimizers if each() is not None]
+        self._optimizers.append(weakref.ref(optimizer))
+
+        def unknown(of: Optimizer) -> list[nn.Parameter]:
+            known = {id(each) for passes in self._passes if passes.ddp for each in passes.ddp.equal}
+            return [each for each in optimized([of]) if id(each) not in known and each.device.type == device.type]
+
+        for_each_parameter(optimizer, unknown, lambda each: dist.broadcast(each.detach(), 0))
+
+    def before_backward(self, loss: Tensor) -> None:
+        """Prepare for the backward pass of a loss."""
+        self._in_backward = True
+        for each in self._passes:
+            each.averages = False
+            if each.ddp is not None:
+                each.ddp.complete_after(loss)
+
+    def after_backward(self) -> None:
+        """Average the gradients that are left, at the end of the backward pass."""
+        self._in_backward = False
+        self._backwards += 1
+        self._average_others([each for ref in self._optimizers if (each := ref()) is not None])
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Average the gradients of a step to which no backward pass of the strategy has led."""
+        if self._seen.get(optimizer, 0) == self._backwards:
+            self._average_others([optimizer])
+            for each in self._passes:
+                each.averages = False
+        self._seen[optimizer] = self._backwards
+
+    def closure_of(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure after which gradients are equal, and the loss by which LBFGS decides on its next step."""
+
+        def closed() -> Any:
+            loss = closure()
+            self.before_step(optimizer)
+            if not isinstance(optimizer, LBFGS) or not isinstance(loss, Tensor):
+                return loss
+            mean = loss.detach().clone()
+            dist.all_reduce(mean)
+            return mean / dist.get_world_size()
+
+        return closed
+
+    def _average_others(self, optimizers: list[Optimizer]) -> None:
+        living = [(each, ddp) for each in self._passes if (ddp := each.ddp) is not None]
+        if not living or not any(ddp.require_backward_grad_sync for _, ddp in living):
+            return
+        done = [each.reduced for each, ddp in living if each.averages or not ddp.require_backward_grad_sync]
+        settled = set().union(*done, *(each.left for each, _ in living))
+        average((each for each in optimized(optimizers) if id(each) not in settled), living[0][1])
