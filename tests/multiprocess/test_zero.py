@@ -89,9 +89,10 @@ def check_others(ranks: list[Results], oracle: Results) -> None:
 def check_memory(ranks: list[Results]) -> None:
     """Parameters, gradients and optimizer states of a rank, against those of DDP.
 
-    In float32 DeepSpeed keeps a second copy of a rank's parameters, so 5 numbers for each where DDP has 4.
+    In float32 DeepSpeed keeps a second copy of a rank's parameters, so 5 numbers for each where DDP has 4. In bf16 it
+    would take as much as DDP, but adds up the gradients of accumulated batches in float32: 18 bytes where DDP has 16.
     """
     for rank in ranks:
         whole = rank["bytes_ddp"]
-        assert rank["bytes_bf16"] <= 1.1 / 2 * whole
+        assert rank["bytes_bf16"] <= 1.1 / 2 * 18 / 16 * whole
         assert rank["bytes_float32"] <= 1.1 / 2 * 5 / 4 * whole
