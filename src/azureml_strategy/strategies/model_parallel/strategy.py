@@ -228,7 +228,9 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
         for optimizer in self.optimizers:
             refuse_optimizer(optimizer)
             if not self._spread_by_itself:  # which may have parameters of each rank's own, such as experts
-                train_alike(optimizer, self.device_mesh["data_parallel"].get_group())
+                world = dist.group.WORLD  # those of a tensor-parallel group hold the same too
+                assert world is not None
+                train_alike(optimizer, world)
 
     @override
     def on_exception(self, exception: BaseException) -> None:

@@ -70,7 +70,7 @@ def train_alike(optimizer: Optimizer, group: ProcessGroup) -> None:
 
     Args:
         optimizer: of the module.
-        group: the data-parallel ranks.
+        group: the ranks.
 
     Raises:
         ConfigurationError: a group holds sharded and other parameters, for which torch's optimizers have no step.
