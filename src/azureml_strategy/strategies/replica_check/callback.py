@@ -26,7 +26,7 @@ from azureml_strategy.strategies.replica_check.updates import UpdateWatch
 log = logging.getLogger(__name__)
 
 # After these steps, and then each so many. Local SGD has averaged after the later ones by default. A look takes some
-# milliseconds, so that more of them would cost above 0.1 % of the first thousand steps of 50 ms.
+# milliseconds, and all of the check 0.3 % of the first thousand steps of 50 ms: see benchmarks/replica_check.py.
 _FIRST, _EVERY = (1, 2, 4, 8, 32, 256), 1024
 # A save is preceded by a look, unless the last one is not so many steps ago.
 _BEFORE_SAVE = 128
