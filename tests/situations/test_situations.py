@@ -22,7 +22,7 @@ PARTS = [
 ]
 # What people report most is tried in each.
 ALWAYS = ("manual_layers", "backbone_finetuning", "stochastic_weight_averaging", "shared_layer")
-# One stage of a pipeline can do some of what several cannot, and says other words.
+# One rank of a pipeline or of tensor parallelism can do some of what several cannot, and says other words.
 ANY_OR_RIGHT = ""
 Results = dict[str, dict[str, Any]]
 
@@ -65,7 +65,8 @@ def _situations(layout: str, part: str) -> list[str]:
 
 def _refused(layout: str, name: str, world: int) -> str | None:
     words = {**REFUSED[layout], **(OF_FOUR.get(layout, {}) if world == 4 else {})}.get(name)
-    return ANY_OR_RIGHT if words is not None and layout == "pipeline" and world == 1 else words
+    alone = world == 1 and layout in ("pipeline", "tensor_parallel")
+    return ANY_OR_RIGHT if words is not None and alone else words
 
 
 def _judge(found: dict[str, Any] | None, oracle: dict[str, Any], refused: str | None, later: bool) -> list[str]:
