@@ -23,6 +23,14 @@ class LayersCalled(Regression):
         return self.loss(self.head(states), batch[0])
 
 
+class AsksDevice(Regression):
+    """Moves its batch to where its first parameter is."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        first = next(self.parameters())
+        return super().training_step([batch[0].to(first.device, first.dtype)], batch_idx)
+
+
 class OwnParameter(LayersCalled):
     """Has a parameter of its own beside its layers, which its step uses."""
 
@@ -392,6 +400,7 @@ class AuxiliaryLoss(LayersCalled):
 SITUATIONS: dict[str, Situation] = {
     "plain": Situation(Regression),
     "layers_called": Situation(LayersCalled),
+    "asks_device": Situation(AsksDevice),
     "own_parameter": Situation(OwnParameter),
     "clamps_gradients": Situation(ClampsGradients),
     "manual": Situation(Manual),

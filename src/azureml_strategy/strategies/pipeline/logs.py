@@ -6,12 +6,12 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from azureml_strategy.strategies.pipeline.chain import Chain
@@ -216,9 +216,14 @@ class LastStage:
 
     @contextmanager
     def _own_parameters_only(self) -> Iterator[None]:
-        """Refuse steps that go through all parameters: the last stage has a part of them."""
+        """Refuse steps that go through all parameters: the last stage has a part of them.
 
-        def named_parameters(*_: Any, **__: Any) -> NoReturn:
+        Who takes one, as by `next(self.parameters()).device`, may have it: the refusal is to go on.
+        """
+        every = self._module.named_parameters
+
+        def named_parameters(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+            yield next(every(*args, **kwargs))
             raise PipelineError(
                 f"{type(self._module).__name__} goes through self.parameters() in its step, which runs on the last "
                 "stage, where other stages' parameters are not: a sum over all of them would be wrong. weight_decay of "

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 # Numbers that are compared at once: their temporary memory is small beside a step's own.
 _CHUNK = 2**24
+_SMALL = 2**16
 
 
 class EditedWeights:
@@ -86,5 +87,8 @@ class EditedWeights:
 
 def _mark(copies: list[Tensor]) -> Tensor:
     """Return a number that changes with the tensors. A sum of bits is one also beside NaN, as padding may be."""
-    bits = [each.view(INTEGERS[each.itemsize]) for each in copies]
-    return (torch.cat(bits) if bits else torch.zeros(1, dtype=torch.int64)).sum()
+    bits = [each.view(INTEGERS[each.itemsize]).flatten() for each in copies]
+    small = [each for each in bits if each.numel() <= _SMALL]
+    parts = [torch.cat(small)] if small else []
+    parts += [part for each in bits if each.numel() > _SMALL for part in torch.split(each, _CHUNK)]
+    return torch.stack([each.sum() for each in parts]).sum() if parts else torch.zeros((), dtype=torch.int64)

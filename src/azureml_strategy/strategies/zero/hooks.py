@@ -64,7 +64,8 @@ class CutReads(TorchFunctionMode):
 def whole_parameters_alone(module: LightningModule) -> Iterator[None]:
     """Refuse a training step that goes through the module's parameters where DeepSpeed has cut them.
 
-    A penalty on all weights would be one on those that happen to be whole, and the ranks may wait for one another.
+    A penalty on all weights would be one on those that happen to be whole, and the ranks may wait for one another. Who
+    takes one parameter, as by `next(self.parameters()).device`, may have it: the refusal is to go on after a cut one.
 
     Raises:
         ConfigurationError: from the module's `parameters` and `named_parameters`.
@@ -74,13 +75,13 @@ def whole_parameters_alone(module: LightningModule) -> Iterator[None]:
     def named_parameters(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         ours = _is_of_library(sys._getframe(1))
         for name, parameter in every(*args, **kwargs):
+            yield name, parameter
             if is_cut(parameter) and not ours:
                 raise ConfigurationError(
                     f"training_step of {type(module).__name__} goes through its parameters, and ZeRO-3 has cut {name}: "
                     "a sum over them would be wrong. weight_decay of the optimizer replaces a penalty on all weights; "
                     "or use strategy='azureml_deepspeed_stage_2', which keeps parameters whole."
                 )
-            yield name, parameter
 
     module.named_parameters = named_parameters  # type: ignore[method-assign]
     try:
