@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -203,12 +205,48 @@ class Wrappers:
 
 
 def average(parameters: Iterable[nn.Parameter], ddp: DistributedDataParallel) -> None:
-    """Average the gradients of parameters that have one, over the ranks of a wrapper; a collective if one has."""
-    size = ddp.process_group.size()
-    for parameter in parameters:
-        if parameter.grad is not None and size > 1:
-            dist.all_reduce(parameter.grad, group=ddp.process_group)
-            parameter.grad.div_(size)
+    """Average the gradients of parameters over the ranks of a wrapper; a collective unless there are none.
+
+    Ranks may have gone through different layers. They agree first on which parameters any of them has a gradient of;
+    a rank without one gives zeros.
+
+    Args:
+        parameters: the same on all ranks, in the same order.
+        ddp: the wrapper.
+    """
+    shared, group = list(parameters), ddp.process_group
+    if not shared or group.size() == 1:
+        return
+    used = torch.tensor([each.grad is not None for each in shared], dtype=torch.int32)
+    used = used.to(shared[0].device)
+    dist.all_reduce(used, dist.ReduceOp.MAX, group=group)
+    for parameter in itertools.compress(shared, used.tolist()):
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        dist.all_reduce(parameter.grad, group=group)
+        parameter.grad.div_(group.size())
+
+
+@contextmanager
+def after_each_backward(call: Callable[[], None]) -> Iterator[None]:
+    """Call a function at the end of each backward pass, a plain `loss.backward()` too, but not of passes within one."""
+    backward, depth = torch.autograd.backward, 0
+
+    def counted(*args: Any, **kwargs: Any) -> None:
+        nonlocal depth
+        depth += 1
+        try:
+            backward(*args, **kwargs)
+        finally:
+            depth -= 1
+        if depth == 0:
+            call()
+
+    torch.autograd.backward = counted
+    try:
+        yield
+    finally:
+        torch.autograd.backward = backward
 
 
 def optimized(optimizers: Iterable[Optimizer]) -> Iterator[nn.Parameter]:

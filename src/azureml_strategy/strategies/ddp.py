@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +22,7 @@ from typing_extensions import override
 from azureml_strategy.cluster.environ import LaunchError
 from azureml_strategy.control.gather import gather
 from azureml_strategy.lightning_internals import is_interactive, register_communication_hook
-from azureml_strategy.strategies.changing_parameters import CompletingDDP, Wrappers
+from azureml_strategy.strategies.changing_parameters import CompletingDDP, Wrappers, after_each_backward
 from azureml_strategy.strategies.compression import Compression, begin_anew, communication_hook, on_any_backend
 from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.launched import LaunchedStrategy
@@ -125,7 +126,8 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
         # Whether the first batch decides on settings: measures them, or finds that known ones are for another batch.
         self._awaits_batch = False
         self._wrappers: Wrappers | None = None
-        self._called_backward = False  # whether this batch has had a backward pass by the strategy
+        # Whether this batch has had a backward pass, and whether one by the strategy runs.
+        self._called_backward = self._goes_backward = False
         self.tuning: Tuning | None = None
         if self._job_environment is not None and start_method != "popen":
             raise LaunchError(
@@ -158,11 +160,20 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
         if self._wrappers is not None:
             self._take_wrapper(self._wrappers.begin_step(self.optimizers))
         self._equalize_buffers()
-        output = super().training_step(*args, **kwargs)
+        with nullcontext() if self._is_automatic else after_each_backward(self._average_own):
+            output = super().training_step(*args, **kwargs)
         self._equalize_buffers()
         if isinstance(self.model, CompletingDDP) and self._is_automatic:
             self.model.awaits_backward = self.model.require_backward_grad_sync
         return output
+
+    @override
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        self._goes_backward = True
+        try:
+            return super().backward(*args, **kwargs)
+        finally:
+            self._goes_backward = False
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -188,7 +199,7 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
         **kwargs: Any,
     ) -> Any:
         if self._wrappers is not None and not self._is_automatic and not self._called_backward:
-            self._wrappers.average_all([optimizer])  # after loss.backward() instead of self.manual_backward(loss)
+            self._wrappers.average_all([optimizer])  # gradients that torch.autograd.grad made
         if isinstance(optimizer, LBFGS):
             closure = self._averaging_loss(closure)
         return super().optimizer_step(optimizer, closure, model, **kwargs)
@@ -292,6 +303,13 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
         """
         if isinstance(self.model, CompletingDDP) and not self._is_automatic:
             self.model.require_forward_param_sync = True
+
+    def _average_own(self) -> None:
+        """Average all gradients after `loss.backward()` in place of `self.manual_backward(loss)`."""
+        if self._goes_backward or self._wrappers is None or not self._wrappers.current.require_backward_grad_sync:
+            return
+        self._called_backward = True
+        self._wrappers.average_all(self.optimizers)
 
     def _averaging_loss(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Have an optimizer that decides by the loss decide alike on all ranks: on how often it runs the closure."""

@@ -55,6 +55,42 @@ class Experts(Regression):
         return torch.optim.AdamW(self.parameters(), 0.01, weight_decay=0.5)
 
 
+class ExpertsByHand(Experts):
+    """Goes backward by itself, past the strategy, and clips what all ranks have together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self._loss(batch).backward()
+        self.clip_gradients(optimizer, 0.5, "norm")
+        optimizer.step()
+
+
+class Mixed(ExpertsByHand):
+    """Has two optimizers, goes backward by the strategy for one, and by itself in the closure of the other."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        first.zero_grad()
+        self.manual_backward(self.network[0](batch).square().mean())
+        first.step()
+
+        def closure() -> Tensor:
+            second.zero_grad()
+            loss = self.network[1](batch).square().mean()
+            loss.backward()
+            return loss
+
+        second.step(closure)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(each.parameters(), 0.1) for each in self.network[:2]]
+
+
 class Backbone(Regression):
     """Its first layer is frozen for an epoch."""
 
@@ -116,6 +152,33 @@ def experts() -> dict[str, list[float]]:
     return {"parameters": parameters(trained), "alone": parameters(alone)}
 
 
+def by_hand() -> dict[str, list[float]]:
+    """Experts that each rank trains by `loss.backward()`, with others on the other rank."""
+    in_order = DistributedSampler(Routed(), WORLD, RANK, shuffle=False)
+    trained = fit(ExpertsByHand(), AzureMLDDPStrategy(), 1, DataLoader(Routed(), BATCH, sampler=in_order))
+    alone = Experts()
+    optimizer = alone.configure_optimizers()
+    for rows in DataLoader(Routed(), WORLD * BATCH):
+        optimizer.zero_grad()
+        alone._loss(rows).backward()
+        nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
+        optimizer.step()
+    return {"parameters": parameters(trained), "alone": parameters(alone)}
+
+
+def mixed() -> dict[str, list[float]]:
+    in_order = DistributedSampler(Routed(), WORLD, RANK, shuffle=False)
+    trained = fit(Mixed(), AzureMLDDPStrategy(), 1, DataLoader(Routed(), BATCH, sampler=in_order))
+    alone = Mixed()
+    optimizers = alone.configure_optimizers()
+    for rows in DataLoader(Routed(), WORLD * BATCH):
+        for network, optimizer in zip(alone.network, optimizers, strict=False):
+            optimizer.zero_grad()
+            network(rows).square().mean().backward()
+            optimizer.step()
+    return {"parameters": parameters(trained), "alone": parameters(alone)}
+
+
 def unfrozen(**arguments: Any) -> list[float]:
     unfreezing = BackboneFinetuning(1, lambda epoch: 1.0, backbone_initial_ratio_lr=1.0)
     return parameters(fit(Backbone(), AzureMLDDPStrategy(**arguments), 4, loader(4), unfreezing))
@@ -136,6 +199,8 @@ def main() -> None:
             "powersgd": unfrozen(gradient_compression="powersgd", bucket_cap_mb=0.001),
         },
         "experts": experts(),
+        "by hand": by_hand(),
+        "mixed": mixed(),
     }
     report(RANK, **found)
 
