@@ -34,6 +34,8 @@ from azureml_strategy.tracking.time_budget import process_age_s
 
 # Of the time, what is kept for the parts that need the GPU for themselves.
 _KEPT_S = 60.0
+# Parts of many cases, of which those are counted alone.
+_MANY = {"ok": ("matrix", "situations", "loops"), "refused": ("situations", "loops")}
 
 
 def _name(part: Part) -> str:
@@ -69,7 +71,7 @@ def table(rows: Sequence[Row]) -> str:
     for part in dict.fromkeys(row.part for row in rows):
         counted = Counter(row.status for row in rows if row.part == part)
         lines.append(f"{part:32}" + "".join(f"{counted[status] or '-':>10}" for status in statuses))
-    told = [row for row in rows if row.status in ("left out", "refused", "WRONG") or not row.part.startswith("matrix")]
+    told = [row for row in rows if row.status in ("left out", "WRONG") or not row.part.startswith(_MANY[row.status])]
     return "\n".join([*lines, "", *(f"{row.status:9} {row.part}: {row.case}: {row.words}" for row in told)])
 
 

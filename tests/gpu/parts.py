@@ -16,6 +16,8 @@ from tests.gpu import families, matrix
 from tests.gpu.agreement import judge
 from tests.gpu.gloo import NEEDS
 from tests.gpu.running import DETERMINISTIC, ROOT, Ended, Machine, Row, program
+from tests.gpu.situations import OF_FABRIC, loops_part, situations_part
+from tests.situations import running as situations
 
 Part = Callable[[Machine], list[Row]]
 Ranks = list[matrix.Results]
@@ -282,7 +284,9 @@ def parts() -> tuple[list[Part], list[Part]]:
     layouts = [layout for layout in matrix.LAYOUTS if layout != matrix.ORACLE]
     at_once: list[Part] = [
         *(demo_part, partial(matrix_part, world=1, layouts=layouts), families_part),
-        partial(matrix_part, world=2, layouts=layouts),
+        partial(situations_part, world=1, layouts=list(situations.LAYOUTS)),
+        *(partial(matrix_part, world=2, layouts=layouts), partial(loops_part, layouts=OF_FABRIC)),
+        partial(situations_part, world=2, layouts=("ddp", "local_sgd")),
         *(partial(resume_part, name=name) for name in RESUMED),
         *(partial(synchronisation_part, recipe=recipe) for recipe in RECIPES),
         *(marked_part, absent_part),

@@ -23,7 +23,7 @@ from lightning.fabric.strategies import Strategy
 from tests.multiprocess.scripts.strategies import BUCKETS
 from tests.situations.loops import LOOPS, Loop, batches
 from tests.situations.refused_by_fabric import LEFT_OUT, REFUSED
-from tests.situations.running import ALONE, RANK, TIMEOUT, WORLD, prepare, whole
+from tests.situations.running import ACCELERATOR, ALONE, RANK, WORLD, prepare, process_group, whole
 
 from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.fabric import (
@@ -73,8 +73,8 @@ def train(layout: str, loop: Loop) -> dict[str, Any]:
 def make_fabric(layout: str, counts: CountsSteps) -> Fabric:
     alone = layout == ALONE
     fabric = Fabric(
-        strategy="auto" if alone else LAYOUTS[layout](process_group_backend="gloo", timeout=TIMEOUT),
-        accelerator="cpu",
+        strategy="auto" if alone else LAYOUTS[layout](**process_group()),
+        accelerator=ACCELERATOR,
         devices=1,
         num_nodes=1 if alone else WORLD,
         callbacks=[counts],
@@ -104,7 +104,12 @@ def main() -> None:
                 print(f"{layout}/{name}", flush=True)
                 result = train(layout, LOOPS[name])
                 print(json.dumps([f"{layout}/{name}", result]), file=results, flush=True)
-                if "error" in result and not result["refused"] and not _is_told(layout, name, result["error"]):
+                if (
+                    WORLD > 1
+                    and "error" in result
+                    and not result["refused"]
+                    and not _is_told(layout, name, result["error"])
+                ):
                     return  # the ranks may be in different collectives, and nothing after it would mean anything
                 gc.collect()
     if dist.is_initialized():

@@ -42,6 +42,7 @@ from azureml_strategy.strategies.errors import ConfigurationError
 
 ALONE = "alone"
 WORLD, RANK = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+ACCELERATOR = os.environ.get("SITUATIONS_ACCELERATOR", "cpu")
 LAYOUTS: dict[str, Callable[..., Strategy]] = {
     "ddp": AzureMLDDPStrategy,
     "zero_1": partial(AzureMLDeepSpeedStrategy, stage=1, **BUCKETS),
@@ -89,10 +90,10 @@ def replica(layout: str) -> tuple[int, int]:
 
 def make_trainer(layout: str, **arguments: Any) -> Trainer:
     alone = layout == ALONE
-    backend = {} if alone else {"process_group_backend": "gloo", "timeout": TIMEOUT}
+    one_device = "cuda:0" if ACCELERATOR == "cuda" else ACCELERATOR
     return Trainer(
-        strategy=SingleDeviceStrategy("cpu") if alone else LAYOUTS[layout](**backend),
-        accelerator="cpu",
+        strategy=SingleDeviceStrategy(one_device) if alone else LAYOUTS[layout](**process_group()),
+        accelerator=ACCELERATOR,
         devices=1,
         num_nodes=1 if alone else WORLD,
         max_epochs=EPOCHS,
@@ -102,6 +103,11 @@ def make_trainer(layout: str, **arguments: Any) -> Trainer:
         enable_model_summary=False,
         **arguments,
     )
+
+
+def process_group() -> dict[str, Any]:
+    """Arguments of each strategy: several ranks share the one GPU, which only gloo allows."""
+    return {"timeout": TIMEOUT, **({"process_group_backend": "gloo"} if ACCELERATOR == "cpu" or WORLD > 1 else {})}
 
 
 def weights(layout: str, module: LightningModule) -> dict[str, list[float]]:
@@ -138,7 +144,7 @@ def differences(found: Mapping[str, Any], oracle: Mapping[str, Any]) -> list[str
 
 
 def prepare() -> None:
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("DS_ACCELERATOR", ACCELERATOR)
     torch.set_num_threads(1)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -155,7 +161,7 @@ def main() -> None:
                 print(f"{layout}/{name}", flush=True)
                 result = train(layout, SITUATIONS[name])
                 print(json.dumps([f"{layout}/{name}", result]), file=results, flush=True)
-                if result["steps"] and "error" in result and not result["refused"]:
+                if WORLD > 1 and result["steps"] and "error" in result and not result["refused"]:
                     return  # the ranks may be in different collectives, and nothing after it would mean anything
                 gc.collect()
     if dist.is_initialized():
