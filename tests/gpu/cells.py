@@ -139,9 +139,8 @@ def drawn_on_cpu(make: Make) -> nn.Module:
         def drawn(tensor: Tensor, *arguments: Any, **options: Any) -> Tensor:
             if tensor.is_meta:
                 return tensor
-            return tensor.copy_(
-                draw(torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"), *arguments, **options)
-            )
+            # ZeRO-3 makes tensors of 16 bits; some processors draw other numbers in these than in float32.
+            return tensor.copy_(draw(torch.empty(tensor.shape, device="cpu").float(), *arguments, **options))
 
         return drawn
 

@@ -156,6 +156,7 @@ def run(chosen: Cells, accelerator: str, file: Path) -> bool:
     """
     for cell in chosen:
         torch._dynamo.reset()
+        gc.collect()  # what is frozen is never freed
         gc.freeze()  # DeepSpeed collects garbage in each start, which would visit all libraries again and again
         result = run_cell(*cell, accelerator)
         with file.open("a") as lines:

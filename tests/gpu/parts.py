@@ -35,7 +35,7 @@ RECIPES = {
     "gpt_zero3": _TEXT,
     "gpt_tensor_parallel": _TEXT,
     "gpt_pipeline": (*_TEXT, "strategy.num_stages=1"),
-    "gpt_diloco": (*_TEXT, "strategy.warmup_steps=2"),
+    "gpt_diloco": (*_TEXT, "strategy.warmup_steps=2", "strategy.period=4"),
 }
 RESUMED = {"ddp": "ddp", "zero_3": "deepspeed_stage_3", "fsdp2": "model_parallel"}
 # Points of forward and backward between what the breakdown and torch.profiler call waiting for the host.

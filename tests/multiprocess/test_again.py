@@ -1,4 +1,4 @@
-"""azureml_model_parallel: one module in several runs, with steps that call its layers and not itself."""
+"""What one training leaves to the next: modules that are trained again, and what is freed."""
 
 from __future__ import annotations
 
@@ -14,3 +14,14 @@ def test_a_module_is_trained_again(run_job: RunJob, nodes: int) -> None:
         assert fsdp2["losses"] == pytest.approx(ddp["losses"], rel=1e-5)
         assert fsdp2["losses"][0] != fsdp2["losses"][-1]
         assert fsdp2["in_shards"] == [True] * 4
+
+
+def test_nothing_of_a_training_outlives_it(run_job: RunJob) -> None:
+    """Hooks of a first engine would take part in a second training, and keep the optimizer's state on the GPU."""
+    job = run_job("let_go.py")
+    assert job.exit_code == 0, job.output
+    for left in job.each("left"):
+        assert left == {layout: {"hooks": 0, "alive": []} for layout in left}
+    # That of a model made in configure_model is the GPU, on which no generator of the user's shuffles.
+    for loaders in job.each("loaders"):
+        assert loaders == dict.fromkeys(loaders, "cpu")

@@ -61,7 +61,8 @@ def train(layout: str, loop: Loop) -> dict[str, Any]:
     fabric = make_fabric(layout, counts)
     size = {ALONE: WORLD, "tensor_parallel": min(WORLD, 2)}.get(layout, 1)
     try:
-        module = loop(fabric, batches(RANK // size, WORLD // size))
+        rows = [each.to(fabric.device) for each in batches(RANK // size, WORLD // size)]
+        module = loop(fabric, rows)
         return {"weights": weights(module), "loss": None, "steps": counts.steps}
     except Exception as error:  # each is to be judged, whatever another one does
         last = "".join(traceback.format_exception(error)[-6:])

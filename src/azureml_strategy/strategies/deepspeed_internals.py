@@ -45,6 +45,10 @@ INTERNALS: dict[str, dict[str, str]] = {
     "deepspeed.runtime.zero.partition_parameters.Init": {
         "_zero_init_param": "extended: casts the parameters of a layer before they are cut",
     },
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": {
+        "_grad_acc_hooks": "takes them off the parameters at the end of a training; the other optimizers have them too",
+        "_leaf_module_hooks": "takes them off the modules",
+    },
     "deepspeed.utils.groups": {
         "_release_process_group_references": "forgets the groups of a former Trainer, which may be destroyed",
     },
@@ -70,6 +74,33 @@ def forget_groups() -> None:
     from deepspeed.utils import groups
 
     groups._release_process_group_references()
+
+
+def let_go(engine: DeepSpeedEngine) -> None:
+    """Take an engine off its module when a training has ended. DeepSpeed leaves there all that it has put there.
+
+    The gradients of a second training would pass through the first one's buffers too, on a GPU while another stream
+    reads them: wrong numbers, in silence. And nothing would ever free the engine with the state of its optimizer. The
+    hooks that gather parameters of ZeRO 3 for a call of the module stay.
+    """
+    from deepspeed.runtime.zero import parameter_offload
+
+    for name in ("_grad_acc_hooks", "_leaf_module_hooks"):
+        hooks = getattr(engine.optimizer, name, [])
+        for hook in hooks:
+            hook.remove()
+        hooks.clear()
+    for handle in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
+        if handle is not None:
+            handle.remove()
+    own = set(map(id, engine.module.modules()))
+    stack = parameter_offload.FWD_MODULE_STACK
+    stack[:] = [module for module in stack if id(module) not in own]
+    if hasattr(engine, "pipe_buffers"):
+        # Their graphs lead back to the engine, by a way that Python's garbage collector does not see.
+        engine.loss = None
+        for buffers in engine.pipe_buffers.values():
+            buffers[:] = [None] * len(buffers)
 
 
 def load_universal_checkpoint(engine: DeepSpeedEngine) -> None:

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torchmetrics import MeanSquaredError
 
 from azureml_strategy.strategies.deepspeed_internals import forget_groups, zero_init
 from azureml_strategy.strategies.zero import construction
-from azureml_strategy.strategies.zero.construction import CutView, GatherForUse
+from azureml_strategy.strategies.zero.construction import CutView, GatherForUse, place_all_but_parameters
 from azureml_strategy.strategies.zero.device import use_device
 
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
@@ -229,3 +230,26 @@ def test_buffers_stay_exact_in_bf16() -> None:
     torch.manual_seed(0)
     assert torch.equal(whole, nn.Linear(64, 64).weight.bfloat16()), "as it is drawn in float32"
     assert torch.arange(4).dtype == torch.int64
+
+
+class Standardised(nn.Module):
+    """Buffers of functions that DeepSpeed does not know, one of them shared, and a metric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.linspace(0, 1, 4), persistent=False)
+        self.inner = nn.Module()
+        self.inner.register_buffer("mean", self.mean)
+        self.error = MeanSquaredError()
+
+
+def test_buffers_and_metrics_of_a_cut_module_come_to_the_device() -> None:
+    module = build(Standardised, cut=True)
+    held = [id(each) for each in module.parameters()]
+    place_all_but_parameters(module, torch.device("meta"))
+    assert {each.device.type for each in (*module.buffers(), module.error.sum_squared_error)} == {"meta"}
+    assert module.mean is module.inner.mean
+    assert "mean" not in module.state_dict()
+    assert [id(each) for each in module.parameters()] == held
+    assert {each.ds_tensor.device.type for each in module.parameters()} == {"cpu"}

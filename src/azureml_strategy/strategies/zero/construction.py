@@ -14,10 +14,12 @@ from importlib.util import find_spec
 from types import ModuleType, TracebackType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torchmetrics import Metric
 from typing_extensions import override
 
 from azureml_strategy.huggingface.transformers_internals import MODELS, declare_zero_3, inside_zero_init
@@ -159,6 +161,26 @@ class Construction:
     def end(self) -> None:
         """Tell transformers that nothing is cut any more."""
         self._declared = None
+
+
+def place_all_but_parameters(module: nn.Module, device: torch.device) -> None:
+    """Move buffers and the states of metrics to a device.
+
+    DeepSpeed moves a module whose parameters it has cut in `configure_model` to no device. It makes tensors of
+    `torch.zeros` and a few other functions on the GPU, but not those of `torch.linspace`, nor of an `__init__`.
+
+    Args:
+        module: the module that is trained.
+        device: of this process.
+    """
+    moved: dict[int, Tensor] = {}
+    for part in module.modules():
+        if isinstance(part, Metric):
+            part.to(device)
+            continue
+        for name, buffer in part.named_buffers(recurse=False):
+            if not buffer.is_meta:
+                setattr(part, name, moved.setdefault(id(buffer), buffer.to(device)))
 
 
 def _require_accelerate() -> None:

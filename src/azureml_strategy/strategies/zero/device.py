@@ -10,9 +10,10 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies.deepspeed import DeepSpeedStrategy
+from typing_extensions import override
 
 from azureml_strategy.lightning_internals import default_process_group_backend
-from azureml_strategy.strategies.deepspeed_internals import compile_no_operations, forget_groups
+from azureml_strategy.strategies.deepspeed_internals import compile_no_operations, forget_groups, let_go
 
 
 class AnyDevice:
@@ -67,9 +68,15 @@ class AnyDevice:
 
 
 class AnyDeviceDeepSpeedStrategy(AnyDevice, DeepSpeedStrategy):
-    """Lightning's DeepSpeed strategy for the Trainer, on any device."""
+    """Lightning's DeepSpeed strategy for the Trainer, on any device; its engine does not outlive it."""
 
     requires_cuda = DeepSpeedStrategy
+
+    @override
+    def teardown(self) -> None:
+        super().teardown()
+        if self.model is not None and self.model is not self.lightning_module:
+            let_go(self.deepspeed_engine)
 
 
 def require_numbered_devices(devices: Sequence[torch.device]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -32,7 +32,7 @@ from azureml_strategy.strategies.zero.config import (
     require_deepspeed,
     strategy_arguments,
 )
-from azureml_strategy.strategies.zero.construction import Construction
+from azureml_strategy.strategies.zero.construction import Construction, place_all_but_parameters
 from azureml_strategy.strategies.zero.hooks import WatchedHooks, whole_parameters_alone
 from azureml_strategy.strategies.zero.refusals import StartingParameters, refuse_callbacks, refuse_scalars
 
@@ -114,6 +114,15 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
 
     @contextmanager
     @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        if self.lightning_module is not None:
+            # It asks the user for a loader, whose tensors are not to be made on the GPU, as those of a model are.
+            self._init_config_if_needed()
+        with super().tensor_init_context(empty_init):
+            yield
+
+    @contextmanager
+    @override
     def model_sharded_context(self) -> Generator[None, None, None]:
         self._init_config_if_needed()
         if not self.zero_stage_3:
@@ -126,6 +135,8 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
     @override
     def _setup_model(self, model: Module) -> Module:  # type: ignore[override]
         make_contiguous(model)
+        if self.zero_stage_3:
+            place_all_but_parameters(model, self.root_device)
         return super()._setup_model(model)
 
     @override

@@ -1,0 +1,51 @@
+"""Trains under each strategy and lets go of all: what is still there? And where does a module make its own loader?"""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from typing import Any
+
+import torch
+from common import report
+from tests.situations.modules import Regression, loader
+from tests.situations.running import LAYOUTS, make_trainer, prepare, replica
+
+
+class OwnLoader(Regression):
+    """It is built in `configure_model`, and has a loader of its own."""
+
+    device_of_loader: torch.device | None = None
+
+    def configure_model(self) -> None:
+        pass
+
+    def train_dataloader(self) -> Any:
+        self.device_of_loader = torch.get_default_device()
+        return loader(*replica("zero_2"))
+
+
+def left_of(layout: str) -> dict[str, Any]:
+    """The hooks that are on the parameters after a training, and what lives after its last reference has gone."""
+    module, trainer = Regression(), make_trainer(layout)
+    trainer.fit(module, loader(*replica(layout)))
+    made = [weakref.ref(each) for each in (trainer.strategy.model, trainer.strategy, trainer, module)]
+    hooks = sum(len(each._post_accumulate_grad_hooks or ()) for each in module.parameters())
+    del trainer, module
+    gc.collect()
+    return {"hooks": hooks, "alive": [type(each()).__name__ for each in made if each() is not None]}
+
+
+def device_of_loader(layout: str) -> str:
+    module = OwnLoader()
+    make_trainer(layout).fit(module)
+    return str(module.device_of_loader)
+
+
+prepare()
+report(
+    int(os.environ["RANK"]),
+    left={layout: left_of(layout) for layout in LAYOUTS},
+    loaders={layout: device_of_loader(layout) for layout in ("zero_1", "zero_2", "zero_3")},
+)
