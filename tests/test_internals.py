@@ -60,6 +60,7 @@ OTHERS = {
             "_autograd_hook",
             "_check_reducer_finalized",
             "_execution_engine",
+            "_foreach_copy_",
             "_foreach_norm",
             "_reset_state",
             "_post_accumulate_grad_hooks",

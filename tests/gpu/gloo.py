@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 # What a layout needs of them, besides all_reduce and broadcast.
 NEEDS = {
@@ -21,8 +22,8 @@ NEEDS = {
     "zero_2": ("all_gather_into_tensor",),
     "zero_3": ("all_gather_into_tensor", "reduce_scatter_tensor"),
     "zero_3_offload": ("all_gather_into_tensor", "reduce_scatter_tensor"),
-    "fsdp2": ("all_gather_into_tensor", "reduce_scatter_tensor"),
-    "fsdp2_recomputing": ("all_gather_into_tensor", "reduce_scatter_tensor"),
+    "fsdp2": ("all_gather_into_tensor", "reduce_scatter_tensor", "device_mesh"),
+    "fsdp2_recomputing": ("all_gather_into_tensor", "reduce_scatter_tensor", "device_mesh"),
     "pipeline": ("send_recv",),
 }
 
@@ -40,11 +41,14 @@ def collectives(device: str) -> dict[str, Callable[[], object]]:
         "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(whole, half),
         "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(half, whole),
         "send_recv": lambda: send_and_receive(device),
+        "device_mesh": lambda: init_device_mesh(device, (dist.get_world_size(),)),
     }
 
 
 def main(output: Path, device: str) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    # Lightning binds a group to its GPU; a mesh then splits the group.
+    bound = torch.device("cuda", 0) if device == "cuda" else None
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20), device_id=bound)
     missing = {}
     for name, call in collectives(device).items():
         try:

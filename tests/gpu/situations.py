@@ -14,6 +14,8 @@ from tests.situations.judging import Results, judge, judge_fabric, read
 
 SCRIPTS = ROOT / "tests" / "situations"
 OF_FABRIC = ("ddp", "fsdp2", "zero_1", "zero_2", "zero_3")
+# torch draws other numbers for a DTensor on a GPU than for a tensor, of the same seed.
+DRAWS = {(layout, "new_head") for layout in ("fsdp2", "tensor_parallel")}
 
 
 def situations_part(machine: Machine, world: int, layouts: Sequence[str]) -> list[Row]:
@@ -22,6 +24,8 @@ def situations_part(machine: Machine, world: int, layouts: Sequence[str]) -> lis
         layout: [name for name in trainer.SITUATIONS if name not in refused.LEFT_OUT.get(layout, ())]
         for layout in layouts
     }
+    if machine.accelerator == "cuda":
+        names = {layout: [name for name in some if (layout, name) not in DRAWS] for layout, some in names.items()}
     names[trainer.ALONE] = list(trainer.SITUATIONS)
     found, oracle = _ran(machine, "running.py", world, names)
     return [

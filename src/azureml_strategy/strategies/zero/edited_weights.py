@@ -67,9 +67,12 @@ class EditedWeights:
     def take_whole(self) -> None:
         """Take edits of whole parameters of ZeRO 3 into their parts, before a forward pass lets go of some."""
         own = self._of_persistent() == self._mark_of_persistent
-        for parameter in filter(is_whole, persistent_parameters(self._engine)):
-            values, part = part_of_whole(parameter)
-            part.copy_(torch.where(own, values, part))
+        pairs = [part_of_whole(each) for each in filter(is_whole, persistent_parameters(self._engine))]
+        if pairs:
+            # There may be hundreds of them. A few operations for all take the host less time than two for each.
+            values, parts = zip(*pairs, strict=True)
+            taken = torch.where(own, torch.cat(values), torch.cat(parts))
+            torch._foreach_copy_(parts, taken.split([each.numel() for each in parts]))
         self._mark_of_persistent = torch.where(own, self._of_persistent(), self._mark_of_persistent)
 
     def _of_persistent(self) -> Tensor:
