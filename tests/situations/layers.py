@@ -199,6 +199,15 @@ class LossOfALayer(Regression):
         return self.loss(self.criterion(self(batch[0])), batch[0])
 
 
+class CompiledBlocks(Regression):
+    """Its blocks compile themselves, and the whole calls them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.compile(backend="eager")
+
+
 SITUATIONS: dict[str, Situation] = {
     "shared_layer": Situation(SharedLayer),
     "shared_norm": Situation(SharedNorm),
@@ -217,4 +226,5 @@ SITUATIONS: dict[str, Situation] = {
     "parametrized": Situation(Parametrized),
     "no_blocks": Situation(NoBlocks),
     "loss_of_a_layer": Situation(LossOfALayer),
+    "compiled_blocks": Situation(CompiledBlocks),
 }

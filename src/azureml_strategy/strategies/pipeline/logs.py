@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -222,7 +223,7 @@ class LastStage:
         """
         every = self._module.named_parameters
 
-        def named_parameters(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        def named_parameters(_: LightningModule, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
             yield next(every(*args, **kwargs))
             raise PipelineError(
                 f"{type(self._module).__name__} goes through self.parameters() in its step, which runs on the last "
@@ -233,7 +234,8 @@ class LastStage:
         if self._whole:
             yield
             return
-        self._module.named_parameters = named_parameters  # type: ignore[method-assign]
+        # A method, as torch.compile asks for its function.
+        self._module.named_parameters = MethodType(named_parameters, self._module)  # type: ignore[method-assign]
         try:
             yield
         finally:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, MethodType
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -72,7 +72,7 @@ def whole_parameters_alone(module: LightningModule) -> Iterator[None]:
     """
     every = module.named_parameters
 
-    def named_parameters(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(_: LightningModule, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         ours = _is_of_library(sys._getframe(1))
         for name, parameter in every(*args, **kwargs):
             yield name, parameter
@@ -83,7 +83,8 @@ def whole_parameters_alone(module: LightningModule) -> Iterator[None]:
                     "or use strategy='azureml_deepspeed_stage_2', which keeps parameters whole."
                 )
 
-    module.named_parameters = named_parameters  # type: ignore[method-assign]
+    # A method, as torch.compile asks for its function.
+    module.named_parameters = MethodType(named_parameters, module)  # type: ignore[method-assign]
     try:
         yield
     finally:
