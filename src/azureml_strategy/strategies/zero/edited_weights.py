@@ -72,7 +72,7 @@ class EditedWeights:
             # There may be hundreds of them. A few operations for all take the host less time than two for each.
             values, parts = zip(*pairs, strict=True)
             taken = torch.where(own, torch.cat(values), torch.cat(parts))
-            torch._foreach_copy_(parts, taken.split([each.numel() for each in parts]))
+            torch._foreach_copy_(parts, torch.split(taken, [each.numel() for each in parts]))
         self._mark_of_persistent = torch.where(own, self._of_persistent(), self._mark_of_persistent)
 
     def _of_persistent(self) -> Tensor:
