@@ -39,7 +39,7 @@ STOPS_LATER: dict[str, tuple[str, ...]] = {
     "zero_3": _LATER_OF_ZERO,
     "fsdp2": ("replaces_data",),
     "tensor_parallel": ("replaces_data",),
-    "pipeline": ("adds_layer", "freezes"),
+    "pipeline": ("adds_layer", "unfreezes_in_step"),
 }
 
 
@@ -126,10 +126,8 @@ PIPELINE: dict[str, str] = {
     "auxiliary_loss": "goes through self.parameters()",
     "sets_weights": "Unexpected key(s) in state_dict",
 }
-# Four stages of one layer each, of which the first has no parameter left that trains.
-OF_FOUR: dict[str, dict[str, str]] = {
-    "pipeline": {"freezes": "were frozen after the start", "adds_group": "configure_optimizers failed on a stage"}
-}
+# Four stages of one layer each.
+OF_FOUR: dict[str, dict[str, str]] = {"pipeline": {"adds_group": "configure_optimizers failed on a stage"}}
 _OTHER_FORWARD = "pipeline_layers() say another forward pass than forward()"
 # What means nothing under a strategy, or stops one rank alone, with the reason.
 _GRADIENTS_ELSEWHERE = {"clamps_gradients": "DeepSpeed has the gradients: a warning names the function that edits them"}
@@ -142,7 +140,6 @@ LEFT_OUT: dict[str, dict[str, str]] = {
     "pipeline": {
         **dict.fromkeys(("weight_of_a_block", "part_of_a_block", "part_and_block", "skips_a_block"), _OTHER_FORWARD),
         "logs_norm": "a callback has the parameters of its stage alone",
-        "alternates": "a stage without a parameter that trains stops in autograd, and the others wait for it",
     },
 }
 

@@ -162,6 +162,15 @@ class Penalty(Three):
         return loss + torch.stack([each.sum() for each in self.parameters()]).sum()
 
 
+class Freezes(Three):
+    """Only after its layers have run: another micro-batch would have other gradients."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = self(batch[0]).mean()
+        self.network["last"].requires_grad_(False)
+        return loss
+
+
 class NoLoss(Three):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         self(batch[0])
@@ -174,6 +183,7 @@ class NoLoss(Three):
         (Changed, "with other inputs than pipeline_batch"),
         (Never, r"never calls self\(inputs\)"),
         (Penalty, r"goes through self.parameters\(\)"),
+        (Freezes, "training_step changes requires_grad of network.last.bias, network.last.weight, but"),
         (NoLoss, "NoneType instead of a loss"),
     ],
 )

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from azureml_strategy.strategies.pipeline.chain import Chain
 from azureml_strategy.strategies.pipeline.micro_batches import MicroBatch
 from azureml_strategy.strategies.pipeline.partition import PipelineError
+from azureml_strategy.strategies.pipeline.refusals import refuse_changes_in_step, trained_parameters
 
 _ARGUMENTS = inspect.signature(LightningModule.log)
 # Reduce the values of micro-batches to that of the batch, as `reduce_fx` reduces those of batches to the epoch's.
@@ -203,14 +204,17 @@ class LastStage:
         """Return the loss of a micro-batch, or zero in an evaluation, where DeepSpeed needs no loss.
 
         Raises:
-            PipelineError: the step did not take the outputs once for the given inputs, or returned no loss.
+            PipelineError: the step did not take the outputs once for the given inputs, returned no loss, or froze or
+                unfroze parameters.
         """
         return self._logs.run((micro.hook, *micro.arguments[1:]), outputs, lambda: self._step(outputs, micro))
 
     def _step(self, outputs: Any, micro: MicroBatch) -> Tensor:
         step = getattr(self._module, micro.hook)
+        trained = trained_parameters(self._module)
         with self._logs.recording(micro.samples), self._chain.computed(micro, outputs), self._own_parameters_only():
             result = step(micro.batch, *micro.arguments)
+        refuse_changes_in_step(self._module, micro.hook, trained)
         if micro.hook == "training_step":
             return _loss(result)
         return torch.zeros((), device=self._module.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging
@@ -10,6 +10,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import nn
 
 from azureml_strategy.lightning_internals import is_compiled
 from azureml_strategy.strategies.pipeline.partition import PipelineError
@@ -66,8 +67,34 @@ def refuse_changes(changes: Sequence[str]) -> None:
     """
     if changes:
         raise PipelineError(
-            f"{changes[0]} The stages of a pipeline exchange gradients of what trained at the start: freeze layers in "
-            "__init__, and leave each stage a parameter that trains."
+            f"{changes[0]} In a pipeline, only precision='32-true' with zero_stage=0 has an optimizer that follows "
+            "requires_grad."
+        )
+
+
+def trained_parameters(module: nn.Module) -> set[str]:
+    """Return the names of the parameters that require gradients now."""
+    return {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def refuse_changes_in_step(module: nn.Module, hook: str, trained: Collection[str]) -> None:
+    """Refuse a step that froze or unfroze parameters, as the layers have run before it.
+
+    Args:
+        module: whose step has run.
+        hook: the step.
+        trained: `trained_parameters` before the step.
+
+    Raises:
+        PipelineError: it did.
+    """
+    changed = sorted(trained_parameters(module).symmetric_difference(trained))
+    if changed:
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        raise PipelineError(
+            f"{type(module).__name__}.{hook} changes requires_grad of {', '.join(changed[:3])}{more}, but in a "
+            "pipeline the micro-batch has gone through the layers before the step, and the next one would go through "
+            "others. Change it in on_train_batch_start or on_train_epoch_start, on all ranks."
         )
 
 

@@ -88,7 +88,9 @@ class StageModule(PipelineModule):  # type: ignore[misc] # DeepSpeed has no anno
     @override
     def forward(self, forward_input: Any) -> Any:
         # DeepSpeed sends the raw memory to the next stage, and the receiver assumes that it is contiguous.
-        return tree_map(torch.Tensor.contiguous, super().forward(forward_input))
+        outputs = tree_map(torch.Tensor.contiguous, super().forward(forward_input))
+        sends_on = torch.is_grad_enabled() and self.stage_id < self.num_stages - 1
+        return tree_map(_taking_gradients, outputs) if sends_on else outputs
 
     @override
     def train(self, mode: bool = True) -> Self:
@@ -125,3 +127,13 @@ class StageModule(PipelineModule):  # type: ignore[misc] # DeepSpeed has no anno
         for comm in self.tied_comms.values():
             if self.global_rank != min(comm["ranks"]):
                 yield from (comm["module"].get_parameter(name) for name in comm["weight_attr"])
+
+
+def _taking_gradients(output: torch.Tensor) -> torch.Tensor:
+    """Return a float output so that it takes the gradient that the next stage sends, even if nothing is behind it.
+
+    Nothing is behind it where all parameters are frozen for now, or where a layer passes on what it was given.
+    """
+    if output.requires_grad or not output.is_floating_point():
+        return output
+    return output.detach().requires_grad_()

@@ -284,7 +284,7 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
     def training_step(self, batch: Any, *arguments: Any) -> Tensor:
         assert self._run is not None
         assert self.lightning_module is not None
-        self._check_once_an_epoch()
+        self._check_changes()
         self.equal_before_step()
         measure = updates_logs(self.lightning_module.trainer)
         with self.two_types_explained():
@@ -336,20 +336,22 @@ class PipelineStrategy(LaunchedStrategy, StagedDeepSpeedStrategy):
             self._lightning_module = None
         super().teardown()
 
-    def _check_once_an_epoch(self) -> None:
+    def _check_changes(self) -> None:
+        """Refuse what the stages can no longer train: together in the first step of an epoch, alone in others."""
         assert self._cut is not None
         assert self.lightning_module is not None
         epoch = self.lightning_module.trainer.current_epoch
+        change = self._change()
         if epoch != self._checked_epoch:
             self._checked_epoch = epoch
             self._cut.check_nothing_added()
-            refuse_changes([words for words in gather(self._change()) if words])
+            refuse_changes([words for words in gather(change) if words])
+        elif change:  # the other stages wait for this one, which ends the job
+            refuse_changes([change])
 
     def _change(self) -> str | None:
         """What this stage can no longer train as it began, in words."""
         assert self._starting is not None
-        if not self._starting.any_trains:
-            return f"All parameters of stage {self.pipeline_stage} were frozen after the start."
         plain = isinstance(self.deepspeed_engine.optimizer, Optimizer)  # trains what requires a gradient, like torch
         return None if plain else self._starting.changes()
 

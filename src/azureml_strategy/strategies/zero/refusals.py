@@ -151,11 +151,6 @@ class StartingParameters:
         self._names, self._parameters = [name for name, _ in named], [each for _, each in named]
         self._trained = self._now()
 
-    @property
-    def any_trains(self) -> bool:
-        """Whether any parameter trains now, or none did at the start."""
-        return any(self._now()) or not any(self._trained)
-
     def require_same(self) -> None:
         """Check that it is the same now.
 
