@@ -33,6 +33,7 @@ from azureml_strategy.checkpoint.metric_state import Settings, metric_settings, 
 from azureml_strategy.checkpoint.module_record import module_entry, remember_input
 from azureml_strategy.checkpoint.monitor import never_validates, say_newest_is_best, say_not_logged, say_unranked
 from azureml_strategy.checkpoint.random_state import find_generators, random_state, set_random_state
+from azureml_strategy.checkpoint.rank_states import restore_states, states_of_ranks
 from azureml_strategy.checkpoint.shared_timer import SharedTimer
 from azureml_strategy.checkpoint.writer import BackgroundWriter, CheckpointWriter, Written
 from azureml_strategy.control.gather import gather_sound
@@ -285,6 +286,7 @@ class JobCheckpoint(ModelCheckpoint):
         checkpoint[_OURS] = {
             "between_steps": loop.between_steps,
             "ranks": gather_sound(own),
+            "states": states_of_ranks(trainer, checkpoint),
             "callbacks": exactness.save(trainer, checkpoint),
             "unwritten": pending_metrics(trainer),
         }
@@ -313,6 +315,9 @@ class JobCheckpoint(ModelCheckpoint):
             )
             if self._fit_resume is None or self._fit_resume.checkpoint is None:
                 warn_unless_elastic(trainer)
+        states = ours.get("states")  # an older version's checkpoint has none
+        if own is not None and states:
+            restore_states(trainer, checkpoint, states[trainer.global_rank])
         exactness.stop_again(trainer, ours["callbacks"])
 
         def restore(within_epoch: bool) -> None:
