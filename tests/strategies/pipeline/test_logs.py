@@ -183,7 +183,7 @@ class NoLoss(Three):
         (Changed, "with other inputs than pipeline_batch"),
         (Never, r"never calls self\(inputs\)"),
         (Penalty, r"goes through self.parameters\(\)"),
-        (Freezes, "training_step changes requires_grad of network.last.bias, network.last.weight, but"),
+        (Freezes, "training_step changes requires_grad of network.last.weight, network.last.bias, but"),
         (NoLoss, "NoneType instead of a loss"),
     ],
 )

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from azureml_strategy.strategies.pipeline.chain import Chain
 from azureml_strategy.strategies.pipeline.micro_batches import MicroBatch
 from azureml_strategy.strategies.pipeline.partition import PipelineError
-from azureml_strategy.strategies.pipeline.refusals import refuse_changes_in_step, trained_parameters
+from azureml_strategy.strategies.pipeline.refusals import refuse_changes_in_step
 
 _ARGUMENTS = inspect.signature(LightningModule.log)
 # Reduce the values of micro-batches to that of the batch, as `reduce_fx` reduces those of batches to the epoch's.
@@ -199,6 +199,7 @@ class LastStage:
 
     def __init__(self, module: LightningModule, chain: Chain, logs: SharedLogs, whole: bool) -> None:
         self._module, self._chain, self._logs, self._whole = module, chain, logs, whole
+        self._parameters = dict(module.named_parameters())  # listed once, as it takes time in each micro-batch
 
     def __call__(self, outputs: Any, micro: MicroBatch) -> Tensor:
         """Return the loss of a micro-batch, or zero in an evaluation, where DeepSpeed needs no loss.
@@ -211,13 +212,17 @@ class LastStage:
 
     def _step(self, outputs: Any, micro: MicroBatch) -> Tensor:
         step = getattr(self._module, micro.hook)
-        trained = trained_parameters(self._module)
+        trained = self._trained()
         with self._logs.recording(micro.samples), self._chain.computed(micro, outputs), self._own_parameters_only():
             result = step(micro.batch, *micro.arguments)
-        refuse_changes_in_step(self._module, micro.hook, trained)
         if micro.hook == "training_step":
+            names = zip(self._parameters, trained, self._trained(), strict=True)
+            refuse_changes_in_step(self._module, [name for name, before, after in names if before != after])
             return _loss(result)
         return torch.zeros((), device=self._module.device)
+
+    def _trained(self) -> list[bool]:
+        return [each.requires_grad for each in self._parameters.values()]
 
     @contextmanager
     def _own_parameters_only(self) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging
@@ -72,27 +72,20 @@ def refuse_changes(changes: Sequence[str]) -> None:
         )
 
 
-def trained_parameters(module: nn.Module) -> set[str]:
-    """Return the names of the parameters that require gradients now."""
-    return {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-
-
-def refuse_changes_in_step(module: nn.Module, hook: str, trained: Collection[str]) -> None:
+def refuse_changes_in_step(module: nn.Module, changed: Sequence[str]) -> None:
     """Refuse a step that froze or unfroze parameters, as the layers have run before it.
 
     Args:
-        module: whose step has run.
-        hook: the step.
-        trained: `trained_parameters` before the step.
+        module: whose training_step has run.
+        changed: names of those parameters.
 
     Raises:
-        PipelineError: it did.
+        PipelineError: there is one.
     """
-    changed = sorted(trained_parameters(module).symmetric_difference(trained))
     if changed:
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
         raise PipelineError(
-            f"{type(module).__name__}.{hook} changes requires_grad of {', '.join(changed[:3])}{more}, but in a "
+            f"{type(module).__name__}.training_step changes requires_grad of {', '.join(changed[:3])}{more}, but in a "
             "pipeline the micro-batch has gone through the layers before the step, and the next one would go through "
             "others. Change it in on_train_batch_start or on_train_epoch_start, on all ranks."
         )
