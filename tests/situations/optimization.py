@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, Callback
-from tests.situations.modules import WIDTH, Regression, Situation
+from tests.situations.modules import WIDTH, Mixture, Regression, Situation
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
@@ -215,6 +216,37 @@ class OwnBackward(Manual):
         loss.backward()
 
 
+class Experts(Regression):
+    """Each row goes through an expert of its own: in some steps one process has no row for one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0] = Mixture()
+
+
+class ExpertsByHand(Experts):
+    """Goes backward in two ways before a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(self(batch[0]), batch[0]))
+        (0.5 * self.blocks[0](batch[0]).pow(2).mean()).backward()
+        self.clip_gradients(optimizer, 0.3, "norm")
+        optimizer.step()
+
+
+class ExpertsDecay(Experts):
+    """Its optimizer moves what has a gradient of zeros, and leaves what has none."""
+
+    def optimizer(self, parameters: Iterable[Any], rate: float = 0.01) -> Optimizer:
+        return torch.optim.AdamW(parameters, rate, weight_decay=0.5)
+
+
 class SkipsABlock(Regression):
     """Leaves out a block in every second step, and the last one in all of the first epoch."""
 
@@ -416,6 +448,9 @@ SITUATIONS: dict[str, Situation] = {
     "adversaries": Situation(Adversaries),
     "adversaries_without_toggles": Situation(AdversariesWithoutToggles),
     "own_backward": Situation(OwnBackward),
+    "experts": Situation(Experts),
+    "experts_by_hand": Situation(ExpertsByHand),
+    "experts_decay": Situation(ExpertsDecay),
     "skips_a_block": Situation(SkipsABlock),
     "unfreezes_in_step": Situation(UnfreezesInStep),
     "freezes_in_accumulation": Situation(FreezesInAccumulation, lambda: {"accumulate_grad_batches": 3}),

@@ -19,6 +19,7 @@ _BY_HAND = (
     "adversaries",
     "adversaries_without_toggles",
     "own_backward",
+    "experts_by_hand",
 )
 _AVERAGES = ("ema_weight_averaging", "weight_averaging", "stochastic_weight_averaging")
 LOCAL_SGD: dict[str, str] = {
@@ -95,6 +96,7 @@ _MANUAL = (
         "manual_two_losses",
         "toggles_in_step",
         "evaluates_in_step",
+        "experts_by_hand",
     ),
     *("manual_twice", "manual_accumulation", "manual_clipping", "two_optimizers", "adversaries"),
 )
@@ -131,12 +133,21 @@ OF_FOUR: dict[str, dict[str, str]] = {"pipeline": {"adds_group": "configure_opti
 _OTHER_FORWARD = "pipeline_layers() say another forward pass than forward()"
 # What means nothing under a strategy, or stops one rank alone, with the reason.
 _GRADIENTS_ELSEWHERE = {"clamps_gradients": "DeepSpeed has the gradients: a warning names the function that edits them"}
+_EXPERTS = dict.fromkeys(
+    ("experts", "experts_by_hand", "experts_decay"),
+    "ranks that use other layers in a step send other gradients, and end in the network's error, or wait",
+)
 LEFT_OUT: dict[str, dict[str, str]] = {
-    **dict.fromkeys(("zero_1", "zero_2", "zero_3"), _GRADIENTS_ELSEWHERE),
-    "local_sgd": {"clipping": "has another meaning: each replica clips the gradients of its own samples"},
-    "tensor_parallel": dict.fromkeys(
-        ("momentum_teacher", "logs_norm"), "torch's error in the first step: see the note it gets"
-    ),
+    **{layout: {**_GRADIENTS_ELSEWHERE, **_EXPERTS} for layout in ("zero_1", "zero_2", "zero_3")},
+    "local_sgd": {
+        "clipping": "has another meaning: each replica clips the gradients of its own samples",
+        "experts_decay": "averages of what AdamW made of each replica's gradients are not what it makes of their mean",
+    },
+    "fsdp2": _EXPERTS,
+    "tensor_parallel": {
+        **dict.fromkeys(("momentum_teacher", "logs_norm"), "torch's error in the first step: see the note it gets"),
+        **_EXPERTS,
+    },
     "pipeline": {
         **dict.fromkeys(("weight_of_a_block", "part_of_a_block", "part_and_block", "skips_a_block"), _OTHER_FORWARD),
         "logs_norm": "a callback has the parameters of its stage alone",

@@ -27,7 +27,8 @@ class CompletingDDP(DistributedDataParallel):
     torch's reducer waits for a gradient of each parameter that was trainable when it was made. If one is missing, it
     leaves gradients as they are on each rank, and the next step raises an error. Here the parameters that are missing
     at the end of a backward pass are told to the reducer as ready, with what they have accumulated before. It takes no
-    search through the graph before the pass, as `find_unused_parameters` does, and costs nothing if none is missing.
+    search through the graph before the pass, as `find_unused_parameters` does. The ranks agree after each pass on which
+    parameters any of them has used; only a rank that has left some out waits for it.
 
     Args:
         arguments: of `DistributedDataParallel`.
@@ -36,7 +37,8 @@ class CompletingDDP(DistributedDataParallel):
         reduced: the parameters whose gradients it averages, in the reducer's order.
         equal: the parameters of which all ranks have got the first one's values.
         has_reduced: whether there was a backward pass.
-        awaits_backward: whether a forward pass has told the reducer to expect one that has not come yet.
+        awaits_backward: whether the reducer was told to expect a backward pass that has not come yet; to be set by who
+            tells it.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -44,40 +46,71 @@ class CompletingDDP(DistributedDataParallel):
         self.reduced: list[nn.Parameter] = self._build_params_for_reducer()[0]  # type: ignore[no-untyped-call]
         self.equal: list[nn.Parameter] = list(self.module.parameters())
         self.has_reduced = self.awaits_backward = False
+        self._all_used: Tensor | None = None
 
     def complete_after(self, loss: Tensor) -> None:
         """Have the backward pass of this loss end complete."""
-        self.has_reduced, self.awaits_backward = True, False
+        self.has_reduced = True
         if loss.requires_grad:
             loss.register_hook(lambda _: self.complete_pass())  # type: ignore[no-untyped-call]
 
     def complete_pass(self) -> None:
         """Have the backward pass that runs now end complete; once for each pass."""
-        if not self.require_backward_grad_sync or self.static_graph:
+        if not self.require_backward_grad_sync:
+            return
+        if self.static_graph:
+            self.awaits_backward = False
             return
         # The engine runs these at the end of the pass, in the order in which they came. The reducer's own end, which
         # comes while the pass runs, is before the second one.
         _at_end_of_pass(lambda: _at_end_of_pass(self._complete))
 
     def _complete(self) -> None:
+        if not self.awaits_backward:
+            return
+        self.awaits_backward = False
         reducer: Any = self.reducer
         missing = _missing(reducer)
-        if not missing:
-            return
-        without = [self.reduced[index] for index in missing if self.reduced[index].grad is None]
+        without = [index for index in missing if self.reduced[index].grad is None]
         for index in missing:
             reducer._autograd_hook(index)
-        _at_end_of_pass(lambda: _take_zeros(without))
+        if not self.find_unused_parameters:  # else the reducer does so
+            _at_end_of_pass(lambda: self._leave_unused(without))
+
+    def _leave_unused(self, without: list[int]) -> None:
+        """Take the zeros of parameters that no rank has used: an optimizer passes over one without a gradient.
+
+        One with a gradient of zeros would still move by momentum and decay. The numbers do not tell: what another rank
+        has used may have a gradient of zeros too.
+
+        Args:
+            without: the indices of the parameters that had no gradient on this rank.
+        """
+        if self._all_used is None:
+            self._all_used = torch.ones(len(self.reduced), dtype=torch.int32, device=self.reduced[0].device)
+        if not without:
+            if self.process_group.size() > 1:
+                # It stays what it is. Only ranks that have left some out read theirs.
+                dist.all_reduce(self._all_used, dist.ReduceOp.MAX, group=self.process_group, async_op=True)
+            return
+        used = self._all_used.clone()
+        used[without] = 0
+        if self.process_group.size() > 1:
+            dist.all_reduce(used, dist.ReduceOp.MAX, group=self.process_group)
+        of_all = used.tolist()
+        for index in without:
+            if not of_all[index]:
+                self.reduced[index].grad = None
 
     def rest(self) -> None:
         """Leave gradients to another wrapper."""
         if self.awaits_backward:  # a step without a loss, which Lightning allows on one rank
             self.expect_nothing()
-            self.awaits_backward = False
 
     def expect_nothing(self) -> None:
         """Tell the reducer that no backward pass comes of the last forward pass."""
         self.reducer._reset_state()
+        self.awaits_backward = False
 
     def release(self) -> None:
         """Take the reducer's hooks off the parameters.
@@ -269,18 +302,3 @@ def _missing(reducer: Any) -> list[int]:
             raise
         return [int(each) for each in re.findall(r"\d+", told.group(1))]
     return []
-
-
-def _take_zeros(parameters: list[nn.Parameter]) -> None:
-    """Take the gradients of parameters that no rank has used: an optimizer passes over a parameter without one.
-
-    One with a gradient of zeros would still move by momentum and decay. What another rank has used has other numbers.
-    """
-    gradients = [each.grad for each in parameters if each.grad is not None]
-    if not gradients:
-        return
-    device = gradients[0].device
-    used = torch.stack([each.any().to(device) for each in gradients]).tolist()
-    for parameter, has_numbers in zip([each for each in parameters if each.grad is not None], used, strict=True):
-        if not has_numbers:
-            parameter.grad = None

@@ -182,6 +182,8 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
             self._take_wrapper(self._wrappers.begin_backward(self.optimizers))
         super().pre_backward(closure_loss)
         if isinstance(self.model, CompletingDDP):
+            if not self._is_automatic:
+                self.model.awaits_backward = self.model.require_backward_grad_sync
             self.model.complete_after(closure_loss)
 
     @override

@@ -46,7 +46,7 @@ class _Passes:
     def _watch(self, ddp: nn.Module, inputs: object, outputs: Any) -> None:
         assert isinstance(ddp, CompletingDDP)
         if torch.is_grad_enabled() and ddp.require_backward_grad_sync:
-            self.awaits = False
+            self.awaits, ddp.awaits_backward = False, True
             apply_to_collection(outputs, Tensor, self._watch_output)
             if not self.awaits:  # the backward pass was a part of the forward pass
                 ddp.expect_nothing()
