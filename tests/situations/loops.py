@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from lightning.fabric import Fabric
-from tests.situations.modules import BATCHES, FEATURES, GLOBAL_BATCH, WIDTH, Block
+from tests.situations.modules import BATCHES, FEATURES, GLOBAL_BATCH, WIDTH, Block, Mixture
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
@@ -344,6 +344,23 @@ def own_backward(fabric: Fabric, rows: list[Tensor]) -> nn.Module:
     return module
 
 
+def experts(fabric: Fabric, rows: list[Tensor]) -> nn.Module:
+    """A pass by Fabric, then one of a layer by its loss itself, and a norm that torch clips."""
+    module = Network()
+    module.blocks[0] = Mixture()
+    model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters(), 0.01, weight_decay=0.5))
+    for each in rows:
+        optimizer.zero_grad()
+        fabric.backward(loss_of(model(each), each))
+        module.blocks[0](each).pow(2).mean().backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 0.3)
+        optimizer.step()
+        if fabric.global_rank == 0:  # what one rank looks at by itself
+            weight = torch.ones(FEATURES, device=each.device, requires_grad=True)
+            (each * weight).sum().backward()
+    return module
+
+
 def setup_twice(fabric: Fabric, rows: list[Tensor]) -> nn.Module:
     module = Network()
     for part in (rows[:3], rows[3:]):
@@ -448,6 +465,7 @@ LOOPS: dict[str, Loop] = {
     "layers_beside_forward": layers_beside_forward,
     "evaluates": evaluates,
     "own_backward": own_backward,
+    "experts": experts,
     "shared_layer": _of(SharedLayer),
     "shared_parameter": _of(SharedParameter),
     "scalar_parameter": _of(Scalar),

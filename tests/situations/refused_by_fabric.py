@@ -46,4 +46,7 @@ ENDS_LATER: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("zero_1", "zero_2"), _LATER_OF_ZERO),
     "zero_3": (*_LATER_OF_ZERO, "average_made_after"),
 }
-LEFT_OUT: dict[str, tuple[str, ...]] = {}
+# Ranks that use other layers in a step send other gradients, and end in the network's error, or wait.
+LEFT_OUT: dict[str, tuple[str, ...]] = dict.fromkeys(
+    ("fsdp2", "tensor_parallel", "zero_1", "zero_2", "zero_3"), ("experts",)
+)

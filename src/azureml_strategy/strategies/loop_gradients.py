@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -65,12 +66,26 @@ class _Passes:
                 ddp.complete_pass()
 
 
+class _Gradient:
+    """The gradient that a parameter has now."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._parameter, self._gradient = parameter, parameter.grad
+        self._version = 0 if parameter.grad is None else parameter.grad._version
+
+    def has_changed(self) -> bool:
+        """Whether the parameter has another one since, or the numbers of this one are others."""
+        gradient = self._parameter.grad
+        return gradient is not self._gradient or (gradient is not None and gradient._version != self._version)
+
+
 class LoopGradients:
     """Averages the gradients that no reducer of DDP does.
 
     A reducer averages in the first backward pass after a forward pass of its module, and only the parameters that were
     trainable when it was made. A loop may call layers past the wrapper, go backward twice, unfreeze parameters, or
-    train some that no module has. To average once more what is equal already changes nothing.
+    train some that no module has, and go backward by `loss.backward()`. To average once more what is equal already
+    changes nothing.
     """
 
     def __init__(self) -> None:
@@ -79,6 +94,7 @@ class LoopGradients:
         self._in_backward = False
         self._backwards = 0
         self._seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        _follow_backward_passes().append(weakref.ref(self))
 
     def add_module(self, ddp: CompletingDDP) -> None:
         """Take care of the gradients of a module."""
@@ -113,7 +129,29 @@ class LoopGradients:
         """Average the gradients that are left, at the end of the backward pass."""
         self._in_backward = False
         self._backwards += 1
-        self._average_others([each for ref in self._optimizers if (each := ref()) is not None])
+        self._average_others(self._living_optimizers())
+
+    def follow_own_backward(self) -> Callable[[], None]:
+        """Note the gradients before a `loss.backward()` of the user's.
+
+        Returns:
+            What averages after it, unless it was of something else, which one rank may do alone.
+        """
+        if self._in_backward:  # the strategy's own
+            return lambda: None
+        noted = [_Gradient(each) for each in optimized(self._living_optimizers())]
+        earlier = [(each, each.averages) for each in self._passes]
+        for each in self._passes:
+            each.averages = False
+
+        def average_new() -> None:
+            changed = any(each.has_changed() for each in noted)
+            if changed:
+                self.after_backward()
+            for each, averaged in earlier:
+                each.averages = averaged and not changed
+
+        return average_new
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Average the gradients of a step to which no backward pass of the strategy has led."""
@@ -137,6 +175,9 @@ class LoopGradients:
 
         return closed
 
+    def _living_optimizers(self) -> list[Optimizer]:
+        return [each for ref in self._optimizers if (each := ref()) is not None]
+
     def _average_others(self, optimizers: list[Optimizer]) -> None:
         living = [(each, ddp) for each in self._passes if (ddp := each.ddp) is not None]
         if not living or not any(ddp.require_backward_grad_sync for _, ddp in living):
@@ -144,3 +185,32 @@ class LoopGradients:
         done = [each.reduced for each, ddp in living if each.averages or not ddp.require_backward_grad_sync]
         settled = set().union(*done, *(each.left for each, _ in living))
         average((each for each in optimized(optimizers) if id(each) not in settled), living[0][1])
+
+
+@cache
+def _follow_backward_passes() -> list[weakref.ref[LoopGradients]]:
+    """Have each `loss.backward()` average from now on: there is nothing else of ours in a loop of the user's own.
+
+    Returns:
+        The loops to care for, in an order that all ranks share.
+    """
+    loops: list[weakref.ref[LoopGradients]] = []
+    backward, runs = torch.autograd.backward, False
+
+    @wraps(backward)
+    def followed(*args: Any, **kwargs: Any) -> None:
+        nonlocal runs
+        if runs:  # a pass within a pass, as activation checkpoints have
+            backward(*args, **kwargs)
+            return
+        ends = [loop.follow_own_backward() for each in loops if (loop := each()) is not None]
+        runs = True
+        try:
+            backward(*args, **kwargs)
+        finally:
+            runs = False
+        for end in ends:
+            end()
+
+    torch.autograd.backward = followed
+    return loops
