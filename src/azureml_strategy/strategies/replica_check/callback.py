@@ -25,9 +25,9 @@ from azureml_strategy.strategies.replica_check.updates import UpdateWatch
 
 log = logging.getLogger(__name__)
 
-# After these steps, and then each so many. Local SGD has averaged after the later ones by default. A look takes some
-# milliseconds, and all of the check 0.3 % of the first thousand steps of 50 ms: see benchmarks/replica_check.py.
-_FIRST, _EVERY = (1, 2, 4, 8, 32, 256), 1024
+# After these steps, and then each so many. Local SGD has averaged after the later ones by default. A look takes two or
+# three milliseconds: see benchmarks/replica_check.py.
+_FIRST, _EVERY = (2, 16, 128), 1024
 # A save is preceded by a look, unless the last one is not so many steps ago.
 _BEFORE_SAVE = 128
 # So many different ranks are asked for names at most.
@@ -42,11 +42,10 @@ _fits = itertools.count()
 class ReplicaCheck(IsolatedCallback):
     """Warns if ranks that must have the same parameters, buffers, learning rates or counters have not.
 
-    It looks before the first step, after 1, 2, 4, 8, 32 and 256, at each 1,024, at the end of the first epoch, before a
-    save and at the end. Each
-    rank hashes some elements of its tensors where they lie, and leaves the hashes in the rendezvous store when the
-    device has come so far. Rank 0 compares those that are there, and waits for no other rank but at the end of
-    training. Nothing is added to the collectives of the training.
+    It looks before the first step, after 2, 16 and 128, at each 1,024, at the end of the first epoch, before a save
+    and at the end. Each rank hashes some elements of its tensors where they lie, and leaves the hashes in the
+    rendezvous store when the device has come so far. Rank 0 compares those that are there, and waits for no other rank
+    but at the end of training. Nothing is added to the collectives of the training.
 
     Which ranks must agree, the strategy says (`SharesCopies`). Random states are not compared: ranks draw different
     numbers on purpose.
@@ -87,13 +86,15 @@ class ReplicaCheck(IsolatedCallback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._notice_step(trainer)
+        if self._watch is not None and self._watch.has_news:
+            self._notice_step(trainer, self._watch)
         if self._channel is None:
             return
         if self._is_due(trainer.global_step):
             self._look(trainer, "step")
         self._batches += 1
-        self._tell(trainer, self._channel, wait=False)
+        if self._untold:
+            self._tell(trainer, self._channel, wait=False)
         since = self._batches - self._last_batch
         if self._awaited and since & (since - 1) == 0:  # other ranks may be a step behind
             self._compare(trainer, self._channel)
@@ -118,8 +119,8 @@ class ReplicaCheck(IsolatedCallback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._notice_step(trainer)
         if self._watch is not None:
+            self._notice_step(trainer, self._watch)
             self._say(trainer, self._watch.verdict(at_end=True))
         if self._channel is not None:
             self._look(trainer, "end")
@@ -144,10 +145,9 @@ class ReplicaCheck(IsolatedCallback):
         self._reset()
         give_back()
 
-    def _notice_step(self, trainer: Trainer) -> None:
-        if self._watch is not None:
-            self._watch.after_batch()
-            self._say(trainer, self._watch.verdict(at_end=False))
+    def _notice_step(self, trainer: Trainer, watch: UpdateWatch) -> None:
+        watch.after_batch()
+        self._say(trainer, watch.verdict(at_end=False))
 
     def _say(self, trainer: Trainer, sentences: list[str]) -> None:
         for each in sentences:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
@@ -20,8 +19,7 @@ from azureml_strategy.strategies.replica_check.fingerprints import is_hashable
 PARAMETER, BUFFER, OPTIMIZER, SCHEDULER = "parameter", "buffer", "optimizer", "scheduler"
 
 
-@dataclass(frozen=True)
-class Copy:
+class Copy(NamedTuple):
     """A value that some ranks must have alike.
 
     Attributes:
@@ -112,8 +110,8 @@ def _counters(optimizer: Any, number: int, holders: str) -> Iterator[Copy]:
     """How often the optimizer has stepped. Its other states follow from gradients, and so do the parameters."""
     steps = [state["step"] for state in optimizer.state.values() if isinstance(state, dict) and "step" in state]
     tensors = [each for each in steps if isinstance(each, Tensor)]
-    if not any(each.device.type != "cpu" for each in tensors) and steps:
-        yield Copy(OPTIMIZER, f"steps of optimizer {number}", holders, sorted({float(each) for each in steps}))
+    if steps and all(each.is_cpu for each in tensors):
+        yield Copy(OPTIMIZER, f"steps of optimizer {number}", holders, sorted(set(map(float, steps))))
 
 
 def _of_schedulers(trainer: Trainer) -> Iterator[Copy]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,9 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-# After how many steps something is said; if no parameter at all has changed, after more: a module may accumulate by
-# itself.
-_STEPS, _STEPS_OF_ALL = 8, 64
+from azureml_strategy.strategies.replica_check.transfers import Transfer
+
+# After how many steps something is said, beside the end of training.
+_TOLD_AFTER = (8, 64, 512)
+# If no parameter at all has changed, so many are awaited: a module may accumulate by itself.
+_STEPS_OF_ALL = 64
 # Steps after the eighth are observed at powers of two, up to this one.
 _LAST_STEP = 1024
 # Gradients so much smaller than the largest are rounding: a bias before a normalisation has no other.
@@ -62,14 +65,61 @@ class _Seen:
     has_gradient: bool = False
 
 
-@dataclass
 class _Step:
     """A step under observation: each parameter at the place of its largest gradient, on its device."""
 
-    parameters: list[nn.Parameter] = field(default_factory=list)
-    places: list[Tensor] = field(default_factory=list)
-    largest: list[Tensor] = field(default_factory=list)
-    before: list[Tensor] = field(default_factory=list)
+    def __init__(self) -> None:
+        self._parameters: list[nn.Parameter] = []
+        self._places: list[Tensor] = []
+        self._largest: list[Tensor] = []
+        self._before: list[Tensor] = []
+
+    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Note a parameter that is about to change, unless its gradient is sparse."""
+        values, own = _local(parameter), _local(gradient)
+        if own.layout != torch.strided or not own.numel() or values.shape != own.shape:
+            return
+        sizes = own.abs()
+        place = sizes.argmax()
+        self._parameters.append(parameter)
+        self._places.append(place)
+        self._largest.append(torch.take(sizes, place))
+        self._before.append(torch.take(values, place))
+
+    def end(self) -> _Outcome | None:
+        """See what has changed; None if nothing was noted."""
+        alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for number, each in enumerate(self._before):
+            alike.setdefault((each.device, each.dtype), []).append(number)
+        found = []
+        for numbers in alike.values():
+            now = torch.stack([torch.take(_local(self._parameters[i]), self._places[i]) for i in numbers])
+            changed = now != torch.stack([self._before[i] for i in numbers])
+            largest = torch.stack([self._largest[i] for i in numbers]).float()
+            found.append(torch.stack([largest, changed.float()]))
+        parameters = [id(self._parameters[i]) for numbers in alike.values() for i in numbers]
+        return _Outcome(parameters, Transfer(found)) if found else None
+
+
+class _Outcome:
+    """What a step has done, when the device has come so far.
+
+    Args:
+        parameters: ids of those that were observed.
+        found: largest gradients, and whether they have changed, for some parameters after others.
+    """
+
+    def __init__(self, parameters: list[int], found: Transfer) -> None:
+        self.parameters, self._found = parameters, found
+
+    def is_ready(self) -> bool:
+        """Whether it can be read without waiting."""
+        return self._found.is_ready()
+
+    def values(self) -> tuple[list[float], list[bool]]:
+        """The largest gradient of each parameter, and whether it has changed."""
+        pairs = self._found.values()
+        return [each for largest, _ in pairs for each in largest], [bool(each) for _, some in pairs for each in some]
 
 
 class UpdateWatch:
@@ -80,15 +130,20 @@ class UpdateWatch:
 
     Args:
         trainer: about to train.
+
+    Attributes:
+        has_news: whether `after_batch` and `verdict` have something to do. Most steps are not observed.
     """
 
     def __init__(self, trainer: Trainer) -> None:
+        self.has_news = False
         self._trainer = trainer
         self._seen: dict[int, _Seen] = {}
         self._under_way: list[_Step] = []
+        self._outcomes: list[_Outcome] = []
         self._rates: dict[int, float] = {}
         self._rising: dict[int, bool] = {}
-        self._steps = self._observed = 0
+        self._said_at = self._observed = 0
         self._stepped: dict[int, int] = {}
         self._said: set[str] = set()
         self._largest = 0.0  # of all gradients that were observed
@@ -98,7 +153,6 @@ class UpdateWatch:
         """Watch a training; None under DeepSpeed and FSDP1, whose parameters have no gradients of their own."""
         return None if isinstance(trainer.strategy, (DeepSpeedStrategy, FSDPStrategy)) else cls(trainer)
 
-    @torch.no_grad()
     def before_step(self, optimizer: Optimizer) -> None:
         """Note what the optimizer is about to change; its gradients are ready.
 
@@ -107,36 +161,17 @@ class UpdateWatch:
         """
         number = self._stepped.get(id(optimizer), 0) + 1
         self._stepped[id(optimizer)] = number
-        if number & (number - 1) or number > _LAST_STEP:
-            return
-        self._observed = max(self._observed, number)
-        self._rising[id(optimizer)] = False
-        step = _Step()
-        for group in optimizer.param_groups:
-            rate = group.get("lr", 1.0)
-            if isinstance(rate, Tensor) and rate.device.type != "cpu":
-                continue  # reading it would wait for the device
-            self._rising[id(optimizer)] |= float(rate) > self._rates.get(id(group), float("inf"))
-            self._rates[id(group)] = float(rate)
-            for parameter in group["params"]:
-                seen = self._seen.setdefault(id(parameter), _Seen(type(optimizer)))
-                seen.has_gradient |= parameter.grad is not None
-                if parameter.grad is not None and rate and not seen.changed:
-                    _observe(step, parameter)
-        if step.parameters:
-            self._under_way.append(step)
+        if number & (number - 1) == 0 and number <= _LAST_STEP:
+            self._observed = max(self._observed, number)
+            self._observe(optimizer)
 
-    @torch.no_grad()
     def after_batch(self) -> None:
-        """See what has changed; it waits for the device in those few steps that are observed."""
-        steps, self._under_way = self._under_way, []
-        for step in steps:
-            now = [torch.take(_local(each), place) for each, place in zip(step.parameters, step.places, strict=True)]
-            largest = [float(each) for each in step.largest]
-            changed = [bool(a != b) for a, b in zip(now, step.before, strict=True)]
-            if not all(each < float("inf") for each in largest):  # neither infinite nor NaN
-                continue
-            self._count(step, largest, changed)
+        """See what has changed, as far as the device has come."""
+        if self._under_way:
+            self._end_steps()
+        if self._outcomes:
+            self._count_outcomes(wait=False)
+        self.has_news = bool(self._outcomes)
 
     def verdict(self, at_end: bool) -> list[str]:
         """Say what does not train, once.
@@ -144,8 +179,10 @@ class UpdateWatch:
         Args:
             at_end: whether no further step follows.
         """
-        if not (at_end or self._is_time()):
+        if not at_end and (self._observed == self._said_at or self._observed not in _TOLD_AFTER or self._outcomes):
             return []
+        self._said_at = self._observed
+        self._count_outcomes(wait=True)
         named = {id(each): (name, each) for name, each in self._trainer.lightning_module.named_parameters()}
         found = [] if any(self._rising.values()) else [*self._unchanged(named, at_end)]
         found += [*self._in_no_optimizer(named), *self._not_of_module(named)]
@@ -153,22 +190,50 @@ class UpdateWatch:
         self._said |= {key for key, _ in found}
         return said
 
-    def _is_time(self) -> bool:
-        """Whether enough was observed since the last time."""
-        steps = self._observed
-        if steps < _STEPS or steps == self._steps:
-            return False
-        self._steps = steps
-        return True
+    @torch.no_grad()
+    def _observe(self, optimizer: Optimizer) -> None:
+        """Note the parameters that have not changed yet."""
+        step = _Step()
+        self._rising[id(optimizer)] = False
+        for group in optimizer.param_groups:
+            rate = group.get("lr", 1.0)
+            if isinstance(rate, Tensor) and not rate.is_cpu:
+                continue  # reading it would wait for the device
+            self._rising[id(optimizer)] |= float(rate) > self._rates.get(id(group), float("inf"))
+            self._rates[id(group)] = float(rate)
+            for parameter in group["params"]:
+                seen = self._seen.get(id(parameter))
+                if seen is None:
+                    seen = self._seen[id(parameter)] = _Seen(type(optimizer))
+                if seen.changed:
+                    continue
+                gradient = parameter.grad
+                seen.has_gradient |= gradient is not None
+                if gradient is not None and rate:
+                    step.add(parameter, gradient)
+        self._under_way.append(step)
+        self.has_news = True
 
-    def _count(self, step: _Step, largest: list[float], changed: list[bool]) -> None:
-        for parameter, moved in zip(step.parameters, changed, strict=True):
-            self._seen[id(parameter)].changed |= moved
+    @torch.no_grad()
+    def _end_steps(self) -> None:
+        steps, self._under_way = self._under_way, []
+        self._outcomes += [outcome for outcome in (each.end() for each in steps) if outcome is not None]
+
+    def _count_outcomes(self, wait: bool) -> None:
+        while self._outcomes and (wait or self._outcomes[0].is_ready()):
+            outcome = self._outcomes.pop(0)
+            largest, changed = outcome.values()
+            if all(each < float("inf") for each in largest):  # neither infinite nor NaN
+                self._count(outcome.parameters, largest, changed)
+
+    def _count(self, parameters: list[int], largest: list[float], changed: list[bool]) -> None:
+        for parameter, moved in zip(parameters, changed, strict=True):
+            self._seen[parameter].changed |= moved
         self._largest = max(self._largest, *largest)
         worth = _NEGLIGIBLE * self._largest
-        for parameter, gradient in zip(step.parameters, largest, strict=True):
+        for parameter, gradient in zip(parameters, largest, strict=True):
             if gradient > worth:
-                self._seen[id(parameter)].pushed += 1
+                self._seen[parameter].pushed += 1
 
     def _unchanged(self, named: dict[int, tuple[str, nn.Parameter]], at_end: bool) -> Iterator[tuple[str, str]]:
         pushed = {key: each for key, each in self._seen.items() if each.pushed >= 2 and key in named}
@@ -204,19 +269,6 @@ class UpdateWatch:
                 why = _REPLACED.format(count=gone) if gone else _NOT_REACHED
                 count = len(parameters)
                 yield f"optimizer {number}", _NO_GRADIENT.format(number=number, steps=steps, count=count, why=why)
-
-
-def _observe(step: _Step, parameter: nn.Parameter) -> None:
-    assert parameter.grad is not None
-    values, gradient = _local(parameter), _local(parameter.grad)
-    if gradient.layout != torch.strided or not gradient.numel() or values.shape != gradient.shape:
-        return
-    sizes = gradient.abs()
-    place = sizes.argmax()
-    step.parameters.append(parameter)
-    step.places.append(place)
-    step.largest.append(torch.take(sizes, place))
-    step.before.append(torch.take(values, place))
 
 
 def _is_of_torch(optimizer: type[Optimizer]) -> bool:
