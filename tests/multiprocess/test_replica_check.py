@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
+import transformers
 from tests.multiprocess.conftest import RunJob
 
 # strategy: what is found when one rank changes it before step 3, right after an average of local SGD. Buffers are made
@@ -31,3 +35,17 @@ def test_what_differs_is_named(run_job: RunJob, strategy: str) -> None:
     for line in said["learning rate"]:
         assert "on rank 1 these are others than on rank 0" in line
     assert any("lr of group 0 of optimizer 0" in line for line in said["learning rate"])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_recipes_models_are_not_accused(run_job: RunJob, tmp_path: Path, ranks: int) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+    job = run_job("recipes_unaccused.py", tmp_path / "llama", processes_per_node=ranks)
+    assert job.exit_code == 0, job.output
+    found = job.results[0]
+    assert {case: lines for case, lines in found["said"].items() if lines} == {}
+    assert set(found["steps"].values()) == {10}
