@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from azureml_strategy.checkpoint.formats import FORMATS, CheckpointFormat, CheckpointFormatError
+from azureml_strategy.checkpoint.formats import FORMATS, PIPELINE, ZERO, CheckpointFormat, CheckpointFormatError
 from azureml_strategy.checkpoint.module_record import MODULE, merged
 from azureml_strategy.checkpoint.plain_coding import decode
 from azureml_strategy.checkpoint.plain_data import HUGGING_FACE, MOVED, UnsavableStateError, to_plain
@@ -48,7 +48,7 @@ def consolidate(
         told: what the caller knows of the module, as `told_of_module` makes it.
 
     Returns:
-        The weights by name, on the CPU.
+        The weights by name, on the CPU. The file also holds the extra states of modules.
 
     Raises:
         CheckpointFormatError: the layout is not known, the output exists, or reading would run code.
@@ -57,8 +57,7 @@ def consolidate(
     content = read_whole(checkpoint, trust_pickles=trust_pickles, told=told)
     with appearing(output) as part:
         torch.save(content, part)
-    weights: dict[str, torch.Tensor] = content["state_dict"]
-    return weights
+    return {name: each for name, each in content["state_dict"].items() if isinstance(each, torch.Tensor)}
 
 
 def read_whole(
@@ -72,21 +71,24 @@ def read_whole(
     Raises:
         CheckpointFormatError: the layout is not known, reading would run code, or an entry has no plain form.
     """
-    read = checkpoint_format(checkpoint).read(checkpoint, trust_pickles)
+    layout = checkpoint_format(checkpoint)
+    # In any other layout, an entry of such a name is one that a hook of the user's has added.
+    of_training = (*_OF_LIGHTNING, *(_OF_DEEPSPEED if layout in (ZERO, PIPELINE) else ()))
+    read = layout.read(checkpoint, trust_pickles)
     if told:
         read = {**read, MODULE: merged(read.get(MODULE), told)}
-    moved = [each for each in read.get(MOVED, ()) if not _is_of_training(decode(each["at"])[0])]
-    kept = {name: value for name, value in read.items() if not _is_of_training(name)}
+    moved = [each for each in read.get(MOVED, ()) if not _is_among(of_training, decode(each["at"])[0])]
+    kept = {name: value for name, value in read.items() if not _is_among(of_training, name)}
     try:
         return to_plain({**kept, "state_dict": dict(read["state_dict"]), MOVED: moved})
     except UnsavableStateError as error:  # of a checkpoint that others wrote, with trust_pickles
         raise CheckpointFormatError(f"{checkpoint} holds what a file of plain values cannot. {error}") from error
 
 
-def _is_of_training(name: Any) -> bool:
+def _is_among(of_training: Collection[str], name: Any) -> bool:
     if name in (MODULE, HUGGING_FACE):
         return False
-    return name in _OF_LIGHTNING or name in _OF_DEEPSPEED or str(name).startswith(_OURS)
+    return name in of_training or str(name).startswith(_OURS)
 
 
 def checkpoint_format(checkpoint: Path) -> CheckpointFormat:

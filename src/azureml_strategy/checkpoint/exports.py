@@ -6,7 +6,7 @@ import io
 import json
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,15 @@ from azureml_strategy.checkpoint.consolidate import appearing, read_whole, refus
 from azureml_strategy.checkpoint.formats import CheckpointFormatError
 from azureml_strategy.checkpoint.module_making import make_module, modules_of
 from azureml_strategy.checkpoint.module_record import INPUT, MODULE
+from azureml_strategy.checkpoint.plain_coding import decode
+from azureml_strategy.checkpoint.plain_data import HUGGING_FACE, MOVED
 from azureml_strategy.lazy import require_library
 
 _SAMPLES = 2  # of the example that is traced: torch.export would take a single sample for a constant
+# Entries of a checkpoint that become metadata as they are, and all that need no mention: safetensors keep them, or they
+# say of what class hyperparameters are, or they are for another format.
+_AS_TEXT = ("epoch", "global_step", "pytorch-lightning_version")
+_KEPT = (*_AS_TEXT, "state_dict", "hyper_parameters", "hparams_name", "hparams_type", MODULE, MOVED, HUGGING_FACE)
 INPUT_NAME, OUTPUT_NAME = "input", "output"
 """Names in an ONNX model. Several outputs are numbered by the exporter."""
 
@@ -77,11 +83,26 @@ def _apart(weights: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _metadata(content: Mapping[str, Any]) -> dict[str, str]:
-    names = [name for name in ("epoch", "global_step", "pytorch-lightning_version") if name in content]
+    names = [name for name in _AS_TEXT if name in content]
     plain = {name: str(content[name]) for name in names}
-    saved = {name: each for name, each in content.get("hyper_parameters", {}).items() if _is_json(each)}
+    hyperparameters = content.get("hyper_parameters", {})
+    saved = {name: each for name, each in hyperparameters.items() if _is_json(each)}
+    _warn_of_left_out(content, [name for name in hyperparameters if name not in saved])
     told = {"hyper_parameters": saved, MODULE: content.get(MODULE)}
     return {"format": "pt", **plain, **{name: json.dumps(each) for name, each in told.items() if each}}
+
+
+def _warn_of_left_out(content: Mapping[str, Any], hyperparameters: Sequence[str]) -> None:
+    """Warn of hyperparameters and other entries of a checkpoint that are no texts."""
+    moved = [" → ".join(map(str, decode(each["at"]))) for each in content.get(MOVED, ())]
+    others = [name for name in content if name not in _KEPT]
+    left_out = [*(f"hyper_parameters → {name}" for name in hyperparameters), *moved, *others]
+    if left_out:
+        warnings.warn(
+            f"The metadata of safetensors are texts, and have no place for {', '.join(left_out)} of the checkpoint: "
+            f"{len(left_out)} left out. A file without --format keeps them.",
+            stacklevel=4,
+        )
 
 
 def _is_json(value: Any) -> bool:

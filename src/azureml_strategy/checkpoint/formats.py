@@ -7,9 +7,11 @@ runs no code from a checkpoint's pickles, unless the caller trusts them.
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import pickle
 import threading
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import ReadItem
 from typing_extensions import override
 
 # DeepSpeed's files hold objects of these modules: its loss scaler, its enums, learning rates that numpy computed. No
@@ -261,29 +266,75 @@ def _is_distributed(path: Path) -> bool:
     return (path / ".metadata").is_file()
 
 
+class _ValuesPlanner(DefaultLoadPlanner):
+    """Loads entries that are no tensors, such as a module's extra state, without running code of theirs."""
+
+    def __init__(self, trust_pickles: bool) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._trust_pickles = trust_pickles
+
+    @override
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        loaded = torch.load(value, map_location="cpu", weights_only=not self._trust_pickles)
+        self.state_dict[read_item.dest_index.fqn] = loaded
+
+
 def _read_distributed(path: Path, trust_pickles: bool) -> dict[str, Any]:
-    import torch
     from torch.distributed.checkpoint import CheckpointException, load  # type: ignore[attr-defined]
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     reader = IndexReader(path, trust_pickles)
-    weights: dict[str, dict[str, torch.Tensor]] = {}
-    for name, entry in reader.read_metadata().state_dict_metadata.items():
-        root, _, inner = name.partition(".")
-        if root in _ROOTS and isinstance(entry, TensorStorageMetadata):
-            weights.setdefault(root, {})[inner] = torch.empty(entry.size, dtype=entry.properties.dtype)
+    index = reader.read_metadata()
+    root = _root_of_weights(path, index)
+    wanted = {name: entry for name, entry in index.state_dict_metadata.items() if name.startswith(f"{root}.")}
+    weights = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        if isinstance(entry, metadata.TensorStorageMetadata)
+        else None
+        for name, entry in wanted.items()
+    }
     # One process reads, also while a training runs in it. Older torch reads alone only where there is no group.
     alone = {"no_dist": True} if dist.is_available() and dist.is_initialized() else {}
     try:  # it loads only what `weights` names: the optimizer's two thirds stay on disk
-        load(weights, storage_reader=reader, **alone)
+        load(weights, storage_reader=reader, planner=_ValuesPlanner(trust_pickles), **alone)
     except CheckpointException as error:  # it holds the errors of all ranks, with their stacks
         reason = str(next(iter(error.failures.values()))[0])
         if "Weights only load failed" in reason:  # between advice that does not apply here
             reason = reason.partition("\n\nCheck the documentation")[0].splitlines()[-1].strip()
-        raise CheckpointFormatError(f"{path}: a part cannot be read, and no part may be left out: {reason}") from error
-    beside = path / _REST
-    rest: dict[str, Any] = read_file(beside, trust_pickles) if beside.is_file() else {}
-    return {**rest, "state_dict": {name: tensor for each in weights.values() for name, tensor in each.items()}}
+        raise _unread(path, reason) from error
+    # torch has written each member of an extra state by itself.
+    places = {name: (index.planner_data or {}).get(name, tuple(name.split(".", 1))) for name in weights}
+    return {**_beside(path, trust_pickles), "state_dict": unflatten_state_dict(weights, places)[root]}
+
+
+def _root_of_weights(path: Path, index: Metadata) -> str:
+    """The name under which an index has the weights."""
+    found = sorted({name.partition(".")[0] for name in index.state_dict_metadata})
+    roots = [name for name in found if name in _ROOTS]
+    if len(roots) != 1:
+        what = "weights under both of" if roots else f"{', '.join(found) or 'nothing'}, and no weights under"
+        raise CheckpointFormatError(
+            f"{path} holds {what} `{'` and `'.join(_ROOTS)}`, which is how Lightning names them. Save them under one: "
+            'torch.distributed.checkpoint.save({"state_dict": module.state_dict()}, checkpoint_id=...).'
+        )
+    return roots[0]
+
+
+def _beside(path: Path, trust_pickles: bool) -> dict[str, Any]:
+    """What Lightning has written beside the shards."""
+    file = path / _REST
+    if not file.is_file():
+        warnings.warn(
+            f"{path} has no {_REST}, in which Lightning keeps all but weights and optimizers: hyperparameters and what "
+            "hooks have added are left out. If the Trainer wrote it, was it copied whole?",
+            stacklevel=2,
+        )
+        return {}
+    rest: dict[str, Any] = read_file(file, trust_pickles)
+    return rest
+
+
+def _unread(path: Path, reason: str) -> CheckpointFormatError:
+    return CheckpointFormatError(f"{path}: a part cannot be read, and no part may be left out: {reason}")
 
 
 DISTRIBUTED = CheckpointFormat("torch.distributed.checkpoint shards", _is_distributed, _read_distributed)
@@ -328,6 +379,8 @@ def _is_pipeline(path: Path) -> bool:
 def _read_pipeline(path: Path, trust_pickles: bool) -> dict[str, Any]:
     # This file holds Lightning's own entries, the same on all ranks. Its pickled tensors stay on disk.
     first = path / _SHARDS / "mp_rank_00_model_states.pt"
+    if not first.is_file():
+        raise _unread(path, f"there is no {first.relative_to(path)}")
     saved = DeepSpeedReader([first], trust_pickles).load(first, map_location="cpu", mmap=True)
     return {**saved, "state_dict": consolidate_pipeline(path, trust_pickles)}
 
@@ -349,10 +402,19 @@ def _read_zero(path: Path, trust_pickles: bool) -> dict[str, Any]:
             "weights, train with tensor_parallel_size=1 (stage 3 cuts parameters too) or with azureml_model_parallel, "
             "whose checkpoints are consolidated whatever their tensor_parallel_size."
         )
-    # This file holds Lightning's own entries, the same on all ranks. Its pickled tensors stay on disk.
+    models = _zero_files(path, "*_model_states.pt")
+    if not models:
+        raise _unread(path, "there is no file of its model's states, *_model_states.pt")
     reader = DeepSpeedReader(_zero_files(path, "*.pt"), trust_pickles)
-    saved = reader.load(_zero_files(path, "*_model_states.pt")[0], map_location="cpu", mmap=True)
-    return {**saved, "state_dict": reader.weights(path)}
+    # This file holds Lightning's own entries, the same on all ranks. Its pickled tensors stay on disk.
+    saved = reader.load(models[0], map_location="cpu", mmap=True)
+    try:
+        weights = reader.weights(path)
+    except (ValueError, FileNotFoundError) as error:  # DeepSpeed's tool counts the files of the ranks
+        raise _unread(path, str(error)) from error
+    # The tool joins parameters and buffers only.
+    extra = {name: value for name, value in saved["module"].items() if name.rpartition(".")[2] == "_extra_state"}
+    return {**saved, "state_dict": {**weights, **extra}}
 
 
 def _zero_files(path: Path, pattern: str) -> list[Path]:
