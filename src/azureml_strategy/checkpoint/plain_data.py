@@ -11,11 +11,12 @@ import copy
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning_utilities.core.rank_zero import WarningCache
@@ -24,6 +25,7 @@ from typing_extensions import override
 
 from azureml_strategy.checkpoint.module_record import module_entry
 from azureml_strategy.checkpoint.plain_coding import NotEncodableError, decode, encode, is_plain
+from azureml_strategy.checkpoint.restored_parts import FreshScheduler, RestoredParts
 
 MOVED = "azureml_strategy_moved"
 """The entry of a checkpoint with the moved values: a list of `{"at": its keys, "value": its plain form}`."""
@@ -41,10 +43,13 @@ class UnsavableStateError(TypeError):
 
 
 class PlainDataStrategy(Strategy):
-    """Mix-in for strategies that adds entries of their own, and moves values back after loading.
+    """Mix-in for strategies that adds entries of their own, moves values back after loading, and tells what is lost.
 
     It does so whatever writes and reads the strategy's files.
     """
+
+    _restored: RestoredParts | None = None  # of the fit that resumes
+    _fresh_schedulers: Sequence[FreshScheduler] = ()
 
     @property
     def written_apart(self) -> tuple[str, ...]:
@@ -61,7 +66,26 @@ class PlainDataStrategy(Strategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        return from_plain(super().load_checkpoint(checkpoint_path, weights_only))
+        checkpoint = from_plain(super().load_checkpoint(checkpoint_path, weights_only))
+        self._restored = RestoredParts.of(checkpoint)
+        return checkpoint
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        self._fresh_schedulers = [FreshScheduler(each.scheduler) for each in self.lr_scheduler_configs]
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if self._restored is not None:
+            self._restored.warn_of_left_out(self.optimizers, self._fresh_schedulers)
+            self._restored = None
+
+    @override
+    def teardown(self) -> None:
+        super().teardown()
+        self._restored = None
 
 
 def to_plain(checkpoint: dict[str, Any], apart: Collection[str] = ()) -> dict[str, Any]:
