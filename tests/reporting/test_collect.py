@@ -11,7 +11,7 @@ from mlflow import MlflowClient
 from mlflow.entities import RunTag
 from tests.reporting.example import SHARES, log_points, log_run
 
-from azureml_strategy.reporting import stores
+from azureml_strategy.reporting import artifacts, stores
 from azureml_strategy.reporting.collect import choose_metrics, collect_run
 from azureml_strategy.reporting.stores import DatabaseStore, ReportError, ServerStore, open_store
 
@@ -93,14 +93,52 @@ def test_an_empty_run(store: str, run_id: str) -> None:
     assert (record.last_step, record.ended_ms, record.series, record.events) == (None, None, {}, [])
 
 
-def test_half_written_artifacts_give_what_is_whole(client: MlflowClient, store: str, run_id: str) -> None:
-    whole = '{"kind": "crash", "text": "no", "step": 3, "time_ms": 5}'
-    client.log_text(run_id, f'{whole}\n{{"kind": "warn', "events/attempt_0.jsonl")
-    client.log_text(run_id, '{"ranks": [', "ranks/attempt_0.json")
-    client.log_text(run_id, "[]", "network.json")
+WHOLE = '{"kind": "crash", "text": "no", "step": 3, "time_ms": 5}'
+HALF = '{"kind": "warn'
+WINDOW = '{"step": 1, "compute_s": [1.0]}'
+# What cannot be read of a file, and what is said of it.
+BROKEN: dict[str, tuple[str, str, str | None]] = {
+    "half a line": ("events/attempt_0.jsonl", f"{WHOLE}\n{HALF}", "1 of 2 lines cannot be read and are left out."),
+    "a newer kind": ("events/attempt_1.jsonl", WHOLE.replace("crash", "new"), "1 of 1 lines cannot be read"),
+    "no step": ("events/attempt_0.jsonl", '{"kind": "crash", "text": "no"}\n[]\n7', "3 of 3 lines cannot be read"),
+    "whole lines": ("events/attempt_0.jsonl", f"{WHOLE}\n{WHOLE}\n", None),
+    "half a table": ("ranks/attempt_0.json", '{"ranks": [', "is no table of ranks, or was cut off: it is left out."),
+    "no windows": ("ranks/attempt_2.json", '{"ranks": []}', "is no table of ranks"),
+    "odd ranks": ("ranks/attempt_0.json", '{"ranks": [{"rank": 0}, 7], "windows": []}', "1 of 2 ranks cannot be read"),
+    "odd windows": (
+        "ranks/attempt_0.json",
+        f'{{"ranks": [{{}}], "windows": [{WINDOW}, 3, {{"step": 2, "compute_s": ["x"]}}]}}',
+        "2 of 3 windows, or their seconds, cannot be read and are left out.",
+    ),
+    "a table": ("ranks/attempt_0.json", f'{{"ranks": [{{}}], "windows": [{WINDOW}]}}', None),
+    "a list": ("network.json", "[]", "network.json names no nodes, or was cut off: it is left out."),
+    "half a network": ("network.json", '{"nodes": [{"host"', "network.json names no nodes, or was cut off"),
+    "odd nodes": ("network.json", '{"nodes": [{"host": "a"}, 3]}', "1 of 2 nodes cannot be read"),
+    "a network": ("network.json", '{"nodes": [{"host": "a"}]}', None),
+    "a flood": ("config.yaml", "x" * 3_000, "config.yaml has 0 MiB, and more than 0 are not read."),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_cannot_be_read_is_counted_and_the_rest_is_shown(
+    client: MlflowClient, store: str, run_id: str, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(artifacts, "_LARGEST", 2_000)
+    file, text, words = BROKEN[name]
+    client.log_text(run_id, text, file)
     record = collect_run(run_id, store)
-    assert [event.text for event in record.events] == ["no"]
-    assert (record.ranks, record.network) == ([], {})
+    assert len(record.notes) == (words is not None), record.notes
+    assert words is None or (words in record.notes[0] and file in record.notes[0]), record.notes
+    assert len(record.events) == text.count(WHOLE)
+    assert sum(len(window["compute_s"]) for each in record.ranks for window in each.windows) == text.count(WINDOW)
+
+
+def test_attempts_that_are_too_many_are_counted(client: MlflowClient, store: str, run_id: str) -> None:
+    for number in range(22):
+        client.log_text(run_id, WHOLE, f"events/attempt_{number}.jsonl")
+    record = collect_run(run_id, store)
+    assert len(record.events) == 20
+    assert record.notes == ["events has files of 22 attempts; the newest 20 are read."]
 
 
 def test_time_that_is_up_leaves_metrics_out_and_says_so(client: MlflowClient, store: str, run_id: str) -> None:

@@ -15,10 +15,12 @@ from mlflow import MlflowClient
 from PIL import Image
 from tests.reporting.example import log_points, log_run
 
-from azureml_strategy.reporting.collect import collect_run
+from azureml_strategy.reporting.collect import RunRecord, collect_run
 from azureml_strategy.reporting.comparison import compare_page
 from azureml_strategy.reporting.page import Page, Section, Table, render
 from azureml_strategy.reporting.run_page import run_page
+from azureml_strategy.reporting.series import reduce_points
+from azureml_strategy.reporting.stores import StoredRun
 
 CHARTS = ["A step, and the whole run", "The parts of a step, over the run", "Time of a step", "images per second"]
 CHARTS += ["loss", "val/top1", "Computing time of each rank", "gpu utilization percentage"]
@@ -162,6 +164,22 @@ def test_runs_beside_one_another(store: str) -> None:
     text = render(compare_page(records))
     assert {"train/loss", "A step"} <= set(Reader(text).charts)
     assert "4,700" in text
+
+
+def _with_metrics(name: str, own: int) -> RunRecord:
+    texts = dict.fromkeys(("run_id", "name", "experiment", "experiment_id", "status", "artifact_uri"), name)
+    run = StoredRun(**texts, started_ms=0, ended_ms=1, tags={}, params={}, metrics={})
+    point = reduce_points(np.zeros(1, np.int64), np.zeros(1, np.int64), np.ones(1))
+    return RunRecord(run=run, store="", open_with="", series={f"val/{each:02}": point for each in range(own)})
+
+
+@pytest.mark.parametrize("runs", [2, 8, 9, 12])
+@pytest.mark.parametrize("own", [3, 8, 9, 17])
+def test_what_a_comparison_leaves_out_is_named(runs: int, own: int) -> None:
+    notes = "\n".join(compare_page([_with_metrics(f"r{number}", own) for number in range(runs)]).notes)
+    assert (f"Charts show 8 of {runs} runs, and not r8" in notes) == (runs > 8)
+    assert (f"8 of {own} metrics have figures, and not val/08" in notes) == (own > 8)
+    assert (f"16 of {own} metrics have charts, and not val/16." in notes) == (own > 16)
 
 
 def test_sections_without_content_are_left_out() -> None:

@@ -31,6 +31,7 @@ def test_of_too_many_events_the_first_and_the_last_stay():
         log.add(Event("warning", str(number), step=number))
 
     texts = [json.loads(line)["text"] for line in log.to_text().splitlines()]
-    assert len(texts) == 400
+    assert len(texts) == 401
     assert texts[0] == "0"
+    assert texts[200] == "9,600 events between are left out, as there were too many."
     assert texts[-1] == "9999"

@@ -41,7 +41,10 @@ class Artifacts:
 
     def attempts(self, folder: str, suffix: str) -> Iterator[tuple[int, str]]:
         """Return the content of `FOLDER/attempt_N.SUFFIX` of each attempt N of a job, in order."""
-        for number in sorted(self._numbers(folder, suffix))[-_ATTEMPTS:]:
+        numbers = sorted(self._numbers(folder, suffix))
+        if len(numbers) > _ATTEMPTS:
+            self.problems.append(f"{folder} has files of {len(numbers):,} attempts; the newest {_ATTEMPTS} are read.")
+        for number in numbers[-_ATTEMPTS:]:
             text = self.text(f"{folder}/attempt_{number}.{suffix}")
             if text is not None:
                 yield number, text
@@ -69,9 +72,14 @@ class Artifacts:
         return [Path(each.path).name for each in listed]
 
     def _local(self, path: Path) -> str | None:
-        if not path.is_file() or path.stat().st_size > _LARGEST:
+        if not path.is_file() or self._is_too_large(path.name, path.stat().st_size):
             return None
         return path.read_text(encoding="utf-8", errors="replace")
+
+    def _is_too_large(self, name: str, size: int) -> bool:
+        if size > _LARGEST:
+            self.problems.append(f"{name} has {size / 2**20:,.0f} MiB, and more than {_LARGEST >> 20} are not read.")
+        return size > _LARGEST
 
     def _remote(self, path: str) -> str | None:
         from tempfile import TemporaryDirectory
@@ -81,7 +89,7 @@ class Artifacts:
         parent, name = f"{self._uri}/{path}".rsplit("/", 1)
         listed = list_artifacts(artifact_uri=parent, tracking_uri=self._tracking_uri)
         sizes = {Path(each.path).name: each.file_size or 0 for each in listed}
-        if sizes.get(name, _LARGEST + 1) > _LARGEST:
+        if name not in sizes or self._is_too_large(name, sizes[name]):
             return None
         with TemporaryDirectory() as folder:
             found = download_artifacts(

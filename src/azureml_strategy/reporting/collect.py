@@ -178,7 +178,9 @@ def collect_run(
     series = store.series(run_id, wanted, read_s)
     artifacts = Artifacts(run.artifact_uri, tracking_uri)
     places = [artifacts, *([Artifacts(str(folder.absolute()), "", run.started_ms or 0)] if folder is not None else [])]
-    events = [(number, list(_events(text))) for number, text in artifacts.attempts("events", "jsonl")]
+    unread: list[str] = []
+    events = [(number, _events(number, text, unread)) for number, text in artifacts.attempts("events", "jsonl")]
+    ranks = [_ranks(number, text, unread) for number, text in artifacts.attempts("ranks", "json")]
     place = locate(tracking_uri, run.experiment, run.experiment_id, run.run_id, run.name)
     return RunRecord(
         run=_discreet_run(run),
@@ -187,11 +189,11 @@ def collect_run(
         series={redact_text(name): each for name, each in series.items()},
         events=sorted((each for _, some in events for each in some), key=lambda event: event.time_ms),
         attempts=[number for number, _ in events],
-        ranks=[ranks for number, text in artifacts.attempts("ranks", "json") for ranks in _ranks(number, text)],
-        network=_network(artifacts.text("network.json")),
+        ranks=[each for each in ranks if each is not None],
+        network=_network(artifacts.text("network.json"), unread),
         config=redact_text(artifacts.text("config.yaml") or ""),
         profiles=read_profiles(places),
-        notes=[*_notes(series, wanted, unwanted), *artifacts.problems],
+        notes=[*_notes(series, wanted, unwanted), *(text for place in places for text in place.problems), *unread],
     )
 
 
@@ -239,22 +241,40 @@ def _notes(series: Mapping[str, Series], wanted: list[str], unwanted: int) -> It
         yield "A band in a chart joins several points: it reaches from their smallest to their largest value."
 
 
-def _events(text: str) -> Iterator[Event]:
+def _events(attempt: int, text: str, unread: list[str]) -> list[Event]:
     """Read the lines that are whole; a run that was killed may have left half of one."""
-    for line in text.splitlines():
-        with suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
-            content = json.loads(line)
-            if content["kind"] in get_args(Kind):
-                said = redact_text(str(content["text"]))
-                yield Event(content["kind"], said, int(content["step"]), int(content["time_ms"]))
+    lines = text.splitlines()
+    events = [event for line in lines if (event := _event(line)) is not None]
+    _note_unread(unread, f"events/attempt_{attempt}.jsonl", len(lines) - len(events), len(lines), "lines")
+    return events
 
 
-def _ranks(attempt: int, text: str) -> Iterator[Ranks]:
-    content = _mapping(text)
+def _event(line: str) -> Event | None:
+    with suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        content = json.loads(line)
+        if content["kind"] in get_args(Kind):
+            said = redact_text(str(content["text"]))
+            return Event(content["kind"], said, int(content["step"]), int(content["time_ms"]))
+    return None
+
+
+def _ranks(attempt: int, text: str, unread: list[str]) -> Ranks | None:
+    file, content = f"ranks/attempt_{attempt}.json", _mapping(text)
     ranks, windows = content.get("ranks"), content.get("windows")
-    if isinstance(ranks, list) and isinstance(windows, list):
-        whole = [_window(each) for each in windows if isinstance(each, dict) and _is_number(each.get("step"))]
-        yield Ranks(attempt, [each for each in ranks if isinstance(each, dict)], whole)
+    if not isinstance(ranks, list) or not isinstance(windows, list):
+        unread.append(f"{file} is no table of ranks, or was cut off: it is left out.")
+        return None
+    whole = [_window(each) for each in windows if isinstance(each, dict) and _is_number(each.get("step"))]
+    known = _dicts(ranks)
+    _note_unread(unread, file, len(ranks) - len(known), len(ranks), "ranks")
+    seconds = sum(bool(each["compute_s"]) for each in whole)
+    _note_unread(unread, file, len(windows) - seconds, len(windows), "windows, or their seconds,")
+    return Ranks(attempt, known, whole)
+
+
+def _note_unread(unread: list[str], file: str, lost: int, of: int, what: str) -> None:
+    if lost:
+        unread.append(f"{file}: {lost:,} of {of:,} {what} cannot be read and are left out.")
 
 
 def _window(given: dict[str, Any]) -> dict[str, Any]:
@@ -268,10 +288,15 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def _network(text: str | None) -> dict[str, Any]:
+def _network(text: str | None, unread: list[str]) -> dict[str, Any]:
     """What `network.json` says of each node; of settings, those that can be read."""
     content = redact("", _mapping(text))
-    nodes = [dict(each) for each in _dicts(content.get("nodes"))]
+    given = content.get("nodes")
+    nodes = [dict(each) for each in _dicts(given)]
+    if text is not None and not nodes:
+        unread.append("network.json names no nodes, or was cut off: it is left out.")
+    elif isinstance(given, list):
+        _note_unread(unread, "network.json", len(given) - len(nodes), len(given), "nodes")
     for node in nodes:
         node |= {name: _dicts(node.get(name)) for name in ("settings", "kept")}
     return {**content, "nodes": nodes} if nodes else {}

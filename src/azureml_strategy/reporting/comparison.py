@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from azureml_strategy.reporting.advice import NextStep, verdict_of
@@ -13,7 +13,7 @@ from azureml_strategy.reporting.page import LegendEntry, Page, Section, Table
 from azureml_strategy.reporting.part_charts import PART_COLOURS, bars
 from azureml_strategy.tracking.verdict import NAMES, mfu_text
 
-_MOST_CHARTS = 16
+_MOST_CHARTS, _MOST_OWN = 16, 8
 _MOST_RUNS = len(LINES)
 _LONGEST = 22  # characters of a line's label
 _RATES = ("summary/samples_per_second", "throughput/samples_per_second")
@@ -43,8 +43,20 @@ def compare_page(records: Sequence[RunRecord]) -> Page:
             Section("Over the steps", charts=_charts(drawn)),
             Section("Settings in which they differ", tables=[Table(differing, ("setting", *names))]),
         ],
-        notes=[f"{name}: {note}" for name, record in zip(names, records, strict=True) for note in record.notes],
+        notes=[
+            *(f"{name}: {note}" for name, record in zip(names, records, strict=True) for note in record.notes),
+            *_left_out(records, names, drawn),
+        ],
     )
+
+
+def _left_out(records: Sequence[RunRecord], names: Sequence[str], drawn: dict[str, RunRecord]) -> Iterator[str]:
+    """What of the runs is not on the page."""
+    if len(names) > len(drawn):
+        yield f"Charts show {len(drawn)} of {len(names)} runs, and not {', '.join(names[len(drawn) :])}."
+    for what, all_of, most in (("charts", _shared(drawn), _MOST_CHARTS), ("figures", _own(records), _MOST_OWN)):
+        if len(all_of) > most:
+            yield f"{most} of {len(all_of)} metrics have {what}, and not {', '.join(all_of[most:][:5])}."
 
 
 def _names(records: Sequence[RunRecord]) -> list[str]:
@@ -94,10 +106,14 @@ def _figures(records: Sequence[RunRecord]) -> list[list[str]]:
         ("cost", lambda record: _cost(record, "cost/run")),
         ("cost per million samples", lambda record: _cost(record, "cost/per_million_samples")),
     ]
-    own = sorted({name for record in records for name in record.series if name.startswith("val")})[:8]
-    rows += [(name, partial(_last, name)) for name in own]
+    rows += [(name, partial(_last, name)) for name in _own(records)[:_MOST_OWN]]
     filled = [[title, *(value(record) for record in records)] for title, value in rows]
     return [row for row in filled if any(row[1:])]
+
+
+def _own(records: Sequence[RunRecord]) -> list[str]:
+    """The metrics of validation."""
+    return sorted({name for record in records for name in record.series if name.startswith("val")})
 
 
 def _took(record: RunRecord) -> str:
@@ -137,14 +153,18 @@ def _steps_section(records: dict[str, RunRecord]) -> Section:
     return Section("Where a step's time goes", charts=[bars("A step", rows)] if rows else [], legend=legend)
 
 
-def _charts(records: dict[str, RunRecord]) -> list[Chart]:
+def _shared(records: dict[str, RunRecord]) -> list[str]:
+    """The metrics that several of the runs have, the most important ones first."""
     shared = [
         name
         for name in dict.fromkeys(name for record in records.values() for name in record.series)
         if not name.startswith(("system/", "time/", "ranks/", "step/"))
         and sum(bool(record.series[name].points) for record in records.values() if name in record.series) > 1
     ]
-    shared.sort(key=lambda name: (name.startswith("throughput/"), "loss" not in name, name))
+    return sorted(shared, key=lambda name: (name.startswith("throughput/"), "loss" not in name, name))
+
+
+def _charts(records: dict[str, RunRecord]) -> list[Chart]:
     return [
         line_chart(
             name,
@@ -152,7 +172,7 @@ def _charts(records: dict[str, RunRecord]) -> list[Chart]:
             percent=name.endswith(("_share", "/mfu")),
             from_zero=name.startswith("throughput/"),
         )
-        for name in shared[:_MOST_CHARTS]
+        for name in _shared(records)[:_MOST_CHARTS]
     ]
 
 

@@ -24,7 +24,7 @@ _PART_OF_DATA = re.compile(r"^(?:train(?:ing)?|val(?:id(?:ation)?)?|eval|test)[/
 _GPU = re.compile(r"gpu_\d+_")
 # What the hooks of a checkpoint callback take in a step without a checkpoint, and what the quickest one takes.
 _HOOK_S, _LEAST_SAVE_S = 2e-4, 5e-3
-_MOST_MARKS, _MOST_EVENTS = 200, 120
+_MOST_MARKS, _MOST_EVENTS, _MOST_VALUES = 200, 120, 400
 _OURS = ("step/", "time/", "ranks/", "throughput/", "system/")
 
 
@@ -246,7 +246,9 @@ def _what_ran(record: RunRecord) -> Section:
     tables = [Table(list(_setup(record))), Table(list(_network(record)), _NETWORK_HEADS, "Network settings")]
     params = Table(sorted(record.run.params.items()), ("name", "value"), "Every recorded setting", folded=True)
     last = [(name, figure(value)) for name, value in sorted(record.run.metrics.items())]
-    values = Table(last[:400], ("metric", "last value"), "Every metric's last value", numbers=(1,), folded=True)
+    cut = f"The last values of {_MOST_VALUES} of {len(last):,} metrics"
+    title = "Every metric's last value" if len(last) <= _MOST_VALUES else cut
+    values = Table(last[:_MOST_VALUES], ("metric", "last value"), title, numbers=(1,), folded=True)
     folded = [Text("config.yaml", record.config)] if record.config else []
     return Section("What ran", tables=[table for table in (*tables, params, values) if table.rows], folded=folded)
 

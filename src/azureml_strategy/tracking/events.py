@@ -46,6 +46,7 @@ class EventLog:
     def __init__(self) -> None:
         self._first: list[Event] = []
         self._last: deque[Event] = deque(maxlen=_LAST)
+        self._left_out = 0
 
     @property
     def path(self) -> str:
@@ -55,11 +56,20 @@ class EventLog:
 
     def add(self, event: Event) -> None:
         """Add an event."""
-        (self._first if len(self._first) < _FIRST else self._last).append(event)
+        if len(self._first) < _FIRST:
+            self._first.append(event)
+            return
+        self._left_out += len(self._last) == _LAST
+        self._last.append(event)
 
     def to_text(self) -> str:
         """One line of JSON for each event, in order."""
-        return "".join(f"{json.dumps(asdict(event))}\n" for event in (*self._first, *self._last))
+        kept = [*self._first, *self._last]
+        if self._left_out:
+            after = self._first[-1]
+            text = f"{self._left_out:,} events between are left out, as there were too many."
+            kept.insert(len(self._first), Event("warning", text, after.step, after.time_ms))
+        return "".join(f"{json.dumps(asdict(event))}\n" for event in kept)
 
 
 def record_event(trainer: Trainer, kind: Kind, text: str) -> None:
