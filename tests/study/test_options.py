@@ -29,6 +29,12 @@ def test_lists() -> None:
     assert parse_list("a, b,") == ["a", "b"]
 
 
+@pytest.mark.parametrize("text", [",a", "a,,b", "a, ,b,", ",", "a,,"])
+def test_an_item_that_is_empty_is_not_passed_over(text: str) -> None:
+    with pytest.raises(StudyError, match="a list with an empty item"):
+        parse_list(text)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

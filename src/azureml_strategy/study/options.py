@@ -117,8 +117,17 @@ class StudyOptions:
 
 
 def parse_list(text: str | None) -> list[str]:
-    """The items of a comma-separated list; none for None."""
-    return [each.strip() for each in text.split(",") if each.strip()] if text else []
+    """The items of a comma-separated list, perhaps with a comma at its end; none for None.
+
+    Raises:
+        StudyError: an item is empty, as from a variable of the shell that is not set.
+    """
+    items = [each.strip() for each in text.split(",")] if text else []
+    if items and not items[-1]:
+        items.pop()
+    if "" in items:
+        raise StudyError(f"{text!r} is a list with an empty item, which would be left out. Fill it, or remove a comma.")
+    return items
 
 
 def parse_nodes(text: str | None) -> list[int]:

@@ -45,8 +45,15 @@ def study_page(content: Mapping[str, Any]) -> Page:
         tiles=list(_tiles(scaling, largest)),
         steps=list(_steps(scaling, largest)),
         sections=[Section("Against ideal scaling", charts=charts), Section("Each size", tables=[_table(scaling)])],
-        notes=[f"The runs differ in more than size: {', '.join(scaling.differences)}."] if scaling.differences else [],
+        notes=list(_notes(scaling)),
     )
+
+
+def _notes(scaling: Scaling) -> Iterator[str]:
+    if scaling.measured:
+        yield f"{scaling.measured}: charts, speed-up and efficiency are without the others."
+    if scaling.differences:
+        yield f"The runs differ in more than size: {', '.join(scaling.differences)}."
 
 
 def _largest(scaling: Scaling) -> Row | None:
@@ -85,7 +92,7 @@ def _tiles(scaling: Scaling, largest: Row | None) -> Iterator[Tile]:
     if largest is not None:
         rate = figure(largest.figures.samples_per_second or 0)
         yield Tile(f"{scaling.unit} per second", rate, f"on {count(largest.figures.devices or 0, 'device')}")
-        yield Tile("efficiency", f"{largest.efficiency:.0%}", "of the largest size")
+        yield Tile("efficiency", f"{largest.efficiency:.0%}", "of the largest size that was measured")
     cheapest = _cheapest(scaling)
     if cheapest is not None:
         cost = format_money(cheapest.figures.cost_per_million_samples or 0)
@@ -94,7 +101,7 @@ def _tiles(scaling: Scaling, largest: Row | None) -> Iterator[Tile]:
 
 def _steps(scaling: Scaling, largest: Row | None) -> Iterator[NextStep]:
     failed = [row.figures for row in scaling.rows if row.figures.problem]
-    if failed:
+    if failed and failed[0].run_id:
         problem = f"{failed[0].name or failed[0].run_id}: {failed[0].problem}."
         yield NextStep("Look at the run that failed", f"{problem} `azureml-strategy report {failed[0].run_id}`")
     if largest is not None and largest.figures is not scaling.base:

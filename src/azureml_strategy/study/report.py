@@ -71,7 +71,9 @@ def _remarks(scaling: Scaling, options: StudyOptions) -> list[str]:
     if scaling.base:
         size = count(scaling.base.devices or 0, "device")
         lines.append(f"Speed-up and efficiency are against the smallest, {size}. The batch of a device stays the same.")
-    lines.append(f"Runs, from above: {','.join(row.figures.run_id for row in scaling.rows)}")
+    lines.append(f"Runs, from above: {','.join(row.figures.run_id or '-' for row in scaling.rows)}")
+    if scaling.measured:
+        lines.append(f"{scaling.measured}: picture, speed-up and efficiency are without the others.")
     if scaling.differences:
         shown = [f"{name} ({', '.join(values)})" for name, values in list(scaling.differences.items())[:5]]
         lines.append(f"The runs differ in more than size: {'; '.join(shown)}.")

@@ -179,16 +179,25 @@ def run_study(options: StudyOptions) -> int:
             figures.append(each.priced(options.price))
     except KeyboardInterrupt:
         if figures:
-            _report(compare(figures), options)
+            _report(compare([*figures, *_unread(options, len(figures))]), options)
         return 130
     scaling = compare(figures)
     _report(scaling, options)
     return 0 if scaling.complete else 1
 
 
+def _unread(options: StudyOptions, read: int) -> list[Figures]:
+    """The sizes or runs after those that were read."""
+    problem = "not read: the study was ended before"
+    if options.runs:
+        return [Figures(run_id=run_id, problem=problem) for run_id in options.runs[read:]]
+    return [Figures(nodes=nodes, problem=problem) for nodes in sorted(options.nodes)[read:]]
+
+
 def _report(scaling: Scaling, options: StudyOptions) -> None:
     _write(options.output, to_json(scaling).encode())
-    _write(options.plot, plot(scaling, options.recipe or shlex.join(options.command) or "scaling study"))
+    title = options.recipe or shlex.join(options.command) or "scaling study"
+    _write(options.plot, plot(scaling, f"{title} ({scaling.measured})" if scaling.measured else title))
     print_study(scaling, options, [options.output, options.plot])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -76,20 +77,23 @@ def read_figures(client: MlflowClient, run_id: str, nodes: int | None = None) ->
         StudyError: the store has no such run, or does not answer.
     """
     run = _get_run(client, run_id)
-    metrics, tags = run.data.metrics, run.data.tags
-    rate = metrics.get(_RATE)
+    # A SQL store has the largest float in place of infinity. Of NaN this is False too.
+    metrics = {name: value for name, value in run.data.metrics.items() if abs(value) < sys.float_info.max}
+    tags, rate = run.data.tags, metrics.get(_RATE) or None
+    per_device = metrics.get(_PER_DEVICE)
+    devices = _whole(metrics.get("summary/devices")) or _whole(rate / per_device if rate and per_device else None)
     return Figures(
         run_id=run_id,
         name=str(run.info.run_name),
         nodes=_whole(metrics.get("summary/nodes")) or nodes,
-        devices=_whole(metrics.get("summary/devices")) or _whole(rate / metrics[_PER_DEVICE] if rate else None),
+        devices=devices,
         unit=tags.get("throughput.unit", "samples"),
         samples_per_second=rate,
         mfu=metrics.get("summary/mfu"),
         cost_per_million_samples=metrics.get("cost/per_million_samples") if rate else None,
         currency=tags.get("cost.currency"),
         transport=tags.get("network.transport"),
-        problem=_problem(run, measured=rate is not None),
+        problem=_problem(run, rate, devices),
         params=run.data.params,
     )
 
@@ -116,10 +120,15 @@ def _whole(number: float | None) -> int | None:
     return None if number is None else round(number)
 
 
-def _problem(run: Run, measured: bool) -> str:
+def _problem(run: Run, rate: float | None, devices: int | None) -> str:
     if run.info.status != "FINISHED":
         return str(run.info.status).lower()
-    return "" if measured else "no throughput: every step was warm-up, or no RunReport logged it"
+    logged = run.data.metrics.get(_RATE)
+    if logged is None:
+        return "no throughput: every step was warm-up, or no RunReport logged it"
+    if rate is None:
+        return f"no throughput: it logged {logged:g}"
+    return "" if devices else f"no number of devices: it logged neither summary/devices nor {_PER_DEVICE}"
 
 
 # Sections of a recipe that may differ between sizes: they say where it ran.
@@ -169,6 +178,12 @@ class Scaling:
     def complete(self) -> bool:
         """Whether every run succeeded and was measured."""
         return not any(row.figures.problem for row in self.rows)
+
+    @property
+    def measured(self) -> str:
+        """How many of the runs are compared, where these are not all; else empty."""
+        compared = sum(row.efficiency is not None for row in self.rows)
+        return f"{compared} of {len(self.rows)} runs measured" if compared < len(self.rows) else ""
 
 
 def compare(runs: Sequence[Figures]) -> Scaling:
