@@ -230,6 +230,48 @@ def test_tables_say_which_columns_are_not_packed(tmp_path: Path) -> None:
     assert re.search(r"the columns image and label are packed, and 1 others are not: caption\.", text)
 
 
+@pytest.mark.parametrize(
+    ("others", "words"),
+    [
+        (
+            ["extra.csv", "more/rows.jsonl"],
+            r"1 Parquet or Arrow files are packed, and 2 other .*: extra.csv, more/rows",
+        ),
+        (["train-1.PARQUET"], r"and 1 other files are passed over: train-1.PARQUET\. "),
+        (["a/preview.jpg", "zz/preview.jpg"], r"and 2 other files are passed over: a/preview.jpg, zz/preview.jpg\. "),
+        (["dataset_info.json", "dataset_infos.json", "README.md", ".git/x", "cache-1.arrow"], None),
+    ],
+)
+def test_files_beside_tables(tmp_path: Path, others: list[str], words: str | None) -> None:
+    root = tmp_path / "data"
+    parquet(root / "train-0.parquet", content(range(6)))
+    write(root, dict.fromkeys(others, b"x"))
+    texts = said(find, root)
+    assert len(texts) == (words is not None), texts
+    assert words is None or re.search(words, texts[0]), texts
+
+
+def test_tables_in_folders_after_images_are_packed(tmp_path: Path) -> None:
+    root = tmp_path / "data"
+    for name in ("a/train-0", "c/train-1"):
+        parquet(root / f"{name}.parquet", content(range(6)))
+    write(root, {"b/preview.jpg": b"x"})
+    with pytest.warns(UserWarning, match="1 other files are passed over: b/preview.jpg"):
+        (part,) = find_images(root, ImageForm()).values()
+    assert part.count == 12
+
+
+def test_show_says_in_words_what_is_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = tmp_path / "data"
+    root.mkdir()
+    tar_file(root / "a.tar", {**SHARD, "2.tif": b"x"})
+    said(read_tars, root)
+    assert main(["data", "show", str(root)]) == 0
+    told = capsys.readouterr().out
+    assert "1 files that belong to no image: a.tar: 2.tif" in " ".join(told.replace("|", " ").split())
+    assert "{" not in told
+
+
 def test_a_split_that_is_not_packed_is_named(tmp_path: Path) -> None:
     root = tmp_path / "data"
     for name in ("train", "val", "test"):

@@ -173,14 +173,21 @@ def check_record(index: ShardIndex, number: int, content: bytes) -> bytes | Reco
 def warn_of_unread_files(root: str, index: ShardIndex) -> None:
     """Warn of the files in a set's tars that are part of no sample, as the index counts them."""
     facts = index.facts.get(PASSED_OVER)
-    if facts is None:
-        return
+    if facts is not None:
+        warn(
+            f"{root}: {len(index):,} samples are read, and passed over are {passed_over_text(facts)}. A sample is "
+            "KEY.jpg, .jpeg, .png, .webp or .bmp with KEY.cls or KEY.json, in a .tar that is not compressed: pack anew "
+            "what is to be read."
+        )
+
+
+def passed_over_text(facts: Mapping[str, Any]) -> str:
+    """Name what an index counts as passed over.
+
+    Args:
+        facts: its fact `PASSED_OVER`.
+    """
     suffixes = first_names([f"{suffix} ({count:,})" for suffix, count in Counter(facts["unread"]).most_common()])
     alone = f"{facts['count']:,} files that belong to no image: {first_names(facts['names'])}"
     beside = f"files beside images, of which only the image and its label count: {suffixes}"
-    parts = [text for text, found in ((alone, facts["count"]), (beside, suffixes)) if found]
-    warn(
-        f"{root}: {len(index):,} samples are read, and passed over are {'; and '.join(parts)}. A sample is KEY.jpg, "
-        ".jpeg, .png, .webp or .bmp with KEY.cls or KEY.json, in a .tar that is not compressed: pack anew what is "
-        "to be read."
-    )
+    return "; and ".join(text for text, found in ((alone, facts["count"]), (beside, suffixes)) if found)

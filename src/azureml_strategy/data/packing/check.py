@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from isal.isal_zlib import crc32
 from numpy.typing import NDArray
 
-from azureml_strategy.data.shard_index import INDEX_NAME, ShardIndex, load_index
+from azureml_strategy.data.shard_index import INDEX_NAME, PASSED_OVER, ShardIndex, load_index, passed_over_text
 from azureml_strategy.data.tar_index import index_storage
 
 if TYPE_CHECKING:
@@ -164,5 +164,10 @@ def describe(index: ShardIndex) -> list[tuple[str, str]]:
         few, many = f"{counts[least]:,} ({index.classes[least]})", f"{counts[most]:,} ({index.classes[most]})"
         each = f"of {few} to {many} samples" if counts[least] != counts[most] else f"of {counts[least]:,} samples each"
         rows.append(("classes", f"{len(index.classes):,}, {each}"))
-    facts = ((name, len(value) if isinstance(value, list) else value) for name, value in index.facts.items())
-    return [*rows, *((name, str(value)) for name, value in facts), ("digest", index.digest)]
+    return [*rows, *(_fact(name, value) for name, value in index.facts.items()), ("digest", index.digest)]
+
+
+def _fact(name: str, value: Any) -> tuple[str, str]:
+    if name == PASSED_OVER:
+        return "passed over", passed_over_text(value)
+    return name, str(len(value) if isinstance(value, list) else value)

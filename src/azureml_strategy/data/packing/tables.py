@@ -18,12 +18,14 @@ from azureml_strategy.data.packing.images import ImageForm, ImageRecords, Sample
 from azureml_strategy.data.packing.shards import PackError, Records, write_whole
 from azureml_strategy.data.packing.sources import Part, by_split, file_digest
 from azureml_strategy.data.packing.workers import Task
-from azureml_strategy.data.passed_over import first_names, warn
+from azureml_strategy.data.passed_over import PassedOver, first_names, is_no_data, warn
 
 if TYPE_CHECKING:
     import pyarrow
 
 _SUFFIXES = (".parquet", ".arrow")
+# Files of the library's own beside the tables: descriptions, and what `map` and `filter` keep.
+_OF_LIBRARY = ("state.json", "dataset_info", "dataset_dict.json", "cache-", "tmp")
 _IMAGE_COLUMNS = ("image", "img")
 _LABEL_COLUMNS = ("label", "labels", "fine_label")
 # Rows that are in memory at once; a row holds an image.
@@ -191,9 +193,14 @@ def find_tables(source: Path, form: ImageForm) -> dict[str, Part]:
     Raises:
         PackError: it is unclear what to pack, or pyarrow is missing.
     """
-    names = _table_names(source)
+    names, others = _table_names(source)
     if not names:
         return {}
+    if others:
+        warn(
+            f"{source}: {len(names):,} Parquet or Arrow files are packed, and {others.count:,} other files are passed "
+            f"over: {others}. Write what is to be packed into such files too, or move it to a folder of its own."
+        )
     parts = {split: TablePart(source, own, form) for split, own in by_split(names, source).items()}
     if len({part.columns for part in parts.values()}) > 1:
         raise PackError(f"{source}: training and validation have other columns or classes. Is this one data set?")
@@ -211,17 +218,22 @@ def _warn_of_other_columns(part: TablePart) -> None:
         )
 
 
-def _table_names(source: Path) -> list[str]:
+def _table_names(source: Path) -> tuple[list[str], PassedOver]:
+    """The tables below a folder, and the files beside them that are none."""
     found: list[str] = []
+    others = PassedOver()
     for folder, folders, files in os.walk(source):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        if not any(name.endswith(_SUFFIXES) for name in files):
-            if any(name.lower().endswith(EXTENSIONS) for name in files):
-                return found  # class folders: there may be thousands more, and listing a mount takes time
-            continue
+        folders[:] = sorted(name for name in folders if not is_no_data(name))
+        holds_tables = any(name.endswith(_SUFFIXES) for name in files)
+        if not found and not holds_tables and any(name.lower().endswith(EXTENSIONS) for name in files):
+            return [], others  # class folders: there may be thousands more, and listing a mount takes time
         place = Path(folder).relative_to(source)
-        found += [str(place / name) for name in _own_tables(Path(folder), files)]
-    return found
+        own = _own_tables(Path(folder), files) if holds_tables else []
+        found += [str(place / name) for name in own]
+        for name in sorted(set(files) - set(own)):
+            if not is_no_data(name) and not name.startswith(_OF_LIBRARY):
+                others.add(str(place / name))
+    return found, others
 
 
 def _own_tables(folder: Path, files: Sequence[str]) -> list[str]:
