@@ -40,6 +40,7 @@ from azureml_strategy.training.checks import check_config
 from azureml_strategy.training.recipes import RecipeError
 from azureml_strategy.training.run_page import ARTIFACT, config_text, page_name, page_tags
 from azureml_strategy.training.targets import drop_keys_of_old_targets, loggers_and_callbacks, make
+from azureml_strategy.training.unread_keys import warn_of_unread_keys
 
 # Sections that say where things are, or that may differ between the attempts of a job.
 _NO_HYPERPARAMETERS = (
@@ -149,6 +150,7 @@ def train(config: DictConfig, command: str | None = None) -> dict[str, float]:
     """
     drop_keys_of_old_targets(config)
     check_config(config)
+    warn_of_unread_keys(config)
     launch = learn_launch()
     _announce(config.output_dir, launch)
     seed_everything(config.seed, workers=True, verbose=False)
