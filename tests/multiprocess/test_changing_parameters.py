@@ -20,3 +20,6 @@ def test_parameters_that_change(run_job: RunJob) -> None:
     assert unfrozen["bf16"] == pytest.approx(unfrozen["plain"], abs=0.1)
     assert len({tuple(unfrozen[name]) for name in ("plain", "bf16", "powersgd")}) == 3
     assert first["made"] == 3  # all parameters at the start, then two sets in turn
+    assert first["held"] == [3, 4]  # of fifteen sets in turn, the last used
+    exact = [False] * 4  # two steps of each set, in each training
+    assert [bool(each) for each in first["sent by PowerSGD"]] == [*exact, True, True] * 2

@@ -18,6 +18,8 @@ from torch.optim import Optimizer
 
 # Steps for which a wrapper is kept after its last one. Two networks that train in turn come back to theirs at once.
 _KEPT_STEPS = 16
+# And how many are kept at most, the last used: each has memory for the gradients of what it averages.
+_KEPT_SETS = 4
 _MISSING = re.compile(r"indices which did not receive grad for rank \d+\s*:([^\n]*)")
 
 
@@ -214,9 +216,16 @@ class Wrappers:
         if equalize and key in self._kept:
             self._kept.pop(key).ddp.release()
         if key not in self._kept:
+            self._make_room()
             self._kept[key] = _Kept(self._wrap(equalize), self._step)
         self._key = key
+        self._kept[key] = self._kept.pop(key)  # the last used is the last
         return True
+
+    def _make_room(self) -> None:
+        """Release the wrapper that has not been used for longest, if there are as many as are kept."""
+        if len(self._kept) >= _KEPT_SETS:
+            self._kept.pop(next(key for key in self._kept if key != self._key)).ddp.release()
 
     def _look(self, optimizers: Sequence[Optimizer]) -> tuple[list[bool], list[int]]:
         """What tells that the parameters may have changed, without a walk through all modules.

@@ -77,9 +77,28 @@ def communication_hook(
     return state, powerSGD_hook
 
 
-def begin_anew(state: object) -> None:
-    """Have PowerSGD begin again with exact steps, as its errors and factors are those of other buckets."""
-    if isinstance(state, PowerSGDState):
-        for kept in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
-            kept.clear()
-        state.iter = 0
+def was_used(state: object | None) -> bool:
+    """Whether PowerSGD has sent by this state."""
+    return isinstance(state, PowerSGDState) and state.iter > 0
+
+
+def for_other_buckets(state: object | None) -> object | None:
+    """Return a state of a hook for other buckets than it has seen: another one for PowerSGD, else the same.
+
+    PowerSGD keeps errors and factors by the buckets' numbers, and begins with exact steps while they settle.
+    """
+    if not isinstance(state, PowerSGDState):
+        return state
+    other = PowerSGDState(
+        process_group=state.process_group,
+        matrix_approximation_rank=state.matrix_approximation_rank,
+        start_powerSGD_iter=state.start_powerSGD_iter,
+        min_compression_rate=state.min_compression_rate,
+        use_error_feedback=state.use_error_feedback,
+        warm_start=state.warm_start,
+        orthogonalization_epsilon=state.orthogonalization_epsilon,
+        compression_stats_logging_frequency=state.compression_stats_logging_frequency,
+        batch_tensors_with_same_shape=state.batch_tensors_with_same_shape,
+    )
+    other.rng = state.rng  # which the user may have seeded
+    return other

@@ -23,7 +23,13 @@ from azureml_strategy.cluster.environ import LaunchError
 from azureml_strategy.control.gather import gather
 from azureml_strategy.lightning_internals import is_interactive, register_communication_hook
 from azureml_strategy.strategies.changing_parameters import CompletingDDP, Wrappers, after_each_backward
-from azureml_strategy.strategies.compression import Compression, begin_anew, communication_hook, on_any_backend
+from azureml_strategy.strategies.compression import (
+    Compression,
+    communication_hook,
+    for_other_buckets,
+    on_any_backend,
+    was_used,
+)
 from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.launched import LaunchedStrategy
 from azureml_strategy.strategies.process_group import end_process_group
@@ -231,10 +237,15 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
     def _register_ddp_hooks(self) -> None:
         # Stock Lightning registers hooks only if the device is a GPU, but gloo runs them too.
         assert isinstance(self.model, CompletingDDP)
+        if was_used(self._ddp_comm_state):  # in an earlier training
+            self._ddp_comm_state = for_other_buckets(self._ddp_comm_state)
+        self._register_hook(self.model, self._ddp_comm_state)
+
+    def _register_hook(self, ddp: CompletingDDP, state: object | None) -> None:
         hook, wrapper = self._ddp_comm_hook, self._ddp_comm_wrapper
         if hook is not None:
             hook = wrapper(hook) if wrapper is not None else hook
-            register_communication_hook(self.model, self._ddp_comm_state, on_any_backend(hook))
+            register_communication_hook(ddp, state, on_any_backend(hook))
 
     def _prepare_tuning(self, trainer: Trainer) -> None:
         """Take settings that are known already; otherwise measure before the first step."""
@@ -329,7 +340,6 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
         assert self._wrappers is not None
         self.model = self._wrappers.current
         self._pl_static_graph_delay_done = self.model.has_reduced
-        begin_anew(self._ddp_comm_state)
 
     def _wrap_beside(self, equalize: bool) -> CompletingDDP:
         """Make DDP of the module as it is now, beside another one.
@@ -338,8 +348,7 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
             equalize: give all ranks the first one's parameters and buffers.
         """
         ddp = self._made_beside(equalize)
-        self.model = ddp
-        self._register_ddp_hooks()
+        self._register_hook(ddp, for_other_buckets(self._ddp_comm_state))
         return ddp
 
     def _made_beside(self, equalize: bool) -> CompletingDDP:

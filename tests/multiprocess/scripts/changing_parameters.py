@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+import weakref
+from typing import Any, ClassVar
 
 import torch
 from common import Regression, loader, parameters, quiet_trainer, report
 from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from azureml_strategy.strategies import AzureMLDDPStrategy
@@ -125,14 +127,45 @@ class Alternates(Regression):
         self.network[2].requires_grad_(batch_idx % 2 == 1)
 
 
-class Counted(AzureMLDDPStrategy):
-    """Counts the wrappers that it makes."""
+class TrainsRandomSets(Regression):
+    """Trains another set of parameters in each step, the same on all ranks."""
 
-    made = 0
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for index, parameter in enumerate(self.parameters()):
+            parameter.requires_grad_(bool((1 + self.global_step % 15) >> index & 1))
+
+
+class Counted(AzureMLDDPStrategy):
+    """Counts the wrappers that it makes, those that it holds at most, and what a hook compresses last."""
+
+    made = held = 0
+    living: ClassVar[weakref.WeakSet[CompletingDDP]] = weakref.WeakSet()
 
     def _setup_model(self, model: nn.Module) -> CompletingDDP:
         self.made += 1
-        return super()._setup_model(model)
+        made = super()._setup_model(model)
+        self.living.add(made)
+        self.held = max(self.held, sum(hasattr(each, "reducer") for each in self.living))
+        return made
+
+
+def sent_by_powersgd() -> list[int]:
+    """How many numbers PowerSGD sends in each step of two sets in turn, by two trainings; 0 in its exact ones."""
+    sent: list[int] = []
+
+    def watched(state: Any, bucket: Any) -> Any:
+        before = state.total_numel_after_compression
+        future = powerSGD_hook(state, bucket)
+        sent.append(state.total_numel_after_compression - before)
+        return future
+
+    given = PowerSGDState(None, 1, start_powerSGD_iter=2, min_compression_rate=0.5)
+    strategy = AzureMLDDPStrategy(ddp_comm_state=given, ddp_comm_hook=watched)
+    trainer = quiet_trainer(strategy=strategy, max_epochs=-1, max_steps=6)
+    trainer.fit(Alternates(), loader(4))
+    trainer.fit_loop.epoch_loop.max_steps = 12
+    trainer.fit(Alternates(), loader(4))
+    return sent
 
 
 def fit(module: Regression, strategy: AzureMLDDPStrategy, epochs: int, data: Any, *callbacks: Any) -> Regression:
@@ -187,8 +220,12 @@ def unfrozen(**arguments: Any) -> list[float]:
 def main() -> None:
     strategy = Counted()
     fit(Alternates(), strategy, 2, loader(4))
+    random = Counted()
+    fit(TrainsRandomSets(), random, 2, loader(4))
     found = {
         "made": strategy.made,
+        "held": [strategy.held, random.held],
+        "sent by PowerSGD": sent_by_powersgd(),
         "grown": parameters(fit(Grows(), AzureMLDDPStrategy(), 2, loader(4))),
         "unfrozen": {
             "plain": unfrozen(),
