@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 
 from azureml_strategy.strategies.replica_check.transfers import Transfer
 
-# After how many steps something is said, beside the end of training.
-_TOLD_AFTER = (8, 64, 512)
+# Steps are observed at powers of two, up to this one.
+_LAST_STEP = 1024
+# After how many of them something is said, beside the end of training.
+_TOLD_AFTER = (8, 64, 512, _LAST_STEP)
 # If no parameter at all has changed, so many are awaited: a module may accumulate by itself.
 _STEPS_OF_ALL = 64
-# Steps after the eighth are observed at powers of two, up to this one.
-_LAST_STEP = 1024
 # Gradients so much smaller than the largest are rounding: a bias before a normalisation has no other.
 _NEGLIGIBLE = 1e-4
 _MOST_NAMES = 5
