@@ -41,6 +41,19 @@ class PutBack(Regression):
         self.on_train_batch_start(None, 0)
 
 
+class AddedLate(PutBack):
+    """Its second layer comes to the optimizer after the first has long changed."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        optimizer: Any = self.optimizers()
+        if self.global_step == 3 and len(optimizer.param_groups) == 1:
+            optimizer.add_param_group({"params": [*self.network[2].parameters()]})
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.network[0].parameters(), lr=0.05)
+
+
 class NoRate(Regression):
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.0)
@@ -128,6 +141,7 @@ def test_nothing_is_said(module: Callable[[], LightningModule], caplog: pytest.L
         (NotInOptimizer, "gradients but no optimizer, so that they do not train: network.2.weight, network.2.bias."),
         (Replaced, "4 of them are no longer the module's"),
         (PutBack, "have not changed: network.2.bias."),
+        (AddedLate, "have not changed: network.2.bias."),
         (Rounded, "lose their updates to rounding"),
     ],
 )
