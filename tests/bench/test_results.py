@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.bench.conftest import MakePairs, row
 
-from azureml_strategy.bench.results import Results, Sweep, write_atomically
+from azureml_strategy.bench.options import BenchError
+from azureml_strategy.bench.page import bench_page
+from azureml_strategy.bench.results import Results, Sweep, read_results, write_atomically
 
 
 def test_a_sweep(sweep: Results) -> None:
@@ -41,6 +46,38 @@ def test_soundness_of_pairs(pairs: MakePairs) -> None:
     assert not pairs({(0, 1): 1.0, (0, 2): 1.0, (1, 2): 1.0}, (0, 1)).sound
     assert not pairs({(0, 1): 1.0, (0, 2): 1.0, (1, 2): 0.5}).sound
     assert not pairs({(0, 1): 1.0}, expected=2.0).sound
+
+
+WHOLE = Sweep(
+    [row(name, size, 1.0) for name in ("all-reduce", "broadcast") for size in (64, 128)], {"all-to-all": "no"}
+)
+
+
+def _content(pairs: MakePairs, kind: str) -> tuple[dict[str, Any], list[Any]]:
+    """The content of a file, and its list of measurements."""
+    results = pairs({(0, 1): 1.0, (0, 2): 1.0, (1, 2): 1.0})
+    results = results if kind == "pairs" else replace(results, measured=WHOLE)
+    content = json.loads(results.to_json())
+    return content, content["pairs"]["bandwidths"] if kind == "pairs" else content["collectives"]
+
+
+@pytest.mark.parametrize(("kind", "place"), [("pairs", 0), ("pairs", 2), ("sweep", 0), ("sweep", 3)])
+@pytest.mark.parametrize("bandwidth", [None, math.nan, math.inf])
+def test_a_file_that_lacks_a_measurement_is_refused(
+    pairs: MakePairs, kind: str, place: int, bandwidth: float | None
+) -> None:
+    content, measurements = _content(pairs, kind)
+    read_results(content)
+    if bandwidth is None:
+        del measurements[place]
+    else:
+        measurements[place]["bus_bandwidth"] = bandwidth
+    with pytest.raises(BenchError, match=r"lacks .*, and 1 measurement\(s\) in all"):
+        read_results(content)
+
+
+def test_a_page_names_collectives_that_were_not_measured(pairs: MakePairs) -> None:
+    assert "not available: no" in str(bench_page(_content(pairs, "sweep")[0]).sections)
 
 
 def test_files_are_complete_or_not_there(tmp_path: Path) -> None:

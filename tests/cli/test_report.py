@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from tests.bench.conftest import pairs, sweep
 from tests.reporting.conftest import _empty_store, client, store
 from tests.reporting.example import log_points
 
-from azureml_strategy.bench.results import Results
+from azureml_strategy.bench.results import Results, Sweep
 from azureml_strategy.cli import main
 
 __all__ = ["_empty_store", "client", "pairs", "store", "sweep"]  # fixtures
@@ -76,6 +77,9 @@ def test_a_study(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_a_benchmark(sweep: Results, pairs: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     Path("bench.json").write_text(sweep.to_json())
+    assert main(["report", "bench.json"]) == 2, "broadcast has one of two sizes"
+    assert isinstance(sweep.measured, Sweep)
+    Path("bench.json").write_text(replace(sweep, measured=Sweep(sweep.measured.wrong)).to_json())
     assert main(["report", "bench.json"]) == 0
     assert "do not train on these nodes" in Path("report.html").read_text()
     even = dict.fromkeys([(0, 1), (0, 2), (1, 2)], 20.0) | dict.fromkeys([(0, 3), (1, 3), (2, 3)], 5.0)

@@ -90,4 +90,5 @@ def _table(measured: Sweep | Pairs) -> Table:
         ]
         for each in measured.measurements
     ]
+    rows += [[name, "", "", "", f"not available: {reason}"] for name, reason in measured.unavailable.items()]
     return Table(rows, ("collective", "size", "median ms", "bus GB/s", "result"), numbers=(1, 2, 3))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
 import time
 import warnings
@@ -134,7 +136,7 @@ def read_results(content: Mapping[str, Any]) -> Results:
     """
     try:
         judged, network = content["verdict"], content["network"]
-        return Results(
+        results = Results(
             conditions=Conditions(**content["conditions"]),
             measured=_read_pairs(content["pairs"]) if "pairs" in content else _read_sweep(content),
             verdict=judged and Verdict(**{**judged, "expectation": Expectation(**judged["expectation"])}),
@@ -142,6 +144,30 @@ def read_results(content: Mapping[str, Any]) -> Results:
         )
     except (TypeError, KeyError, ValueError) as error:
         raise BenchError(f"This is no JSON file of a benchmark ({type(error).__name__}: {error}).") from None
+    missing = _missing(results)
+    if missing:
+        raise BenchError(
+            f"This file of a benchmark lacks {missing[0]}, and {len(missing)} measurement(s) in all: its verdict is of "
+            "more than it shows. Give the file as `bench` wrote it, or measure again."
+        )
+    return results
+
+
+def _missing(results: Results) -> list[str]:
+    """Measurements that the benchmark has made, and that are not there or are no numbers."""
+    measured = results.measured
+    if isinstance(measured, Pairs):
+        found = measured.bandwidths.bus_bandwidth
+        pairs = itertools.combinations(range(results.conditions.nodes), 2)
+        return [f"nodes {first} and {second}" for first, second in pairs if not _is_whole(found.get((first, second)))]
+    done = {(each.collective, each.size) for each in measured.measurements if _is_whole(each.bus_bandwidth)}
+    names = dict.fromkeys(each.collective for each in measured.measurements)
+    sizes = sorted({each.size for each in measured.measurements})
+    return [f"{name} of {size:,} bytes" for name in names for size in sizes if (name, size) not in done]
+
+
+def _is_whole(bandwidth: float | None) -> bool:
+    return bandwidth is not None and math.isfinite(bandwidth)
 
 
 def _read_sweep(content: Mapping[str, Any]) -> Sweep:
