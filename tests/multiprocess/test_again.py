@@ -22,6 +22,9 @@ def test_nothing_of_a_training_outlives_it(run_job: RunJob) -> None:
     assert job.exit_code == 0, job.output
     for left in job.each("left"):
         assert left == {layout: {"hooks": 0, "alive": []} for layout in left}
+    # Each of NCCL's holds memory of the GPU until the process ends.
+    for groups in job.each("groups"):
+        assert groups == {layout: [0, 0] for layout in groups}
     # That of a model made in configure_model is the GPU, on which no generator of the user's shuffles.
     for loaders in job.each("loaders"):
         assert loaders == dict.fromkeys(loaders, "cpu")

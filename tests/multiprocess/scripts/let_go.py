@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import weakref
+from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from common import report
 from tests.situations.modules import Regression, loader
 from tests.situations.running import LAYOUTS, make_trainer, prepare, replica
@@ -37,6 +39,15 @@ def left_of(layout: str) -> dict[str, Any]:
     return {"hooks": hooks, "alive": [type(each()).__name__ for each in made if each() is not None]}
 
 
+def new_groups(layout: str) -> list[int]:
+    """How many process groups a second and a third training make, and leave."""
+    numbers = []
+    for _ in range(3):
+        make_trainer(layout).fit(Regression(), loader(*replica(layout)))
+        numbers.append(len(dist.distributed_c10d._world.pg_map))
+    return [after - before for before, after in pairwise(numbers)]
+
+
 def device_of_loader(layout: str) -> str:
     module = OwnLoader()
     make_trainer(layout).fit(module)
@@ -47,5 +58,6 @@ prepare()
 report(
     int(os.environ["RANK"]),
     left={layout: left_of(layout) for layout in LAYOUTS},
+    groups={layout: new_groups(layout) for layout in LAYOUTS},
     loaders={layout: device_of_loader(layout) for layout in ("zero_1", "zero_2", "zero_3")},
 )

@@ -13,7 +13,7 @@ from lightning.pytorch.strategies.deepspeed import DeepSpeedStrategy
 from typing_extensions import override
 
 from azureml_strategy.lightning_internals import default_process_group_backend
-from azureml_strategy.strategies.deepspeed_internals import compile_no_operations, forget_groups, let_go
+from azureml_strategy.strategies.deepspeed_internals import compile_no_operations, forget_groups, let_go, reuse_groups
 
 
 class AnyDevice:
@@ -58,6 +58,7 @@ class AnyDevice:
             backend = self._process_group_backend or default_process_group_backend(self.root_device)
             dist.init_process_group(backend, timeout=self._timeout, device_id=self.root_device)
         super()._init_deepspeed_distributed()  # type: ignore[misc]
+        reuse_groups()
 
     def _set_node_environment_variables(self) -> None:
         super()._set_node_environment_variables()  # type: ignore[misc]
