@@ -253,12 +253,12 @@ def test_files_beside_tables(tmp_path: Path, others: list[str], words: str | Non
 
 def test_tables_in_folders_after_images_are_packed(tmp_path: Path) -> None:
     root = tmp_path / "data"
-    for name in ("a/train-0", "c/train-1"):
+    for name in ("a/train-0", "c/train-1", "license_plates/train-2"):
         parquet(root / f"{name}.parquet", content(range(6)))
     write(root, {"b/preview.jpg": b"x"})
     with pytest.warns(UserWarning, match="1 other files are passed over: b/preview.jpg"):
         (part,) = find_images(root, ImageForm()).values()
-    assert part.count == 12
+    assert part.count == 18
 
 
 def test_show_says_in_words_what_is_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,6 +22,7 @@ def test_nothing_of_a_training_outlives_it(run_job: RunJob) -> None:
     assert job.exit_code == 0, job.output
     for left in job.each("left"):
         assert left == {layout: {"hooks": 0, "alive": []} for layout in left}
+    assert job.each("error") == ["ValueError: an error of the user's"] * 2
     # Each of NCCL's holds memory of the GPU until the process ends.
     for groups in job.each("groups"):
         assert groups == {layout: [0, 0] for layout in groups}

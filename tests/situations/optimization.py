@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, Callback
-from tests.situations.modules import WIDTH, Mixture, Regression, Situation
+from tests.situations.modules import WIDTH, Mixture, Regression, Situation, WeighedMixture
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
@@ -222,6 +222,14 @@ class Experts(Regression):
     def __init__(self) -> None:
         super().__init__()
         self.blocks[0] = Mixture()
+
+
+class WeighedExperts(Regression):
+    """All processes call all experts in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0] = WeighedMixture()
 
 
 class ExpertsByHand(Experts):
@@ -449,6 +457,7 @@ SITUATIONS: dict[str, Situation] = {
     "adversaries_without_toggles": Situation(AdversariesWithoutToggles),
     "own_backward": Situation(OwnBackward),
     "experts": Situation(Experts),
+    "weighed_experts": Situation(WeighedExperts),
     "experts_by_hand": Situation(ExpertsByHand),
     "experts_decay": Situation(ExpertsDecay),
     "skips_a_block": Situation(SkipsABlock),

@@ -65,6 +65,7 @@ def test_what_probably_nothing_reads(
         ["+vars={a: 1}", "seed=${oc.select:vars.a,3}"],
         ["+vars={a: 1}", "seed=${vars[a]}"],
         ["+vars={a: null}"],
+        ["+vars={the-rate: 0.1}", "model.learning_rate=${vars.the-rate}"],
         [added("Watches", "patience: 3, beta1: 0.8, tolerance: 2")],
         [added("Watches", "patience: 3, patient: 1")],
         [added("WatchesMore", "patience: 3, width: 1")],

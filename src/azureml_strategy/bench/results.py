@@ -142,9 +142,9 @@ def read_results(content: Mapping[str, Any]) -> Results:
             verdict=judged and Verdict(**{**judged, "expectation": Expectation(**judged["expectation"])}),
             network=RunNetwork(network["backend"], [NodeRecord(**node) for node in network["nodes"]]),
         )
+        missing = _missing(results)
     except (TypeError, KeyError, ValueError) as error:
         raise BenchError(f"This is no JSON file of a benchmark ({type(error).__name__}: {error}).") from None
-    missing = _missing(results)
     if missing:
         raise BenchError(
             f"This file of a benchmark lacks {missing[0]}, and {len(missing)} measurement(s) in all: its verdict is of "
@@ -158,6 +158,8 @@ def _missing(results: Results) -> list[str]:
     measured = results.measured
     if isinstance(measured, Pairs):
         found = measured.bandwidths.bus_bandwidth
+        if results.conditions.nodes > len(found) + 1:  # fewer pairs than nodes: there may be too many to count
+            return [f"pairs of {results.conditions.nodes} nodes, of which it has {len(found)}"]
         pairs = itertools.combinations(range(results.conditions.nodes), 2)
         return [f"nodes {first} and {second}" for first, second in pairs if not _is_whole(found.get((first, second)))]
     done = {(each.collective, each.size) for each in measured.measurements if _is_whole(each.bus_bandwidth)}

@@ -95,7 +95,7 @@ def _metadata(content: Mapping[str, Any]) -> dict[str, str]:
 def _warn_of_left_out(content: Mapping[str, Any], hyperparameters: Sequence[str]) -> None:
     """Warn of hyperparameters and other entries of a checkpoint that are no texts."""
     moved = [" → ".join(map(str, decode(each["at"]))) for each in content.get(MOVED, ())]
-    others = [name for name in content if name not in _KEPT]
+    others = [str(name) for name in content if name not in _KEPT]
     left_out = [*(f"hyper_parameters → {name}" for name in hyperparameters), *moved, *others]
     if left_out:
         warnings.warn(

@@ -309,12 +309,19 @@ def _read_distributed(path: Path, trust_pickles: bool) -> dict[str, Any]:
 def _root_of_weights(path: Path, index: Metadata) -> str:
     """The name under which an index has the weights."""
     found = sorted({name.partition(".")[0] for name in index.state_dict_metadata})
-    roots = [name for name in found if name in _ROOTS]
+    roots = sorted({name.partition(".")[0] for name in index.state_dict_metadata if "." in name} & set(_ROOTS))
     if len(roots) != 1:
         what = "weights under both of" if roots else f"{', '.join(found) or 'nothing'}, and no weights under"
         raise CheckpointFormatError(
             f"{path} holds {what} `{'` and `'.join(_ROOTS)}`, which is how Lightning names them. Save them under one: "
             'torch.distributed.checkpoint.save({"state_dict": module.state_dict()}, checkpoint_id=...).'
+        )
+    others = [name for name in found if name not in roots and not name.startswith("opt")]
+    if others:
+        warnings.warn(
+            f"{path} holds {', '.join(others)} beside `{roots[0]}`, which are left out. If they are weights of the "
+            'module, save all under one name: {"state_dict": module.state_dict()}.',
+            stacklevel=3,
         )
     return roots[0]
 

@@ -45,7 +45,7 @@ class HostCopy:
         for event in self._gpus_done:
             event.synchronize()
         self._structure.seek(0)
-        return _Unpickler(self._structure, self._tensors).load()
+        return TensorUnpickler(self._structure, self._tensors).load()
 
 
 class HostCopyBuffer:
@@ -82,7 +82,7 @@ class HostCopyBuffer:
             pickle.PicklingError, TypeError, AttributeError: something cannot be pickled.
         """
         structure = io.BytesIO()
-        pickler = _Pickler(structure)
+        pickler = TensorPickler(structure)
         pickler.dump(content)
         sources: list[Tensor] = []
         makers = [_take_apart(each, sources) for each in pickler.tensors]
@@ -333,7 +333,7 @@ def _unwrap(tensor: Any, sources: list[Tensor]) -> Callable[[Mapping[int, Tensor
     return make
 
 
-class _Pickler(pickle.Pickler):
+class TensorPickler(pickle.Pickler):
     """Leaves tensors out of the pickle and collects them in a list."""
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -351,7 +351,7 @@ class _Pickler(pickle.Pickler):
         return number
 
 
-class _Unpickler(pickle.Unpickler):
+class TensorUnpickler(pickle.Unpickler):
     """Puts the copies in the places of the tensors."""
 
     def __init__(self, file: io.BytesIO, copies: Sequence[Tensor]) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning_utilities.core.rank_zero import WarningCache
@@ -49,7 +50,7 @@ class PlainDataStrategy(Strategy):
     """
 
     _restored: RestoredParts | None = None  # of the fit that resumes
-    _fresh_schedulers: Sequence[FreshScheduler] = ()
+    _fresh_schedulers: Sequence[FreshScheduler] | None = ()
 
     @property
     def written_apart(self) -> tuple[str, ...]:
@@ -73,7 +74,10 @@ class PlainDataStrategy(Strategy):
     @override
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
-        self._fresh_schedulers = [FreshScheduler(each.scheduler) for each in self.lr_scheduler_configs]
+        replaced = any(isinstance(each, StochasticWeightAveraging) for each in trainer.callbacks)  # type: ignore[attr-defined]
+        self._fresh_schedulers = (
+            None if replaced else [FreshScheduler(each.scheduler) for each in self.lr_scheduler_configs]
+        )
 
     @override
     def on_train_start(self) -> None:

@@ -6,16 +6,21 @@ Lightning's checkpoint has those of rank 0 alone, and gives them to all ranks.
 from __future__ import annotations
 
 import hashlib
-import pickle
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from typing_extensions import override
 
+from azureml_strategy.checkpoint.host_copy import TensorPickler, TensorUnpickler
 from azureml_strategy.control.gather import gather_sound
 
-# Larger states are averages of weights and the like, which the ranks or the strategy keep equal.
+# Of all states of a rank together. Larger ones are averages of weights and the like, which the ranks or the strategy
+# keep equal.
 _MOST_BYTES = 1 << 20
 _CALLBACKS, _DATA = "callbacks", "data module"
 
@@ -28,17 +33,14 @@ def states_of_ranks(trainer: Trainer, checkpoint: dict[str, Any]) -> list[dict[s
         checkpoint: Lightning's, of this rank.
 
     Returns:
-        Those of each rank, in the order of ranks; an empty list if nothing differs.
+        Those of each rank with their tensors on the host, in the order of ranks; an empty list if nothing differs.
     """
-    states = {f"{_CALLBACKS}/{key}": state for key, state in checkpoint.get(_CALLBACKS, {}).items()}
-    data = _data_key(trainer)
-    if data in checkpoint:
-        states[_DATA] = checkpoint[data]
-    pickled = {key: _pickled(state) for key, state in states.items()}
-    digests = {key: hashlib.sha256(each).hexdigest() for key, each in pickled.items() if each is not None}
-    told = gather_sound(digests)
+    if trainer.world_size == 1:
+        return []
+    own = dict(_small_states(trainer, checkpoint))
+    told = gather_sound({key: state.digest() for key, state in own.items()})
     apart = {key for each in told for key in each if any(other.get(key) != each[key] for other in told)}
-    return gather_sound({key: states[key] for key in digests if key in apart}) if apart else []
+    return gather_sound({key: state.on_host() for key, state in own.items() if key in apart}) if apart else []
 
 
 def restore_states(trainer: Trainer, checkpoint: dict[str, Any], states: dict[str, Any]) -> None:
@@ -51,26 +53,78 @@ def restore_states(trainer: Trainer, checkpoint: dict[str, Any], states: dict[st
     """
     for key, state in states.items():
         if key == _DATA:
-            trainer.datamodule.load_state_dict(state)  # type: ignore[attr-defined] # after rank 0's
+            if _data_key(trainer) in checkpoint:
+                trainer.datamodule.load_state_dict(state)  # type: ignore[attr-defined] # after rank 0's
         else:
             checkpoint.setdefault(_CALLBACKS, {})[key.removeprefix(f"{_CALLBACKS}/")] = state
+
+
+@dataclass(frozen=True)
+class _State:
+    """A state in two parts: its structure, pickled, and its tensors."""
+
+    structure: bytes
+    tensors: list[Tensor]
+
+    def digest(self) -> str:
+        """A name of the numbers; the same on whatever device they lie, which a pickle tells."""
+        found = hashlib.sha256(self.structure)
+        for each in self.tensors:
+            found.update(f"{each.dtype} {tuple(each.shape)}".encode())
+            found.update(each.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        return found.hexdigest()
+
+    def on_host(self) -> Any:
+        """The state itself. A rank that is given it has no other rank's GPU."""
+        copies = [each.detach().cpu().clone() for each in self.tensors]
+        return TensorUnpickler(io.BytesIO(self.structure), copies).load()
+
+
+class _SmallPickler(TensorPickler):
+    """Ends where a state is too large, or holds what another rank cannot be given."""
+
+    def __init__(self, file: io.BytesIO, most_bytes: int) -> None:
+        super().__init__(file)
+        self._left = most_bytes
+
+    @override
+    def persistent_id(self, obj: Any) -> int | None:
+        if isinstance(obj, Tensor):
+            if type(obj) not in (Tensor, nn.Parameter) or obj.layout != torch.strided or obj.is_quantized:
+                raise ValueError("a tensor in parts")
+            self._left -= obj.nbytes
+            if self._left < 0:
+                raise ValueError("a large tensor")
+        return super().persistent_id(obj)
+
+
+def _small_states(trainer: Trainer, checkpoint: dict[str, Any]) -> Iterator[tuple[str, _State]]:
+    states = {f"{_CALLBACKS}/{key}": state for key, state in checkpoint.get(_CALLBACKS, {}).items()}
+    data = _data_key(trainer)
+    if data in checkpoint:
+        states[_DATA] = checkpoint[data]
+    left = _MOST_BYTES
+    for key, state in states.items():
+        small = _small(state, left)
+        if small is not None:
+            left -= len(small.structure) + sum(each.nbytes for each in small.tensors)
+            yield key, small
+
+
+def _small(state: Any, most_bytes: int) -> _State | None:
+    """A state apart from its tensors; None if it is large, lies on several ranks in parts, or cannot be pickled."""
+    file = io.BytesIO()
+    pickler = _SmallPickler(file, most_bytes)
+    try:
+        pickler.dump(state)
+    except Exception:  # whatever a user's type raises: what writes the checkpoint says so
+        return None
+    structure = file.getvalue()
+    small = len(structure) + sum(each.nbytes for each in pickler.tensors) <= most_bytes
+    return _State(structure, pickler.tensors) if small and not any(each.is_meta for each in pickler.tensors) else None
 
 
 def _data_key(trainer: Trainer) -> str | None:
     """Under which key Lightning saves the state of the data module."""
     data = trainer.datamodule  # type: ignore[attr-defined]
     return None if data is None else type(data).__qualname__
-
-
-def _pickled(state: Any) -> bytes | None:
-    """The bytes of a state; None if it is large, lies on several ranks in parts, or cannot be pickled."""
-    tensors = [each for each in tree_leaves(state) if isinstance(each, Tensor)]
-    if any(type(each) not in (Tensor, nn.Parameter) for each in tensors):
-        return None
-    if sum(each.nbytes for each in tensors) > _MOST_BYTES:
-        return None
-    try:
-        pickled = pickle.dumps(state)
-    except Exception:  # whatever a user's type raises: what writes the checkpoint says so
-        return None
-    return pickled if len(pickled) <= _MOST_BYTES else None

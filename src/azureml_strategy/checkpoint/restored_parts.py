@@ -38,17 +38,18 @@ class RestoredParts:
         states = checkpoint.get("optimizer_states")
         return cls(
             len(states) if isinstance(states, Sequence) else None,
-            [_names(state) for state in checkpoint.get("lr_schedulers", ())],
+            [_names(state) for state in checkpoint.get("lr_schedulers") or ()],
         )
 
-    def warn_of_left_out(self, optimizers: Sequence[Optimizer], schedulers: Sequence[FreshScheduler]) -> None:
+    def warn_of_left_out(self, optimizers: Sequence[Optimizer], schedulers: Sequence[FreshScheduler] | None) -> None:
         """Warn of states that found no optimizer or scheduler, and of those that found no state.
 
         Args:
             optimizers: of the training.
-            schedulers: of the training.
+            schedulers: of the training; None if a callback replaces and restores them.
         """
-        for text in (*self._optimizers(optimizers), *self._schedulers(schedulers)):
+        found = [*self._optimizers(optimizers), *(self._schedulers(schedulers) if schedulers is not None else ())]
+        for text in found:
             rank_zero_warn(f"{text} Let configure_optimizers return what it returned, to go on with what they were.")
 
     def _optimizers(self, now: Sequence[Optimizer]) -> Iterator[str]:
@@ -82,7 +83,7 @@ class FreshScheduler:
     def __init__(self, scheduler: Any) -> None:
         self.kind = type(scheduler).__name__
         self.is_torchs = type(scheduler).__module__.startswith("torch.")
-        self.names = _names(scheduler.state_dict()) if self.is_torchs else frozenset()
+        self.names = _names(vars(scheduler)) if self.is_torchs else frozenset()
 
 
 def _unequal(what: str, saved: int, now: Sequence[str]) -> str:

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 # Names that are nearer than this are one name, misspelt.
 _NEAR = 0.8
-_REFERENCE = re.compile(r"\bvars\b((?:\.\w+)*)(\[?)")
+_REFERENCE = re.compile(r"\bvars\b((?:\.[^\s.,:'\"()\[\]{}]+)*)(\[?)")
 
 Path = tuple[str, ...]
 

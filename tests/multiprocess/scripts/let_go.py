@@ -13,6 +13,7 @@ import torch.distributed as dist
 from common import report
 from tests.situations.modules import Regression, loader
 from tests.situations.running import LAYOUTS, make_trainer, prepare, replica
+from torch import nn
 
 
 class OwnLoader(Regression):
@@ -26,6 +27,24 @@ class OwnLoader(Regression):
     def train_dataloader(self) -> Any:
         self.device_of_loader = torch.get_default_device()
         return loader(*replica("zero_2"))
+
+
+class Unfinished(Regression):
+    """It fails after `configure_model`, before a pipeline has cut it."""
+
+    def configure_model(self) -> None:
+        self.more = nn.Linear(2, 2)
+
+    def pipeline_layers(self) -> Any:
+        raise ValueError("an error of the user's")
+
+
+def error_of_unfinished() -> str:
+    try:
+        make_trainer("pipeline").fit(Unfinished(), loader(*replica("pipeline")))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
 
 
 def left_of(layout: str) -> dict[str, Any]:
@@ -58,6 +77,7 @@ prepare()
 report(
     int(os.environ["RANK"]),
     left={layout: left_of(layout) for layout in LAYOUTS},
+    error=error_of_unfinished(),
     groups={layout: new_groups(layout) for layout in LAYOUTS},
     loaders={layout: device_of_loader(layout) for layout in ("zero_1", "zero_2", "zero_3")},
 )

@@ -223,7 +223,7 @@ def _table_names(source: Path) -> tuple[list[str], PassedOver]:
     found: list[str] = []
     others = PassedOver()
     for folder, folders, files in os.walk(source):
-        folders[:] = sorted(name for name in folders if not is_no_data(name))
+        folders[:] = sorted(name for name in folders if not name.startswith((".", "__MACOSX")))
         holds_tables = any(name.endswith(_SUFFIXES) for name in files)
         if not found and not holds_tables and any(name.lower().endswith(EXTENSIONS) for name in files):
             return [], others  # class folders: there may be thousands more, and listing a mount takes time

@@ -75,9 +75,11 @@ class AnyDeviceDeepSpeedStrategy(AnyDevice, DeepSpeedStrategy):
 
     @override
     def teardown(self) -> None:
+        from deepspeed import DeepSpeedEngine
+
         super().teardown()
-        if self.model is not None and self.model is not self.lightning_module:
-            let_go(self.deepspeed_engine)
+        if isinstance(self.model, DeepSpeedEngine):  # an error may have come before there was one
+            let_go(self.model)
 
 
 def require_numbered_devices(devices: Sequence[torch.device]) -> None:
