@@ -61,6 +61,7 @@ OTHERS = {
             "_check_reducer_finalized",
             "_execution_engine",
             "_foreach_copy_",
+            "_join_config",
             "_foreach_norm",
             "_reset_state",
             "_post_accumulate_grad_hooks",

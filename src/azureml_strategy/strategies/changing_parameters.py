@@ -76,7 +76,8 @@ class CompletingDDP(DistributedDataParallel):
         without = [index for index in missing if self.reduced[index].grad is None]
         for index in missing:
             reducer._autograd_hook(index)
-        if not self.find_unused_parameters:  # else the reducer does so
+        # With the former the reducer does so; with `join`, ranks that have ended would not take part.
+        if not (self.find_unused_parameters or self._join_config.enable):
             _at_end_of_pass(lambda: self._leave_unused(without))
 
     def _leave_unused(self, without: list[int]) -> None:

@@ -174,9 +174,8 @@ class FabricDDPStrategy(LaunchedFabricStrategy, DDPStrategy):
         self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any
     ) -> None:
         """Average all gradients in the backward pass, or at its end."""
-        self._gradients.before_backward(tensor)
-        super().backward(tensor, module, *args, **kwargs)
-        self._gradients.after_backward()
+        with self._gradients.backward_pass(tensor):
+            super().backward(tensor, module, *args, **kwargs)
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, wraps
 from typing import Any
 
@@ -117,17 +118,21 @@ class LoopGradients:
 
         for_each_parameter(optimizer, unknown, lambda each: dist.broadcast(each.detach(), 0))
 
-    def before_backward(self, loss: Tensor) -> None:
-        """Prepare for the backward pass of a loss."""
+    @contextmanager
+    def backward_pass(self, loss: Tensor) -> Iterator[None]:
+        """Go backward from a loss in this context; at its end, the gradients that are left are averaged."""
         self._in_backward = True
         for each in self._passes:
             each.averages = False
             if each.ddp is not None:
                 each.ddp.complete_after(loss)
+        try:
+            yield
+        finally:
+            self._in_backward = False
+        self._average_left()
 
-    def after_backward(self) -> None:
-        """Average the gradients that are left, at the end of the backward pass."""
-        self._in_backward = False
+    def _average_left(self) -> None:
         self._backwards += 1
         self._average_others(self._living_optimizers())
 
@@ -147,7 +152,7 @@ class LoopGradients:
         def average_new() -> None:
             changed = any(each.has_changed() for each in noted)
             if changed:
-                self.after_backward()
+                self._average_left()
             for each, averaged in earlier:
                 each.averages = averaged and not changed
 

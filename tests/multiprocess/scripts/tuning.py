@@ -42,12 +42,16 @@ class Samples(Dataset[dict[str, Tensor]]):
 
 
 class Deep(LightningModule):
-    """120 layers with dropout and statistics, whose step draws random numbers and takes its batch apart."""
+    """120 layers with dropout and statistics, whose step draws random numbers and takes its batch apart.
+
+    One more layer is used by no step.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(120)]
         self.network = nn.Sequential(nn.BatchNorm1d(8), *layers, nn.Dropout(0.2), nn.Linear(8, 1))
+        self.unused = nn.Linear(8, 1)
         self.seen: list[Any] = []
         self.calls = 0
 

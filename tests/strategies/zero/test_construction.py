@@ -241,6 +241,7 @@ class Standardised(nn.Module):
         self.register_buffer("mean", torch.linspace(0, 1, 4), persistent=False)
         self.inner = nn.Module()
         self.inner.register_buffer("mean", self.mean)
+        self.inner.register_buffer("offset", self.mean)
         self.error = MeanSquaredError()
 
 
@@ -249,7 +250,7 @@ def test_buffers_and_metrics_of_a_cut_module_come_to_the_device() -> None:
     held = [id(each) for each in module.parameters()]
     place_all_but_parameters(module, torch.device("meta"))
     assert {each.device.type for each in (*module.buffers(), module.error.sum_squared_error)} == {"meta"}
-    assert module.mean is module.inner.mean
+    assert module.mean is module.inner.mean is module.inner.offset
     assert "mean" not in module.state_dict()
     assert [id(each) for each in module.parameters()] == held
     assert {each.ds_tensor.device.type for each in module.parameters()} == {"cpu"}

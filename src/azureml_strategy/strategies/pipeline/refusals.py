@@ -146,9 +146,9 @@ def _of_callback(callback: Callback) -> Iterator[str]:
         )
     if isinstance(callback, BaseFinetuning):
         yield (
-            f"{name} unfreezes layers during the training, but a pipeline was cut, and its stages send gradients, by "
-            "what trained at the start. Freeze layers in __init__ and leave them so; or use strategy='azureml_ddp', or "
-            "'azureml_model_parallel', which shards parameters too."
+            f"{name} unfreezes layers during the training and gives them to the optimizer, but that of a pipeline was "
+            "made of what trained at the start. Freeze layers in __init__ and leave them so; or use "
+            "strategy='azureml_ddp', or 'azureml_model_parallel', which shards parameters too."
         )
 
 

@@ -74,8 +74,8 @@ def _sample(tensor: Tensor, most: int, turn: int) -> Tensor:
 def _hashed(samples: list[Tensor]) -> Tensor:
     """One hash for each sample. All have one type and lie on one device."""
     size = samples[0].itemsize
-    if size == 1:
-        samples = [each.view(torch.int8) for each in samples]  # not every device joins float8
+    if size == 1 or (size < 8 and not samples[0].is_floating_point()):
+        samples = [each.view(INTEGERS[size]) for each in samples]  # not every device joins float8 and unsigned types
     bits = torch.cat(samples).view(INTEGERS[min(size, 4)])
     ends, weights = _places(tuple(len(each) * max(size // 4, 1) for each in samples), bits.device)
     # Sums modulo 2^64, so that what one sample adds is the difference of two of them.

@@ -136,6 +136,7 @@ class TrialBench:
         begun = time.perf_counter()
         loss = _loss(self._forward(ddp, self._the_copy, *given))
         assert loss is not None
+        ddp.awaits_backward = ddp.require_backward_grad_sync
         ddp.complete_after(loss)
         self._the_copy.backward(loss)
         _wait_for_device(ddp)

@@ -173,14 +173,15 @@ def place_all_but_parameters(module: nn.Module, device: torch.device) -> None:
         module: the module that is trained.
         device: of this process.
     """
-    moved: dict[int, Tensor] = {}
+    moved: dict[int, tuple[Tensor, Tensor]] = {}  # with the buffer, so that no other one gets its number
     for part in module.modules():
         if isinstance(part, Metric):
             part.to(device)
             continue
-        for name, buffer in part.named_buffers(recurse=False):
+        for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False):
             if not buffer.is_meta:
-                setattr(part, name, moved.setdefault(id(buffer), buffer.to(device)))
+                _, there = moved.setdefault(id(buffer), (buffer, buffer.to(device)))
+                setattr(part, name, there)
 
 
 def _require_accelerate() -> None:
