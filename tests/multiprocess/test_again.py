@@ -16,16 +16,20 @@ def test_a_module_is_trained_again(run_job: RunJob, nodes: int) -> None:
         assert fsdp2["in_shards"] == [True] * 4
 
 
+def of_mesh(layout: str) -> int:
+    return int(layout in ("fsdp2", "tensor_parallel"))
+
+
 def test_nothing_of_a_training_outlives_it(run_job: RunJob) -> None:
     """Hooks of a first engine would take part in a second training, and keep the optimizer's state on the GPU."""
-    job = run_job("let_go.py")
+    job = run_job("let_go.py", nodes=2)
     assert job.exit_code == 0, job.output
     for left in job.each("left"):
         assert left == {layout: {"hooks": 0, "alive": []} for layout in left}
     assert job.each("error") == ["ValueError: an error of the user's"] * 2
-    # Each of NCCL's holds memory of the GPU until the process ends.
+    # Each of NCCL's holds memory of the GPU until the process ends. DTensors of a former training use those of a mesh.
     for groups in job.each("groups"):
-        assert groups == {layout: [0, 0] for layout in groups}
+        assert groups == {layout: [of_mesh(layout)] * 2 for layout in groups}
     # That of a model made in configure_model is the GPU, on which no generator of the user's shuffles.
     for loaders in job.each("loaders"):
         assert loaders == dict.fromkeys(loaders, "cpu")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 import weakref
 from itertools import pairwise
 from typing import Any
@@ -54,7 +55,11 @@ def left_of(layout: str) -> dict[str, Any]:
     made = [weakref.ref(each) for each in (trainer.strategy.model, trainer.strategy, trainer, module)]
     hooks = sum(len(each._post_accumulate_grad_hooks or ()) for each in module.parameters())
     del trainer, module
-    gc.collect()
+    for _ in range(100):  # threads of torch's and ours may hold some for a moment
+        gc.collect()
+        if all(each() is None for each in made):
+            break
+        time.sleep(0.1)
     return {"hooks": hooks, "alive": [type(each()).__name__ for each in made if each() is not None]}
 
 
