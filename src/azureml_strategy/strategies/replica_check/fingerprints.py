@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -83,7 +82,6 @@ def _hashed(samples: list[Tensor]) -> Tensor:
     return sums[ends].diff()
 
 
-@lru_cache(maxsize=4)  # a model has the same tensors from look to look
 def _places(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """Where each sample ends, after a 0, and the weights of all their elements.
 
