@@ -117,8 +117,8 @@ def reuse_groups() -> None:
     from deepspeed import comm
 
     _reused.begin()
-    backend = comm.comm.cdb
-    if "new_group" not in vars(backend):
+    backend = comm.comm.cdb  # None until DeepSpeed has taken the process group
+    if backend is not None and "new_group" not in vars(backend):
         backend.new_group = partial(_reused.give, backend.new_group)
 
 
