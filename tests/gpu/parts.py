@@ -88,9 +88,10 @@ def _without_collectives(machine: Machine) -> dict[str, tuple[str, str]]:
     ended = machine.run(
         "gloo", [sys.executable, str(HERE / "gloo.py"), str(output), machine.accelerator], 2, limit_s=60
     )
-    if ended.failure:
+    told = output / "0.json"
+    if ended.late or not told.is_file():
         return dict.fromkeys(NEEDS, ("WRONG", f"which collectives gloo has here is unknown: {ended.failure}"))
-    missing = json.loads((output / "0.json").read_text())
+    missing = json.loads(told.read_text())
     return {
         layout: ("left out", f"gloo has no {need} of a GPU: {missing[need]}")
         for layout, needs in NEEDS.items()

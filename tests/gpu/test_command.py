@@ -151,6 +151,27 @@ def test_layouts_are_wrong_where_nobody_knows_what_gloo_has(tmp_path: Path, monk
     assert rows == dict.fromkeys(NEEDS, "WRONG")
 
 
+def test_a_collective_that_ends_the_process_leaves_out_those_that_need_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gloo's `send` of a GPU's tensor does so."""
+    code = (
+        "import os, runpy, sys, torch.distributed as dist; dist.send = lambda *_: os._exit(7);"
+        "runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    started = Machine.run
+
+    def run(machine: Machine, name: str, command: list[str], world: int = 1, **named: Any) -> Ended:
+        if name != "gloo":
+            return Ended((1,), "", False)
+        return started(machine, name, [command[0], "-c", f"import sys; sys.argv = {command[1:-1]} + ['cpu']; {code}"], 2)
+
+    monkeypatch.setattr(Machine, "run", run)
+    machine = Machine("cuda", tmp_path, time.monotonic() + 60, cores=2, gpus="0")
+    rows = {row.case: row.status for row in matrix_part(machine, 2, list(NEEDS)) if "/" not in row.case}
+    assert rows == {"pipeline": "left out"}
+
+
 def test_what_was_ended_late_has_failed_whatever_its_exit_code() -> None:
     assert Ended((0,), "started", late=True).failure == "it took too long: started"
     assert Ended((0,), "started", late=False).failure == ""

@@ -258,7 +258,7 @@ def optimizer_of_its_own(fabric: Fabric, rows: list[Tensor]) -> nn.Module:
     """Learns the weights of two losses, which are in no module, by an optimizer made later."""
     module = Network()
     model, optimizer = fabric.setup(module, sgd(module.parameters()))
-    weights = nn.Parameter(torch.full((2,), 0.1 * fabric.global_rank))
+    weights = nn.Parameter(torch.full((2,), 0.1 * fabric.global_rank, device=fabric.device))
     of_weights = fabric.setup_optimizers(sgd([weights]))
     for each in rows:
         of_weights.zero_grad()
