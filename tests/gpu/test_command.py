@@ -164,7 +164,9 @@ def test_a_collective_that_ends_the_process_leaves_out_those_that_need_it(
     def run(machine: Machine, name: str, command: list[str], world: int = 1, **named: Any) -> Ended:
         if name != "gloo":
             return Ended((1,), "", False)
-        return started(machine, name, [command[0], "-c", f"import sys; sys.argv = {command[1:-1]} + ['cpu']; {code}"], 2)
+        return started(
+            machine, name, [command[0], "-c", f"import sys; sys.argv = {command[1:-1]} + ['cpu']; {code}"], 2
+        )
 
     monkeypatch.setattr(Machine, "run", run)
     machine = Machine("cuda", tmp_path, time.monotonic() + 60, cores=2, gpus="0")

@@ -155,6 +155,7 @@ def check_statistics(found: dict[str, Any]) -> None:
         assert each["mean"] == pytest.approx([exact] * 4, rel=1e-5), name
         assert each["type"] == "torch.float32", name
         assert each["offsets"] == each["after"] == "torch.bfloat16", name
+        assert each["metrics"] == {"sum": 20 * 1001 + sum(range(20)), "mean": 1001 + 19 / 2}, name
 
 
 def check_stock(found: dict[str, Any], rank: int) -> None:

@@ -182,7 +182,7 @@ def zero_init(config: dict[str, Any], remote_device: str | None) -> AbstractCont
 
 
 class FlatSlice:
-    """The numbers of a flattened gradient, one after the other, that this rank keeps under ZeRO.
+    """The numbers of a flattened parameter and of its gradient, one after the other, that this rank keeps under ZeRO.
 
     Args:
         parameter: one that `is_of_zero`.
@@ -207,7 +207,7 @@ class FlatSlice:
             self.start = 0 if mapping is None else mapping.lp_fragment_address.start
 
     def read(self) -> Tensor | None:
-        """Return the slice or a copy of it; None if this rank keeps no number of the gradient."""
+        """Return the slice of the gradient or a copy of it; None if this rank keeps no number of the gradient."""
         if self._of_stage_3:
             part: Tensor = self._parameter._z3_optimizer.get_local_fp32_grad_for_param(self._parameter)
             return part
@@ -219,8 +219,33 @@ class FlatSlice:
         # The bfloat16 optimizer keeps whole gradients.
         return kept if kept.numel() == length else kept.narrow(0, self.start, length)
 
+    @property
+    def group(self) -> int | None:
+        """The optimizer's parameter group; None if this rank keeps no number of the gradient."""
+        if self._of_stage_3:
+            optimizer = _zero_optimizer(self._parameter)
+            number, _, _ = optimizer.grad_position[optimizer.get_param_id(self._parameter)]
+            return int(optimizer.sub_group_to_group_id[number])
+        mapping = self._parameter._hp_mapping
+        return None if mapping is None else int(mapping.param_group_index)
+
+    def trained(self) -> Tensor | None:
+        """Return the slice of what the optimizer trains, in place; None if there is none or it is not on the device."""
+        if self._of_stage_3:
+            optimizer = _zero_optimizer(self._parameter)
+            number, start, length = optimizer.grad_position[optimizer.get_param_id(self._parameter)]
+            flat = optimizer.fp32_partitioned_groups_flat[number]
+            if flat is None or flat.numel() < start + length:  # on a disk
+                return None
+            found: Tensor = flat.detach().narrow(0, start, length)
+        elif self._parameter._hp_mapping is None:
+            return None
+        else:
+            found = self._parameter._hp_mapping.get_hp_fragment().detach()
+        return found if found.device == self._parameter.device else None
+
     def write(self, part: Tensor) -> None:
-        """Replace the slice."""
+        """Replace the slice of the gradient."""
         optimizer = _zero_optimizer(self._parameter)
         if self._of_stage_3:
             optimizer.set_local_grad_for_param(part, self._parameter)

@@ -1,10 +1,11 @@
 """Keeps precise what `bf16-true` and `16-true` must not round: tables, such as rotary frequencies, and statistics.
 
-Lightning casts the whole module, its buffers too. Three kinds of buffers are then not what their module needs:
+Lightning casts the whole module, its buffers and metrics too. Some are then not what their module needs:
 
 - Tables of models of transformers. It keeps them in float32 in models of any type, and casts what comes out of them. A
   rotary frequency in bfloat16 turns a token at position 4,000 by another angle.
 - Running statistics of normalisations. A running mean in bfloat16 stops where its updates are 1/256 of it.
+- Metrics of torchmetrics. A sum in bfloat16 stops likewise, and a count of samples at 256.
 - Buffers of other modules. A float32 one would make float32 of what it meets, and torch refuses a layer in 16 bits
   after it. So these are cast as Lightning does, and a warning names those that lose by it.
 """
@@ -12,7 +13,7 @@ Lightning casts the whole module, its buffers too. Three kinds of buffers are th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -20,6 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 from lightning.fabric.utilities import rank_zero_warn
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from azureml_strategy.huggingface.transformers_internals import (
     buffers_in_float32,
@@ -69,12 +71,13 @@ class PreciseConversion:
     def __call__(self, module: nn.Module) -> nn.Module:
         """Cast a module but for what must stay precise."""
         dtype = HALVES[self._plugin.precision]
-        tables, statistics = list(_tables(module, dtype)), []
+        tables, statistics = [*_tables(module, dtype), *_of_metrics(module)], []
         if self._keeps_statistics():
             statistics = list(_statistics(module))
         _tell_rounded([*_rounded_buffers(module, [*tables, *statistics], dtype), *_rounded_plain(module, dtype)], dtype)
         weights = self._precise_weights(module, dtype)
-        module = type(self._plugin).convert_module(self._plugin, module)
+        with _metrics_as_they_are(module):
+            module = type(self._plugin).convert_module(self._plugin, module)
         for parameter, weight in weights:
             parameter.data = weight
         for owner, name, values in [*tables, *statistics]:
@@ -150,6 +153,27 @@ def _call_unless_compiled(forward: Callable[..., Any], *args: Any, **kwargs: Any
 def _tables(module: nn.Module, dtype: torch.dtype) -> Iterator[_Place]:
     for owner, name in buffers_in_float32(module, dtype):
         yield _Place(owner, name, owner.get_buffer(name))
+
+
+def _of_metrics(module: nn.Module) -> Iterator[_Place]:
+    """Yield what metrics keep as buffers, such as thresholds."""
+    for metric in _metrics(module):
+        for name, values in metric.named_buffers(recurse=False):
+            yield _Place(metric, name, values)
+
+
+@contextmanager
+def _metrics_as_they_are(module: nn.Module) -> Iterator[None]:
+    """Keep the states of metrics from being cast: `Metric.set_dtype` casts them where that is meant."""
+    kept = [(metric, dict(vars(metric)), dict(metric._defaults)) for metric in _metrics(module)]
+    yield
+    for metric, attributes, defaults in kept:
+        metric._defaults.update(defaults)
+        vars(metric).update({name: attributes[name] for name in (*defaults, "_dtype") if name in attributes})
+
+
+def _metrics(module: nn.Module) -> Iterator[Metric]:
+    return (each for each in module.modules() if isinstance(each, Metric))
 
 
 def _statistics(module: nn.Module) -> Iterator[_Place]:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
 from azureml_strategy.gradients import grad_norm
 from azureml_strategy.huggingface import load_pretrained
@@ -83,8 +84,12 @@ class Far(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
+def _mean() -> MeanMetric:
+    return MeanMetric(sync_on_compute=False)
+
+
 class Normalised(LightningModule):
-    """Statistics that move by less than bfloat16 can tell, and a mean of inputs."""
+    """Statistics that move by less than bfloat16 can tell, a mean of inputs, and metrics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,11 +98,13 @@ class Normalised(LightningModule):
         nn.init.constant_(self.network[0].bias, 4.0)
         nn.init.zeros_(self.network[0].weight)
         self.register_buffer("offsets", torch.arange(1000, 1004, dtype=torch.float32))
+        self.metrics = MetricCollection({"sum": SumMetric(sync_on_compute=False), "mean": _mean()})
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.network(inputs - self.offsets)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.metrics.update(1001 + batch_idx)
         return self(batch).mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -391,6 +398,7 @@ def stock(folders: Path) -> dict[str, Any]:
 def _note(module: Normalised, seen: dict[str, Any]) -> None:
     mean = module.network[1].running_mean
     seen |= {"mean": mean.tolist(), "type": str(mean.dtype), "offsets": str(module.offsets.dtype)}
+    seen["metrics"] = {name: float(value) for name, value in module.metrics.compute().items()}
 
 
 def main() -> None:

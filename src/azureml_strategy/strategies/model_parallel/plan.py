@@ -33,6 +33,7 @@ from azureml_strategy.strategies.model_parallel.module import (
 )
 from azureml_strategy.strategies.model_parallel.refusals import refuse_scalars
 from azureml_strategy.strategies.model_parallel.units import unique, units_of
+from azureml_strategy.strategies.second_derivatives import refuse_second_derivatives
 
 # All places of one parameter, each as the name of the submodule and the parameter's name in it.
 Places = list[tuple[str, str]]
@@ -208,6 +209,7 @@ def cut_tensors(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) ->
     for name, style in styles.items():  # one by one: torch 2.8 takes layers.0.1 for layers.1 too
         layer = module.get_submodule(name)
         parallelize_module(layer, mesh, _style(layer, style))
+        refuse_second_derivatives(layer)
     tie_again(module, shared)
     for name in matched.keys() - styles.keys():
         module.get_submodule(name).register_forward_pre_hook(SumsGradients(mesh.get_group()))

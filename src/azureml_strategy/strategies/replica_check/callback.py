@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -32,6 +33,8 @@ _FIRST, _EVERY = (2, 16, 128), 1024
 _BEFORE_SAVE = 128
 # So many different ranks are asked for names at most.
 _MOST_GROUPS = 8
+# Where each rank sees other parameters, so many ranks may tell of those that do not train.
+_MOST_SPEAKERS = 4
 _ANSWER_SECONDS = 10.0
 # How long rank 0 waits at the end for ranks that come a moment later.
 _LAST_SECONDS, _PAUSE_SECONDS = 5.0, 0.02
@@ -51,7 +54,8 @@ class ReplicaCheck(IsolatedCallback):
     numbers on purpose.
 
     After the first steps it warns of parameters that have a gradient and an optimizer and have not changed, see
-    `UpdateWatch`.
+    `UpdateWatch`. Under DeepSpeed each rank sees those of its stage or its slices, and the first few that find some
+    say so.
     """
 
     switch = REPLICA_CHECK_SWITCH
@@ -120,8 +124,8 @@ class ReplicaCheck(IsolatedCallback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._watch is not None:
-            self._notice_step(trainer, self._watch)
-            self._say(trainer, self._watch.verdict(at_end=True))
+            self._watch.after_batch()
+            self._say_what_stays(trainer, self._watch.verdict(at_end=True))
         if self._channel is not None:
             self._look(trainer, "end")
             self._tell(trainer, self._channel, wait=True)
@@ -147,7 +151,15 @@ class ReplicaCheck(IsolatedCallback):
 
     def _notice_step(self, trainer: Trainer, watch: UpdateWatch) -> None:
         watch.after_batch()
-        self._say(trainer, watch.verdict(at_end=False))
+        self._say_what_stays(trainer, watch.verdict(at_end=False))
+
+    def _say_what_stays(self, trainer: Trainer, sentences: list[str]) -> None:
+        channel, rank = self._channel, trainer.global_rank
+        if not sentences or channel is None or not isinstance(trainer.strategy, DeepSpeedStrategy):
+            self._say(trainer, sentences)
+        elif channel.call(partial(_claim, name=f"{self._name}/speakers", rank=rank), _ANSWER_SECONDS):
+            for each in sentences:
+                log.warning("%s So says rank %d of what it keeps. If it is meant, set %s=off.", each, rank, self.switch)
 
     def _say(self, trainer: Trainer, sentences: list[str]) -> None:
         for each in sentences:
@@ -215,6 +227,12 @@ def _send(store: Any, key: str, told: Told, old: str | None) -> None:
 
 def _all_or_none(store: Any, keys: list[str]) -> list[str] | None:
     return [each.decode() for each in store.multi_get(keys)] if store.check(keys) else None
+
+
+def _claim(store: Any, name: str, rank: int) -> bool:
+    """Whether this rank is among the first that ask. Asking again changes nothing."""
+    own = str(rank).encode()
+    return any(store.compare_set(f"{name}/{place}", "", str(rank)) == own for place in range(_MOST_SPEAKERS))
 
 
 def _nothing_to_give() -> None:

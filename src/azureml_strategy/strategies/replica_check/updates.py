@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
+from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from azureml_strategy.strategies.deepspeed_internals import FlatSlice, has_gradients, is_of_zero
 from azureml_strategy.strategies.replica_check.transfers import Transfer
 
 # Steps are observed at powers of two, up to this one.
@@ -48,18 +50,40 @@ _REPLACED = (
 _NOT_REACHED = "The loss does not reach them: look for detach(), no_grad(), or the parameters of another optimizer."
 
 
+class _Trained(NamedTuple):
+    """What this rank has of a parameter that a step is about to change.
+
+    Attributes:
+        parameter: of the module.
+        values: reads those that the optimizer changes.
+        gradient: reads it, in the shape of the values.
+        rate: learning rate.
+        scale: what the gradient is multiplied with.
+        is_part: whether other ranks have the rest, so that this one cannot know which gradients are small.
+    """
+
+    parameter: nn.Parameter
+    values: Callable[[], Tensor]
+    gradient: Callable[[], Tensor | None]
+    rate: float
+    scale: float = 1.0
+    is_part: bool = False
+
+
 @dataclass
 class _Seen:
     """What is known of a parameter that an optimizer has.
 
     Attributes:
         optimizer: the class of its optimizer.
+        type: of the values that the optimizer changes.
         pushed: observed steps in which it had a gradient worth the name, while others were changed.
         changed: whether it has ever changed.
         has_gradient: whether it has ever had any, of whatever size.
     """
 
     optimizer: type[Optimizer]
+    type: torch.dtype
     pushed: int = 0
     changed: bool = False
     has_gradient: bool = False
@@ -68,36 +92,43 @@ class _Seen:
 class _Step:
     """A step under observation: each parameter at the place of its largest gradient, on its device."""
 
-    def __init__(self) -> None:
-        self._parameters: list[nn.Parameter] = []
+    def __init__(self, skipped: int) -> None:
+        self._skipped = skipped
+        self._trained: list[_Trained] = []
         self._places: list[Tensor] = []
         self._largest: list[Tensor] = []
         self._before: list[Tensor] = []
 
-    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+    def add(self, trained: _Trained, gradient: Tensor) -> None:
         """Note a parameter that is about to change, unless its gradient is sparse."""
-        values, own = _local(parameter), _local(gradient)
+        values, own = trained.values(), _local(gradient)
         if own.layout != torch.strided or not own.numel() or values.shape != own.shape:
             return
         sizes = own.abs()
         place = sizes.argmax()
-        self._parameters.append(parameter)
+        largest, before = torch.take(sizes, place) / trained.scale, torch.take(values, place)
+        if trained.is_part:
+            # Only what plain descent would see counts. Of an update that is rounded off, nothing can be told.
+            largest = torch.where(before - trained.rate * largest != before, largest, 0)
+        self._trained.append(trained)
         self._places.append(place)
-        self._largest.append(torch.take(sizes, place))
-        self._before.append(torch.take(values, place))
+        self._largest.append(largest)
+        self._before.append(before)
 
-    def end(self) -> _Outcome | None:
-        """See what has changed; None if nothing was noted."""
+    def end(self, skipped: int) -> _Outcome | None:
+        """See what has changed; None if nothing was noted, or DeepSpeed has skipped a step meanwhile."""
+        if skipped != self._skipped:
+            return None
         alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for number, each in enumerate(self._before):
             alike.setdefault((each.device, each.dtype), []).append(number)
         found = []
         for numbers in alike.values():
-            now = torch.stack([torch.take(_local(self._parameters[i]), self._places[i]) for i in numbers])
+            now = torch.stack([torch.take(self._trained[i].values(), self._places[i]) for i in numbers])
             changed = now != torch.stack([self._before[i] for i in numbers])
             largest = torch.stack([self._largest[i] for i in numbers]).float()
             found.append(torch.stack([largest, changed.float()]))
-        parameters = [id(self._parameters[i]) for numbers in alike.values() for i in numbers]
+        parameters = [id(self._trained[i].parameter) for numbers in alike.values() for i in numbers]
         return _Outcome(parameters, Transfer(found)) if found else None
 
 
@@ -150,8 +181,8 @@ class UpdateWatch:
 
     @classmethod
     def of(cls, trainer: Trainer) -> UpdateWatch | None:
-        """Watch a training; None under DeepSpeed and FSDP1, whose parameters have no gradients of their own."""
-        return None if isinstance(trainer.strategy, (DeepSpeedStrategy, FSDPStrategy)) else cls(trainer)
+        """Watch a training; None under FSDP1, whose parameters have no gradients of their own."""
+        return None if isinstance(trainer.strategy, FSDPStrategy) else cls(trainer)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Note what the optimizer is about to change; its gradients are ready.
@@ -193,31 +224,56 @@ class UpdateWatch:
     @torch.no_grad()
     def _observe(self, optimizer: Optimizer) -> None:
         """Note the parameters that have not changed yet."""
-        step = _Step()
+        step = _Step(self._skipped())
+        for trained in self._trained_by(optimizer):
+            key = id(trained.parameter)
+            seen = self._seen.get(key)
+            if seen is None:
+                seen = self._seen[key] = _Seen(type(optimizer), trained.values().dtype)
+            if seen.changed:
+                continue
+            gradient = trained.gradient()
+            seen.has_gradient |= gradient is not None
+            if gradient is not None and trained.rate:
+                step.add(trained, gradient)
+        self._under_way.append(step)
+        self.has_news = True
+
+    def _trained_by(self, optimizer: Optimizer) -> Iterator[_Trained]:
+        """List what a step of the optimizer changes, but for groups whose learning rate lies on a GPU."""
+        rates = self._rates_of(optimizer)
+        slices = [each for each in self._trainer.lightning_module.parameters() if is_of_zero(each)]
+        if slices:  # the optimizer's own parameters are flat rows of them
+            yield from _slices_of(slices, rates)
+            return
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            if rate is not None:
+                for each in group["params"]:
+                    yield _Trained(each, partial(_local, each), partial(getattr, each, "grad"), rate)
+
+    def _rates_of(self, optimizer: Optimizer) -> list[float | None]:
+        """Return the learning rate of each group, and note whether one rises; None if reading it would wait."""
+        rates: list[float | None] = []
         self._rising[id(optimizer)] = False
         for group in optimizer.param_groups:
             rate = group.get("lr", 1.0)
             if isinstance(rate, Tensor) and not rate.is_cpu:
-                continue  # reading it would wait for the device
+                rates.append(None)
+                continue
             self._rising[id(optimizer)] |= float(rate) > self._rates.get(id(group), float("inf"))
             self._rates[id(group)] = float(rate)
-            for parameter in group["params"]:
-                seen = self._seen.get(id(parameter))
-                if seen is None:
-                    seen = self._seen[id(parameter)] = _Seen(type(optimizer))
-                if seen.changed:
-                    continue
-                gradient = parameter.grad
-                seen.has_gradient |= gradient is not None
-                if gradient is not None and rate:
-                    step.add(parameter, gradient)
-        self._under_way.append(step)
-        self.has_news = True
+            rates.append(float(rate))
+        return rates
+
+    def _skipped(self) -> int:
+        """How many steps DeepSpeed has left out because gradients were infinite on some rank."""
+        return int(getattr(self._trainer.model, "skipped_steps", 0))
 
     @torch.no_grad()
     def _end_steps(self) -> None:
         steps, self._under_way = self._under_way, []
-        self._outcomes += [outcome for outcome in (each.end() for each in steps) if outcome is not None]
+        outcomes = [each.end(self._skipped()) for each in steps]
+        self._outcomes += [outcome for outcome in outcomes if outcome is not None]
 
     def _count_outcomes(self, wait: bool) -> None:
         while self._outcomes and (wait or self._outcomes[0].is_ready()):
@@ -243,17 +299,21 @@ class UpdateWatch:
         none = not any(each.changed for each in self._seen.values())
         if none and self._observed < _STEPS_OF_ALL and not at_end:
             return
-        small = [(name, each) for name, each in still if each.dtype in (torch.bfloat16, torch.float16)]
+        small = [(name, each) for name, each in still if self._seen[id(each)].type in (torch.bfloat16, torch.float16)]
         # Other optimizers may keep what is rounded off, or weights in float32, and give it back after some steps.
         lost = [(name, each) for name, each in small if _is_of_torch(self._seen[id(each)].optimizer)]
         if lost and not none:
-            yield "rounded", _ROUNDED.format(steps=self._observed, names=_listed(lost), type=lost[0][1].dtype)
+            yield (
+                "rounded",
+                _ROUNDED.format(steps=self._observed, names=_listed(lost), type=self._seen[id(lost[0][1])].type),
+            )
         others = still if none else [each for each in still if each not in small]
         if others:
             yield "unchanged", _UNCHANGED.format(steps=self._observed, names=_listed(others))
 
     def _in_no_optimizer(self, named: dict[int, tuple[str, nn.Parameter]]) -> Iterator[tuple[str, str]]:
         ids = {id(p) for each in self._trainer.optimizers for group in each.param_groups for p in group["params"]}
+        ids |= {key for key, (_, each) in named.items() if is_of_zero(each)}
         left = [(n, p) for key, (n, p) in named.items() if p.requires_grad and p.grad is not None and key not in ids]
         # With manual optimization, a module may step an optimizer that Lightning does not know.
         if left and ids and self._trainer.lightning_module.automatic_optimization:
@@ -269,6 +329,16 @@ class UpdateWatch:
                 why = _REPLACED.format(count=gone) if gone else _NOT_REACHED
                 count = len(parameters)
                 yield f"optimizer {number}", _NO_GRADIENT.format(number=number, steps=steps, count=count, why=why)
+
+
+def _slices_of(parameters: Sequence[nn.Parameter], rates: Sequence[float | None]) -> Iterator[_Trained]:
+    """List the slices of parameters that this rank keeps under ZeRO, on the device."""
+    for each in parameters:
+        part = FlatSlice(each)
+        values, group = part.trained(), part.group
+        rate = None if group is None else rates[group]
+        if values is not None and rate is not None and has_gradients(each):
+            yield _Trained(each, values.detach, part.read, rate, part.scale, is_part=True)
 
 
 def _is_of_torch(optimizer: type[Optimizer]) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import isinf
 from typing import Any, NoReturn
 
-from lightning.pytorch import Callback
+from lightning.fabric.utilities import rank_zero_warn
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging
 from torch import nn
 from torch.optim import LBFGS, Optimizer
@@ -110,6 +112,21 @@ def refuse_second_backward(module: nn.Module) -> NoReturn:
         "Trainer(accumulate_grad_batches=...); or use "
         "strategy='azureml_ddp', or 'azureml_model_parallel', which shards parameters too."
     )
+
+
+def tell_unfilled_steps(trainer: Trainer) -> None:
+    """Warn if the batches of an epoch do not fill whole steps, whose rest Lightning makes a step of its own."""
+    batches, accumulated = trainer.num_training_batches, trainer.accumulate_grad_batches
+    rest = 0 if isinf(batches) else int(batches) % accumulated
+    if rest:
+        whole = int(batches) - rest
+        advice = f"write Trainer(limit_train_batches={whole})" if whole else "write a smaller accumulate_grad_batches"
+        rank_zero_warn(
+            f"The last {rest} of the {batches} batches of an epoch do not fill a step of "
+            f"accumulate_grad_batches={accumulated}. DeepSpeed takes their gradients into the first step of the next "
+            "epoch, and those of the last epoch into none, where other strategies make a smaller step. A schedule over "
+            f"trainer.estimated_stepping_batches does not come to its end then. To leave them out, {advice}."
+        )
 
 
 def refuse_own_backward(module: nn.Module) -> NoReturn:

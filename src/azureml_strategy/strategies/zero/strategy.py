@@ -22,6 +22,7 @@ from azureml_strategy.lightning_internals import training_source
 from azureml_strategy.strategies.deepspeed_internals import zero_init
 from azureml_strategy.strategies.launched import LaunchedStrategy
 from azureml_strategy.strategies.mixed_precision import float32_buffers, make_contiguous
+from azureml_strategy.strategies.second_derivatives import refuse_second_derivatives
 from azureml_strategy.strategies.zero import tensor_parallel
 from azureml_strategy.strategies.zero.checkpoint import AnyWorldDeepSpeedStrategy
 from azureml_strategy.strategies.zero.config import (
@@ -34,7 +35,12 @@ from azureml_strategy.strategies.zero.config import (
 )
 from azureml_strategy.strategies.zero.construction import Construction, place_all_but_parameters
 from azureml_strategy.strategies.zero.hooks import WatchedHooks, whole_parameters_alone
-from azureml_strategy.strategies.zero.refusals import StartingParameters, refuse_callbacks, refuse_scalars
+from azureml_strategy.strategies.zero.refusals import (
+    StartingParameters,
+    refuse_callbacks,
+    refuse_scalars,
+    tell_unfilled_steps,
+)
 
 
 class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
@@ -240,7 +246,15 @@ class AzureMLDeepSpeedStrategy(LaunchedStrategy, AnyWorldDeepSpeedStrategy):
             # DeepSpeed checks that ranks read the same samples, but cannot compare a batch inside the arguments of a
             # step. Here the sampler makes sure of it.
             engine.first_dataloader_check.remove()
+            for layer in tensor_parallel.cut_layers(engine.module):
+                refuse_second_derivatives(layer)
         return engine, optimizer
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        assert self.lightning_module is not None
+        tell_unfilled_steps(self.lightning_module.trainer)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -57,6 +57,13 @@ def section(module: nn.Module) -> dict[str, Any]:
     return {"partition_config": {"use_default_specs": False, "layer_specs": specs}}
 
 
+def cut_layers(module: nn.Module) -> list[nn.Module]:
+    """List the layers of a module that DeepSpeed has cut."""
+    from deepspeed.module_inject.layers import TensorParallel_Layer
+
+    return [each for each in module.modules() if isinstance(each, TensorParallel_Layer)]
+
+
 def check_divides(world_size: int, size: int) -> None:
     """Check that the job's processes can be divided into tensor-parallel groups.
 
