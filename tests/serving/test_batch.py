@@ -13,12 +13,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from lightning.pytorch import LightningModule
 from PIL import Image
 from tests.serving.conftest import Trained, classes_of
 from torch import Tensor
 
+from azureml_strategy.data.pillow_images import open_image, to_rgb
 from azureml_strategy.jobs.endpoints import DeployRequest, render_batch
+from azureml_strategy.serving.inputs import ExpectedInput, read_file
 from azureml_strategy.serving.predictor import ModelFaultError
 
 
@@ -72,6 +75,18 @@ def test_the_jpeg_files_of_the_data_set_are_read_as_they_are(
     right = [row["classes"] == [int(path.parent.name)] for row, path in zip(found, files, strict=True)]
     assert len(right) > 30
     assert np.mean(right) > 0.9
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "I;16"])
+def test_an_image_of_any_mode_has_the_pixels_that_training_reads(tmp_path: Path, mode: str) -> None:
+    numbers = np.random.default_rng(0).integers(0, 65535, (8, 8), np.uint16)
+    deep = Image.fromarray(numbers)
+    image = deep if mode == "I;16" else Image.fromarray((numbers % 256).astype(np.uint8)).convert(mode)
+    image.save(tmp_path / "image.png")
+    expected = ExpectedInput((3, 8, 8), torch.uint8, 1)
+    pixels = read_file(tmp_path / "image.png", expected)
+    with open_image((tmp_path / "image.png").read_bytes()) as trained:
+        assert np.array_equal(np.asarray(pixels)[0].transpose(1, 2, 0), np.asarray(to_rgb(trained)))
 
 
 def test_a_file_that_the_model_cannot_take_gets_a_sentence_and_the_others_their_classes(

@@ -47,6 +47,16 @@ def is_damage(error: Exception) -> bool:
 
 def to_rgb(image: Image.Image) -> Image.Image:
     """Return an image of any mode in RGB, 8 bits a channel."""
+    return to_mode(image, "RGB")
+
+
+def to_mode(image: Image.Image, mode: str) -> Image.Image:
+    """Return an image of any mode in another one of 8 bits a channel.
+
+    Args:
+        image: an open one.
+        mode: `RGB`, or `L` for grey.
+    """
     if image.mode.startswith("I"):  # 16 bits a pixel; Pillow's conversion would clip them at 255
         image = image.convert("I").point(lambda value: value * (1 / 257)).convert("L")
-    return image if image.mode == "RGB" else image.convert("RGB")
+    return image if image.mode == mode else image.convert(mode)

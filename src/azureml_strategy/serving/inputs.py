@@ -15,6 +15,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from azureml_strategy.data.pillow_images import to_mode
+
 Numbers = npt.NDArray[Any]
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp")
 """Files that hold one sample each, as pixels."""
@@ -195,7 +197,7 @@ def _read_image(path: Path, expected: ExpectedInput) -> Numbers:
     try:
         with Image.open(path) as image:
             _check_size(path, (image.height, image.width), expected.sizes[-2:])
-            pixels = np.asarray(image.convert(mode))
+            pixels = np.asarray(to_mode(image, mode))  # as the training read it
     except BadInputError:
         raise
     except Exception as error:  # a damaged file may raise anything, even SyntaxError
