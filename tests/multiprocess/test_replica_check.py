@@ -37,6 +37,16 @@ def test_what_differs_is_named(run_job: RunJob, strategy: str) -> None:
     assert any("lr of group 0 of optimizer 0" in line for line in said["learning rate"])
 
 
+def test_it_looks_after_the_steps_that_it_names(run_job: RunJob) -> None:
+    job = run_job("looks.py", processes_per_node=2)
+    assert job.exit_code == 0, job.output
+    for looks in job.results.values():
+        assert looks["long"] == [0, 2, 16, 48, 96, 128, 130]  # and not twice where the only epoch is also the last
+        assert looks["epochs"] == [0, 2, 5, 15]
+        assert looks["accumulated"] == [0, 2, 16, 20]
+        assert looks["two_steps"] == [0, 2, 16, 48, 50]
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_recipes_models_are_not_accused(run_job: RunJob, tmp_path: Path, ranks: int) -> None:
     config = transformers.LlamaConfig(

@@ -12,6 +12,7 @@ from tests.multiprocess.scripts.common import FEATURES, Regression, loader, quie
 from torch import Tensor, nn
 
 from azureml_strategy.strategies.replica_check import ReplicaCheck
+from azureml_strategy.strategies.replica_check.updates import UpdateWatch
 
 
 class Quiet(Regression):
@@ -127,6 +128,17 @@ class OwnOptimizer(Regression):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.network[0].parameters(), lr=0.05)
+
+
+@pytest.mark.parametrize("method", ["before_step", "after_batch"])
+def test_a_fault_of_its_own_is_one_warning(
+    method: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(UpdateWatch, method, lambda *_: 1 / 0)
+    trainer = quiet_trainer(callbacks=[ReplicaCheck()])
+    trainer.fit(Regression(), loader(8))
+    assert trainer.global_step > 2
+    assert len([each for each in caplog.records if "ZeroDivisionError" in each.getMessage()]) == 1
 
 
 @pytest.mark.parametrize("module", [Regression, Quiet, NoRate, Warming, AccumulatesItself, Compensated, OwnOptimizer])

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from azureml_strategy.cluster.environ import REPLICA_CHECK_SWITCH
-from azureml_strategy.cluster.isolation import IsolatedCallback
+from azureml_strategy.cluster.isolation import IsolatedCallback, bare, isolated
 from azureml_strategy.control.channel import Channel, lease_channel
 from azureml_strategy.strategies.replica_check.copies import copies_of, equalizes_buffers
 from azureml_strategy.strategies.replica_check.looks import Difference, Look, Told, apart, differences, digests
@@ -29,6 +29,9 @@ log = logging.getLogger(__name__)
 # After these steps, and then each so many. Local SGD has averaged after the later ones by default. A look takes two or
 # three milliseconds: see benchmarks/replica_check.py.
 _FIRST, _EVERY = (2, 16, 128), 1024
+# The Trainer's steps are read after so many batches at the latest: reading them takes longer than all else in most of
+# the batches.
+_PACE = 16
 # A save is preceded by a look, unless the last one is not so many steps ago.
 _BEFORE_SAVE = 128
 # So many different ranks are asked for names at most.
@@ -45,10 +48,11 @@ _fits = itertools.count()
 class ReplicaCheck(IsolatedCallback):
     """Warns if ranks that must have the same parameters, buffers, learning rates or counters have not.
 
-    It looks before the first step, after 2, 16 and 128, at each 1,024, at the end of the first epoch, before a save
-    and at the end. Each rank hashes some elements of its tensors where they lie, and leaves the hashes in the
-    rendezvous store when the device has come so far. Rank 0 compares those that are there, and waits for no other rank
-    but at the end of training. Nothing is added to the collectives of the training.
+    It looks before the first step, after 2, 16 and 128, at each 1,024, after the first epoch, before a save and at the
+    end. A batch of more than two steps, by manual optimization, may put a look off by some batches. Each rank hashes
+    some elements of its tensors where they lie, and leaves the hashes in the rendezvous store when the device has come
+    so far. Rank 0 compares those that are there, and waits for no other rank but at the end of training. Nothing is
+    added to the collectives of the training.
 
     Which ranks must agree, the strategy says (`SharesCopies`). Random states are not compared: ranks draw different
     numbers on purpose.
@@ -68,8 +72,10 @@ class ReplicaCheck(IsolatedCallback):
         self._reset()
 
     def _reset(self) -> None:
-        self._batches = self._last_batch = self._steps = 0
-        self._last_step = self._counted = -1
+        self._batches = self._last_batch = 0
+        self._next_visit = self._next_reading = self._next_comparison = 0  # counted in batches
+        self._first_step = self._last_step = -1
+        self._due = 0  # the step after which the ranks look next
         self._saved = self._ended_epoch = False
         self._told_values: list[tuple[int, Told]] = []  # of the last looks, with the batches before them
         self._untold: list[Look] = []
@@ -89,45 +95,38 @@ class ReplicaCheck(IsolatedCallback):
             self._channel, self._give_back = lease
 
     @override
+    @bare
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._watch is not None and self._watch.has_news:
-            self._notice_step(trainer, self._watch)
-        if self._channel is None:
-            return
-        if self._is_due(trainer.global_step):
-            self._look(trainer, "step")
+        if self._batches >= self._next_visit:
+            self._visit(trainer)
         self._batches += 1
-        if self._untold:
-            self._tell(trainer, self._channel, wait=False)
-        since = self._batches - self._last_batch
-        if self._awaited and since & (since - 1) == 0:  # other ranks may be a step behind
-            self._compare(trainer, self._channel)
 
     @override
+    @bare
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        if self._watch is not None:
-            self._watch.before_step(optimizer)
+        if self._watch is not None and self._watch.is_due(optimizer):
+            self._observe(self._watch, optimizer)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._channel is not None and not self._ended_epoch and trainer.global_step != self._last_step:
-            self._look(trainer, "epoch")
-        self._ended_epoch = True
+        if not self._ended_epoch:
+            # Before the next batch. If there is none, the look at the end sees the same.
+            self._ended_epoch = True
+            self._due = self._next_reading = self._next_visit = 0
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         first = not self._saved and trainer.global_step != self._last_step
-        if self._channel is not None and (first or trainer.global_step - self._last_step >= _BEFORE_SAVE):
+        if first or trainer.global_step - self._last_step >= _BEFORE_SAVE:
             self._saved = True
             self._look(trainer, "save")
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._watch is not None:
-            self._watch.after_batch()
-            self._say_what_stays(trainer, self._watch.verdict(at_end=True))
+            self._notice_step(trainer, self._watch, at_end=True)
+        self._look(trainer, "end")
         if self._channel is not None:
-            self._look(trainer, "end")
             self._tell(trainer, self._channel, wait=True)
             until = time.monotonic() + _LAST_SECONDS
             while self._awaited and time.monotonic() < until:
@@ -149,11 +148,33 @@ class ReplicaCheck(IsolatedCallback):
         self._reset()
         give_back()
 
-    def _notice_step(self, trainer: Trainer, watch: UpdateWatch) -> None:
-        watch.after_batch()
-        self._say_what_stays(trainer, watch.verdict(at_end=False))
+    @isolated
+    def _observe(self, watch: UpdateWatch, optimizer: Optimizer) -> None:
+        watch.before_step(optimizer)
+        self._next_visit = 0
 
-    def _say_what_stays(self, trainer: Trainer, sentences: list[str]) -> None:
+    @isolated
+    def _visit(self, trainer: Trainer) -> None:
+        """Do what is due before a batch, and see before which one to come again."""
+        if self._watch is not None and self._watch.has_news:
+            self._notice_step(trainer, self._watch)
+        if self._batches >= self._next_reading and self._is_due(trainer.global_step):
+            self._look(trainer, "step")
+        if self._channel is not None:
+            self._tell(trainer, self._channel, wait=False)
+            if self._awaited and self._batches >= self._next_comparison:  # other ranks may be a step behind
+                self._compare(trainer, self._channel)
+                self._next_comparison = 2 * self._batches - self._last_batch
+        visits = [self._next_reading]
+        if self._awaited:
+            visits.append(self._next_comparison)
+        if self._untold or (self._watch is not None and self._watch.has_news):
+            visits.append(self._batches + 1)
+        self._next_visit = min(visits)
+
+    def _notice_step(self, trainer: Trainer, watch: UpdateWatch, at_end: bool = False) -> None:
+        watch.after_batch()
+        sentences = watch.verdict(at_end)
         channel, rank = self._channel, trainer.global_rank
         if not sentences or channel is None or not isinstance(trainer.strategy, DeepSpeedStrategy):
             self._say(trainer, sentences)
@@ -168,16 +189,23 @@ class ReplicaCheck(IsolatedCallback):
 
     def _is_due(self, step: int) -> bool:
         """Whether the ranks look after this step. They need not have begun at 0, but all of them count alike."""
-        before, self._counted = self._counted, step
-        if before in (-1, step):
-            return before == -1
-        self._steps += 1
-        return self._steps in _FIRST or step // _EVERY > before // _EVERY
+        if self._first_step < 0:
+            self._first_step = self._due = step
+        is_due = step >= self._due
+        if is_due:
+            first = [self._first_step + each for each in _FIRST if self._first_step + each > step]
+            self._due = min([*first, (step // _EVERY + 1) * _EVERY])
+        # Half the way, in case a batch has two steps. What only this rank knows must not decide here.
+        self._next_reading = self._batches + min(max((self._due - step) // 2, 1), _PACE)
+        return is_due and step != self._last_step
 
     def _look(self, trainer: Trainer, why: str) -> None:
+        if self._channel is None:
+            return
         step = trainer.global_step
         name = f"{self._name}/{why}/{step}"
         self._last_step, self._last_batch = step, self._batches
+        self._next_visit, self._next_comparison = 0, self._batches + 1
         # Pairs of looks read the same elements, so that a buffer can be seen to stay as it is.
         self._untold.append(Look(name, copies_of(trainer), step // (2 * _EVERY), self._batches))
 

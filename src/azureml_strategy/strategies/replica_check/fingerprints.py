@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -61,6 +62,8 @@ def _sample(tensor: Tensor, most: int, turn: int) -> Tensor:
     """Some elements, always the same number of them whatever the turn."""
     plain = tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
     size = plain.numel()
+    if size <= most and plain.dim() == 1:
+        return plain
     step = max(-(-size // most), 1) | 1  # odd: an even one would see but some columns of most matrices
     count, first = size // step, turn % step
     if plain.is_contiguous():
@@ -76,19 +79,20 @@ def _hashed(samples: list[Tensor]) -> Tensor:
     if size == 1 or (size < 8 and not samples[0].is_floating_point()):
         samples = [each.view(INTEGERS[size]) for each in samples]  # not every device joins float8 and unsigned types
     bits = torch.cat(samples).view(INTEGERS[min(size, 4)])
-    ends, weights = _places(tuple(len(each) * max(size // 4, 1) for each in samples), bits.device)
+    ends, weights = _places([len(each) * max(size // 4, 1) for each in samples], bits.device)
     # Sums modulo 2^64, so that what one sample adds is the difference of two of them.
     sums = functional.pad((bits * weights).cumsum(0), (1, 0))
     return sums[ends].diff()
 
 
-def _places(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+def _places(lengths: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
     """Where each sample ends, after a 0, and the weights of all their elements.
 
     A sample has the same weights wherever it lies: another rank may have other tensors before it.
     """
-    total, weights = sum(lengths), place_weights(device)
-    sizes = torch.tensor(lengths).to(device, non_blocking=device.type == "cuda")
-    ends = functional.pad(sizes.cumsum(0), (1, 0))
-    begins = ends[:-1].repeat_interleave(sizes, output_size=total)
-    return ends, weights[(torch.arange(total, device=device) - begins) % len(weights)]
+    weights = place_weights(device)
+    if max(lengths) > len(weights):
+        weights = weights.repeat(-(-max(lengths) // len(weights)))
+    begun = {each: weights[:each] for each in set(lengths)}  # layers repeat, so that few lengths differ
+    ends = torch.tensor([0, *itertools.accumulate(lengths)]).to(device, non_blocking=device.type == "cuda")
+    return ends, torch.cat([begun[each] for each in lengths])

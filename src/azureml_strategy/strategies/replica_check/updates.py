@@ -184,17 +184,24 @@ class UpdateWatch:
         """Watch a training; None under FSDP1, whose parameters have no gradients of their own."""
         return None if isinstance(trainer.strategy, FSDPStrategy) else cls(trainer)
 
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Note what the optimizer is about to change; its gradients are ready.
+    def is_due(self, optimizer: Optimizer) -> bool:
+        """Count a step that the optimizer is about to make, and say whether to observe it.
 
         Args:
             optimizer: one of the trainer's.
         """
         number = self._stepped.get(id(optimizer), 0) + 1
         self._stepped[id(optimizer)] = number
-        if number & (number - 1) == 0 and number <= _LAST_STEP:
-            self._observed = max(self._observed, number)
-            self._observe(optimizer)
+        return number & (number - 1) == 0 and number <= _LAST_STEP
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Note what the optimizer is about to change; its gradients are ready, and the step `is_due`.
+
+        Args:
+            optimizer: one of the trainer's.
+        """
+        self._observed = max(self._observed, self._stepped[id(optimizer)])
+        self._observe(optimizer)
 
     def after_batch(self) -> None:
         """See what has changed, as far as the device has come."""
@@ -314,7 +321,7 @@ class UpdateWatch:
     def _in_no_optimizer(self, named: dict[int, tuple[str, nn.Parameter]]) -> Iterator[tuple[str, str]]:
         ids = {id(p) for each in self._trainer.optimizers for group in each.param_groups for p in group["params"]}
         ids |= {key for key, (_, each) in named.items() if is_of_zero(each)}
-        left = [(n, p) for key, (n, p) in named.items() if p.requires_grad and p.grad is not None and key not in ids]
+        left = [(n, p) for key, (n, p) in named.items() if key not in ids and p.requires_grad and p.grad is not None]
         # With manual optimization, a module may step an optimizer that Lightning does not know.
         if left and ids and self._trainer.lightning_module.automatic_optimization:
             yield "no optimizer", _IN_NO_OPTIMIZER.format(names=_listed(left))
@@ -346,7 +353,7 @@ def _is_of_torch(optimizer: type[Optimizer]) -> bool:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _listed(parameters: list[tuple[str, Any]]) -> str:
