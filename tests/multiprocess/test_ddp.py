@@ -70,6 +70,18 @@ def test_gradient_compression_works_on_the_cpu(run_job: RunJob) -> None:
     assert job.results[0]["powersgd"]["error_feedback"] > 0
 
 
+def test_powersgd_says_that_it_begins_anew(run_job: RunJob) -> None:
+    """Its errors are in no checkpoint, and those of a state that was kept belong to other buckets."""
+    job = run_job("ddp_features.py", "begun_anew", nodes=2)
+    assert job.exit_code == 0, job.output
+    assert job.each("steps") == [[3, 3]] * 2
+    assert job.output.count("PowerSGD goes on from step ") == 1
+    assert "PowerSGD goes on from step 3 without what the ranks had not sent" in job.output
+    (told,), silent = job.each("told")
+    assert "has sent the gradients of 3 steps" in told
+    assert not silent
+
+
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_validate_test_predict(run_job: RunJob, nodes: int) -> None:
     job = run_job("ddp_features.py", "evaluations", nodes=nodes)

@@ -56,8 +56,11 @@ class Manual(Regression):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         optimizer = self.optimizers()
         optimizer.zero_grad()
-        self.manual_backward(self.loss(self(batch[0]), batch[0]))
+        self.make_gradients(batch[0])
         optimizer.step()
+
+    def make_gradients(self, rows: Tensor) -> None:
+        self.manual_backward(self.loss(self(rows), rows))
 
 
 class ManualLayers(OwnParameter):
@@ -125,12 +128,9 @@ class EvaluatesInStep(Manual):
 class ManualTwice(Manual):
     """Two backward passes before a step."""
 
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(self(batch[0]), batch[0]))
-        self.manual_backward(0.5 * self(batch[0]).pow(2).mean())
-        optimizer.step()
+    def make_gradients(self, rows: Tensor) -> None:
+        super().make_gradients(rows)
+        self.manual_backward(0.5 * self(rows).pow(2).mean())
 
 
 class ManualAccumulation(Manual):
@@ -145,12 +145,9 @@ class ManualAccumulation(Manual):
 
 
 class ManualClipping(Manual):
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(self(batch[0]), batch[0]))
-        self.clip_gradients(optimizer, gradient_clip_val=0.3, gradient_clip_algorithm="norm")
-        optimizer.step()
+    def make_gradients(self, rows: Tensor) -> None:
+        super().make_gradients(rows)
+        self.clip_gradients(self.optimizers(), gradient_clip_val=0.3, gradient_clip_algorithm="norm")
 
 
 class TwoOptimizers(Manual):
@@ -232,20 +229,13 @@ class WeighedExperts(Regression):
         self.blocks[0] = WeighedMixture()
 
 
-class ExpertsByHand(Experts):
+class ExpertsByHand(Experts, Manual):
     """Goes backward in two ways before a step."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(self(batch[0]), batch[0]))
-        (0.5 * self.blocks[0](batch[0]).pow(2).mean()).backward()
-        self.clip_gradients(optimizer, 0.3, "norm")
-        optimizer.step()
+    def make_gradients(self, rows: Tensor) -> None:
+        super().make_gradients(rows)
+        (0.5 * self.blocks[0](rows).pow(2).mean()).backward()
+        self.clip_gradients(self.optimizers(), 0.3, "norm")
 
 
 class ExpertsDecay(Experts):

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
@@ -272,24 +273,44 @@ def average(parameters: Iterable[nn.Parameter], ddp: DistributedDataParallel) ->
 
 @contextmanager
 def after_each_backward(call: Callable[[], None]) -> Iterator[None]:
-    """Call a function at the end of each backward pass, a plain `loss.backward()` too, but not of passes within one."""
-    backward, depth = torch.autograd.backward, 0
-
-    def counted(*args: Any, **kwargs: Any) -> None:
-        nonlocal depth
-        depth += 1
-        try:
-            backward(*args, **kwargs)
-        finally:
-            depth -= 1
-        if depth == 0:
-            call()
-
-    torch.autograd.backward = counted
+    """Call a function at the end of each backward pass in this context, a plain `loss.backward()` too."""
+    end = follow_backward_passes(lambda: call)
     try:
         yield
     finally:
+        end()
+
+
+def follow_backward_passes(begin: Callable[[], Callable[[], None]]) -> Callable[[], None]:
+    """Follow each backward pass from now on, a plain `loss.backward()` too, but not those within one.
+
+    Args:
+        begin: called before a pass; what it returns is called after it, unless the pass ends in an error.
+
+    Returns:
+        What ends this. Whoever began later must have ended before.
+    """
+    backward, runs = torch.autograd.backward, False
+
+    @wraps(backward)
+    def followed(*args: Any, **kwargs: Any) -> None:
+        nonlocal runs
+        if runs:  # a pass within a pass, as activation checkpoints have
+            backward(*args, **kwargs)
+            return
+        end = begin()
+        runs = True
+        try:
+            backward(*args, **kwargs)
+        finally:
+            runs = False
+        end()
+
+    def as_before() -> None:
         torch.autograd.backward = backward
+
+    torch.autograd.backward = followed
+    return as_before
 
 
 def optimized(optimizers: Iterable[Optimizer]) -> Iterator[nn.Parameter]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
@@ -77,7 +78,7 @@ def communication_hook(
     return state, powerSGD_hook
 
 
-def was_used(state: object | None) -> bool:
+def was_used(state: object | None) -> TypeGuard[PowerSGDState]:
     """Whether PowerSGD has sent by this state."""
     return isinstance(state, PowerSGDState) and state.iter > 0
 
@@ -102,3 +103,23 @@ def for_other_buckets(state: object | None) -> object | None:
     )
     other.rng = state.rng  # which the user may have seeded
     return other
+
+
+def warn_of_used(state: object | None) -> None:
+    """Warn of a state of PowerSGD that the user has kept from another training, in a file or in memory."""
+    if was_used(state):
+        rank_zero_warn(
+            f"The PowerSGDState of ddp_comm_state has sent the gradients of {state.iter:,} steps. It keeps errors and "
+            "factors by the numbers of buckets, which another training fills otherwise, so that they are left out: "
+            f"this one begins without errors, and with {state.start_powerSGD_iter} exact steps. Give a new "
+            "PowerSGDState, which does the same."
+        )
+
+
+def tell_lost(state: object | None, step: int) -> None:
+    """Say that PowerSGD goes on from a step without the errors of the steps before."""
+    if step > 0 and isinstance(state, PowerSGDState):
+        rank_zero_info(
+            f"PowerSGD goes on from step {step:,} without what the ranks had not sent, which is in no checkpoint, and "
+            f"with {state.start_powerSGD_iter} exact steps: not as without a break."
+        )

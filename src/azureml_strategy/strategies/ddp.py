@@ -28,6 +28,8 @@ from azureml_strategy.strategies.compression import (
     communication_hook,
     for_other_buckets,
     on_any_backend,
+    tell_lost,
+    warn_of_used,
     was_used,
 )
 from azureml_strategy.strategies.errors import ConfigurationError
@@ -109,6 +111,7 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
                     "Both gradient_compression and ddp_comm_hook were given. Leave one of them out."
                 )
             ddp_comm_state, ddp_comm_hook = communication_hook(gradient_compression, powersgd_rank)
+        warn_of_used(ddp_comm_state)
         if (tune or tuned) and "bucket_cap_mb_list" in kwargs:
             raise ConfigurationError("tune and tuned choose the sizes of buckets. Leave bucket_cap_mb_list out.")
         if (tune or tuned) and (ddp_comm_hook is not None and gradient_compression is None):
@@ -156,6 +159,11 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
         if trainer.state.fn == TrainerFn.FITTING and (self._order.tune or self._order.file is not None):
             self._prepare_tuning(trainer)
         super().setup(trainer)
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._tell_lost()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -283,6 +291,11 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
         self.tuning = tune(self._order, module.trainer, module, bench, here)
         if self.tuning.pick != used:
             self._wrap_anew(self.tuning.pick)
+            self._tell_lost()
+
+    def _tell_lost(self) -> None:
+        assert self.lightning_module is not None
+        tell_lost(self._ddp_comm_state, self.lightning_module.trainer.global_step)
 
     def _wrapped(self, module: LightningModule, settings: Settings) -> CompletingDDP:
         """DDP of a copy of the module, for a trial."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, wraps
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from azureml_strategy.strategies.added_parameters import for_each_parameter
-from azureml_strategy.strategies.changing_parameters import CompletingDDP, average, optimized
+from azureml_strategy.strategies.changing_parameters import CompletingDDP, average, follow_backward_passes, optimized
 
 
 class _Passes:
@@ -95,7 +95,7 @@ class LoopGradients:
         self._in_backward = False
         self._backwards = 0
         self._seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        _follow_backward_passes().append(weakref.ref(self))
+        _followed_loops().append(weakref.ref(self))
 
     def add_module(self, ddp: CompletingDDP) -> None:
         """Take care of the gradients of a module."""
@@ -193,29 +193,22 @@ class LoopGradients:
 
 
 @cache
-def _follow_backward_passes() -> list[weakref.ref[LoopGradients]]:
+def _followed_loops() -> list[weakref.ref[LoopGradients]]:
     """Have each `loss.backward()` average from now on: there is nothing else of ours in a loop of the user's own.
 
     Returns:
         The loops to care for, in an order that all ranks share.
     """
     loops: list[weakref.ref[LoopGradients]] = []
-    backward, runs = torch.autograd.backward, False
 
-    @wraps(backward)
-    def followed(*args: Any, **kwargs: Any) -> None:
-        nonlocal runs
-        if runs:  # a pass within a pass, as activation checkpoints have
-            backward(*args, **kwargs)
-            return
+    def begin() -> Callable[[], None]:
         ends = [loop.follow_own_backward() for each in loops if (loop := each()) is not None]
-        runs = True
-        try:
-            backward(*args, **kwargs)
-        finally:
-            runs = False
-        for end in ends:
-            end()
 
-    torch.autograd.backward = followed
+        def average_all() -> None:
+            for end in ends:
+                end()
+
+        return average_all
+
+    follow_backward_passes(begin)
     return loops

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import pickle
 import sys
+import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +14,7 @@ from common import Losses, Regression, loader, parameters, quiet_trainer, report
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from azureml_strategy.strategies import AzureMLDDPStrategy
 
@@ -64,6 +68,24 @@ def compressions() -> dict[str, Any]:
     return results
 
 
+def begun_anew() -> dict[str, Any]:
+    """PowerSGD after a break: in a resume, and with a state of the user's that went through a pickle."""
+    checkpoint = Path(os.environ["RESULTS"]).parent / "three.ckpt"
+    given = PowerSGDState(None, start_powerSGD_iter=2)
+    first = quiet_trainer(strategy=AzureMLDDPStrategy(ddp_comm_state=given, ddp_comm_hook=powerSGD_hook), max_steps=3)
+    first.fit(Regression(), loader())
+    first.save_checkpoint(checkpoint)
+    for name in COMPRESSIONS:
+        resumed = quiet_trainer(strategy=AzureMLDDPStrategy(gradient_compression=name), max_epochs=2, max_steps=4)
+        resumed.fit(Regression(), loader(), ckpt_path=checkpoint, weights_only=False)
+    kept = pickle.loads(pickle.dumps(given))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        again = AzureMLDDPStrategy(ddp_comm_state=kept, ddp_comm_hook=powerSGD_hook)
+    quiet_trainer(strategy=again, max_steps=1).fit(Regression(), loader())
+    return {"steps": [given.iter, kept.iter], "told": [str(each.message) for each in caught]}
+
+
 def evaluations() -> dict[str, Any]:
     model = Regression()
     trainer = quiet_trainer(strategy="azureml_ddp")
@@ -97,6 +119,7 @@ def sync_batchnorm() -> dict[str, Any]:
 PARTS = {
     "features": features,
     "compressions": compressions,
+    "begun_anew": begun_anew,
     "evaluations": evaluations,
     "compiled": compiled,
     "sync_batchnorm": sync_batchnorm,
