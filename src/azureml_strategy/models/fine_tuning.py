@@ -13,6 +13,7 @@ from torch.optim import AdamW
 from typing_extensions import override
 
 from azureml_strategy.huggingface.loading import load_pretrained
+from azureml_strategy.huggingface.losses import adds_to_loss, token_losses
 from azureml_strategy.huggingface.sources import PretrainedModelError
 from azureml_strategy.huggingface.tokens import IGNORED
 from azureml_strategy.models import optimizer as recipe
@@ -36,7 +37,9 @@ class FineTuner(MeanOverLabels):
     all ranks and micro-batches, however many each has, and gradients are those of the mean over all tokens of an
     optimizer step, accumulated batches included.
 
-    It logs `train/loss` at every step; after an evaluation `val/loss` and `val/perplexity` (`test/...`).
+    It logs `train/loss` at every step, and after an evaluation `val/loss` and its exponential, `val/perplexity`
+    (`test/...`). These are cross-entropies. What a model adds to its loss, as a mixture of experts does with
+    `output_router_logits=True` in its configuration, is trained as well, and logged as `train/auxiliary_loss`.
 
     Args:
         path: a folder that `save_pretrained` wrote, an id of the Hugging Face hub, or `azureml:NAME:VERSION`.
@@ -107,8 +110,10 @@ class FineTuner(MeanOverLabels):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         self.require_count()
         tokens = _tokens(batch) if self._mean_labels is None else self._mean_labels
-        loss = self._loss(batch, tokens)
-        self.log("train/loss", loss, sync_dist=True)
+        loss, entropy = self._losses(batch, tokens)
+        self.log("train/loss", entropy, sync_dist=True)
+        if entropy is not loss:
+            self.log("train/auxiliary_loss", loss.detach() - entropy, sync_dist=True)
         return self.for_step(loss)
 
     @override
@@ -148,8 +153,26 @@ class FineTuner(MeanOverLabels):
         """
         return _FLOPS_PER_WEIGHT[bool(self.hparams["lora_rank"])] * self._weights * batch["input_ids"].numel()
 
+    @property
+    def _pretrained(self) -> Any:
+        """The model of transformers, without adapters around it."""
+        model: Any = self.model
+        return model.get_base_model() if self.hparams["lora_rank"] else model
+
+    def _losses(self, batch: Mapping[str, Tensor], tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the model's loss, and the cross-entropy in it: the sum over a batch's tokens, divided by `tokens`.
+
+        They are one tensor if the model adds nothing to the cross-entropy.
+        """
+        if not adds_to_loss(self._pretrained):
+            loss = self._loss(batch, tokens)
+            return loss, loss
+        with token_losses(self._pretrained) as entropies:
+            loss = self._loss(batch, tokens)
+        return loss, entropies[-1]
+
     def _loss(self, batch: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
-        """Sum of the losses of a batch's tokens, divided by `tokens`."""
+        """Return the model's loss: the sum of those of a batch's tokens, divided by `tokens`, and what it adds."""
         inputs = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
         labels = batch["shift_labels"]
         outputs = self.model(**inputs, labels=labels, shift_labels=labels, num_items_in_batch=tokens, use_cache=False)
@@ -161,7 +184,8 @@ class FineTuner(MeanOverLabels):
         tokens = (batch["shift_labels"] != IGNORED).sum()
         # Lightning's own strategies average these weights over the ranks in whole numbers, so they must divide.
         weight = int(tokens) * self.trainer.world_size
-        self.log(f"{stage}/loss", self._loss(batch, _tokens(batch)), batch_size=weight, sync_dist=True)
+        _, entropy = self._losses(batch, _tokens(batch))
+        self.log(f"{stage}/loss", entropy, batch_size=weight, sync_dist=True)
 
     def _log_perplexity(self, stage: str) -> None:
         loss = self.trainer.callback_metrics[f"{stage}/loss"]
