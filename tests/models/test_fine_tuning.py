@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from azureml_strategy.data import ChatDataModule, TextDataModule, count_tokens
 from azureml_strategy.huggingface import PretrainedModelError
+from azureml_strategy.huggingface.inputs import forward_arguments
 from azureml_strategy.models import FineTuner
 
 
@@ -101,9 +103,10 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"vocab_size": 64, "num_key_value_heads": 2}
     routing = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5}
     folder = tmp_path_factory.mktemp("experts")
-    MixtralForCausalLM(MixtralConfig(vocab_size=64, num_key_value_heads=2, **sizes, **routing)).save_pretrained(folder)
+    MixtralForCausalLM(MixtralConfig(initializer_range=0.3, **sizes, **routing)).save_pretrained(folder)
     return folder
 
 
@@ -125,7 +128,7 @@ def stock_losses(folder: Path, samples: list[dict[str, Any]], **inputs: Any) -> 
     tokens, labels = (torch.stack([each[name] for each in samples]) for name in ("input_ids", "shift_labels"))
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     with torch.no_grad():
-        outputs = model(input_ids=tokens, labels=labels, shift_labels=labels, **inputs)
+        outputs = model(input_ids=tokens, labels=labels, shift_labels=labels, use_cache=False, **inputs)
     entropy = float(torch.nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten()))
     return entropy, float(outputs.loss) - entropy
 
@@ -154,3 +157,36 @@ def test_a_model_that_adds_nothing_logs_no_auxiliary_loss(folder: Path) -> None:
     run = trainer(max_steps=1)
     run.fit(FineTuner(str(folder / "tiny")), DataLoader(samples_of({}), batch_size=4))
     assert "train/auxiliary_loss" not in run.callback_metrics
+
+
+def test_the_model_gets_what_its_forward_takes_by_name(experts: Path) -> None:
+    packed = torch.arange(6).repeat(2)
+    samples = samples_of({"position_ids": packed})
+    expected, _ = stock_losses(experts, samples, position_ids=packed.repeat(4, 1))
+    assert expected != pytest.approx(stock_losses(experts, samples)[0], rel=1e-3)
+    run = trainer()
+    run.validate(FineTuner(str(experts)), DataLoader(samples, batch_size=4), verbose=False)
+    assert float(run.callback_metrics["val/loss"]) == pytest.approx(expected, rel=1e-6)
+
+
+def test_keys_that_are_not_read_are_named_once(experts: Path) -> None:
+    module, taken = FineTuner(str(experts)), torch.arange(12)
+    samples = samples_of({"labels": taken, "weights": 0.5, "position_ids": taken})
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        trainer(max_steps=2).fit(module, DataLoader(samples, batch_size=2))
+        trainer().validate(module, DataLoader([(taken, taken, 0.5)] * 2), verbose=False)
+    named = [str(each.message) for each in warned if "does not read" in str(each.message)]
+    assert [each.partition(" of its batches")[0] for each in named] == [
+        "FineTuner does not read labels, weights",
+        "FineTuner does not read entry 2",
+    ]
+
+
+def test_the_keywords_that_a_forward_lists_are_taken() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1}
+    taken = forward_arguments(LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes)))
+    assert {"input_ids", "position_ids", "cu_seq_lens_q", "max_length_q"} <= taken
+    assert not {"self", "kwargs", "token_type_ids"} & taken

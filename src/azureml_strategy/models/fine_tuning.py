@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import AdamW
 from typing_extensions import override
 
+from azureml_strategy.huggingface.inputs import forward_arguments
 from azureml_strategy.huggingface.loading import load_pretrained
 from azureml_strategy.huggingface.losses import adds_to_loss, token_losses
 from azureml_strategy.huggingface.sources import PretrainedModelError
@@ -27,15 +28,18 @@ _RATES = {False: 2e-5, True: 2e-4}
 # Passes over each weight, in multiply-adds of 2 FLOPs: forward, gradient of the inputs, gradient of the weights. Frozen
 # weights have no gradient of their own.
 _FLOPS_PER_WEIGHT = {False: 6.0, True: 4.0}
+# What a model gets of the labels and of this module, whatever else a batch has under these names.
+_OWN = {"labels", "shift_labels", "num_items_in_batch", "use_cache"}
 
 
 class FineTuner(MeanOverLabels):
     """A pretrained language model that learns from `TextDataModule` or `ChatDataModule`.
 
     Batches are pairs `(inputs, targets)`, or dictionaries with `input_ids`, `shift_labels` and `attention_mask`, all
-    int64 `(N, T)`: the label of a token is the next token, and -100 is ignored. The loss is the mean over the tokens of
-    all ranks and micro-batches, however many each has, and gradients are those of the mean over all tokens of an
-    optimizer step, accumulated batches included.
+    int64 `(N, T)`: the label of a token is the next token, and -100 is ignored. The model gets whatever else of a
+    dictionary its forward takes by name, such as `position_ids`; a warning names the other keys once. The loss is the
+    mean over the tokens of all ranks and micro-batches, however many each has, and gradients are those of the mean over
+    all tokens of an optimizer step, accumulated batches included.
 
     It logs `train/loss` at every step, and after an evaluation `val/loss` and its exponential, `val/perplexity`
     (`test/...`). These are cross-entropies. What a model adds to its loss, as a mixture of experts does with
@@ -82,6 +86,7 @@ class FineTuner(MeanOverLabels):
         self.save_hyperparameters(logger=False)
         self.model: PreTrainedModel | Any = None
         self._weights = 0
+        self._named_unread: set[str] = set()
 
     @override
     def configure_model(self) -> None:
@@ -99,8 +104,12 @@ class FineTuner(MeanOverLabels):
 
     @override
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Mapping[str, Tensor]:
-        """Bring a batch into the form of transformers."""
-        return batch if isinstance(batch, Mapping) else {"input_ids": batch[0], "shift_labels": batch[1]}
+        """Bring a batch into the form of transformers, and warn of what the model does not get of it."""
+        if isinstance(batch, Mapping):
+            self._warn_of_unread([name for name in batch if name not in {*self._inputs(batch), "shift_labels"}])
+            return batch
+        self._warn_of_unread([f"entry {place}" for place in range(2, len(batch))])
+        return {"input_ids": batch[0], "shift_labels": batch[1]}
 
     @override
     def labels_of(self, batch: Any) -> Any:
@@ -159,6 +168,21 @@ class FineTuner(MeanOverLabels):
         model: Any = self.model
         return model.get_base_model() if self.hparams["lora_rank"] else model
 
+    def _inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a model gets of a batch beside the labels."""
+        taken = forward_arguments(self._pretrained) - _OWN
+        return {name: value for name, value in batch.items() if name in taken}
+
+    def _warn_of_unread(self, names: Sequence[str]) -> None:
+        new = [name for name in names if name not in self._named_unread]
+        self._named_unread.update(new)
+        if new:
+            rank_zero_warn(
+                f"FineTuner does not read {', '.join(new)} of its batches: it reads shift_labels, and what the forward "
+                f"of {type(self._pretrained).__name__} takes by name. Rename what is to be read, or leave it out of "
+                "the batches."
+            )
+
     def _losses(self, batch: Mapping[str, Tensor], tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return the model's loss, and the cross-entropy in it: the sum over a batch's tokens, divided by `tokens`.
 
@@ -173,9 +197,10 @@ class FineTuner(MeanOverLabels):
 
     def _loss(self, batch: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
         """Return the model's loss: the sum of those of a batch's tokens, divided by `tokens`, and what it adds."""
-        inputs = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
         labels = batch["shift_labels"]
-        outputs = self.model(**inputs, labels=labels, shift_labels=labels, num_items_in_batch=tokens, use_cache=False)
+        outputs = self.model(
+            **self._inputs(batch), labels=labels, shift_labels=labels, num_items_in_batch=tokens, use_cache=False
+        )
         loss: Tensor = outputs.loss
         return loss
 
