@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -117,3 +120,51 @@ def test_too_few_samples_and_no_files_are_named(data: ChatDataModule, tmp_path: 
         ChatDataModule(str(tmp_path / "model"))
     with pytest.raises(ValueError, match="learn='some' is unknown"):
         ChatDataModule(str(tmp_path / "model"), tmp_path, learn="some")
+
+
+def with_end(tokenizer: Any) -> None:
+    tokenizer.eos_token = "<|user|>"
+
+
+def with_space(tokenizer: Any) -> None:
+    from tokenizers import pre_tokenizers
+
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+
+
+def with_normaliser(tokenizer: Any) -> None:
+    from tokenizers import normalizers
+
+    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+
+
+def with_template(tokenizer: Any) -> None:
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|end|>", "")
+
+
+@pytest.mark.parametrize("change", [with_end, with_space, with_normaliser, with_template])
+def test_tokens_of_another_tokenizer_are_made_anew(change: Any) -> None:
+    changed = make_tokenizer()
+    change(changed)
+    encoders = [ConversationEncoder(each, "answers", "tiny") for each in (make_tokenizer(), changed)]
+    assert encoders[0].identity() != encoders[1].identity()
+    line = json.dumps({"messages": [ASK, {"role": "assistant", "content": "AAaa"}]})
+    texts = [each.encode(line, "file:1").tokens.tolist() for each in encoders]
+    plain = [each.encode(json.dumps({"text": "two"}), "file:1").tokens.tolist() for each in encoders]
+    assert texts[0] != texts[1] or plain[0] != plain[1]
+
+
+def test_the_same_tokenizer_in_another_process_and_folder_has_the_same_identity(tmp_path: Path) -> None:
+    program = (
+        "import sys; from transformers import AutoTokenizer; "
+        "from azureml_strategy.data.conversations import ConversationEncoder; "
+        "print(ConversationEncoder(AutoTokenizer.from_pretrained(sys.argv[1]), 'answers', 'tiny').identity())"
+    )
+    found = set()
+    for name in ("one", "two"):
+        make_tokenizer().save_pretrained(tmp_path / name)
+        (tmp_path / name / "config.json").write_text("{}")
+        environ = {**os.environ, "PYTHONHASHSEED": str(len(found) + 1)}
+        command = [sys.executable, "-c", program, str(tmp_path / name)]
+        found.add(subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout)
+    assert len(found) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,10 +51,14 @@ class ConversationEncoder:
         self.unread: Counter[str] = Counter()
 
     def identity(self) -> str:
-        """Hash what decides about the tokens."""
-        vocabulary = json.dumps(self._tokenizer.get_vocab(), sort_keys=True)
-        facts = (_VERSION, vocabulary, self._tokenizer.chat_template, self._learn)
-        return hashlib.sha256(repr(facts).encode()).hexdigest()
+        """Hash what decides about the tokens: all files of the tokenizer, as it saves itself, and what is learned."""
+        digest = hashlib.sha256(repr((_VERSION, self._learn)).encode())
+        with tempfile.TemporaryDirectory() as folder:
+            self._tokenizer.save_pretrained(folder)
+            for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
+                content = path.read_bytes()
+                digest.update(f"\0{path.relative_to(folder)}\0{len(content)}\0".encode() + content)
+        return digest.hexdigest()
 
     def encode(self, line: str, place: str) -> Encoded:
         """Return the tokens of a line.
