@@ -34,6 +34,38 @@ def test_of_a_conversation_the_answers_are_learned() -> None:
     assert learned_text({"messages": [ASK, ANSWER]}, "all")[1] == "<|user|>2+2?<|end|><|assistant|>4<|end|>"
 
 
+def test_an_answer_of_weight_0_is_seen_and_not_learned() -> None:
+    bad, good = {"role": "assistant", "content": "5", "weight": 0}, {**ANSWER, "weight": 1}
+    line = {"messages": [ASK, bad, ASK, good]}
+    whole = "<|user|>2+2?<|end|><|assistant|>5<|end|><|user|>2+2?<|end|><|assistant|>4<|end|>"
+    assert learned_text(line) == (whole, "4<|end|>")
+    assert learned_text(line, "all")[1] == whole.replace("5<|end|>", "")
+
+
+TOOLS = "{% if message.get('tool_calls') and 'name' in message %}{{ message.tool_calls }}{% endif %}"
+ALL = "{{ message | tojson }}"
+
+
+@pytest.mark.parametrize(
+    ("reading", "unread"),
+    [
+        ("", {"name": 2, "tool_calls": 1, "weight": 1, "train": 1}),
+        (TOOLS, {"weight": 1, "train": 1}),
+        (ALL, {}),
+    ],
+)
+def test_keys_of_messages_that_a_template_does_not_read_are_counted(reading: str, unread: dict[str, int]) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace("{% endfor %}", reading + "{% endfor %}", 1)
+    encoder = ConversationEncoder(tokenizer, "answers", "tiny")
+    asked = {**ASK, "name": "Ada", "weight": 0}
+    answered = {**ANSWER, "name": "Bob", "tool_calls": ["add"], "train": False, "weight": 1}
+    encoded = encoder.encode(json.dumps({"messages": [asked, answered]}), "file:1")
+    assert encoder.unread_in_messages == unread
+    assert ("add" in tokenizer.decode(encoded.tokens)) == bool(reading)
+    assert not encoder.unread
+
+
 def test_of_a_prompt_the_completion_is_learned_and_of_a_text_all() -> None:
     assert learned_text({"prompt": "2+2=", "completion": "4"}) == ("2+2=4<|end|>", "4<|end|>")
     assert learned_text({"text": "two"}) == ("two<|end|>", "two<|end|>")
@@ -47,6 +79,7 @@ def test_of_a_prompt_the_completion_is_learned_and_of_a_text_all() -> None:
         ({"question": 1}, "file:1 has the keys question"),
         ({"messages": []}, "file:1 has no list of messages"),
         ({"messages": [{"role": "user"}]}, "file:1 has a message without role or content"),
+        ({"messages": [ASK, {**ANSWER, "weight": 0.5}]}, r"file:1 has an answer of weight 0\.5\. Write 0"),
         ({"text": 3}, "file:1 has int where a text belongs"),
     ],
 )
