@@ -193,7 +193,7 @@ def test_the_same_tokenizer_in_another_process_and_folder_has_the_same_identity(
         "from azureml_strategy.data.conversations import ConversationEncoder; "
         "print(ConversationEncoder(AutoTokenizer.from_pretrained(sys.argv[1]), 'answers', 'tiny').identity())"
     )
-    found = set()
+    found: set[str] = set()
     for name in ("one", "two"):
         make_tokenizer().save_pretrained(tmp_path / name)
         (tmp_path / name / "config.json").write_text("{}")
