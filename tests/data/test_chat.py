@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,38 @@ def test_of_a_conversation_the_answers_are_learned() -> None:
     assert learned_text({"messages": [ASK, ANSWER]}, "all")[1] == "<|user|>2+2?<|end|><|assistant|>4<|end|>"
 
 
+def test_an_answer_of_weight_0_is_seen_and_not_learned() -> None:
+    bad, good = {"role": "assistant", "content": "5", "weight": 0}, {**ANSWER, "weight": 1}
+    line = {"messages": [ASK, bad, ASK, good]}
+    whole = "<|user|>2+2?<|end|><|assistant|>5<|end|><|user|>2+2?<|end|><|assistant|>4<|end|>"
+    assert learned_text(line) == (whole, "4<|end|>")
+    assert learned_text(line, "all")[1] == whole.replace("5<|end|>", "")
+
+
+TOOLS = "{% if message.get('tool_calls') and 'name' in message %}{{ message.tool_calls }}{% endif %}"
+ALL = "{{ message | tojson }}"
+
+
+@pytest.mark.parametrize(
+    ("reading", "unread"),
+    [
+        ("", {"name": 2, "tool_calls": 1, "weight": 1, "train": 1}),
+        (TOOLS, {"weight": 1, "train": 1}),
+        (ALL, {}),
+    ],
+)
+def test_keys_of_messages_that_a_template_does_not_read_are_counted(reading: str, unread: dict[str, int]) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace("{% endfor %}", reading + "{% endfor %}", 1)
+    encoder = ConversationEncoder(tokenizer, "answers", "tiny")
+    asked = {**ASK, "name": "Ada", "weight": 0}
+    answered = {**ANSWER, "name": "Bob", "tool_calls": ["add"], "train": False, "weight": 1}
+    encoded = encoder.encode(json.dumps({"messages": [asked, answered]}), "file:1")
+    assert encoder.unread_in_messages == unread
+    assert ("add" in tokenizer.decode(encoded.tokens)) == bool(reading)
+    assert not encoder.unread
+
+
 def test_of_a_prompt_the_completion_is_learned_and_of_a_text_all() -> None:
     assert learned_text({"prompt": "2+2=", "completion": "4"}) == ("2+2=4<|end|>", "4<|end|>")
     assert learned_text({"text": "two"}) == ("two<|end|>", "two<|end|>")
@@ -44,6 +79,7 @@ def test_of_a_prompt_the_completion_is_learned_and_of_a_text_all() -> None:
         ({"question": 1}, "file:1 has the keys question"),
         ({"messages": []}, "file:1 has no list of messages"),
         ({"messages": [{"role": "user"}]}, "file:1 has a message without role or content"),
+        ({"messages": [ASK, {**ANSWER, "weight": 0.5}]}, r"file:1 has an answer of weight 0\.5\. Write 0"),
         ({"text": 3}, "file:1 has int where a text belongs"),
     ],
 )
@@ -117,3 +153,51 @@ def test_too_few_samples_and_no_files_are_named(data: ChatDataModule, tmp_path: 
         ChatDataModule(str(tmp_path / "model"))
     with pytest.raises(ValueError, match="learn='some' is unknown"):
         ChatDataModule(str(tmp_path / "model"), tmp_path, learn="some")
+
+
+def with_end(tokenizer: Any) -> None:
+    tokenizer.eos_token = "<|user|>"
+
+
+def with_space(tokenizer: Any) -> None:
+    from tokenizers import pre_tokenizers
+
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+
+
+def with_normaliser(tokenizer: Any) -> None:
+    from tokenizers import normalizers
+
+    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+
+
+def with_template(tokenizer: Any) -> None:
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|end|>", "")
+
+
+@pytest.mark.parametrize("change", [with_end, with_space, with_normaliser, with_template])
+def test_tokens_of_another_tokenizer_are_made_anew(change: Any) -> None:
+    changed = make_tokenizer()
+    change(changed)
+    encoders = [ConversationEncoder(each, "answers", "tiny") for each in (make_tokenizer(), changed)]
+    assert encoders[0].identity() != encoders[1].identity()
+    line = json.dumps({"messages": [ASK, {"role": "assistant", "content": "AAaa"}]})
+    texts = [each.encode(line, "file:1").tokens.tolist() for each in encoders]
+    plain = [each.encode(json.dumps({"text": "two"}), "file:1").tokens.tolist() for each in encoders]
+    assert texts[0] != texts[1] or plain[0] != plain[1]
+
+
+def test_the_same_tokenizer_in_another_process_and_folder_has_the_same_identity(tmp_path: Path) -> None:
+    program = (
+        "import sys; from transformers import AutoTokenizer; "
+        "from azureml_strategy.data.conversations import ConversationEncoder; "
+        "print(ConversationEncoder(AutoTokenizer.from_pretrained(sys.argv[1]), 'answers', 'tiny').identity())"
+    )
+    found: set[str] = set()
+    for name in ("one", "two"):
+        make_tokenizer().save_pretrained(tmp_path / name)
+        (tmp_path / name / "config.json").write_text("{}")
+        environ = {**os.environ, "PYTHONHASHSEED": str(len(found) + 1)}
+        command = [sys.executable, "-c", program, str(tmp_path / name)]
+        found.add(subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout)
+    assert len(found) == 1

@@ -117,6 +117,10 @@ FILTERS: dict[str, tuple[Callable[[Path], None], Files, dict[str, tuple[Files, s
                 lines({**ANSWER, "tools": [], "system": "Be kind."}, {"text": "x", "system": "Be kind."}),
                 r"2 keys of the lines are not read: system \(2 lines\), tools \(1 lines\)\. ",
             ),
+            "keys of messages": (
+                lines({"messages": [{**each, "name": "Ada"} for each in ANSWER["messages"]]}),
+                r"1 keys of the messages are not read by the chat template: name \(2 messages\)\. ",
+            ),
             "length": (
                 lines({"text": "z" * 400}),
                 r"1 of 4 samples are longer than data.sequence_length=64 .*: 3\d\d of",

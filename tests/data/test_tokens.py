@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 import multiprocessing
 import os
@@ -183,6 +184,20 @@ def test_a_tokenizer_file(trained: Path, tmp_path: Path) -> None:
     assert len(tokens) < len(document.read_bytes())
     assert FileTokenizer(trained, None).encode(document).tolist() == tokens[:-1].tolist()
     assert FileTokenizer(trained, None).identity != tokenizer.identity
+
+
+@pytest.mark.parametrize("limit", [{"max_length": 4}, {"length": 100}])
+def test_a_document_is_read_whole_whatever_length_was_saved_with_the_tokenizer(
+    trained: Path, tmp_path: Path, limit: dict[str, int]
+) -> None:
+    (tmp_path / "a.txt").write_text("to be or not to be, that is the question")
+    expected = FileTokenizer(trained, None).encode(tmp_path / "a.txt").tolist()
+    limited = tokenizers.Tokenizer.from_file(str(trained))
+    (limited.enable_truncation if "max_length" in limit else limited.enable_padding)(**limit)
+    limited.save(str(tmp_path / "limited.json"))
+    assert FileTokenizer(tmp_path / "limited.json", None).encode(tmp_path / "a.txt").tolist() == expected
+    before = hashlib.sha256((tmp_path / "limited.json").read_bytes() + b"\0None").hexdigest()
+    assert FileTokenizer(tmp_path / "limited.json", None).identity != before  # of the tokens that were cut
 
 
 def test_text_in_another_encoding_is_an_error_that_names_the_place(trained: Path, tmp_path: Path) -> None:

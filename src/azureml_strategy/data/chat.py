@@ -130,6 +130,13 @@ def _left_out(corpus: Corpus, samples: int, others: PassedOver, encoder: Convers
             f"{corpus.root}: {len(encoder.unread)} keys of the lines are not read: {keys}. Write what the model is to "
             "see into messages, prompt, completion or text."
         )
+    if encoder.unread_in_messages:
+        keys = first_names([f"{key} ({count:,} messages)" for key, count in encoder.unread_in_messages.most_common()])
+        found.append(
+            f"{corpus.root}: {len(encoder.unread_in_messages)} keys of the messages are not read by the chat template: "
+            f"{keys}. Write what the model is to see into content, or take a tokenizer whose chat template reads them; "
+            'an answer that is not to be learned has "weight": 0.'
+        )
     return found
 
 
@@ -174,7 +181,8 @@ class ChatDataModule(LightningDataModule):
         root: a folder of JSON lines, or one file.
         input_name: instead of `root`, the name of an input of the Azure ML job.
         pattern: which files below the folder are read.
-        learn: `answers` learns what the assistant says and completions; `all` learns every token.
+        learn: `answers` learns what the assistant says and completions; `all` learns every token. Answers with
+            `"weight": 0` are not learned.
         sequence_length: the most tokens of a sample; longer ones end there.
         batch_size: samples per step and process.
         num_workers: reading processes per dataloader.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,9 +17,9 @@ from numpy.typing import NDArray
 from azureml_strategy.data.tokens import Corpus, CorpusError
 
 Learn = Literal["answers", "all"]
-Message = dict[str, str]
+Message = dict[str, Any]
 # Version of the files below. Another version gets another folder.
-_VERSION = 1
+_VERSION = 2
 _FORMS = (
     '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}, '
     '{"prompt": "...", "completion": "..."} or {"text": "..."}'
@@ -38,22 +39,29 @@ class ConversationEncoder:
 
     Args:
         tokenizer: of transformers; conversations need its chat template.
-        learn: `answers` learns what the assistant says; `all` learns every token.
+        learn: `answers` learns what the assistant says; `all` learns every token. Answers with `"weight": 0` are not
+            learned.
         name: of the tokenizer, for messages.
 
     Attributes:
         unread: how many lines had each key that says nothing about their tokens.
+        unread_in_messages: how many messages had each key that changes nothing in what the chat template writes.
     """
 
     def __init__(self, tokenizer: Any, learn: Learn, name: str) -> None:
         self._tokenizer, self._learn, self._name = tokenizer, learn, name
         self.unread: Counter[str] = Counter()
+        self.unread_in_messages: Counter[str] = Counter()
 
     def identity(self) -> str:
-        """Hash what decides about the tokens."""
-        vocabulary = json.dumps(self._tokenizer.get_vocab(), sort_keys=True)
-        facts = (_VERSION, vocabulary, self._tokenizer.chat_template, self._learn)
-        return hashlib.sha256(repr(facts).encode()).hexdigest()
+        """Hash what decides about the tokens: all files of the tokenizer, as it saves itself, and what is learned."""
+        digest = hashlib.sha256(repr((_VERSION, self._learn)).encode())
+        with tempfile.TemporaryDirectory() as folder:
+            self._tokenizer.save_pretrained(folder)
+            for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
+                content = path.read_bytes()
+                digest.update(f"\0{path.relative_to(folder)}\0{len(content)}\0".encode() + content)
+        return digest.hexdigest()
 
     def encode(self, line: str, place: str) -> Encoded:
         """Return the tokens of a line.
@@ -76,7 +84,9 @@ class ConversationEncoder:
         """Yield consecutive tokens, and whether they are learned."""
         everything = self._learn == "all"
         if "messages" in sample:
-            yield from self._turns(_messages(sample["messages"], place), place)
+            messages = _messages(sample["messages"], place)
+            yield from self._turns(messages, place)
+            self.unread_in_messages.update(self._unread_keys(messages, place))
         elif "prompt" in sample and "completion" in sample:
             yield self._plain(sample["prompt"], place, first=True), everything
             yield self._plain(sample["completion"], place), True
@@ -100,26 +110,46 @@ class ConversationEncoder:
                         "answer, at its end."
                     )
                 yield asked[len(done) :], self._learn == "all"
-                yield answered[len(asked) :], True
+                yield answered[len(asked) :], message.get("weight") != 0
                 done = answered
         whole = self._applied(messages, place)
         yield whole[len(done) :], self._learn == "all"
 
+    def _unread_keys(self, messages: Sequence[Message], place: str) -> Counter[str]:
+        """Count the keys without which the chat template writes the same."""
+        others = Counter(key for message in messages for key in _unsaid(message))
+        if not others or self._change_nothing(others.keys(), messages, place):
+            return others
+        return Counter({key: count for key, count in others.items() if self._change_nothing({key}, messages, place)})
+
+    def _change_nothing(self, keys: Set[str], messages: Sequence[Message], place: str) -> bool:
+        less = [
+            {key: value for key, value in message.items() if key not in keys & _unsaid(message)} for message in messages
+        ]
+        try:
+            return self._written(less, place) == self._written(messages, place)
+        except CorpusError:  # the template needs them
+            return False
+
     def _applied(self, messages: Sequence[Message], place: str, answer_follows: bool = False) -> list[int]:
+        text = self._written(messages, place, answer_follows)
+        tokens: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return tokens
+
+    def _written(self, messages: Sequence[Message], place: str, answer_follows: bool = False) -> str:
         if self._tokenizer.chat_template is None:
             raise CorpusError(
                 f"{place} is a conversation, but the tokenizer of {self._name} has no chat template. Take the "
                 'instruction-tuned variant of the model, or write {"prompt": ..., "completion": ...} lines.'
             )
         try:
-            text = self._tokenizer.apply_chat_template(
+            text: str = self._tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=answer_follows
             )
         except Exception as error:  # jinja's errors, and what a template raises itself
             roles = ", ".join(message["role"] for message in messages)
             raise CorpusError(f"{place}: the chat template of {self._name} does not take {roles}: {error}") from error
-        tokens: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return tokens
+        return text
 
     def _plain(self, text: object, place: str, first: bool = False) -> list[int]:
         if not isinstance(text, str):
@@ -171,10 +201,20 @@ def _parse(line: str, place: str) -> Mapping[str, Any]:
     return sample
 
 
+def _unsaid(message: Message) -> set[str]:
+    """The keys of a message that only a chat template could read."""
+    # OpenAI's format marks by a weight of 0 which answers are not to be learned.
+    return message.keys() - {"role", "content", *(["weight"] if message["role"] == "assistant" else [])}
+
+
 def _messages(value: object, place: str) -> list[Message]:
     if not isinstance(value, list) or not value:
         raise CorpusError(f"{place} has no list of messages. A line is {_FORMS}.")
     for message in value:
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
             raise CorpusError(f"{place} has a message without role or content: {str(message)[:80]}.")
+        if message["role"] == "assistant" and message.get("weight") not in (None, 0, 1):
+            raise CorpusError(
+                f"{place} has an answer of weight {message['weight']!r}. Write 0, and it is not learned, or 1."
+            )
     return value

@@ -187,7 +187,13 @@ class FileTokenizer(Tokenizer):
 
     def __init__(self, path: Path, end_of_text: str | None) -> None:
         self._tokenizer = _load(path)
-        self.identity = hashlib.sha256(path.read_bytes() + f"\0{end_of_text}".encode()).hexdigest()
+        facts = path.read_bytes() + f"\0{end_of_text}".encode()
+        if self._tokenizer.truncation or self._tokenizer.padding:
+            # Saved for samples of one length, and a document is read whole. Tokens of earlier versions were cut.
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
+            facts += b"\0whole"
+        self.identity = hashlib.sha256(facts).hexdigest()
         # The numbers of added tokens may leave gaps, so counting the tokens is not enough.
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self._end: list[int] = []

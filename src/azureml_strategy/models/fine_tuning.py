@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.optim import AdamW
 from typing_extensions import override
 
+from azureml_strategy.huggingface.inputs import forward_arguments
 from azureml_strategy.huggingface.loading import load_pretrained
+from azureml_strategy.huggingface.losses import adds_to_loss, token_losses
 from azureml_strategy.huggingface.sources import PretrainedModelError
 from azureml_strategy.huggingface.tokens import IGNORED
 from azureml_strategy.models import optimizer as recipe
@@ -26,17 +28,22 @@ _RATES = {False: 2e-5, True: 2e-4}
 # Passes over each weight, in multiply-adds of 2 FLOPs: forward, gradient of the inputs, gradient of the weights. Frozen
 # weights have no gradient of their own.
 _FLOPS_PER_WEIGHT = {False: 6.0, True: 4.0}
+# What a model gets of the labels and of this module, whatever else a batch has under these names.
+_OWN = {"labels", "shift_labels", "num_items_in_batch", "use_cache"}
 
 
 class FineTuner(MeanOverLabels):
     """A pretrained language model that learns from `TextDataModule` or `ChatDataModule`.
 
     Batches are pairs `(inputs, targets)`, or dictionaries with `input_ids`, `shift_labels` and `attention_mask`, all
-    int64 `(N, T)`: the label of a token is the next token, and -100 is ignored. The loss is the mean over the tokens of
-    all ranks and micro-batches, however many each has, and gradients are those of the mean over all tokens of an
-    optimizer step, accumulated batches included.
+    int64 `(N, T)`: the label of a token is the next token, and -100 is ignored. The model gets whatever else of a
+    dictionary its forward takes by name, such as `position_ids`; a warning names the other keys once. The loss is the
+    mean over the tokens of all ranks and micro-batches, however many each has, and gradients are those of the mean over
+    all tokens of an optimizer step, accumulated batches included.
 
-    It logs `train/loss` at every step; after an evaluation `val/loss` and `val/perplexity` (`test/...`).
+    It logs `train/loss` at every step, and after an evaluation `val/loss` and its exponential, `val/perplexity`
+    (`test/...`). These are cross-entropies. What a model adds to its loss, as a mixture of experts does with
+    `output_router_logits=True` in its configuration, is trained as well, and logged as `train/auxiliary_loss`.
 
     Args:
         path: a folder that `save_pretrained` wrote, an id of the Hugging Face hub, or `azureml:NAME:VERSION`.
@@ -79,6 +86,7 @@ class FineTuner(MeanOverLabels):
         self.save_hyperparameters(logger=False)
         self.model: PreTrainedModel | Any = None
         self._weights = 0
+        self._named_unread: set[str] = set()
 
     @override
     def configure_model(self) -> None:
@@ -96,8 +104,12 @@ class FineTuner(MeanOverLabels):
 
     @override
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Mapping[str, Tensor]:
-        """Bring a batch into the form of transformers."""
-        return batch if isinstance(batch, Mapping) else {"input_ids": batch[0], "shift_labels": batch[1]}
+        """Bring a batch into the form of transformers, and warn of what the model does not get of it."""
+        if isinstance(batch, Mapping):
+            self._warn_of_unread([name for name in batch if name not in {*self._inputs(batch), "shift_labels"}])
+            return batch
+        self._warn_of_unread([f"entry {place}" for place in range(2, len(batch))])
+        return {"input_ids": batch[0], "shift_labels": batch[1]}
 
     @override
     def labels_of(self, batch: Any) -> Any:
@@ -107,8 +119,10 @@ class FineTuner(MeanOverLabels):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         self.require_count()
         tokens = _tokens(batch) if self._mean_labels is None else self._mean_labels
-        loss = self._loss(batch, tokens)
-        self.log("train/loss", loss, sync_dist=True)
+        loss, entropy = self._losses(batch, tokens)
+        self.log("train/loss", entropy, sync_dist=True)
+        if entropy is not loss:
+            self.log("train/auxiliary_loss", loss.detach() - entropy, sync_dist=True)
         return self.for_step(loss)
 
     @override
@@ -148,11 +162,45 @@ class FineTuner(MeanOverLabels):
         """
         return _FLOPS_PER_WEIGHT[bool(self.hparams["lora_rank"])] * self._weights * batch["input_ids"].numel()
 
+    @property
+    def _pretrained(self) -> Any:
+        """The model of transformers, without adapters around it."""
+        model: Any = self.model
+        return model.get_base_model() if self.hparams["lora_rank"] else model
+
+    def _inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a model gets of a batch beside the labels."""
+        taken = forward_arguments(self._pretrained) - _OWN
+        return {name: value for name, value in batch.items() if name in taken}
+
+    def _warn_of_unread(self, names: Sequence[str]) -> None:
+        new = [name for name in names if name not in self._named_unread]
+        self._named_unread.update(new)
+        if new:
+            rank_zero_warn(
+                f"FineTuner does not read {', '.join(new)} of its batches: it reads shift_labels, and what the forward "
+                f"of {type(self._pretrained).__name__} takes by name. Rename what is to be read, or leave it out of "
+                "the batches."
+            )
+
+    def _losses(self, batch: Mapping[str, Tensor], tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the model's loss, and the cross-entropy in it: the sum over a batch's tokens, divided by `tokens`.
+
+        They are one tensor if the model adds nothing to the cross-entropy.
+        """
+        if not adds_to_loss(self._pretrained):
+            loss = self._loss(batch, tokens)
+            return loss, loss
+        with token_losses(self._pretrained) as entropies:
+            loss = self._loss(batch, tokens)
+        return loss, entropies[-1]
+
     def _loss(self, batch: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
-        """Sum of the losses of a batch's tokens, divided by `tokens`."""
-        inputs = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
+        """Return the model's loss: the sum of those of a batch's tokens, divided by `tokens`, and what it adds."""
         labels = batch["shift_labels"]
-        outputs = self.model(**inputs, labels=labels, shift_labels=labels, num_items_in_batch=tokens, use_cache=False)
+        outputs = self.model(
+            **self._inputs(batch), labels=labels, shift_labels=labels, num_items_in_batch=tokens, use_cache=False
+        )
         loss: Tensor = outputs.loss
         return loss
 
@@ -161,7 +209,8 @@ class FineTuner(MeanOverLabels):
         tokens = (batch["shift_labels"] != IGNORED).sum()
         # Lightning's own strategies average these weights over the ranks in whole numbers, so they must divide.
         weight = int(tokens) * self.trainer.world_size
-        self.log(f"{stage}/loss", self._loss(batch, _tokens(batch)), batch_size=weight, sync_dist=True)
+        _, entropy = self._losses(batch, _tokens(batch))
+        self.log(f"{stage}/loss", entropy, batch_size=weight, sync_dist=True)
 
     def _log_perplexity(self, stage: str) -> None:
         loss = self.trainer.callback_metrics[f"{stage}/loss"]
