@@ -40,7 +40,7 @@ def collectives(device: str) -> dict[str, Callable[[], object]]:
         "broadcast": lambda: dist.broadcast(whole, 0),
         "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(whole, half),
         "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(half, whole),
-        "device_mesh": lambda: init_device_mesh(device, (dist.get_world_size(),)),
+        "device_mesh": lambda: init_device_mesh(device, (dist.get_world_size(), 1), mesh_dim_names=("data", "tensor")),
         # The last one: gloo writes from the GPU's address, which ends the process that sends (seen on an H200).
         "send_recv": lambda: send_and_receive(device),
     }

@@ -47,6 +47,35 @@ def test_it_looks_after_the_steps_that_it_names(run_job: RunJob) -> None:
         assert looks["two_steps"] == [0, 2, 16, 48, 50]
 
 
+# strategy: the ranks that name what does not train. Those of DeepSpeed each see their slices, or their stage.
+STAYING = {
+    "ddp": {"second group": [0], "not in the optimizer": [0]},
+    "fsdp2": {"second group": [0], "not in the optimizer": [0]},
+    "zero 1": {"remembered": [0, 1], "second group": [0, 1], "not in the optimizer": [0, 1]},
+    "zero 2, offload": {"remembered": [0, 1], "second group": [0, 1], "not in the optimizer": [0, 1]},
+    "zero 3": {"remembered": [0, 1], "second group": [0, 1], "not in the optimizer": [0, 1]},
+    "zero 3, bf16": {"remembered": [0, 1], "second group": [0, 1], "not in the optimizer": [0, 1]},
+    "pipeline": {"put back": [1], "not in the optimizer": [0, 1]},
+    "pipeline, bf16": {"not in the optimizer": [0, 1]},
+}
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        name if name in ("zero 1", "zero 3", "pipeline") else pytest.param(name, marks=pytest.mark.exhaustive)
+        for name in STAYING
+    ],
+)
+def test_what_does_not_train_is_named_by_the_ranks_that_see_it(run_job: RunJob, strategy: str) -> None:
+    job = run_job("stays.py", strategy, processes_per_node=2)
+    assert job.exit_code == 0, job.output
+    cases = job.results[0].keys()
+    found = {case: [rank for rank in (0, 1) if job.results[rank][case]] for case in cases}
+    assert {case: ranks for case, ranks in found.items() if ranks} == STAYING[strategy], job.results
+    assert all("network.0" not in line for each in job.results.values() for line in each.get("second group", []))
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_recipes_models_are_not_accused(run_job: RunJob, tmp_path: Path, ranks: int) -> None:
     config = transformers.LlamaConfig(

@@ -96,8 +96,7 @@ OF_STAGES: dict[str, Callable[[], LightningModule]] = {
 CHOSEN = {
     **{name: STRATEGIES[name] for name in ("ddp", "zero 1", "zero 2", "zero 3", "fsdp2")},
     "zero 3, bf16": partial(AzureMLDeepSpeedStrategy, stage=3),
-    "zero 1, bf16": partial(AzureMLDeepSpeedStrategy, stage=1),
-    "offload": partial(AzureMLDeepSpeedStrategy, stage=2, offload_optimizer=True),
+    "zero 2, offload": partial(AzureMLDeepSpeedStrategy, stage=2, offload_optimizer=True),
     "pipeline": partial(PipelineStrategy, num_stages=LAST + 1, micro_batches=2),
     "pipeline, bf16": partial(PipelineStrategy, num_stages=LAST + 1, micro_batches=2),
 }

@@ -91,6 +91,16 @@ class AccumulatesItself(Regression):
             optimizer_closure()
 
 
+class Skipped(Regression):
+    """DeepSpeed's engine counts so where gradients were infinite on another rank: no step is made."""
+
+    skipped_steps = 0
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer_closure()
+        self.skipped_steps += 1
+
+
 class Compensating(torch.optim.Optimizer):
     """SGD that keeps what a weight of 16 bits rounds off, until it counts."""
 
@@ -141,7 +151,9 @@ def test_a_fault_of_its_own_is_one_warning(
     assert len([each for each in caplog.records if "ZeroDivisionError" in each.getMessage()]) == 1
 
 
-@pytest.mark.parametrize("module", [Regression, Quiet, NoRate, Warming, AccumulatesItself, Compensated, OwnOptimizer])
+@pytest.mark.parametrize(
+    "module", [Regression, Quiet, NoRate, Warming, AccumulatesItself, Compensated, OwnOptimizer, Skipped]
+)
 def test_nothing_is_said(module: Callable[[], LightningModule], caplog: pytest.LogCaptureFixture) -> None:
     quiet_trainer(callbacks=[ReplicaCheck()], max_epochs=2).fit(module(), loader(8))
     assert [each.getMessage() for each in caplog.records if each.levelname == "WARNING"] == []

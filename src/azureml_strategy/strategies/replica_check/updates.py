@@ -177,6 +177,7 @@ class UpdateWatch:
         self._said_at = self._observed = 0
         self._stepped: dict[int, int] = {}
         self._said: set[str] = set()
+        self._had_gradient: set[int] = set()  # ids of parameters
         self._largest = 0.0  # of all gradients that were observed
 
     @classmethod
@@ -232,6 +233,9 @@ class UpdateWatch:
     def _observe(self, optimizer: Optimizer) -> None:
         """Note the parameters that have not changed yet."""
         step = _Step(self._skipped())
+        # Some engines clear all gradients after a step, also those that no optimizer uses.
+        whole = self._trainer.lightning_module.parameters()
+        self._had_gradient.update(id(each) for each in whole if each.grad is not None)
         for trained in self._trained_by(optimizer):
             key = id(trained.parameter)
             seen = self._seen.get(key)
@@ -321,7 +325,8 @@ class UpdateWatch:
     def _in_no_optimizer(self, named: dict[int, tuple[str, nn.Parameter]]) -> Iterator[tuple[str, str]]:
         ids = {id(p) for each in self._trainer.optimizers for group in each.param_groups for p in group["params"]}
         ids |= {key for key, (_, each) in named.items() if is_of_zero(each)}
-        left = [(n, p) for key, (n, p) in named.items() if key not in ids and p.requires_grad and p.grad is not None]
+        had = self._had_gradient - ids
+        left = [each for key, each in named.items() if key in had and each[1].requires_grad]
         # With manual optimization, a module may step an optimizer that Lightning does not know.
         if left and ids and self._trainer.lightning_module.automatic_optimization:
             yield "no optimizer", _IN_NO_OPTIMIZER.format(names=_listed(left))
