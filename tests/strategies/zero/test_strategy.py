@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,20 @@ def test_the_log_counts_the_samples_that_it_is_told(config: dict[str, Any] | Non
     run.fit(Linear(), batches(4))
     assert run.global_step == 1
     assert strategy.deepspeed_engine.train_micro_batch_size_per_gpu() == 16
+
+
+@pytest.mark.parametrize(("accumulated", "whole"), [(1, ""), (2, "limit_train_batches=2"), (3, ""), (4, "a smaller")])
+@pytest.mark.usefixtures("group")
+def test_batches_that_fill_no_step_are_named_at_the_start(accumulated: int, whole: str) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loader = DataLoader(TensorDataset(torch.ones(3, 2)))
+        trainer(AzureMLDeepSpeedStrategy(), devices=1, accumulate_grad_batches=accumulated, max_epochs=1).fit(
+            Linear(), loader
+        )
+    said = [str(each.message) for each in caught if "do not fill a step" in str(each.message)]
+    assert len(said) == bool(whole)
+    assert all(whole in each for each in said)
 
 
 @pytest.mark.usefixtures("group")

@@ -13,7 +13,7 @@ from azureml_strategy.strategies.equal_buffers import INTEGERS, place_weights
 from azureml_strategy.strategies.replica_check.transfers import Transfer
 
 # Of all tensors together, about so many elements are read, spread over each; of each at least so many.
-_MOST_ELEMENTS, _FEWEST_ELEMENTS = 1 << 16, 32
+_MOST_ELEMENTS, _FEWEST_ELEMENTS = 1 << 15, 32
 
 
 class Fingerprints:

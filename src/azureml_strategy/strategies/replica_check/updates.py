@@ -25,6 +25,8 @@ _TOLD_AFTER = (8, 64, 512, _LAST_STEP)
 _STEPS_OF_ALL = 64
 # Gradients so much smaller than the largest are rounding: a bias before a normalisation has no other.
 _NEGLIGIBLE = 1e-4
+# Elements of small parameters of one shape that are looked at together.
+_MOST_TOGETHER = 1 << 20
 _MOST_NAMES = 5
 _ROUNDED = (
     "Parameters lose their updates to rounding: in the first {steps} steps these had gradients and have not changed: "
@@ -89,47 +91,65 @@ class _Seen:
     has_gradient: bool = False
 
 
+class _Rows(NamedTuple):
+    """Parameters of one shape and type in a step: each at the place of its largest gradient, on its device."""
+
+    trained: list[_Trained]
+    places: Tensor
+    largest: Tensor
+    before: Tensor
+
+    @classmethod
+    def of(cls, trained: list[_Trained], gradients: list[Tensor]) -> _Rows:
+        largest, places = _rows(gradients).abs().max(dim=1, keepdim=True)
+        before = _rows([each.values() for each in trained]).gather(1, places)
+        largest = largest / trained[0].scale
+        if trained[0].is_part:
+            # Only what plain descent would see counts. Of an update that is rounded off, nothing can be told.
+            largest = torch.where(before - trained[0].rate * largest != before, largest, 0)
+        return cls(trained, places, largest, before)
+
+    def found(self) -> Tensor:
+        """The largest gradients, and whether the values there are others now."""
+        now = _rows([each.values() for each in self.trained]).gather(1, self.places)
+        return torch.cat([self.largest.float(), (now != self.before).float()], dim=1).T
+
+
 class _Step:
-    """A step under observation: each parameter at the place of its largest gradient, on its device."""
+    """A step under observation.
+
+    Args:
+        skipped: how many steps DeepSpeed has left out before.
+    """
 
     def __init__(self, skipped: int) -> None:
         self._skipped = skipped
-        self._trained: list[_Trained] = []
-        self._places: list[Tensor] = []
-        self._largest: list[Tensor] = []
-        self._before: list[Tensor] = []
+        self._alike: dict[Any, tuple[list[_Trained], list[Tensor]]] = {}
+        self._rows: list[_Rows] = []
 
     def add(self, trained: _Trained, gradient: Tensor) -> None:
         """Note a parameter that is about to change, unless its gradient is sparse."""
         values, own = trained.values(), _local(gradient)
         if own.layout != torch.strided or not own.numel() or values.shape != own.shape:
             return
-        sizes = own.abs()
-        place = sizes.argmax()
-        largest, before = torch.take(sizes, place) / trained.scale, torch.take(values, place)
-        if trained.is_part:
-            # Only what plain descent would see counts. Of an update that is rounded off, nothing can be told.
-            largest = torch.where(before - trained.rate * largest != before, largest, 0)
-        self._trained.append(trained)
-        self._places.append(place)
-        self._largest.append(largest)
-        self._before.append(before)
+        key = (own.shape, own.dtype, own.device, values.dtype, values.device, *trained[3:])
+        together, gradients = self._alike.setdefault(key, ([], []))
+        together.append(trained)
+        gradients.append(own)
+        if len(together) * own.numel() >= _MOST_TOGETHER:
+            self._rows.append(_Rows.of(*self._alike.pop(key)))
+
+    def begin(self) -> None:
+        """Look at all that was added."""
+        self._rows += [_Rows.of(*each) for each in self._alike.values()]
+        self._alike.clear()
 
     def end(self, skipped: int) -> _Outcome | None:
         """See what has changed; None if nothing was noted, or DeepSpeed has skipped a step meanwhile."""
-        if skipped != self._skipped:
+        if skipped != self._skipped or not self._rows:
             return None
-        alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-        for number, each in enumerate(self._before):
-            alike.setdefault((each.device, each.dtype), []).append(number)
-        found = []
-        for numbers in alike.values():
-            now = torch.stack([torch.take(self._trained[i].values(), self._places[i]) for i in numbers])
-            changed = now != torch.stack([self._before[i] for i in numbers])
-            largest = torch.stack([self._largest[i] for i in numbers]).float()
-            found.append(torch.stack([largest, changed.float()]))
-        parameters = [id(self._trained[i].parameter) for numbers in alike.values() for i in numbers]
-        return _Outcome(parameters, Transfer(found)) if found else None
+        parameters = [id(each.parameter) for rows in self._rows for each in rows.trained]
+        return _Outcome(parameters, Transfer([rows.found() for rows in self._rows]))
 
 
 class _Outcome:
@@ -178,6 +198,7 @@ class UpdateWatch:
         self._stepped: dict[int, int] = {}
         self._said: set[str] = set()
         self._had_gradient: set[int] = set()  # ids of parameters
+        self._settled: dict[int, int] = {}  # how many parameters an optimizer had when all of them had changed
         self._largest = 0.0  # of all gradients that were observed
 
     @classmethod
@@ -201,8 +222,15 @@ class UpdateWatch:
         Args:
             optimizer: one of the trainer's.
         """
-        self._observed = max(self._observed, self._stepped[id(optimizer)])
-        self._observe(optimizer)
+        number = self._stepped[id(optimizer)]
+        self._observed = max(self._observed, number)
+        if number in (1, *_TOLD_AFTER):
+            # Some engines clear all gradients after a step, also those that no optimizer uses.
+            whole = self._trainer.lightning_module.parameters()
+            self._had_gradient.update(id(each) for each in whole if each.grad is not None)
+            self.has_news = True
+        if self._settled.get(id(optimizer)) != _count(optimizer):
+            self._observe(optimizer)
 
     def after_batch(self) -> None:
         """See what has changed, as far as the device has come."""
@@ -222,9 +250,8 @@ class UpdateWatch:
             return []
         self._said_at = self._observed
         self._count_outcomes(wait=True)
-        named = {id(each): (name, each) for name, each in self._trainer.lightning_module.named_parameters()}
-        found = [] if any(self._rising.values()) else [*self._unchanged(named, at_end)]
-        found += [*self._in_no_optimizer(named), *self._not_of_module(named)]
+        found = [] if any(self._rising.values()) else [*self._unchanged(at_end)]
+        found += [*self._in_no_optimizer(), *self._not_of_module()]
         said = [text for key, text in found if key not in self._said]
         self._said |= {key for key, _ in found}
         return said
@@ -232,10 +259,7 @@ class UpdateWatch:
     @torch.no_grad()
     def _observe(self, optimizer: Optimizer) -> None:
         """Note the parameters that have not changed yet."""
-        step = _Step(self._skipped())
-        # Some engines clear all gradients after a step, also those that no optimizer uses.
-        whole = self._trainer.lightning_module.parameters()
-        self._had_gradient.update(id(each) for each in whole if each.grad is not None)
+        step, settled = _Step(self._skipped()), True
         for trained in self._trained_by(optimizer):
             key = id(trained.parameter)
             seen = self._seen.get(key)
@@ -243,12 +267,20 @@ class UpdateWatch:
                 seen = self._seen[key] = _Seen(type(optimizer), trained.values().dtype)
             if seen.changed:
                 continue
+            settled = False
             gradient = trained.gradient()
             seen.has_gradient |= gradient is not None
             if gradient is not None and trained.rate:
                 step.add(trained, gradient)
+        if settled:
+            self._settled[id(optimizer)] = _count(optimizer)
+            return
+        step.begin()
         self._under_way.append(step)
         self.has_news = True
+
+    def _named(self) -> dict[int, tuple[str, nn.Parameter]]:
+        return {id(each): (name, each) for name, each in self._trainer.lightning_module.named_parameters()}
 
     def _trained_by(self, optimizer: Optimizer) -> Iterator[_Trained]:
         """List what a step of the optimizer changes, but for groups whose learning rate lies on a GPU."""
@@ -302,9 +334,10 @@ class UpdateWatch:
             if gradient > worth:
                 self._seen[parameter].pushed += 1
 
-    def _unchanged(self, named: dict[int, tuple[str, nn.Parameter]], at_end: bool) -> Iterator[tuple[str, str]]:
-        pushed = {key: each for key, each in self._seen.items() if each.pushed >= 2 and key in named}
-        still = [named[key] for key, each in pushed.items() if not each.changed]
+    def _unchanged(self, at_end: bool) -> Iterator[tuple[str, str]]:
+        pushed = [key for key, each in self._seen.items() if each.pushed >= 2 and not each.changed]
+        named = self._named() if pushed else {}
+        still = [named[key] for key in pushed if key in named]
         if not still:
             return
         none = not any(each.changed for each in self._seen.values())
@@ -322,21 +355,22 @@ class UpdateWatch:
         if others:
             yield "unchanged", _UNCHANGED.format(steps=self._observed, names=_listed(others))
 
-    def _in_no_optimizer(self, named: dict[int, tuple[str, nn.Parameter]]) -> Iterator[tuple[str, str]]:
+    def _in_no_optimizer(self) -> Iterator[tuple[str, str]]:
         ids = {id(p) for each in self._trainer.optimizers for group in each.param_groups for p in group["params"]}
-        ids |= {key for key, (_, each) in named.items() if is_of_zero(each)}
         had = self._had_gradient - ids
-        left = [each for key, each in named.items() if key in had and each[1].requires_grad]
+        named = self._named() if had else {}
+        left = [named[key] for key in named if key in had and _could_train(named[key][1])]
         # With manual optimization, a module may step an optimizer that Lightning does not know.
         if left and ids and self._trainer.lightning_module.automatic_optimization:
             yield "no optimizer", _IN_NO_OPTIMIZER.format(names=_listed(left))
 
-    def _not_of_module(self, named: dict[int, tuple[str, nn.Parameter]]) -> Iterator[tuple[str, str]]:
+    def _not_of_module(self) -> Iterator[tuple[str, str]]:
         for number, optimizer in enumerate(self._trainer.optimizers):
             parameters = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
             known = [self._seen[id(each)] for each in parameters if id(each) in self._seen]
             steps = self._stepped.get(id(optimizer), 0)
             if steps >= 2 and len(known) == len(parameters) > 0 and not any(each.has_gradient for each in known):
+                named = self._named()
                 gone = sum(id(each) not in named for each in parameters)
                 why = _REPLACED.format(count=gone) if gone else _NOT_REACHED
                 count = len(parameters)
@@ -351,6 +385,20 @@ def _slices_of(parameters: Sequence[nn.Parameter], rates: Sequence[float | None]
         rate = None if group is None else rates[group]
         if values is not None and rate is not None and has_gradients(each):
             yield _Trained(each, values.detach, part.read, rate, part.scale, is_part=True)
+
+
+def _could_train(parameter: nn.Parameter) -> bool:
+    """Whether a parameter that is in no group of an optimizer is not trained as a slice of one, but ought to be."""
+    return parameter.requires_grad and not is_of_zero(parameter)
+
+
+def _count(optimizer: Optimizer) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)
+
+
+def _rows(tensors: Sequence[Tensor]) -> Tensor:
+    """Flatten tensors of one shape into the rows of a matrix; a view of a single one."""
+    return tensors[0].reshape(1, -1) if len(tensors) == 1 else torch.stack(list(tensors)).flatten(1)
 
 
 def _is_of_torch(optimizer: type[Optimizer]) -> bool:
