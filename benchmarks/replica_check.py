@@ -7,6 +7,9 @@ check looks as often as it ever does. All hooks of the callback note their own t
 the thread. Their sum, divided by the steps, is compared with a step of 50 ms. The model's own steps are shorter, so
 that the benchmark is; the check does not depend on them. Rank 0 compares the ranks, and so is the one that is measured.
 
+Each round has two such trainings: with all that the callback does, and with the comparison of ranks alone, which the
+target is for; what it does besides, to see whether parameters change, belongs to the first steps.
+
 Reading the CPU time is a system call, of some microseconds on a virtual machine, and more between two steps than in a
 loop. What it adds to an empty hook is measured at each step of a fit and taken off the CPU seconds; the clock does not
 see it.
@@ -78,9 +81,17 @@ class Nothing(Callback):
         pass
 
 
-def fit(steps: int) -> dict[str, float]:
+class Comparing(ReplicaCheck):
+    """Compares ranks, and does not watch what changes."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._watch = None
+
+
+def fit(kind: type[ReplicaCheck], steps: int) -> dict[str, float]:
     """Seconds of a step that the check took, by the clock and of the thread's CPU time, and the longest call."""
-    check = ReplicaCheck()
+    check = kind()
     spent: dict[str, list[float]] = {"wall": [], "cpu": []}
     for name in HOOKS:
         setattr(check, name, timed(getattr(check, name), spent))
@@ -103,26 +114,33 @@ def fit(steps: int) -> dict[str, float]:
     return {"wall": sum(spent["wall"]) / steps, "cpu": cpu / steps, "longest": max(spent["wall"])}
 
 
+KINDS: dict[str, type[ReplicaCheck]] = {"all": ReplicaCheck, "comparison": Comparing}
+
+
 def run_rank(options: argparse.Namespace) -> Any:
     """All rounds, in one of the two processes."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     os.environ[CALLBACKS_SWITCH] = "off"  # the callback is given here, so that it can be timed
     torch.set_num_threads(1)
-    measured = [fit(options.steps) for _ in range(options.rounds)]
+    measured = [{name: fit(kind, options.steps) for name, kind in KINDS.items()} for _ in range(options.rounds)]
     dist.destroy_process_group()
     return measured
 
 
-def figures(measured: list[dict[str, float]]) -> dict[str, Any]:
-    """What is added to a step, and its share of one of 50 ms."""
+def figures(measured: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
+    """What is added to a step, and its share of one of 50 ms, by the kind of check."""
+    found = {name: _figures([each[name] for each in measured]) for name in KINDS}
+    share = found["comparison"]["share_of_50_ms"]
+    return {**found, "target": {"comparison_at_most": TARGET, "met": max(share.values()) <= TARGET}}
+
+
+def _figures(measured: list[dict[str, float]]) -> dict[str, Any]:
     per_step = {name: spread([each[name] for each in measured]) for name in ("wall", "cpu")}
-    share = {name: each.median / STEP_S for name, each in per_step.items()}
     return {
         "s_per_step": per_step,
-        "share_of_50_ms": share,
+        "share_of_50_ms": {name: each.median / STEP_S for name, each in per_step.items()},
         "longest_call_s": spread([each["longest"] for each in measured]),
-        "target": {"at_most": TARGET, "met": share["wall"] <= TARGET},
     }
 
 
@@ -135,10 +153,14 @@ def main() -> None:
     )
     if found is None:
         return
-    per_step: dict[str, Spread] = found["s_per_step"]
-    rows = [[name, each.text(1e6), f"{found['share_of_50_ms'][name]:.3%}"] for name, each in per_step.items()]
-    show("What the check adds to a step: median (quartiles)", ["time", "us", "of 50 ms"], rows)
-    print(f"The longest call took {found['longest_call_s'].text(1e3)} ms; target {TARGET:.1%} of 50 ms")
+    rows = []
+    for kind in KINDS:
+        per_step: dict[str, Spread] = found[kind]["s_per_step"]
+        for name, each in per_step.items():
+            rows.append([kind, name, each.text(1e6), f"{found[kind]['share_of_50_ms'][name]:.3%}"])
+        rows.append([kind, "longest call", found[kind]["longest_call_s"].text(1e6), ""])
+    show("What the check adds to a step: median (quartiles)", ["what", "time", "us", "of 50 ms"], rows)
+    print(f"Target: the comparison takes at most {TARGET:.1%} of 50 ms")
 
 
 if __name__ == "__main__":

@@ -142,8 +142,11 @@ def test_checkpoint_stall(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_replica_check(tmp_path: Path) -> None:
     figures = run("replica_check", tmp_path, "--rounds", "1", "--steps", "20")
-    assert figures["s_per_step"].keys() == figures["share_of_50_ms"].keys() == {"wall", "cpu"}
-    assert figures["s_per_step"]["cpu"]["median"] > 0
+    assert figures.keys() == {"all", "comparison", "target"}
+    for name in ("all", "comparison"):
+        each = figures[name]
+        assert each["s_per_step"].keys() == each["share_of_50_ms"].keys() == {"wall", "cpu"}
+        assert each["s_per_step"]["cpu"]["median"] > 0
 
 
 def test_agreement(tmp_path: Path) -> None:

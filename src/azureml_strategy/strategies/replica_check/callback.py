@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 # After these steps, and then each so many. Local SGD has averaged after the later ones by default. A look takes two or
 # three milliseconds: see benchmarks/replica_check.py.
-_FIRST, _EVERY = (2, 16, 128), 1024
+_FIRST, _EVERY = (2, 128), 1024
 # The Trainer's steps are read after so many batches at the latest: reading them takes longer than all else in most of
 # the batches.
 _PACE = 16
@@ -40,7 +40,7 @@ _MOST_GROUPS = 8
 _MOST_SPEAKERS = 4
 _ANSWER_SECONDS = 10.0
 # How long rank 0 waits at the end for ranks that come a moment later.
-_LAST_SECONDS, _PAUSE_SECONDS = 5.0, 0.02
+_LAST_SECONDS, _PAUSE_SECONDS = 5.0, 0.005
 # A process may fit several times. All ranks count alike.
 _fits = itertools.count()
 
@@ -48,7 +48,7 @@ _fits = itertools.count()
 class ReplicaCheck(IsolatedCallback):
     """Warns if ranks that must have the same parameters, buffers, learning rates or counters have not.
 
-    It looks before the first step, after 2, 16 and 128, at each 1,024, after the first epoch, before a save and at the
+    It looks before the first step, after 2 and 128, at each 1,024, after the first epoch, before a save and at the
     end. A batch of more than two steps, by manual optimization, may put a look off by some batches. Each rank hashes
     some elements of its tensors where they lie, and leaves the hashes in the rendezvous store when the device has come
     so far. Rank 0 compares those that are there, and waits for no other rank but at the end of training. Nothing is

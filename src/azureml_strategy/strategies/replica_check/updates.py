@@ -26,7 +26,7 @@ _STEPS_OF_ALL = 64
 # Gradients so much smaller than the largest are rounding: a bias before a normalisation has no other.
 _NEGLIGIBLE = 1e-4
 # Elements of small parameters of one shape that are looked at together.
-_MOST_TOGETHER = 1 << 20
+_MOST_TOGETHER = 1 << 18
 _MOST_NAMES = 5
 _ROUNDED = (
     "Parameters lose their updates to rounding: in the first {steps} steps these had gradients and have not changed: "
