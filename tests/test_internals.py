@@ -76,7 +76,7 @@ OTHERS = {
     "deepspeed": {
         *("_dp_group", "_hp_grad", "_hp_mapping", "_index_in_param_group", "_z3_optimizer", "_zero_optimizer"),
     },
-    "torchmetrics": {"_cache", "_compute_groups_create_state_ref", "_groups_checked", "_state_is_copy"},
+    "torchmetrics": {"_cache", "_compute_groups_create_state_ref", "_defaults", "_groups_checked", "_state_is_copy"},
     "omegaconf": {"_get_node", "_get_parent", "_invalidate_flags_cache", "_key", "_metadata"},
     "transformers": {"_is_hf_initialized"},
     "mlflow": {"_METHOD_TO_INFO", "_call_endpoint", "_tracking_client"},

@@ -361,7 +361,7 @@ class UpdateWatch:
         named = self._named() if had else {}
         left = [named[key] for key in named if key in had and _could_train(named[key][1])]
         # With manual optimization, a module may step an optimizer that Lightning does not know.
-        if left and ids and self._trainer.lightning_module.automatic_optimization:
+        if left and (ids or self._seen) and self._trainer.lightning_module.automatic_optimization:
             yield "no optimizer", _IN_NO_OPTIMIZER.format(names=_listed(left))
 
     def _not_of_module(self) -> Iterator[tuple[str, str]]:
