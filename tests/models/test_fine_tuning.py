@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 
 from azureml_strategy.data import ChatDataModule, TextDataModule, count_tokens
 from azureml_strategy.huggingface import PretrainedModelError
-from azureml_strategy.huggingface.inputs import forward_arguments
 from azureml_strategy.models import FineTuner
+from azureml_strategy.models.fine_tuning import forward_arguments
 
 
 @pytest.fixture(scope="module")

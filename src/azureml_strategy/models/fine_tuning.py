@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
@@ -12,7 +13,6 @@ from torch import Tensor
 from torch.optim import AdamW
 from typing_extensions import override
 
-from azureml_strategy.huggingface.inputs import forward_arguments
 from azureml_strategy.huggingface.loading import load_pretrained
 from azureml_strategy.huggingface.losses import adds_to_loss, token_losses
 from azureml_strategy.huggingface.sources import PretrainedModelError
@@ -87,6 +87,7 @@ class FineTuner(MeanOverLabels):
         self.model: PreTrainedModel | Any = None
         self._weights = 0
         self._named_unread: set[str] = set()
+        self._taken: set[str] | None = None  # what the model's forward takes; to look costs some of each step
 
     @override
     def configure_model(self) -> None:
@@ -170,8 +171,9 @@ class FineTuner(MeanOverLabels):
 
     def _inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a model gets of a batch beside the labels."""
-        taken = forward_arguments(self._pretrained) - _OWN
-        return {name: value for name, value in batch.items() if name in taken}
+        if self._taken is None:
+            self._taken = forward_arguments(self._pretrained) - _OWN
+        return {name: value for name, value in batch.items() if name in self._taken}
 
     def _warn_of_unread(self, names: Sequence[str]) -> None:
         new = [name for name in names if name not in self._named_unread]
@@ -258,6 +260,15 @@ class FineTuner(MeanOverLabels):
                 f"The tokenizer of the data has {tokens} tokens, but {self.hparams['path']} has embeddings for {rows}: "
                 f"it is another model's. Write data.tokenizer={self.hparams['path']}."
             )
+
+
+def forward_arguments(model: PreTrainedModel) -> set[str]:
+    """Return the names of what a model's forward takes, with those that it lists as its further keywords."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    named = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+    # `**kwargs: Unpack[TransformersKwargs]`, a TypedDict: what packed samples need of flash attention, for example
+    listed = [kind for each in parameters if each.kind is each.VAR_KEYWORD for kind in get_args(each.annotation)]
+    return named.union(*(kind.__annotations__ for kind in listed))
 
 
 def _tokens(batch: Mapping[str, Tensor]) -> Tensor:
