@@ -36,6 +36,32 @@ def test_what_a_job_has_left_is_all_there(store: str) -> None:
     assert record.notes == []
 
 
+def test_shares_of_attempts_that_differ_add_up_to_one_step(client: MlflowClient, store: str, run_id: str) -> None:
+    """The first attempt was preempted and had waits in forward; the second one has ended, and had none."""
+    first = {"forward_wait": 0.93, "forward": 0.02, "communication": 0.05}
+    second = {"forward": 0.05, "communication": 0.95}
+    windows = [(0, first), (10, first), (20, second), (30, second)]
+    log_points(
+        client,
+        run_id,
+        [(f"step/{part}_share", share, step, step) for step, parts in windows for part, share in parts.items()],
+    )
+    running = collect_run(run_id, store)
+    assert sum(running.shares.values()) == pytest.approx(1)
+    assert running.shares["forward_wait"] == pytest.approx(0.93 / 2)
+    assert running.share_errors["forward_wait"] == pytest.approx(0.93 / 2 / math.sqrt(3))
+    log_points(client, run_id, [(f"summary/step/{part}_share", share, 40, 40) for part, share in second.items()])
+    assert collect_run(run_id, store).shares == second
+
+
+def test_shares_that_do_not_add_up_are_none(client: MlflowClient, store: str, run_id: str) -> None:
+    wrong = {"step/forward_wait_share": 0.95, "step/communication_share": 0.95, "throughput/data_wait_share": 0.03}
+    log_points(client, run_id, [(name, share, 10, 10) for name, share in wrong.items()])
+    record = collect_run(run_id, store)
+    assert record.shares == {"data_wait": 0.03}
+    assert record.share_errors == {}
+
+
 def test_times_are_added_up_over_attempts(store: str) -> None:
     record = collect_run(log_run(store, windows=10), store)
     assert record.times["training"] == pytest.approx(2 * 5 * 50 * 0.42)

@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
 from azureml_strategy.tracking.rank_times import History
-from azureml_strategy.tracking.slow_ranks import Cause, RankWindow, SlowRanks, compare, describe
+from azureml_strategy.tracking.slow_ranks import Cause, RankWindow, SlowRanks, compare, describe, hint
 
 _NOISE = random.Random()
 USUAL = RankWindow(step=9, compute_s=0.080, data_wait_s=0.001, callbacks_s=0.001, communication_s=0.018, link_s=0.02)
@@ -125,3 +126,37 @@ def test_the_history_keeps_the_extremes_in_a_bounded_number_of_windows() -> None
     steps = [row["step"] for row in history.windows]
     assert steps == sorted(set(steps))
     assert steps[-1] == 9999
+
+
+def loaded(generator: random.Random, number: int) -> list[RankWindow]:
+    """Ranks on a machine that something else loads: each window's times are half as long again, or not."""
+    return [
+        replace(USUAL, compute_s=0.080 * generator.lognormvariate(0, 0.15), link_s=0.020 * generator.expovariate(1))
+        for _ in range(number)
+    ]
+
+
+@pytest.mark.parametrize(("number", "most"), [(2, 10), (4, 20), (16, 70)])
+def test_ranks_of_a_loaded_machine_are_neither_named_nor_seen(number: int, most: int) -> None:
+    """In 1,200 windows. By the share of the step alone, ten times as many would be named."""
+    named = seen = 0
+    for seed in range(40):
+        generator, slow = random.Random(seed), SlowRanks()
+        named += sum(len(slow.add(loaded(generator, number))) for _ in range(30))
+        seen += len(slow.seen())
+    assert named <= most
+    assert seen == 0
+
+
+@pytest.mark.parametrize("windows", range(1, 6))
+def test_a_few_windows_are_not_a_whole_run(windows: int) -> None:
+    slow = SlowRanks()
+    for _ in range(windows):
+        slow.add(ranks(2, 1, compute_s=0.080 * 1.1))
+    assert slow.seen() == []
+
+
+@pytest.mark.parametrize("cause", get_args(Cause))
+def test_on_one_machine_no_node_is_to_be_replaced(cause: Cause) -> None:
+    assert "replace the node" not in hint(cause, one_machine=True)
+    assert ("replace" in hint(cause)) == (cause in ("compute", "link"))

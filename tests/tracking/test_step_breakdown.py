@@ -218,7 +218,7 @@ def test_sleep_is_told_from_computing() -> None:
     host[Part.FORWARD], host[Part.BACKWARD] = 0.25, 60.0
     parts = meter.cut(host)
     meter.close()
-    assert parts[Part.COMMUNICATION] == pytest.approx(0.2, abs=0.1)
+    assert parts[Part.FORWARD_WAIT] == pytest.approx(0.2, abs=0.1)
     assert parts[Part.FORWARD] == pytest.approx(0.05, abs=0.05)
     assert sum(parts) == 60.25
 
@@ -392,15 +392,13 @@ def test_parts_of_a_step_are_those_of_metrics() -> None:
     ]
 
 
-@pytest.mark.parametrize(("forward_sends", "part"), [(True, Part.COMMUNICATION), (False, Part.FORWARD_WAIT)])
-def test_what_sleeps_in_forward_is_gradients_only_where_the_strategy_sends_there(
-    forward_sends: bool, part: Part
-) -> None:
-    meter = HostMeter(forward_sends)
+def test_what_sleeps_in_forward_is_no_communication() -> None:
+    meter = HostMeter()
     breakdown = Breakdown(meter)
     breakdown.begin(Phase.TRAINING)
     with breakdown.line("[Strategy]DDPStrategy.training_step"):
         time.sleep(0.05)
     parts = breakdown.cut_step()
     meter.close()
-    assert parts[part] >= 0.045
+    assert parts[Part.FORWARD_WAIT] >= 0.045
+    assert not parts[Part.COMMUNICATION]

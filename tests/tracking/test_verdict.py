@@ -8,8 +8,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from azureml_strategy.tracking.remedies import FUSED, SETTINGS, RunFacts
 from azureml_strategy.tracking.report import has_compiled_parts
-from azureml_strategy.tracking.verdict import FUSED, NAMES, PHASES, RunFacts, judge, mfu_text
+from azureml_strategy.tracking.verdict import NAMES, PHASES, judge, mfu_text
 
 BUSY = {"data_wait": 0.01, "forward": 0.33, "backward": 0.62, "optimizer": 0.02, "other": 0.02}
 
@@ -244,3 +245,72 @@ def test_torch_has_the_fused_optimizers_that_are_named():
 )
 def test_an_mfu_has_two_significant_digits(mfu: float, text: str) -> None:
     assert mfu_text(mfu) == text
+
+
+@pytest.mark.parametrize("steps", [0, 1, 11])
+def test_few_steps_judge_nothing(steps: int) -> None:
+    verdict = judge(with_share("data_wait", 0.42), {"validation": 900.0}, RunFacts(steps=steps))
+    assert verdict.advice == ()
+    assert "too few" in verdict.line
+    assert "faster" not in verdict.line
+    assert judge(with_share("data_wait", 0.42), facts=RunFacts(steps=1000)).part == "data_wait"
+
+
+def test_a_part_within_its_own_noise_is_not_named() -> None:
+    shares = with_share("data_wait", 0.4)
+    assert judge(shares, errors={"data_wait": 0.05}).part == "data_wait"
+    assert judge(shares, errors={"data_wait": 0.15}).part == ""
+
+
+@pytest.mark.parametrize(
+    "shares",
+    [
+        {"forward_wait": 0.95, "communication": 0.95, "forward": 0.03},  # 193 %
+        {"data_wait": 0.3, "forward": 0.2},
+        {"data_wait": 0.9, "forward": 0.4, "backward": -0.3},
+    ],
+)
+def test_shares_that_are_not_a_whole_step_judge_nothing(shares: dict[str, float]) -> None:
+    assert not judge(shares).measured
+    assert judge({}, {"training": 500.0, "validation": 500.0}) == judge(
+        shares, {"training": 500.0, "validation": 500.0}
+    )
+
+
+@pytest.mark.parametrize("transport", ["socket", "ib", ""])
+def test_on_one_machine_no_node_and_no_network_is_accused(transport: str) -> None:
+    facts = RunFacts(
+        nodes=2,
+        transport=transport,
+        one_machine=True,
+        strategy="AzureMLDDPStrategy",
+        slow_ranks=("rank 1",),
+        slow_share=0.2,
+    )
+    found = judge(with_share("communication", 0.5), facts=facts)
+    assert {each.part for each in found.advice} == {"communication", "slow_rank"}
+    text = " ".join(each.why + each.action + each.gain for each in found.advice)
+    assert not any(word in text for word in ("replace", "VM size", "slower than", "faster", "compression"))
+    assert "accuses no node" in text
+
+
+@pytest.mark.parametrize(
+    "keys", [None, RECIPE | {"checkpoint.asynchronous", "data.pin_memory", "strategy.bucket_cap_mb"}]
+)
+def test_nobody_is_told_to_set_what_is_set(keys: frozenset[str] | None) -> None:
+    def told(settings: tuple[str, ...]) -> str:
+        facts = RunFacts(keys=keys, strategy="AzureMLDDPStrategy", settings=frozenset(settings))
+        found = [judge(with_share(part, 0.3), facts=facts) for part in ("copy", "communication")]
+        found.append(judge({}, {"training": 500.0, "checkpoint": 500.0}, facts))
+        return " ".join(each.action for verdict in found for each in verdict.advice)
+
+    for name in SETTINGS:
+        assert name in told(())
+        assert name not in told((name,)) or name == "gradient_compression"
+    assert "Compress" not in told(("gradient_compression",))
+
+
+def test_a_script_is_not_told_a_recipes_keys() -> None:
+    texts = [each.action for each in judge({}, dict.fromkeys(PHASES, 900.0)).advice]
+    assert "every_minutes of JobCheckpoint" in " ".join(texts)
+    assert "check_val_every_n_epoch of the Trainer" in " ".join(texts)

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from azureml_strategy.reporting.collect import Ranks, RunRecord
 from azureml_strategy.tracking.events import Event
-from azureml_strategy.tracking.verdict import RunFacts, Verdict, judge
+from azureml_strategy.tracking.remedies import SETTINGS, RunFacts
+from azureml_strategy.tracking.verdict import Verdict, judge
 
 _MOST_STEPS = 3
 # A rank that was slow once was interrupted by something; one that is slow in this share of the windows is slow.
@@ -28,13 +29,14 @@ class NextStep(NamedTuple):
 
 def verdict_of(record: RunRecord) -> Verdict:
     """Judge a run by what it logged."""
-    return judge(record.shares, record.times, facts_of(record))
+    return judge(record.shares, record.times, facts_of(record), record.share_errors)
 
 
 def facts_of(record: RunRecord) -> RunFacts:
     """What a run tells about itself, for its verdict."""
     workers = record.param("data/num_workers", "num_workers")
     slow, share = _slow_ranks(record)
+    steps = record.metric("summary/steps")
     return RunFacts(
         loader_workers=int(workers) if workers.isdecimal() else None,
         strategy=record.param("strategy/_target_", "strategy").rpartition(".")[2],
@@ -48,9 +50,18 @@ def facts_of(record: RunRecord) -> RunFacts:
         keys=_keys(record),
         slow_ranks=slow,
         slow_share=share,
+        steps=record.steps if steps is None else round(steps),
+        one_machine=record.run.tags.get("azureml_strategy.emulated") == "true",
+        settings=_settings(record),
         cost=record.metric("cost/run"),
         currency=record.run.tags.get("cost.currency", "USD"),
     )
+
+
+def _settings(record: RunRecord) -> frozenset[str]:
+    """What a recipe had set already of what a verdict may advise."""
+    places = zip(("data", "checkpoint", "strategy", "strategy"), SETTINGS, strict=True)
+    return frozenset(name for place, name in places if record.param(f"{place}/{name}") not in ("", "False", "None"))
 
 
 def _keys(record: RunRecord) -> frozenset[str] | None:
@@ -109,8 +120,9 @@ def next_steps(record: RunRecord, verdict: Verdict) -> list[NextStep]:
 
 
 def _steps(record: RunRecord, verdict: Verdict) -> Iterator[NextStep]:
+    is_recipe = _keys(record) is not None
     yield from _after_stop(record)
-    yield from _after_nonsense(record)
+    yield from _after_nonsense(record, is_recipe)
     for place, advice in enumerate(verdict.advice):
         # Why the first part takes so long is said in the verdict already.
         yield NextStep(_TITLES[advice.part], f"{advice.why} {advice.action}" if place else advice.action, advice.gain)
@@ -121,12 +133,12 @@ def _steps(record: RunRecord, verdict: Verdict) -> Iterator[NextStep]:
             "recipe, which has both.",
         )
     if record.metric("cost/run") is None:
-        yield NextStep(
-            "Tell the run its price", "With tracking.cost.price_per_hour (of one node), a report also counts in money."
-        )
+        way = "tracking.cost.price_per_hour" if is_recipe else "the variable AZUREML_STRATEGY_PRICE_PER_HOUR"
+        yield NextStep("Tell the run its price", f"With {way} (of one node), a report also counts in money.")
+    what = "study RECIPE --nodes 1,2,4" if is_recipe else "study --nodes 1,2,4 -- COMMAND"
     yield NextStep(
         "See how it scales",
-        "`azureml-strategy study RECIPE --nodes 1,2,4` compares speed and cost of several sizes before the long run.",
+        f"`azureml-strategy {what}` compares speed and cost of several sizes before the long run.",
     )
 
 
@@ -146,13 +158,14 @@ def _after_stop(record: RunRecord) -> Iterator[NextStep]:
         yield NextStep("Go on", "The same command with the same output folder goes on from the newest checkpoint.")
 
 
-def _after_nonsense(record: RunRecord) -> Iterator[NextStep]:
+def _after_nonsense(record: RunRecord, is_recipe: bool) -> Iterator[NextStep]:
+    clip = "trainer.gradient_clip_val" if is_recipe else "gradient_clip_val of the Trainer"
     for name, series in record.series.items():
         if "loss" in name and series.missing:
             yield NextStep(
                 "Find out why the loss is no number",
                 f"{name} is NaN or infinite {series.missing} times, first at step {series.first_missing}. Try a lower "
-                "learning rate, clip gradients (trainer.gradient_clip_val), or use bf16 in place of fp16.",
+                "learning rate, clip gradients ({clip}), or use bf16 in place of fp16.",
             )
             return
 

@@ -21,7 +21,7 @@ from azureml_strategy.reporting.series import Series
 from azureml_strategy.reporting.stores import RunStore, StoredRun, open_store
 from azureml_strategy.tracking.events import Event, Kind
 from azureml_strategy.tracking.run import describe_store, locate
-from azureml_strategy.tracking.verdict import NAMES, PHASES
+from azureml_strategy.tracking.verdict import NAMES, PHASES, whole_shares
 
 # Charts of a run's own metrics, and of its counters. More would not be read, and the page has to stay small.
 _MOST_OWN, _MOST_SYSTEM = 16, 48
@@ -80,10 +80,23 @@ class RunRecord:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Parts of a step by the names in `verdict.NAMES`: those of the whole run, else the mean of its windows."""
-        found = {name: share for name in NAMES if (share := self._share(name)) is not None and 0 <= share <= 1}
+        """Parts of a step by the names in `verdict.NAMES`: those of the whole run, else the mean of its windows.
+
+        They add up to 1. If what the run logged does not, only its wait for data is known.
+        """
+        whole = {name: share for name in NAMES if (share := self.metric(f"summary/step/{name}_share")) is not None}
+        found = whole_shares(whole) or whole_shares({name: self._of_windows(name, 1) for name in self._windows})
         waited = self.metric("summary/data_wait_share", "throughput/data_wait_share")
         return found if found or waited is None else {"data_wait": waited}
+
+    @property
+    def share_errors(self) -> dict[str, float]:
+        """The standard error of each of `shares`, by how much the run's windows differ."""
+        buckets = max((len(each.means) for each in self._windows.values()), default=0)
+        if buckets < 2:
+            return {}
+        variances = {name: self._of_windows(name, 2) - self._of_windows(name, 1) ** 2 for name in self._windows}
+        return {name: math.sqrt(max(each, 0.0) / (buckets - 1)) for name, each in variances.items()}
 
     @property
     def times(self) -> dict[str, float]:
@@ -140,12 +153,17 @@ class RunRecord:
         order = np.argsort(series.times_ms, kind="stable")
         return list(series.times_ms[order][1:][np.diff(series.highs[order]) < 0])
 
-    def _share(self, name: str) -> float | None:
-        whole = self.metric(f"summary/step/{name}_share")
-        windows = self.series.get(f"step/{name}_share")
-        if whole is not None or windows is None or not windows.points:
-            return whole
-        return float((windows.means * windows.counts).sum() / windows.points)
+    @property
+    def _windows(self) -> dict[str, Series]:
+        """The shares of the run's windows."""
+        named = {name: self.series.get(f"step/{name}_share") for name in NAMES}
+        return {name: series for name, series in named.items() if series is not None and series.points}
+
+    def _of_windows(self, name: str, power: int) -> float:
+        """The mean over all windows of a share to a power. A window with none of it may have left it out."""
+        series = self._windows[name]
+        points = max(each.points for each in self._windows.values())
+        return float((series.means**power * series.counts).sum() / points)
 
 
 def _counts(name: str) -> bool:

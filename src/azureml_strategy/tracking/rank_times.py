@@ -16,6 +16,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
+from azureml_strategy.cluster.emulated import is_emulated
 from azureml_strategy.cluster.job import read_job
 from azureml_strategy.control.channel import Channel, StoreLostError, lease_channel
 from azureml_strategy.control.store import ControlStore
@@ -43,6 +44,11 @@ _CALLBACKS = (Part.OTHER, Part.COPY)
 _WAITING = (Part.FORWARD_WAIT, Part.COMMUNICATION, Part.BUBBLE)
 
 
+def shares_one_machine(trainer: Trainer) -> bool:
+    """Whether all ranks share the cores of one machine, so that a slow one says nothing about a node or a network."""
+    return is_emulated(os.environ) or (trainer.num_nodes == 1 and trainer.strategy.root_device.type == "cpu")
+
+
 class RankTimes:
     """This rank's times in each window, and on rank 0 those of all ranks.
 
@@ -56,6 +62,7 @@ class RankTimes:
         world_size: number of ranks.
         place: where this rank runs.
         group: ranks with the same number do the same work.
+        one_machine: whether all ranks share the cores of one machine.
     """
 
     def __init__(
@@ -66,11 +73,12 @@ class RankTimes:
         world_size: int,
         place: dict[str, Any],
         group: int,
+        one_machine: bool,
     ) -> None:
         self._store = ControlStore(channel, "azureml_strategy/rank_times", rank, [channel.id] * world_size, _CALL_S)
         self._give_back = give_back
         self._rank, self._world_size = rank, world_size
-        self._place, self._group = place, group
+        self._place, self._group, self._one_machine = place, group, one_machine
         self._own: deque[RankWindow] = deque(maxlen=_KEPT)
         self._changed = False
         # Rank 0's name for this fit. A store may outlive a run, with the keys of a previous attempt.
@@ -107,7 +115,9 @@ class RankTimes:
             "device": str(strategy.root_device),
         }
         group = strategy.pipeline_stage if isinstance(strategy, HasStages) else 0
-        return cls(channel, give_back, trainer.global_rank, trainer.world_size, place, group)
+        return cls(
+            channel, give_back, trainer.global_rank, trainer.world_size, place, group, shares_one_machine(trainer)
+        )
 
     def add(self, steps: Sequence[Step], step: int) -> None:
         """Keep this rank's times in a window.
@@ -150,7 +160,8 @@ class RankTimes:
             step, windows = self._complete.popleft()
             for slow in self._slow.add(windows):
                 text = describe(slow, self._where(slow.rank), self._at(slow.peer))
-                text = f"{text[0].upper()}{text[1:]}, in several windows up to step {step}. {hint(slow.cause)}"
+                text = f"{text[0].upper()}{text[1:]}, in several windows up to step {step}."
+                text = f"{text} {hint(slow.cause, self._one_machine)}"
                 log.warning(text)
                 record_event(trainer, "slow_rank", text)
             self.history.add(windows, self._slow.slow)

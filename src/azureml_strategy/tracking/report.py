@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import shlex
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 from types import MethodType
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning_utilities.core.rank_zero import rank_zero_only
 from rich.table import Table
@@ -20,17 +22,20 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from azureml_strategy.cluster.data_parallel import data_parallel_size
+from azureml_strategy.cluster.emulated import is_emulated
 from azureml_strategy.cluster.job import format_money, read_job
 from azureml_strategy.tracking.cost import CostTracker, find_cost
 from azureml_strategy.tracking.description import markdown_table
 from azureml_strategy.tracking.logger import JobMLFlowLogger
 from azureml_strategy.tracking.network import run_network
+from azureml_strategy.tracking.rank_times import shares_one_machine
+from azureml_strategy.tracking.remedies import SETTINGS, RunFacts
 from azureml_strategy.tracking.run import RunLocation
 from azureml_strategy.tracking.summary import ThroughputSummary
 from azureml_strategy.tracking.tables import print_table
 from azureml_strategy.tracking.throughput import ThroughputCallback, find_throughput
 from azureml_strategy.tracking.time_budget import describe
-from azureml_strategy.tracking.verdict import NAMES, PHASES, RunFacts, Verdict, judge, mfu_text
+from azureml_strategy.tracking.verdict import NAMES, PHASES, Verdict, judge, mfu_text
 
 # val/top1, train_acc, accuracy, test/acc_top5, ...
 _ACCURACY = re.compile(r"(^|[/_.])(acc|accuracy|top_?\d+)($|[/_.])", re.IGNORECASE)
@@ -39,8 +44,9 @@ _ACCURACY = re.compile(r"(^|[/_.])(acc|accuracy|top_?\d+)($|[/_.])", re.IGNORECA
 class RunReport(Callback):
     """Prints a table on rank 0 when `fit` ends, and logs its rates and times as `summary/...`.
 
-    It also logs `summary/nodes`, `summary/devices` and the tag `throughput.unit`, which a scaling study reads, and tags
-    the run with its sizes. Table and remarks become the description of the MLflow run.
+    It also logs `summary/nodes`, `summary/devices` and the tag `throughput.unit`, which a scaling study reads, and the
+    number of measured steps as `summary/steps`, and tags the run with its sizes. Table and remarks become the
+    description of the MLflow run.
     Throughput and step time need a `ThroughputCallback`, costs a `CostTracker` that knows a price, and the place of the
     run a `JobMLFlowLogger`; the table omits what is missing.
 
@@ -120,7 +126,11 @@ class RunReport(Callback):
         ]
 
     def _log_summary(self, trainer: Trainer, summary: ThroughputSummary, unit: str) -> None:
-        shape = {"summary/nodes": float(trainer.num_nodes), "summary/devices": float(trainer.world_size)}
+        shape = {
+            "summary/nodes": float(trainer.num_nodes),
+            "summary/devices": float(trainer.world_size),
+            "summary/steps": float(summary.steps),
+        }
         for logger in self._loggers(trainer):
             logger.log_metrics(summary.as_metrics("summary", step="summary/step") | shape, step=trainer.global_step)
             if isinstance(logger, JobMLFlowLogger):
@@ -169,11 +179,26 @@ def _verdict(trainer: Trainer, keys: frozenset[str] | None) -> Verdict:
         keys=keys,
         slow_ranks=(slow.place,) if slow else (),
         slow_share=slow.share if slow else 0.0,
+        steps=summary.steps if summary else 0,
+        one_machine=shares_one_machine(trainer),
+        settings=_settings(trainer),
         cost=cost.so_far if cost else None,
         currency=cost.price.currency if cost and cost.price else "",
     )
     seconds = {name: getattr(clock, f"{name}_s") for name in PHASES} if clock else {}
-    return judge(summary.shares if summary else {}, seconds, facts)
+    return judge(summary.shares if summary else {}, seconds, facts, summary.errors if summary else {})
+
+
+def _settings(trainer: Trainer) -> frozenset[str]:
+    """What the run has already of what a verdict may advise."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    has = (
+        getattr(trainer.train_dataloader, "pin_memory", False),
+        any(getattr(each, "asynchronous", False) for each in callbacks if isinstance(each, Checkpoint)),
+        getattr(trainer.strategy, "_ddp_comm_hook", None) is not None,
+        bool(getattr(trainer.strategy, "_ddp_kwargs", {}).get("bucket_cap_mb")),
+    )
+    return frozenset(name for name, is_set in zip(SETTINGS, has, strict=True) if is_set)
 
 
 def has_compiled_parts(module: nn.Module) -> bool:
@@ -235,6 +260,7 @@ def _size_tags(trainer: Trainer) -> dict[str, str]:
         "data_parallel_size": data_parallel_size(trainer),
         "strategy": type(trainer.strategy).__name__,
         "vm_size": job.vm_size if job else None,
+        "emulated": "true" if is_emulated(os.environ) else None,
     }
     return {f"azureml_strategy.{name}": str(value) for name, value in sizes.items() if value is not None}
 

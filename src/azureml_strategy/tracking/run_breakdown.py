@@ -195,9 +195,7 @@ class RunBreakdown:
             return DeviceMeter(clock, torch.cuda._sleep)
         if device != "cpu" or not self._is_real:
             return PlainMeter()
-        # DDP sends in the forward pass only to make buffers alike, such as those of BatchNorm.
-        forward_sends = not isinstance(model, DistributedDataParallel) or bool(model.will_sync_module_buffers())  # type: ignore[no-untyped-call]
-        return host_meter(trainer.world_size, forward_sends)
+        return host_meter(trainer.world_size)
 
 
 def _steps_before(trainer: Trainer, loggers: Sequence[Logger]) -> float:

@@ -6,11 +6,13 @@ computes, its wait for data, and its callbacks. A rank is slow if one of these t
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from itertools import pairwise
+from typing import Literal, NamedTuple, get_args
 
 Cause = Literal["compute", "data", "callbacks", "link"]
 
@@ -19,12 +21,20 @@ Cause = Literal["compute", "data", "callbacks", "link"]
 SLOW_WINDOWS, LAST_WINDOWS = 3, 4
 # What is seen over a whole run: from this excess on, in this share of its windows.
 _SEEN_EXCESS, _SEEN_SHARE = 0.05, 0.75
+# Of two equal ranks, one is behind in all of so many windows in one of 32 runs.
+_LEAST_SEEN = 6
 # A slow link shows by two thirds: the acknowledgements of the other end's data, which come back over it, are late as
 # well (benchmarks/slow_ranks.py).
 _SHOWN: Mapping[Cause, float] = {"compute": 1.0, "data": 1.0, "callbacks": 1.0, "link": 2 / 3}
 _CAUSES: tuple[Cause, ...] = get_args(Cause)
 # Shorter delays of a step are noise of the operating system.
 _SHORTEST_S = 0.002
+# A delay is judged by how much it differs from window to window, of which so many are looked at. Few windows show too
+# little change by chance, so that more is asked while there are few.
+_NOISE_WINDOWS = 16
+_WHILE_FEW = 6.0
+# Over the whole run: so many standard errors of the median, since the worst of many ranks and causes is looked for.
+_SURE = 4.0
 
 
 @dataclass(frozen=True)
@@ -102,6 +112,7 @@ class SlowRanks:
         self._recent: deque[set[tuple[int, Cause]]] = deque(maxlen=LAST_WINDOWS)
         self._named: set[tuple[int, Cause]] = set()
         self._excesses: dict[tuple[int, Cause], list[float]] = defaultdict(list)
+        self._delays: dict[tuple[int, Cause], deque[float]] = defaultdict(lambda: deque(maxlen=_NOISE_WINDOWS))
 
     def add(self, windows: Sequence[RankWindow]) -> list[SlowRank]:
         """Compare the ranks in one more window.
@@ -114,7 +125,10 @@ class SlowRanks:
             after it was not slow any more.
         """
         self._windows.update(cause for cause in _CAUSES if _is_known(windows, cause))
-        found = {(each.rank, each.cause): each for each in compare(windows)}
+        delays = {(each.slow.rank, each.slow.cause): each for each in _delays(windows)}
+        for key, delay in delays.items():
+            self._delays[key].append(delay.seconds)
+        found = {key: delay.slow for key, delay in delays.items() if delay.counts}
         for key, each in found.items():
             if each.excess >= _SEEN_EXCESS * _SHOWN[each.cause]:
                 self._excesses[key].append(each.excess)
@@ -122,7 +136,8 @@ class SlowRanks:
         self._recent.append(slow)
         counts = Counter(key for each in self._recent for key in each)
         self._named = {key for key in self._named if counts[key]}
-        new = [key for key in slow if counts[key] >= SLOW_WINDOWS and key not in self._named]
+        often = [key for key in slow if counts[key] >= SLOW_WINDOWS and key not in self._named]
+        new = [key for key in often if self._is_above_noise(key, len(windows))]
         self._named |= set(new)
         return sorted((found[key] for key in new), key=lambda each: -each.excess)
 
@@ -134,21 +149,58 @@ class SlowRanks:
     def seen(self) -> list[SlowRank]:
         """The ranks that took longer in most windows of the run, also if by too little to be named; the worst first."""
         often = {key: each for key, each in self._excesses.items() if len(each) >= _SEEN_SHARE * self._windows[key[1]]}
-        ranks = [SlowRank(rank, cause, statistics.median(each)) for (rank, cause), each in often.items()]
+        sure = {key: each for key, each in often.items() if self._is_sure(key, len(each))}
+        ranks = [SlowRank(rank, cause, statistics.median(each)) for (rank, cause), each in sure.items()]
         return sorted(ranks, key=lambda each: -each.excess)
+
+    def _is_above_noise(self, key: tuple[int, Cause], ranks: int) -> bool:
+        """Whether the delay of the last windows is more than it changes from one to the next."""
+        delays = list(self._delays[key])
+        # The largest of n normal numbers is about sqrt(2 ln n) standard deviations.
+        least = math.sqrt(2 * math.log(len(_CAUSES) * ranks)) + _WHILE_FEW / (len(delays) - 1)
+        return statistics.median(delays[-LAST_WINDOWS:]) >= least * _noise(delays)
+
+    def _is_sure(self, key: tuple[int, Cause], windows: int) -> bool:
+        """Whether the delay over so many windows of the run is more than noise."""
+        if windows < _LEAST_SEEN:
+            return False
+        delays = self._delays[key]
+        # The standard error of a median is 1.25 standard deviations over the root of the number.
+        return statistics.median(delays) >= _SURE * 1.25 * _noise(delays) / math.sqrt(windows)
+
+
+def _noise(delays: Sequence[float]) -> float:
+    """The median change of a delay from window to window, of two or more: about its standard deviation."""
+    return statistics.median(abs(after - before) for before, after in pairwise(delays))
 
 
 def compare(windows: Sequence[RankWindow]) -> Iterator[SlowRank]:
     """Yield by how much each rank exceeds the median of the other ranks of its group, where it does."""
+    return (delay.slow for delay in _delays(windows) if delay.counts)
+
+
+class _Delay(NamedTuple):
+    """By how many seconds a step a rank exceeds the others, perhaps less than 0, and what that makes it."""
+
+    seconds: float
+    slow: SlowRank
+
+    @property
+    def counts(self) -> bool:
+        """Whether it prolongs the step."""
+        return self.seconds >= _SHORTEST_S and self.slow.excess > 0
+
+
+def _delays(windows: Sequence[RankWindow]) -> Iterator[_Delay]:
     groups: dict[int, list[int]] = defaultdict(list)
     for rank, window in enumerate(windows):
         groups[window.group].append(rank)
     for members in groups.values():
         if len(members) > 1:
-            yield from _compare([(rank, windows[rank]) for rank in members])
+            yield from _delays_of_group([(rank, windows[rank]) for rank in members])
 
 
-def _compare(members: Sequence[tuple[int, RankWindow]]) -> Iterator[SlowRank]:
+def _delays_of_group(members: Sequence[tuple[int, RankWindow]]) -> Iterator[_Delay]:
     whole = statistics.median(window.whole_s for _, window in members)
     own = [window.own_s for _, window in members]
     for cause in _CAUSES:
@@ -160,8 +212,8 @@ def _compare(members: Sequence[tuple[int, RankWindow]]) -> Iterator[SlowRank]:
             excess_s = value - _median_without(values, value)
             # What the step would take without this delay; ranks that rarely meet do not wait for each other in it.
             usual = max(whole - excess_s, _median_without(own, window.own_s))
-            if excess_s >= _SHORTEST_S and usual > 0:
-                yield SlowRank(rank, cause, excess_s / usual, window.peer if cause == "link" else "")
+            excess = excess_s / usual if usual > 0 else 0.0
+            yield _Delay(excess_s, SlowRank(rank, cause, excess, window.peer if cause == "link" else ""))
 
 
 def _is_known(windows: Sequence[RankWindow], cause: Cause) -> bool:
@@ -183,6 +235,11 @@ _HINTS: Mapping[Cause, str] = {
     "link": "Measure the links with `azureml-strategy bench --pairs`, look at the adapters with `azureml-strategy "
     "doctor`, and replace the node whose links are slow.",
 }
+ONE_MACHINE = (
+    "All ranks share one machine, and whatever else runs there takes cores from some of them: this accuses no node and "
+    "no network. In a job on nodes of their own, `azureml-strategy doctor` and `bench --pairs` tell."
+)
+"""What to do about a slow rank, or a wait for others, on one machine."""
 _WORDS: Mapping[Cause, str] = {
     "compute": "computing",
     "data": "waiting for its data",
@@ -218,6 +275,11 @@ class Slowest:
     share: float
 
 
-def hint(cause: Cause) -> str:
-    """What to do about it."""
-    return _HINTS[cause]
+def hint(cause: Cause, one_machine: bool = False) -> str:
+    """What to do about it.
+
+    Args:
+        cause: what the rank is slow at.
+        one_machine: whether all ranks share the cores of one machine, so that no node and no network is to blame.
+    """
+    return ONE_MACHINE if one_machine and cause in ("compute", "link") else _HINTS[cause]

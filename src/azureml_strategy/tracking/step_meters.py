@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from enum import IntEnum
 from typing import Any, Protocol
@@ -78,24 +78,25 @@ class HostMeter:
     kernel tells its time on a core and its time in the queue for one; what is left of the clock it slept. So a thread
     that others keep off the cores does not count as waiting. This works for any strategy, and for waits in C++.
 
-    Where the strategy sends nothing in the forward pass, such waits are a part of their own: `training_step` waits for
-    files, processes or locks, or for other ranks in collectives of the script. Elsewhere they are not told apart, nor
-    is, with several threads a rank and too few cores, the wait for its other threads.
+    In the forward pass such waits are a part of their own, since the kernel does not say for what: `training_step`
+    waits for files, processes or locks, or for other ranks in collectives of the script or of the strategy, which may
+    gather parameters or make buffers alike there. With several threads a rank and too few cores, the wait for its other
+    threads is not told apart either.
 
     Args:
-        forward_sends: whether ranks wait for one another in the forward pass.
         clock: the host's, in seconds.
     """
 
     parts = frozenset({Part.FORWARD, Part.BACKWARD, Part.OPTIMIZER, Part.BUBBLE, Part.COMMUNICATION})
 
-    def __init__(self, forward_sends: bool = True, clock: Callable[[], float] = time.perf_counter) -> None:
+    _waits: Mapping[Part, Part] = {
+        Part.FORWARD: Part.FORWARD_WAIT,
+        Part.BACKWARD: Part.COMMUNICATION,
+        Part.OPTIMIZER: Part.COMMUNICATION,
+    }
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._waits = {
-            Part.FORWARD: Part.COMMUNICATION if forward_sends else Part.FORWARD_WAIT,
-            Part.BACKWARD: Part.COMMUNICATION,
-            Part.OPTIMIZER: Part.COMMUNICATION,
-        }
         # proc(5): the nanoseconds on a core, and in the queue for one. The first is a tick late, so it is not used.
         self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
         self._inside: list[Part] = []
@@ -168,16 +169,15 @@ class PlainMeter:
         return step
 
 
-def host_meter(world_size: int, forward_sends: bool = True) -> Meter:
+def host_meter(world_size: int) -> Meter:
     """The meter of a rank that trains on a CPU.
 
     Args:
         world_size: number of ranks. One alone waits for nobody.
-        forward_sends: whether ranks wait for one another in the forward pass.
     """
     if world_size > 1:
         with suppress(OSError, ValueError, IndexError):  # another system, or a container that hides it
-            meter = HostMeter(forward_sends)
+            meter = HostMeter()
             meter.enter(Part.OTHER)
             meter.leave()
             return meter

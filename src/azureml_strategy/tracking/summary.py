@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from azureml_strategy.tracking.step_meters import STEP_PARTS, Part
+from azureml_strategy.tracking.verdict import whole_shares
 
 
 class Totals(NamedTuple):
@@ -51,6 +52,32 @@ class Totals(NamedTuple):
         return cls(steps, samples, seconds, waited_s, flops, tuple(parts))
 
 
+class PartSpread:
+    """How much the parts of a step differ from step to step, on this rank."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._sums, self._squares = [0.0] * len(STEP_PARTS), [0.0] * len(STEP_PARTS)
+
+    def add(self, parts: Sequence[float]) -> None:
+        """Take one more step: seconds of each `Part`."""
+        self._steps += 1
+        for part, seconds in zip(STEP_PARTS, parts, strict=False):
+            self._sums[part] += seconds
+            self._squares[part] += seconds * seconds
+
+    def errors(self) -> dict[str, float]:
+        """The standard error of each part's share, by its label; empty before the second step."""
+        whole = sum(self._sums)
+        if self._steps < 2 or not whole:
+            return {}
+        return {part.label: self._deviation(part) * math.sqrt(self._steps) / whole for part in STEP_PARTS}
+
+    def _deviation(self, part: Part) -> float:
+        mean = self._sums[part] / self._steps
+        return math.sqrt(max(self._squares[part] / self._steps - mean * mean, 0.0))
+
+
 _LOGGED = (
     "samples_per_second",
     "samples_per_second_per_device",
@@ -77,7 +104,8 @@ class ThroughputSummary:
         mfu: model FLOPs utilisation (Chowdhery et al. 2022, appendix B, https://arxiv.org/abs/2204.02311): the model's
             operations per second, divided by the peak of all devices, 0 to 1; None if either is unknown.
         shares: part of the step, by the label of each `Part` that could be told apart, 0 to 1, averaged over ranks.
-            They add up to 1.
+            They add up to 1; there are none if they do not.
+        errors: standard errors of `shares`, from the spread of this rank's steps.
     """
 
     steps: int
@@ -90,6 +118,7 @@ class ThroughputSummary:
     data_wait_share: float
     mfu: float | None = None
     shares: Mapping[str, float] = field(default_factory=dict)
+    errors: Mapping[str, float] = field(default_factory=dict)
 
     def as_metrics(self, prefix: str, step: str = "step") -> dict[str, float]:
         """The figures as metrics, without those that are unknown.
@@ -111,6 +140,7 @@ def summarize(
     replicas: int,
     peak_flops: float | None = None,
     unknown: frozenset[Part] = frozenset(),
+    spread: PartSpread | None = None,
 ) -> ThroughputSummary:
     """Compute the figures of some steps.
 
@@ -124,6 +154,7 @@ def summarize(
         replicas: data-parallel size.
         peak_flops: floating-point operations per second that one device can do, if known.
         unknown: parts of a step that nothing told apart.
+        spread: of this rank's steps.
     """
     samples = totals.samples * replicas / ranks
     flops = totals.flops * replicas / ranks
@@ -139,6 +170,7 @@ def summarize(
         data_wait_share=totals.waited_s / totals.seconds,
         mfu=flops / seconds / (ranks * peak_flops) if flops and peak_flops else None,
         shares=_shares(totals.parts, unknown),
+        errors=spread.errors() if spread is not None else {},
     )
 
 
@@ -151,4 +183,4 @@ def _shares(parts: Sequence[float], unknown: frozenset[Part]) -> dict[str, float
     if not whole or whole == parts[Part.OTHER]:  # a script that replaces the profiler within `fit` hides the others
         return {}
     shown = [part for part in STEP_PARTS if part not in unknown and (parts[part] or part not in _RARE)]
-    return {part.label: parts[part] / whole for part in shown}
+    return whole_shares({part.label: parts[part] / whole for part in shown})

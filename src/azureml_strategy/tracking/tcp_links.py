@@ -6,16 +6,21 @@ are busy equally long. The one whose link is slow is busy longer, while the othe
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import struct
+from collections.abc import Callable
 from contextlib import suppress
+from ipaddress import ip_address
 from typing import NamedTuple
 
 # struct tcp_info in linux/tcp.h: tcpi_busy_time and tcpi_rwnd_limited, in microseconds.
 _BUSY_TIME = struct.Struct("=QQ")
 _BUSY_TIME_AT = 168
 _LENGTH = _BUSY_TIME_AT + _BUSY_TIME.size
+# struct sockaddr_in6, the longer one: family, port, flow, 16 bytes of address, scope.
+_ADDRESS_LENGTH = 28
 
 
 class Link(NamedTuple):
@@ -31,9 +36,10 @@ class Link(NamedTuple):
 
 
 def read_links(leave_out: frozenset[int] = frozenset()) -> dict[str, Link]:
-    """The connections of this process by the address at their other end; empty on other systems than Linux.
+    """The connections of this process to other machines by the address there; empty on other systems than Linux.
 
-    Of several to one address, which share the link, the busiest counts.
+    Of several to one address, which share the link, the busiest counts. A connection within this machine crosses no
+    network, so that a loaded machine alone makes it slow.
 
     Args:
         leave_out: ports at the other end that do not count, such as the store's.
@@ -57,18 +63,27 @@ def _sockets() -> list[int]:
     return found
 
 
+# Python's own socket objects would change the sockets of others: where the script has called setdefaulttimeout, making
+# one sets O_NONBLOCK, which a copy of a descriptor shares with the original. So the C library is asked itself.
 def _read(number: int, leave_out: frozenset[int]) -> tuple[str, Link]:
-    # A copy of the descriptor, so that closing this object leaves the connection alone.
-    with socket.socket(fileno=os.dup(number)) as connection:
-        is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM
-        peer = connection.getpeername() if is_tcp else ("", 0)
-        if not peer[0] or peer[1] in leave_out:
-            return "", Link(0.0, "")
-        own = connection.getsockname()[0]
-        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LENGTH)
-    busy_us, full_us = _BUSY_TIME.unpack_from(info, _BUSY_TIME_AT)
-    return _plain(peer[0]), Link((busy_us - full_us) / 1e6, _plain(own))
+    library = ctypes.CDLL(None)
+    peer, port = _address(library.getpeername, number)
+    own, _ = _address(library.getsockname, number)
+    if not peer or port in leave_out or peer == own or ip_address(peer).is_loopback:
+        return "", Link(0.0, "")
+    info, length = ctypes.create_string_buffer(_LENGTH), ctypes.c_uint32(_LENGTH)
+    if library.getsockopt(number, socket.IPPROTO_TCP, socket.TCP_INFO, info, ctypes.byref(length)):
+        return "", Link(0.0, "")  # a UNIX socket, or UDP
+    busy_us, full_us = _BUSY_TIME.unpack_from(info.raw[: length.value], _BUSY_TIME_AT)
+    return peer, Link((busy_us - full_us) / 1e6, own)
 
 
-def _plain(address: str) -> str:
-    return address.removeprefix("::ffff:").partition("%")[0]
+def _address(ask: Callable[..., int], number: int) -> tuple[str, int]:
+    """The address and port at one end of a socket; an empty address if it has none, or is of another family."""
+    buffer, length = ctypes.create_string_buffer(_ADDRESS_LENGTH), ctypes.c_uint32(_ADDRESS_LENGTH)
+    if ask(number, buffer, ctypes.byref(length)):
+        return "", 0
+    raw = buffer.raw
+    family, port = struct.unpack_from("=H", raw)[0], struct.unpack_from("!H", raw, 2)[0]
+    found = {socket.AF_INET: raw[4:8], socket.AF_INET6: raw[8:24]}.get(family)
+    return ("", 0) if found is None else (socket.inet_ntop(family, found).removeprefix("::ffff:"), port)

@@ -22,7 +22,7 @@ from azureml_strategy.tracking.run_breakdown import RunBreakdown
 from azureml_strategy.tracking.slow_ranks import Slowest
 from azureml_strategy.tracking.step_meters import STEP_PARTS, Part
 from azureml_strategy.tracking.step_timer import CudaClock, HostClock, Step, StepRecorder
-from azureml_strategy.tracking.summary import ThroughputSummary, Totals, summarize
+from azureml_strategy.tracking.summary import PartSpread, ThroughputSummary, Totals, summarize
 from azureml_strategy.tracking.time_budget import WallClock
 
 
@@ -127,6 +127,7 @@ class ThroughputCallback(Callback):
         self._breakdown: RunBreakdown | None = None
         self._unknown: frozenset[Part] = frozenset()
         self._totals = Totals()
+        self._spread = PartSpread()
         self._step_times = array("d")  # 8 bytes a step: a million steps are 8 MB
         self._steps = 0
         self._ranks = self._replicas = 1
@@ -154,6 +155,7 @@ class ThroughputCallback(Callback):
         if stage == "fit":
             # Here, since a fit whose steps are all done already starts no training.
             self._totals, self._step_times, self._steps, self.latest = Totals(), array("d"), 0, None
+            self._spread = PartSpread()
             self._close_breakdown()  # of a previous run that failed in a way that calls no hook
             self._breakdown = RunBreakdown(trainer, self._clock)
 
@@ -280,6 +282,8 @@ class ThroughputCallback(Callback):
     def _account(self, trainer: Trainer, steps: list[Step]) -> Totals:
         """Add the steps of all ranks to the totals of the run, and return the sums of these steps."""
         self._step_times.extend(step.seconds for step in steps)
+        for step in steps:
+            self._spread.add(step.parts)
         parts = tuple(map(sum, zip(*(step.parts for step in steps), strict=True))) or (0.0,) * len(Part)
         mine = Totals(
             len(steps),
@@ -307,6 +311,7 @@ class ThroughputCallback(Callback):
             replicas=self._replicas,
             peak_flops=self._peak_flops(),
             unknown=self._unknown,
+            spread=self._spread,
         )
 
 

@@ -7,29 +7,25 @@ table at the end of a run, its tag `azureml_strategy.verdict` and its page show 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from azureml_strategy.cluster.job import format_money
+from azureml_strategy.tracking.remedies import GOOD_MFU, RUN_REMEDIES, STEP_REMEDIES, RunFacts, computing, slow_rank
 
 # A smaller part is not worth a change: it is within the spread between two runs of the same configuration.
 _WORTH_IT = 0.05
 # Start-up is the same for a short and a long run, so it says nothing about a run that was only tried out.
 _LONG_RUN_S = 600.0
-GOOD_MFU = 0.4
-"""What large, well-tuned trainings reach: 38 to 43 % (Llama 3, https://arxiv.org/abs/2407.21783), 46 % (PaLM,
-https://arxiv.org/abs/2204.02311)."""
-FUSED = ("Adam", "AdamW", "SGD")
-"""Optimizers of torch that take `fused=True` on a CPU and on a GPU."""
+# What the sum of shares that were logged apart, or averaged, may miss 1 by.
+_ROUNDING = 0.005
+# A standard error from fewer steps says little itself.
+LEAST_STEPS = 12
+# A part counts if it is worth a change also where it is smaller than measured by so many standard errors: one of
+# several parts is judged, the one that seems largest.
+_CERTAIN = 3.0
 _WAITING = ("data_wait", "copy", "forward_wait", "host", "communication", "bubble", "optimizer", "other")
 _COMPUTING = ("forward", "backward")
-# Keys that advice on a run's parts names. A script has arguments of the same names.
-_RUN_KEYS = frozenset(
-    {
-        *("trainer.check_val_every_n_epoch", "trainer.limit_val_batches"),
-        *("checkpoint.every_minutes", "checkpoint.asynchronous"),
-    }
-)
 _OUTSIDE = ("startup", "validation", "checkpoint", "redone", "other")
 
 NAMES: Mapping[str, str] = {
@@ -57,64 +53,21 @@ PHASES: Mapping[str, str] = {
 """What a part of the run is called, by its name in `time/NAME_s`."""
 
 
+def whole_shares(shares: Mapping[str, float]) -> dict[str, float]:
+    """The shares, if they are what a step can be made of: none negative, and together all of it. Else none.
+
+    Args:
+        shares: parts of a step.
+    """
+    is_whole = min(shares.values(), default=0.0) >= 0 and math.isclose(sum(shares.values()), 1.0, abs_tol=_ROUNDING)
+    return dict(shares) if is_whole else {}
+
+
 def mfu_text(mfu: float) -> str:
     """A utilisation with two significant digits: `0.42%`, `17%`."""
     percent = 100 * mfu
     digits = 1 - math.floor(math.log10(percent)) if percent > 0 else 0
     return f"{percent:.{max(digits, 0)}f}%"
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunFacts:
-    """What is known of a run besides its times. A field that is not known keeps its default.
-
-    Attributes:
-        loader_workers: workers of the training loader of each rank.
-        strategy: Lightning's or our name of the strategy, or its class.
-        transport: what carries the traffic between nodes, as in the tag `network.transport`.
-        nodes: number of nodes.
-        precision: as the Trainer takes it, such as `bf16-mixed`.
-        optimizer: class of the optimizer, such as `SGD`, or `SGD(fused=True)` if it is fused already.
-        hook: that most of what belongs to no other part of a step went into: `Ema.on_train_batch_end, 4.1 ms a call`.
-        mfu: model FLOPs utilisation, 0 to 1.
-        compiled: whether torch.compile is used for the module or parts of it.
-        keys: of the recipe, such as `data.num_workers`; None for a script, to which no key is named.
-        slow_ranks: each rank that holds up the others, in words: `rank 3 (node-1, cuda:0)`.
-        slow_share: part of a step for which the others wait for the slow ranks, 0 to 1.
-        cost: of the run so far.
-        currency: of `cost`.
-    """
-
-    loader_workers: int | None = None
-    strategy: str = ""
-    transport: str = ""
-    nodes: int = 1
-    precision: str = ""
-    optimizer: str = ""
-    hook: str = ""
-    mfu: float | None = None
-    compiled: bool = False
-    keys: frozenset[str] | None = None
-    slow_ranks: tuple[str, ...] = ()
-    slow_share: float = 0.0
-    cost: float | None = None
-    currency: str = "USD"
-
-    def way(self, key: str, value: str, otherwise: str) -> str:
-        """How to set something here: by its key where the recipe has it, else in Python.
-
-        Args:
-            key: of a recipe.
-            value: to set; empty if only the key is named.
-            otherwise: what a script writes.
-        """
-        if self.keys is None or key not in self.keys:
-            return otherwise
-        return f"{key}={value}" if value else key
-
-    def can(self, key: str) -> bool:
-        """Whether something that has this key in recipes can be done here: in a script, or by the key."""
-        return self.keys is None or key in self.keys
 
 
 @dataclass(frozen=True)
@@ -181,22 +134,35 @@ class Verdict:
 
 
 def judge(
-    shares: Mapping[str, float], times: Mapping[str, float] | None = None, facts: RunFacts | None = None
+    shares: Mapping[str, float],
+    times: Mapping[str, float] | None = None,
+    facts: RunFacts | None = None,
+    errors: Mapping[str, float] | None = None,
 ) -> Verdict:
     """Find what a run waits for most.
 
     Args:
-        shares: parts of a step, 0 to 1, by the names in `NAMES`; those that could not be measured are left out.
+        shares: parts of a step, 0 to 1, by the names in `NAMES`. They are all of it, or the wait for data alone; others
+            judge nothing.
         times: seconds of the parts of the run, by the names in `PHASES`. Without them the run counts as all training.
         facts: what else is known of the run.
+        errors: standard errors of the shares, as far as they are known.
     """
     facts = facts or RunFacts()
     shares = {name: share for name, share in shares.items() if name in NAMES and 0 <= share <= 1}
+    shares = shares if set(shares) == {"data_wait"} else whole_shares(shares)
     times = _counted(times or {})
     if not shares and not times:
         return Verdict("This run did not measure where its time goes.", measured=False)
-    found = [*_of_steps(shares, _training_share(times), facts), *_of_run(times, facts)]
-    worth = [each for each in found if each.share >= _WORTH_IT]
+    if facts.steps is not None and facts.steps < LEAST_STEPS:
+        return Verdict(
+            f"{facts.steps} step{'s were' if facts.steps != 1 else ' was'} measured, too few to say what this run "
+            f"waits for: {LEAST_STEPS} after the warm-up tell."
+        )
+    training = _training_share(times)
+    found = [*_of_steps(shares, training, facts), *_of_run(times, facts)]
+    doubts = {name: _CERTAIN * error * training for name, error in (errors or {}).items()}
+    worth = [each for each in found if each.share - doubts.get(each.part, 0.0) >= _WORTH_IT]
     worth.sort(key=lambda each: (each.part == "computing", -each.share))
     return Verdict(_headline(worth, shares), tuple(worth))
 
@@ -231,15 +197,15 @@ def _of_steps(shares: Mapping[str, float], training: float, facts: RunFacts) -> 
         # While ranks wait for a slow one, they are in a collective: that part is not the network's fault.
         share = shares.get(name, 0.0) - (slow if name == "communication" else 0.0)
         if share > 0:
-            why, action = _STEP_ADVICE[name](facts)
+            why, action = STEP_REMEDIES[name](facts)
             yield _advice(name, share * training, f"{_WAITED_FOR[name]}: {share:.0%} of each step", why, action, facts)
     if slow:
         yield _slow_rank(slow, training, facts)
-    computing = sum(shares.get(name, 0.0) for name in _COMPUTING)
-    if facts.mfu is not None and computing > facts.mfu / GOOD_MFU:
+    busy = sum(shares.get(name, 0.0) for name in _COMPUTING)
+    if facts.mfu is not None and busy > facts.mfu / GOOD_MFU:
         # The step would still take as long as its FLOPs take at a good utilisation.
-        share = (computing - facts.mfu / GOOD_MFU) * training
-        yield Advice("computing", share, f"MFU is {mfu_text(facts.mfu)}", *_computing(facts), is_bound=False)
+        share = (busy - facts.mfu / GOOD_MFU) * training
+        yield Advice("computing", share, f"MFU is {mfu_text(facts.mfu)}", *computing(facts), is_bound=False)
 
 
 def _of_run(times: Mapping[str, float], facts: RunFacts) -> Iterator[Advice]:
@@ -247,27 +213,20 @@ def _of_run(times: Mapping[str, float], facts: RunFacts) -> Iterator[Advice]:
         if name in times:
             share = times[name] / sum(times.values())
             what = f"{PHASES[name]}: {share:.0%} of its time"
-            why, action = _RUN_ADVICE[name]
-            for key in _RUN_KEYS - (facts.keys or frozenset()):
-                action = action.replace(key, key.partition(".")[2])
+            why, action = RUN_REMEDIES[name](facts)
             yield _advice(f"run_{name}" if name == "other" else name, share, what, why, action, facts)
 
 
 def _advice(part: str, share: float, what: str, why: str, action: str, facts: RunFacts) -> Advice:
     saving = "" if not facts.cost else f"{format_money(share * facts.cost)} {facts.currency}"
-    return Advice(part, share, what, why, action, saving)
+    # What ranks on one machine wait for one another, others on nodes of their own may not.
+    is_bound = not (facts.one_machine and part in ("communication", "slow_rank"))
+    return Advice(part, share, what, why, action, saving, is_bound)
 
 
 def _slow_rank(share: float, training: float, facts: RunFacts) -> Advice:
-    ranks = ", ".join(facts.slow_ranks)
-    return _advice(
-        "slow_rank",
-        share * training,
-        f"{ranks}: {share:.0%} of each step",
-        "The other ranks stand in a collective until the slow one arrives.",
-        "Run `azureml-strategy doctor` and `azureml-strategy bench --pairs` on these nodes, and replace the slow one.",
-        facts,
-    )
+    what = f"{', '.join(facts.slow_ranks)}: {share:.0%} of each step"
+    return _advice("slow_rank", share * training, what, *slow_rank(facts), facts)
 
 
 _WAITED_FOR = {
@@ -280,159 +239,3 @@ _WAITED_FOR = {
     "optimizer": "the optimizer",
     "other": "loggers, callbacks and Python",
 }
-
-
-def _data_wait(facts: RunFacts) -> tuple[str, str]:
-    workers = facts.loader_workers
-    if workers == 0:
-        why = "The loader has no workers, so batches are prepared between the steps."
-        way = facts.way("data.num_workers", "4", "DataLoader(num_workers=4, persistent_workers=True)")
-        return why, f"Give it workers: {way}."
-    many = "the loader" if workers is None else f"the loader, with {workers} worker{'s' * (workers > 1)} a rank,"
-    return (
-        f"The device is idle while {many} prepares the next batch.",
-        f"Raise {facts.way('data.num_workers', '', 'the num_workers of the DataLoader')}, and read from the node's own "
-        "disk or from packed files instead of many small ones.",
-    )
-
-
-def _copy(facts: RunFacts) -> tuple[str, str]:
-    return (
-        "Batches are copied while nothing computes.",
-        "Set pin_memory=True in the DataLoader, and send smaller data: uint8 images, normalized on the device.",
-    )
-
-
-def _forward_wait(facts: RunFacts) -> tuple[str, str]:
-    return (
-        "The training thread sleeps in training_step, which sends no gradients: it waits for files, a process, a lock, "
-        "or for other ranks in a collective of its own.",
-        "Move reading into the data set, and use self.log(sync_dist=True) once an epoch. "
-        f"{_profile(facts)} shows where.",
-    )
-
-
-def _profile(facts: RunFacts) -> str:
-    return facts.way("profile.steps", "", "The callback ProfileSteps")
-
-
-def _host(facts: RunFacts) -> tuple[str, str]:
-    why = "In forward and backward the GPU has done what it was given, and waits for Python to launch the next kernels."
-    ways = []
-    if not facts.compiled and facts.can("model.compile"):
-        ways.append(f"compile the model ({facts.way('model.compile', 'true', 'torch.compile')})")
-    elif facts.compiled and facts.keys is None:
-        ways.append('replay CUDA graphs (torch.compile with mode="reduce-overhead")')
-    ways.append(f"make the batch larger{_batch_size(facts)}")
-    ways.append("call fewer hooks and small operations in forward")
-    return why, f"{_sentence(ways)} {_profile(facts)} shows what is launched."
-
-
-def _batch_size(facts: RunFacts) -> str:
-    return " (data.batch_size)" if facts.keys and "data.batch_size" in facts.keys else ""
-
-
-def _sentence(ways: list[str]) -> str:
-    """What to try, the first way first."""
-    text = ", or ".join(ways)
-    return f"{text[0].upper()}{text[1:]}."
-
-
-def _communication(facts: RunFacts) -> tuple[str, str]:
-    why = "Nothing computes while gradients are under way, so the network is slower than the backward pass."
-    compress = _compress(facts)
-    if facts.nodes > 1 and facts.transport in ("socket", "roce", "ofi"):
-        why = f"Traffic between nodes goes over {facts.transport} and not over InfiniBand."
-        other = f" Else compress: {compress}" if compress else ""
-        return why, f"Run `azureml-strategy doctor`, or take a VM size with InfiniBand.{other}"
-    if compress:
-        return why, f"Compress the gradients: {compress} Larger batches talk less often."
-    return why, "Larger batches talk less often; what talks most belongs inside a node. " + _CHECK_NETWORK
-
-
-def _compress(facts: RunFacts) -> str:
-    """How to send less under DDP; empty under what has no such settings."""
-    if "ddp" not in facts.strategy.lower() or not facts.can("strategy.gradient_compression"):
-        return ""
-    less = facts.way("strategy.gradient_compression", "bf16", 'AzureMLDDPStrategy(gradient_compression="bf16")')
-    return f"{less}, and larger buckets: {facts.way('strategy.bucket_cap_mb', '100', 'bucket_cap_mb=100')}."
-
-
-_CHECK_NETWORK = "Check the links with `azureml-strategy bench`."
-
-
-def _bubble(facts: RunFacts) -> tuple[str, str]:
-    return (
-        "The stages have nothing to do while the pipeline fills and drains.",
-        f"Cut the batch into more micro-batches ({facts.way('strategy.micro_batches', '', 'micro_batches')}), "
-        "or use fewer stages.",
-    )
-
-
-def _optimizer(facts: RunFacts) -> tuple[str, str]:
-    why = "The update of the weights takes long beside forward and backward."
-    if not facts.optimizer:
-        known = f"with torch's {', '.join(FUSED[:-1])} or {FUSED[-1]} that is fused=True"
-        return why, f"Use a fused optimizer ({known}), or larger batches, so that there are fewer updates."
-    if facts.optimizer in FUSED:
-        fused = f"{facts.optimizer}(fused=True) in configure_optimizers"
-        return why, f"Use {fused}, or larger batches, so that there are fewer updates."
-    return why, "Use larger batches, so that there are fewer updates."
-
-
-def _other(facts: RunFacts) -> tuple[str, str]:
-    if facts.hook:
-        return "Most of this time is in one hook.", f"Look at {facts.hook}: have it do less, or only every few steps."
-    return (
-        "This time is between the parts: callbacks, loggers, `.item()` calls and other Python.",
-        f"Log less often ({facts.way('trainer.log_every_n_steps', '', 'log_every_n_steps of the Trainer')}). "
-        f"{_profile(facts)} shows the callback that takes long.",
-    )
-
-
-_STEP_ADVICE: Mapping[str, Callable[[RunFacts], tuple[str, str]]] = {
-    "data_wait": _data_wait,
-    "copy": _copy,
-    "forward_wait": _forward_wait,
-    "host": _host,
-    "communication": _communication,
-    "bubble": _bubble,
-    "optimizer": _optimizer,
-    "other": _other,
-}
-_RUN_ADVICE: Mapping[str, tuple[str, str]] = {
-    "startup": (
-        "Imports, data and the first batches come before the first step, on nodes that are already paid for.",
-        "Cache what is prepared at the start, and avoid restarts of short jobs.",
-    ),
-    "validation": (
-        "The weights do not change while the run validates.",
-        "Validate less often (trainer.check_val_every_n_epoch) or on fewer batches (trainer.limit_val_batches).",
-    ),
-    "checkpoint": (
-        "Training stands still while checkpoints are taken.",
-        "Save less often (checkpoint.every_minutes), and in the background: checkpoint.asynchronous=true.",
-    ),
-    "redone": (
-        "After a restart, steps since the last checkpoint were computed a second time.",
-        "Save more often (checkpoint.every_minutes), so that a restart repeats less.",
-    ),
-    "other": (
-        "This time is outside of steps, validation and checkpoints.",
-        "Look at the hooks at the ends of epochs, and at what runs after fit.",
-    ),
-}
-
-
-def _computing(facts: RunFacts) -> tuple[str, str]:
-    ways = []
-    if "16" not in facts.precision:
-        ways.append(f"use {facts.way('trainer.precision', 'bf16-mixed', 'precision=bf16-mixed')}")
-    if not facts.compiled and facts.can("model.compile"):
-        ways.append(f"compile the model ({facts.way('model.compile', 'true', 'torch.compile')})")
-    ways.append(f"make the batch larger{_batch_size(facts)} until memory is full")
-    return (
-        f"Large language models get {GOOD_MFU:.0%} of a device's peak; a network that memory bounds gets less of it, "
-        "whatever is done.",
-        _sentence(ways),
-    )

@@ -1,0 +1,281 @@
+"""What can be done about a part of a run's time, in the words of the run: its recipe's keys, or a script's Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from azureml_strategy.tracking.slow_ranks import ONE_MACHINE
+
+GOOD_MFU = 0.4
+"""What large, well-tuned trainings reach: 38 to 43 % (Llama 3, https://arxiv.org/abs/2407.21783), 46 % (PaLM,
+https://arxiv.org/abs/2204.02311)."""
+SETTINGS = ("pin_memory", "asynchronous", "gradient_compression", "bucket_cap_mb")
+"""What a run may have set already: of its loader, its checkpoints and its strategy."""
+FUSED = ("Adam", "AdamW", "SGD")
+"""Optimizers of torch that take `fused=True` on a CPU and on a GPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What is known of a run besides its times. A field that is not known keeps its default.
+
+    Attributes:
+        loader_workers: workers of the training loader of each rank.
+        strategy: Lightning's or our name of the strategy, or its class.
+        transport: what carries the traffic between nodes, as in the tag `network.transport`.
+        nodes: number of nodes.
+        precision: as the Trainer takes it, such as `bf16-mixed`.
+        optimizer: class of the optimizer, such as `SGD`, or `SGD(fused=True)` if it is fused already.
+        hook: that most of what belongs to no other part of a step went into: `Ema.on_train_batch_end, 4.1 ms a call`.
+        mfu: model FLOPs utilisation, 0 to 1.
+        compiled: whether torch.compile is used for the module or parts of it.
+        keys: of the recipe, such as `data.num_workers`; None for a script, to which no key is named.
+        slow_ranks: each rank that holds up the others, in words: `rank 3 (node-1, cuda:0)`.
+        slow_share: part of a step for which the others wait for the slow ranks, 0 to 1.
+        steps: number of steps that were measured.
+        one_machine: whether all ranks share the cores of one machine, as those of emulated nodes do.
+        settings: what it has already, of `SETTINGS`, so that nobody is told to set it.
+        cost: of the run so far.
+        currency: of `cost`.
+    """
+
+    loader_workers: int | None = None
+    strategy: str = ""
+    transport: str = ""
+    nodes: int = 1
+    precision: str = ""
+    optimizer: str = ""
+    hook: str = ""
+    mfu: float | None = None
+    compiled: bool = False
+    keys: frozenset[str] | None = None
+    slow_ranks: tuple[str, ...] = ()
+    slow_share: float = 0.0
+    steps: int | None = None
+    one_machine: bool = False
+    settings: frozenset[str] = frozenset()
+    cost: float | None = None
+    currency: str = "USD"
+
+    def way(self, key: str, value: str, otherwise: str) -> str:
+        """How to set something here: by its key where the recipe has it, else in Python.
+
+        Args:
+            key: of a recipe.
+            value: to set; empty if only the key is named.
+            otherwise: what a script writes.
+        """
+        if self.keys is None or key not in self.keys:
+            return otherwise
+        return f"{key}={value}" if value else key
+
+    def can(self, key: str) -> bool:
+        """Whether something that has this key in recipes can be done here: in a script, or by the key."""
+        return self.keys is None or key in self.keys
+
+
+def _data_wait(facts: RunFacts) -> tuple[str, str]:
+    workers = facts.loader_workers
+    if workers == 0:
+        why = "The loader has no workers, so batches are prepared between the steps."
+        way = facts.way("data.num_workers", "4", "DataLoader(num_workers=4, persistent_workers=True)")
+        return why, f"Give it workers: {way}."
+    many = "the loader" if workers is None else f"the loader, with {workers} worker{'s' * (workers > 1)} a rank,"
+    return (
+        f"The device is idle while {many} prepares the next batch.",
+        f"Raise {facts.way('data.num_workers', '', 'the num_workers of the DataLoader')}, and read from the node's own "
+        "disk or from packed files instead of many small ones.",
+    )
+
+
+def _copy(facts: RunFacts) -> tuple[str, str]:
+    why = "Batches are copied while nothing computes."
+    if "pin_memory" in facts.settings:
+        return why, "Send smaller data: uint8 images, normalized on the device."
+    pin = facts.way("data.pin_memory", "true", "pin_memory=True in the DataLoader")
+    return why, f"Set {pin}, and send smaller data: uint8 images, normalized on the device."
+
+
+def _forward_wait(facts: RunFacts) -> tuple[str, str]:
+    return (
+        "The training thread sleeps in training_step, which sends no gradients: it waits for files, a process, a lock, "
+        "or for other ranks in a collective of its own or of the strategy.",
+        "Move reading into the data set, and use self.log(sync_dist=True) once an epoch. "
+        f"{_profile(facts)} shows where.",
+    )
+
+
+def _profile(facts: RunFacts) -> str:
+    return facts.way("profile.steps", "", "The callback ProfileSteps")
+
+
+def _host(facts: RunFacts) -> tuple[str, str]:
+    why = "In forward and backward the GPU has done what it was given, and waits for Python to launch the next kernels."
+    ways = []
+    if not facts.compiled and facts.can("model.compile"):
+        ways.append(f"compile the model ({facts.way('model.compile', 'true', 'torch.compile')})")
+    elif facts.compiled and facts.keys is None:
+        ways.append('replay CUDA graphs (torch.compile with mode="reduce-overhead")')
+    ways.append(f"make the batch larger{_batch_size(facts)}")
+    ways.append("call fewer hooks and small operations in forward")
+    return why, f"{_sentence(ways)} {_profile(facts)} shows what is launched."
+
+
+def _batch_size(facts: RunFacts) -> str:
+    return " (data.batch_size)" if facts.keys and "data.batch_size" in facts.keys else ""
+
+
+def _sentence(ways: list[str]) -> str:
+    """What to try, the first way first."""
+    text = ", or ".join(ways)
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _communication(facts: RunFacts) -> tuple[str, str]:
+    if facts.one_machine:
+        return "Nothing computes while gradients are under way between processes that share one machine.", ONE_MACHINE
+    why = "Nothing computes while gradients are under way, so the network is slower than the backward pass."
+    compress = _compress(facts)
+    if facts.nodes > 1 and facts.transport in ("socket", "roce", "ofi"):
+        why = f"Traffic between nodes goes over {facts.transport} and not over InfiniBand."
+        other = f" Else compress: {compress}" if compress else ""
+        return why, f"Run `azureml-strategy doctor`, or take a VM size with InfiniBand.{other}"
+    if compress:
+        return why, f"Compress the gradients: {compress} Larger batches talk less often."
+    return why, "Larger batches talk less often; what talks most belongs inside a node. " + _CHECK_NETWORK
+
+
+def _compress(facts: RunFacts) -> str:
+    """How to send less under DDP; empty under what has no such settings."""
+    is_open = "ddp" in facts.strategy.lower() and facts.can("strategy.gradient_compression")
+    if not is_open or "gradient_compression" in facts.settings:
+        return ""
+    less = facts.way("strategy.gradient_compression", "bf16", 'AzureMLDDPStrategy(gradient_compression="bf16")')
+    if "bucket_cap_mb" in facts.settings:
+        return f"{less}."
+    return f"{less}, and larger buckets: {facts.way('strategy.bucket_cap_mb', '100', 'bucket_cap_mb=100')}."
+
+
+_CHECK_NETWORK = "Check the links with `azureml-strategy bench`."
+
+
+def _bubble(facts: RunFacts) -> tuple[str, str]:
+    return (
+        "The stages have nothing to do while the pipeline fills and drains.",
+        f"Cut the batch into more micro-batches ({facts.way('strategy.micro_batches', '', 'micro_batches')}), "
+        "or use fewer stages.",
+    )
+
+
+def _optimizer(facts: RunFacts) -> tuple[str, str]:
+    why = "The update of the weights takes long beside forward and backward."
+    if not facts.optimizer:
+        known = f"with torch's {', '.join(FUSED[:-1])} or {FUSED[-1]} that is fused=True"
+        return why, f"Use a fused optimizer ({known}), or larger batches, so that there are fewer updates."
+    if facts.optimizer in FUSED:
+        fused = f"{facts.optimizer}(fused=True) in configure_optimizers"
+        return why, f"Use {fused}, or larger batches, so that there are fewer updates."
+    return why, "Use larger batches, so that there are fewer updates."
+
+
+def _other(facts: RunFacts) -> tuple[str, str]:
+    if facts.hook:
+        return "Most of this time is in one hook.", f"Look at {facts.hook}: have it do less, or only every few steps."
+    return (
+        "This time is between the parts: callbacks, loggers, `.item()` calls and other Python.",
+        f"Log less often ({facts.way('trainer.log_every_n_steps', '', 'log_every_n_steps of the Trainer')}). "
+        f"{_profile(facts)} shows the callback that takes long.",
+    )
+
+
+def _startup(facts: RunFacts) -> tuple[str, str]:
+    return (
+        "Imports, data and the first batches come before the first step, on nodes that are already paid for.",
+        "Cache what is prepared at the start, and avoid restarts of short jobs.",
+    )
+
+
+def _validation(facts: RunFacts) -> tuple[str, str]:
+    less_often = facts.way("trainer.check_val_every_n_epoch", "", "check_val_every_n_epoch of the Trainer")
+    fewer = facts.way("trainer.limit_val_batches", "", "limit_val_batches")
+    return (
+        "The weights do not change while the run validates.",
+        f"Validate less often ({less_often}) or on fewer batches ({fewer}).",
+    )
+
+
+def _checkpoint(facts: RunFacts) -> tuple[str, str]:
+    less_often = f"Save less often ({_every_minutes(facts)})"
+    if "asynchronous" in facts.settings or not facts.can("checkpoint.asynchronous"):
+        behind = ""
+    else:
+        way = facts.way("checkpoint.asynchronous", "true", "JobCheckpoint(asynchronous=True)")
+        behind = f", and in the background: {way}"
+    return "Training stands still while checkpoints are taken.", f"{less_often}{behind}."
+
+
+def _redone(facts: RunFacts) -> tuple[str, str]:
+    return (
+        "After a restart, steps since the last checkpoint were computed a second time.",
+        f"Save more often ({_every_minutes(facts)}), so that a restart repeats less.",
+    )
+
+
+def _every_minutes(facts: RunFacts) -> str:
+    return facts.way("checkpoint.every_minutes", "", "every_minutes of JobCheckpoint")
+
+
+def _run_other(facts: RunFacts) -> tuple[str, str]:
+    return (
+        "This time is outside of steps, validation and checkpoints.",
+        "Look at the hooks at the ends of epochs, and at what runs after fit.",
+    )
+
+
+def slow_rank(facts: RunFacts) -> tuple[str, str]:
+    """Why the others wait for a slow rank, and what to try."""
+    why = "The other ranks stand in a collective until the slow one arrives."
+    if facts.one_machine:
+        return why, ONE_MACHINE
+    return (
+        why,
+        "Run `azureml-strategy doctor` and `azureml-strategy bench --pairs` on these nodes, and replace the slow one.",
+    )
+
+
+def computing(facts: RunFacts) -> tuple[str, str]:
+    """Why a device computes slowly, and what to try."""
+    ways = []
+    if "16" not in facts.precision:
+        ways.append(f"use {facts.way('trainer.precision', 'bf16-mixed', 'precision=bf16-mixed')}")
+    if not facts.compiled and facts.can("model.compile"):
+        ways.append(f"compile the model ({facts.way('model.compile', 'true', 'torch.compile')})")
+    ways.append(f"make the batch larger{_batch_size(facts)} until memory is full")
+    return (
+        f"Large language models get {GOOD_MFU:.0%} of a device's peak; a network that memory bounds gets less of it, "
+        "whatever is done.",
+        _sentence(ways),
+    )
+
+
+STEP_REMEDIES: Mapping[str, Callable[[RunFacts], tuple[str, str]]] = {
+    "data_wait": _data_wait,
+    "copy": _copy,
+    "forward_wait": _forward_wait,
+    "host": _host,
+    "communication": _communication,
+    "bubble": _bubble,
+    "optimizer": _optimizer,
+    "other": _other,
+}
+"""By the part of a step: why it takes long, and what to try."""
+
+RUN_REMEDIES: Mapping[str, Callable[[RunFacts], tuple[str, str]]] = {
+    "startup": _startup,
+    "validation": _validation,
+    "checkpoint": _checkpoint,
+    "redone": _redone,
+    "other": _run_other,
+}
+"""By the part of the run: why it takes long, and what to try."""
