@@ -88,3 +88,20 @@ def test_what_cannot_be_tuned_trains_as_it_is_and_says_why(run_job: RunJob, tmp_
         assert again["measured"] is not None
         assert again["calls"] == 2
     assert "are for another batch, and are measured anew" in job.output
+
+
+def test_a_trial_that_fails_on_one_rank_leaves_the_training_as_it_is_on_all(run_job: RunJob, tmp_path: Path) -> None:
+    job = run_job("tuning.py", "failing", tmp_path, nodes=3)
+    assert job.exit_code == 0, job.output
+    for name, words in {
+        "Failing": "has failed (RuntimeError: no memory) on rank 1",
+        "FailingInBackward": "has failed (OutOfMemoryError: no memory) on rank 0",
+        "FailingAtOnce": "a trial without communication has failed (AssertionError: this is a trial) on rank",
+    }.items():
+        for rank in range(3):
+            run = job.results[rank][name]
+            assert words in run["why"]
+            for key in SAME:
+                assert run[key] == job.results[rank]["untuned"][key], f"{name}, rank {rank}: {key}"
+        assert any("not tuned" in each and words in each for each in job.results[0][name]["warnings"])
+    assert job.results[0]["tuned"]["parameters"] == job.results[0]["untuned"]["parameters"]

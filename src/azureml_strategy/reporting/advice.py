@@ -165,7 +165,7 @@ def _after_nonsense(record: RunRecord, is_recipe: bool) -> Iterator[NextStep]:
             yield NextStep(
                 "Find out why the loss is no number",
                 f"{name} is NaN or infinite {series.missing} times, first at step {series.first_missing}. Try a lower "
-                "learning rate, clip gradients ({clip}), or use bf16 in place of fp16.",
+                f"learning rate, clip gradients ({clip}), or use bf16 in place of fp16.",
             )
             return
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal, TypeGuard
 
+import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -45,7 +46,10 @@ def on_any_backend(hook: Hook) -> Hook:
 
 
 def communication_hook(
-    compression: str, rank: int = 1, exact_steps: int = _POWERSGD_EXACT_STEPS
+    compression: str,
+    rank: int = 1,
+    exact_steps: int = _POWERSGD_EXACT_STEPS,
+    group: dist.ProcessGroup | None = None,
 ) -> tuple[object | None, Hook]:
     """Return the state and the hook to register with DistributedDataParallel.
 
@@ -54,12 +58,13 @@ def communication_hook(
             of each step to the gradient of the next (Vogels et al. 2019, https://arxiv.org/abs/1905.13727).
         rank: rank of PowerSGD's factors.
         exact_steps: steps before PowerSGD begins, 2 or more.
+        group: that gradients are sent over; None for the process group of all ranks.
 
     Raises:
         ConfigurationError: the name is not one of the three, or the rank is below 1.
     """
     if compression in _HALF_HOOKS:
-        return None, _HALF_HOOKS[compression]
+        return group, _HALF_HOOKS[compression]
     if compression != "powersgd":
         raise ConfigurationError(
             f"gradient_compression={compression!r} is unknown. Choose 'bf16', 'fp16' or 'powersgd'."
@@ -69,7 +74,7 @@ def communication_hook(
             f"powersgd_rank={rank} gives matrices without columns. Use 1 or more; 1 to 4 are usual."
         )
     state = PowerSGDState(
-        process_group=None,
+        process_group=group,
         matrix_approximation_rank=rank,
         start_powerSGD_iter=exact_steps,
         use_error_feedback=True,

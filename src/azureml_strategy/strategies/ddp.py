@@ -297,16 +297,17 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
         assert self.lightning_module is not None
         tell_lost(self._ddp_comm_state, self.lightning_module.trainer.global_step)
 
-    def _wrapped(self, module: LightningModule, settings: Settings) -> CompletingDDP:
-        """DDP of a copy of the module, for a trial."""
-        given, self._ddp_kwargs = self._ddp_kwargs, {**self._other_arguments(), **settings.arguments()}
+    def _wrapped(self, module: LightningModule, settings: Settings, group: dist.ProcessGroup) -> CompletingDDP:
+        """DDP of a copy of the module, for a trial over a group of its own."""
+        arguments = {**self._other_arguments(), **settings.arguments(), "process_group": group}
+        given, self._ddp_kwargs = self._ddp_kwargs, arguments
         try:
             wrapped = self._setup_model(module)
         finally:
             self._ddp_kwargs = given
         if settings.gradient_compression is not None:
             state, hook = communication_hook(
-                settings.gradient_compression, settings.powersgd_rank, POWERSGD_EXACT_STEPS
+                settings.gradient_compression, settings.powersgd_rank, POWERSGD_EXACT_STEPS, group
             )
             wrapped.register_comm_hook(state, on_any_backend(hook))
         return wrapped

@@ -80,13 +80,13 @@ class Holder(Callback):
         self.bucket_bytes = model.bucket_bytes_cap
 
 
-def train(module: LightningModule | None = None, **arguments: Any) -> dict[str, Any]:
+def train(kind: type[LightningModule] = Deep, **arguments: Any) -> dict[str, Any]:
     """What a training of a few steps was like."""
     precision = arguments.pop("precision", "32-true")
     steps = arguments.pop("steps", 6)
     folder = FOLDER / arguments.pop("folder", "unused")
     seed_everything(3, verbose=False)
-    module = module or Deep()
+    module = kind()
     strategy = AzureMLDDPStrategy(**arguments)
     holder = Holder()
     trainer = Trainer(
@@ -207,6 +207,46 @@ class Manual(Deep):
         optimizer.step()
 
 
+class Failing(Deep):
+    """Fails in a trial on one rank: not before the trials with communication, while the others wait in a collective."""
+
+    rank, place, kind = 1, "forward", RuntimeError
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        output = super().training_step(batch, batch_idx)
+        # A copy has other calls than the original, which the trials leave alone. Five are without communication.
+        if self.rank == RANK and self.calls > 8:
+            if self.place == "forward":
+                raise self.kind("no memory\nfor this")
+            output["loss"].register_hook(self.fail)
+        return output
+
+    def fail(self, gradient: Tensor) -> None:
+        raise self.kind("no memory\nfor this")
+
+
+class FailingInBackward(Failing):
+    rank, place, kind = 0, "backward", torch.OutOfMemoryError
+
+
+class FailingAtOnce(Failing):
+    """Without communication already, on all ranks."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        assert not isinstance(self.log, type(tuned)), "this is a trial"
+        return super(Failing, self).training_step(batch, batch_idx)
+
+
+def failing() -> dict[str, Any]:
+    """A trial that fails leaves the training as it would have been."""
+    kinds = (Failing, FailingInBackward, FailingAtOnce)
+    found = {kind.__name__: train(kind, tune=True, folder=kind.__name__) for kind in kinds}
+    found["untuned"] = train()
+    # The process group of the training is whole.
+    found["tuned"] = tuned(folder="afterwards")
+    return found
+
+
 # As a file that was measured on longer rows.
 OTHER = {"batch": "float32 [9, 8], int64 [9]"}
 
@@ -214,7 +254,7 @@ OTHER = {"batch": "float32 [9, 8], int64 [9]"}
 def refused() -> dict[str, Any]:
     """Modules that cannot be measured train as they are; files that do not fit end the run."""
     found: dict[str, Any] = {
-        kind.__name__: train(kind(), tune=True, folder=kind.__name__) for kind in (Straggler, Locked, Bound, Manual)
+        kind.__name__: train(kind, tune=True, folder=kind.__name__) for kind in (Straggler, Locked, Bound, Manual)
     }
     found["files"] = sorted(each.name for each in FOLDER.rglob("*.json"))
     train(tune=True, tuned=str(FOLDER / "given.json"))
@@ -235,7 +275,7 @@ def refused() -> dict[str, Any]:
     return found
 
 
-CASES = {"exact": exact, "compressed": compressed, "refused": refused}
+CASES = {"exact": exact, "compressed": compressed, "refused": refused, "failing": failing}
 
 if __name__ == "__main__":
     report(RANK, **CASES[sys.argv[1]]())

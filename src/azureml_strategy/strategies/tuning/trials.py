@@ -7,24 +7,28 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import SyncBatchNorm
 
 from azureml_strategy.checkpoint.random_state import random_state, set_random_state
-from azureml_strategy.control.gather import gather
 from azureml_strategy.strategies.changing_parameters import CompletingDDP
 from azureml_strategy.strategies.tuning.settings import Settings
+from azureml_strategy.strategies.tuning.trial_group import TrialError, TrialGroup
 
 # DDP sorts its buckets anew after its first step, and the second one allocates them.
 _WARMUP_STEPS = 2
 # PowerSGD's first steps are exact, two at least, and the third allocates its factors.
 POWERSGD_EXACT_STEPS = 2
 
-Wrap = Callable[[LightningModule, Settings], CompletingDDP]
+Value = TypeVar("Value")
+Wrap = Callable[[LightningModule, Settings, ProcessGroup], CompletingDDP]
 Forward = Callable[[CompletingDDP, LightningModule, tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -37,7 +41,7 @@ class TrialBench:
 
     A step is a forward and a backward pass of a copy of the module, on a copy of the batch. Its `self.log` does
     nothing, and random numbers are drawn again afterwards. So the training that follows is the one that would have been
-    without trials.
+    without trials, also if one of them fails.
 
     Args:
         module: the user's, attached to its Trainer.
@@ -55,6 +59,7 @@ class TrialBench:
         self._wrap = wrap
         self._forward = forward
         self._copy: LightningModule | None = None
+        self._trials: TrialGroup | None = None
         self.steps = 0
 
     @contextmanager
@@ -66,12 +71,14 @@ class TrialBench:
         """
         drawn = random_state()
         gradients = [each.grad for each in self._module.parameters()]
+        self._trials = TrialGroup(self._module.global_rank, self._module.trainer.world_size)
         try:
-            self._copy = self._agreed_copy()
+            self._together(self._make_copy, "the module or the batch cannot be copied")
             yield
         finally:
-            self._copy = None
-            _free()
+            self._forget()
+            self._trials.close()
+            self._trials = None
             set_random_state(drawn)
             for parameter, gradient in zip(self._module.parameters(), gradients, strict=True):
                 parameter.grad = gradient
@@ -82,15 +89,14 @@ class TrialBench:
         It is the fastest of some steps: what else runs on a node slows down some of them, a slow rank all.
 
         Raises:
-            RefusalError: nothing is trained by this batch.
+            RefusalError: a step fails on some rank, or nothing is trained by this batch.
         """
-        ddp = self._wrap(self._the_copy, Settings())
-        with ddp.no_sync():
-            self._require_gradients(self._loss(ddp))
-            own = [self._step(ddp) for _ in range(steps)]
-        del ddp.reducer, ddp.logger, ddp
-        _free()
-        return [min(each) for each in gather(own)]
+        told = self._together(lambda: self._alone(steps), "a trial without communication has failed")
+        if not all(has_loss for has_loss, _, _ in told):
+            raise RefusalError("training_step returned no loss for this batch")
+        if not all(trains for _, trains, _ in told):
+            raise RefusalError("a copy of the module does not train its own parameters")
+        return [min(seconds) for _, _, seconds in told]
 
     def measure(self, settings: Settings, steps: int) -> Sequence[float]:
         """Seconds of each step, by the slowest rank; the same on all ranks.
@@ -98,32 +104,61 @@ class TrialBench:
         Args:
             settings: of DDP.
             steps: how many to time, after the warm-up.
+
+        Raises:
+            RefusalError: a step fails on some rank.
         """
-        exact = POWERSGD_EXACT_STEPS if settings.gradient_compression == "powersgd" else 0
-        warmup = max(_WARMUP_STEPS, exact + 1)
-        ddp = self._wrap(self._the_copy, settings)
-        own = [self._step(ddp) for _ in range(warmup + steps)][warmup:]
-        del ddp.reducer, ddp.logger, ddp
+        told = self._together(lambda: self._measured(settings, steps), f"a trial with {settings.words()} has failed")
+        return [max(each) for each in zip(*told, strict=True)]
+
+    def _together(self, trial: Callable[[], Value], what: str) -> list[Value]:
+        """What a trial returns on each rank."""
+        assert self._trials is not None
+        try:
+            return self._trials.together(trial, self._forget)
+        except TrialError as error:
+            raise RefusalError(f"{what} {error}") from None
+
+    def _forget(self) -> None:
+        self._copy = None
         _free()
-        return [max(each) for each in zip(*gather(own), strict=True)]
+
+    def _make_copy(self) -> None:
+        self._copy = _copied(self._module, self._group)
+        copy.deepcopy(self._given)
 
     @property
     def _the_copy(self) -> LightningModule:
         assert self._copy is not None
         return self._copy
 
-    def _agreed_copy(self) -> LightningModule:
-        """A copy on all ranks or on none."""
-        made, fault = None, None
-        try:
-            made = _copied(self._module)
-            copy.deepcopy(self._given)
-        except Exception as error:  # whatever a user's objects do, the other ranks must not wait for this one
-            fault = f"{type(error).__name__}: {error}"
-        faults = [each for each in gather(fault) if each is not None]
-        if made is None or faults:
-            raise RefusalError(f"the module or the batch cannot be copied ({faults[0]})")
-        return made
+    @property
+    def _group(self) -> ProcessGroup:
+        assert self._trials is not None
+        assert self._trials.group is not None
+        return self._trials.group
+
+    def _alone(self, steps: int) -> tuple[bool, bool, list[float]]:
+        """Whether there is a loss, whether its backward pass trains the copy, and the seconds of steps."""
+        ddp = self._wrap(self._the_copy, Settings(), self._group)
+        with ddp.no_sync():
+            self.steps += 1
+            loss = _loss(self._forward(ddp, self._the_copy, *copy.deepcopy(self._given)))
+            if loss is not None:
+                self._the_copy.backward(loss)
+            trains = any(each.grad is not None for each in self._the_copy.parameters())
+            seconds = [self._step(ddp) for _ in range(steps)] if trains else []
+        _release(ddp)
+        return loss is not None, trains, seconds
+
+    def _measured(self, settings: Settings, steps: int) -> list[float]:
+        """Seconds of this rank's steps, without the warm-up."""
+        exact = POWERSGD_EXACT_STEPS if settings.gradient_compression == "powersgd" else 0
+        warmup = max(_WARMUP_STEPS, exact + 1)
+        ddp = self._wrap(self._the_copy, settings, self._group)
+        seconds = [self._step(ddp) for _ in range(warmup + steps)][warmup:]
+        _release(ddp)
+        return seconds
 
     def _step(self, ddp: CompletingDDP) -> float:
         """Seconds of one step of this rank. All ranks begin together."""
@@ -132,7 +167,7 @@ class TrialBench:
             parameter.grad = None
         self.steps += 1
         _wait_for_device(ddp)
-        dist.barrier()
+        dist.barrier(self._group)
         begun = time.perf_counter()
         loss = _loss(self._forward(ddp, self._the_copy, *given))
         assert loss is not None
@@ -142,28 +177,17 @@ class TrialBench:
         _wait_for_device(ddp)
         return time.perf_counter() - begun
 
-    def _loss(self, ddp: CompletingDDP) -> Tensor | None:
-        self.steps += 1
-        return _loss(self._forward(ddp, self._the_copy, *copy.deepcopy(self._given)))
 
-    def _require_gradients(self, loss: Tensor | None) -> None:
-        """Refuse a batch without a loss, and a module whose copy trains the original, as bound functions make it."""
-        if loss is not None:
-            self._the_copy.backward(loss)
-        trained = any(each.grad is not None for each in self._the_copy.parameters())
-        told = gather((loss is not None, trained))
-        if not all(has_loss for has_loss, _ in told):
-            raise RefusalError("training_step returned no loss for this batch")
-        if not all(trains for _, trains in told):
-            raise RefusalError("a copy of the module does not train its own parameters")
-
-
-def _copied(module: LightningModule) -> LightningModule:
+def _copied(module: LightningModule, group: ProcessGroup) -> LightningModule:
+    """A copy whose `self.log` does nothing, and whose collectives are those of a group."""
     made = copy.deepcopy(module)
     made.trainer = module.trainer
     for part in made.modules():
         if isinstance(part, LightningModule):
             part.log = part.log_dict = _mute  # type: ignore[method-assign]
+            part.all_gather = partial(part.all_gather, group=group)  # type: ignore[method-assign]
+        elif isinstance(part, SyncBatchNorm):
+            part.process_group = group
     return made
 
 
@@ -174,6 +198,12 @@ def _mute(*_: Any, **__: Any) -> None:
 def _loss(output: Any) -> Tensor | None:
     found = output.get("loss") if isinstance(output, dict) else output
     return found if isinstance(found, Tensor) else None
+
+
+def _release(ddp: CompletingDDP) -> None:
+    """Take DDP's hooks off the parameters, so that they can be wrapped anew."""
+    del ddp.reducer, ddp.logger
+    _free()
 
 
 def _wait_for_device(ddp: CompletingDDP) -> None:
