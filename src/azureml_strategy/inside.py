@@ -41,7 +41,7 @@ def name_within(folder: Path, name: object) -> Path:
 
 
 def private_folder(folder: Path) -> Path:
-    """Make a folder that only this user can read and write, below one where others may have made it before.
+    """Make a folder that only this user can write to, below one where others may have made it before.
 
     Returns:
         The folder.
@@ -51,9 +51,15 @@ def private_folder(folder: Path) -> Path:
         OSError: it cannot be made.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise OutsideError(
-            f"{folder} is not a folder that belongs to this user alone. Remove it, or set TMPDIR to another folder."
-        )
+    if not is_private(folder):
+        raise OutsideError(f"{folder} is not a folder that belongs to this user alone. Remove it, or name another one.")
     return folder
+
+
+def is_private(folder: Path) -> bool:
+    """Whether this is a folder, and no link to one, that belongs to this user, and that nobody else can write to."""
+    try:
+        status = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022

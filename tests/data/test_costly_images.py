@@ -63,7 +63,7 @@ def test_a_costly_image_is_refused(kind: str, decoder: str) -> None:
     square = np.zeros((8, 8, 3), np.uint8)
     with (
         peak_of(32 * 2**20),
-        pytest.raises(CostlyImageError, match="at most 1,024, 16 and|more than Pillow takes"),
+        pytest.raises(CostlyImageError, match=r"at most 1,024, 16 and|more than Pillow takes"),
     ):
         choose_decoder(decoder)(COSTLY[kind], lambda width, height: Crop(0, 0, width, height), square)
     with pytest.raises(UnreadableError, match="CostlyImageError"):

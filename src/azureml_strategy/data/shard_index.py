@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from azureml_strategy.data.npy_files import read_npz
 from azureml_strategy.data.passed_over import first_names, warn
-from azureml_strategy.inside import name_within
+from azureml_strategy.inside import OutsideError, name_within
 
 INDEX_NAME = "index.npz"
 # The fact that names the tars, with sizes and times, of which an index was made that was not packed with them.
@@ -82,10 +82,15 @@ class ShardIndex:
             raise ShardIndexError("its arrays have different lengths")
         if not len(self):
             raise ShardIndexError("it holds no samples")
-        for name in self.shards:
-            name_within(Path(), name)
+        try:
+            for name in self.shards:
+                name_within(Path("the folder of the set"), name)
+        except OutsideError as error:
+            raise ShardIndexError(f"{error}. Rename it") from error
         if int(self.shard.max()) >= len(self.shards) or bool((self.shard[1:] < self.shard[:-1]).any()):
             raise ShardIndexError("its samples name shards that are not there, or are not in the order of the shards")
+        if int(self.sizes.min()) < 0 or float(self.sizes.sum(dtype=np.float64)) >= 2**62:
+            raise ShardIndexError("its shards have sizes that no disk holds")
         # Not offset + length, which may be more than an int64 holds.
         if bool((self.offset > self.sizes[self.shard] - self.length).any()) or int(self.offset.min()) < 0:
             raise ShardIndexError("a sample lies outside of its shard")
