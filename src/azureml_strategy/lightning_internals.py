@@ -11,16 +11,18 @@ import inspect
 import signal
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import fields
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric import Fabric, wrappers
 from lightning.fabric.plugins import CheckpointIO, Precision
+from lightning.fabric.strategies import model_parallel
 from lightning.fabric.utilities import distributed, imports, types
 from lightning.fabric.utilities import logger as fabric_logger
 from lightning.pytorch import LightningModule, Trainer
@@ -249,6 +251,9 @@ INTERNALS: dict[str, dict[str, str]] = {
         "_process_group_backend": "as for the Trainer's",
         "_tensor_parallel_size": "as for the Trainer's",
         "_timeout": "as for the Trainer's",
+    },
+    "lightning.fabric.strategies.model_parallel": {
+        "_distributed_checkpoint_load": "replaced while a checkpoint is read: it unpickles whatever lies there",
     },
     # Single ones.
     "lightning.fabric.fabric.Fabric": {
@@ -541,6 +546,22 @@ def restore_from(trainer: Trainer, checkpoint: str, reading: Callable[[], Abstra
 def restore_as_given(trainer: Trainer) -> None:
     """Undo `restore_from`."""
     trainer._checkpoint_connector.__dict__.pop("resume_start", None)
+
+
+@contextmanager
+def loading_shards_by(load: Callable[[dict[str, Any], Path], None]) -> Iterator[None]:
+    """Have the strategies for model parallelism load sharded checkpoints in another way.
+
+    Args:
+        load: fills a state from a folder; a collective.
+    """
+    name = "_distributed_checkpoint_load"
+    before = getattr(model_parallel, name)
+    setattr(model_parallel, name, load)
+    try:
+        yield
+    finally:
+        setattr(model_parallel, name, before)
 
 
 def only_searches(callback: LearningRateFinder | BatchSizeFinder) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from azureml_strategy.checkpoint.plain_coding import decode
+from azureml_strategy.checkpoint.plain_names import Names
 
 HERE = __name__
 ran: list[str] = []
@@ -95,9 +96,9 @@ def _nothing_ran() -> Any:
 
 
 def test_fields_are_set_and_nothing_else_happens() -> None:
-    value = decode(TRAP)
+    value = decode(TRAP, Names(trusted=True))
     assert object.__getattribute__(value, "__dict__") == {"field": 1, "other": 2}
-    assert decode(["partial", [CALLED, ["plain", (1,)], ["plain", {}]]]).func is called
+    assert decode(["partial", [CALLED, ["plain", (1,)], ["plain", {}]]], Names(trusted=True)).func is called
 
 
 @pytest.mark.parametrize(
@@ -137,4 +138,4 @@ def test_fields_are_set_and_nothing_else_happens() -> None:
 )
 def test_what_would_run_code_is_refused(encoded: Any) -> None:
     with pytest.raises(ValueError, match=r"\w"):
-        decode(encoded)
+        decode(encoded, Names(trusted=True))

@@ -29,6 +29,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from azureml_strategy.checkpoint.plain_coding import NotEncodableError, decode, encode, is_plain
+from azureml_strategy.checkpoint.plain_names import Names
 
 
 class Colour(Enum):
@@ -141,7 +142,7 @@ def through_a_file(value: Any) -> Any:
     file = io.BytesIO()
     torch.save(encode(value), file)
     file.seek(0)
-    return decode(torch.load(file, weights_only=True))
+    return decode(torch.load(file, weights_only=True), Names(trusted=True))
 
 
 @pytest.mark.parametrize("kind", VALUES)

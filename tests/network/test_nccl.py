@@ -202,17 +202,19 @@ def test_in_a_job_the_log_is_among_those_that_are_uploaded(tmp_path: Path) -> No
 def test_elsewhere_it_is_temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
-    assert log_folder(azure=False) == tmp_path / "tmp/azureml_strategy_nccl"
+    assert log_folder(azure=False) == tmp_path / "tmp" / f"azureml_strategy_nccl_{os.getuid()}"
     assert not (tmp_path / "logs").exists()
 
 
 def test_a_working_folder_that_takes_no_logs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / "logs").write_text("a file where a folder should be")
-    assert log_folder(azure=True) == tmp_path / "azureml_strategy_nccl"
+    assert log_folder(azure=True) == tmp_path / f"azureml_strategy_nccl_{os.getuid()}"
     assert log_folder(azure=True).is_dir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "logs"))
-    assert log_folder(azure=True) == tmp_path / "logs/azureml_strategy_nccl"  # NCCL fails to open its log, and goes on
+    assert (
+        log_folder(azure=True) == tmp_path / "logs" / f"azureml_strategy_nccl_{os.getuid()}"
+    )  # NCCL fails to open its log, and goes on
 
 
 FOLDER = Path("/logs/nccl")

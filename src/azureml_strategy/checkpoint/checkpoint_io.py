@@ -20,8 +20,10 @@ from azureml_strategy.checkpoint.plain_data import (
     UnsavableStateError,
     from_plain,
     require_loadable,
+    run_objects,
     to_plain,
 )
+from azureml_strategy.checkpoint.plain_names import Names
 from azureml_strategy.control.gather import Exchange, gather_sound
 from azureml_strategy.interfaces import StagesCheckpoint, WriteStaged
 
@@ -37,12 +39,16 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         plain: convert what torch's weights-only unpickler refuses to plain form, and refuse to write what a restart
             could not load. Set False for a strategy that does not read its files through this class: it could not
             convert them back.
+        strategy: the strategy that reads through this class. What its run holds may be named in what is read; one of
+            ours restores what it reads itself.
     """
 
     plain = True  # default for subclasses of users whose `__init__` does not set it
+    strategy: Strategy | None = None
 
-    def __init__(self, plain: bool = True) -> None:
+    def __init__(self, plain: bool = True, strategy: Strategy | None = None) -> None:
         self.plain = plain
+        self.strategy = strategy
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
@@ -90,7 +96,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         map_location: Callable[..., Any] | None = lambda storage, loc: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        return from_plain(super().load_checkpoint(path, map_location, weights_only))
+        loaded = super().load_checkpoint(path, map_location, weights_only)
+        if isinstance(self.strategy, PlainDataStrategy):
+            return loaded
+        run = () if self.strategy is None else run_objects(self.strategy)
+        return from_plain(loaded, Names(run, trusted=weights_only is False))
 
 
 class _SummedFile:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+import math
 import pickle
 import threading
 import warnings
@@ -18,16 +19,21 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 from typing_extensions import override
+
+from azureml_strategy.inside import name_within
 
 # DeepSpeed's files hold objects of these modules: its loss scaler, its enums, learning rates that numpy computed. No
 # weights are made of them.
@@ -210,11 +216,55 @@ class IndexReader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         if self._trust_pickles:
             return super().read_metadata(*args, **kwargs)
-        file = Path(self.path, ".metadata")
+        return read_index(Path(self.path))
+
+
+def read_index(folder: Path) -> Metadata:
+    """Read the index of a sharded checkpoint. Nothing but an index can be made of it.
+
+    Args:
+        folder: of the checkpoint.
+
+    Raises:
+        CheckpointFormatError: it is damaged, or asks for something that an index does not hold.
+    """
+    file = folder / ".metadata"
+    try:
         with file.open("rb") as stream:
             index: Metadata = _IndexUnpickler(stream, file).load()
-        index.storage_meta = None  # it says when and by whom the checkpoint was written
-        return index
+            _check_index(folder, index)
+    except (CheckpointFormatError, OSError):
+        raise
+    except Exception as error:  # a damaged pickle may raise anything
+        raise CheckpointFormatError(
+            f"{file} is damaged: {type(error).__name__}: {error}. Use an earlier checkpoint, or copy this one again."
+        ) from error
+    index.storage_meta = None  # it says when and by whom the checkpoint was written
+    return index
+
+
+def _check_index(folder: Path, index: Any) -> None:
+    """Refuse an index whose parts are of other types, or whose files lie elsewhere."""
+    if type(index) is not Metadata:
+        raise TypeError(f"it holds a {type(index).__name__}, and no index")
+    for name, entry in index.state_dict_metadata.items():
+        kinds = (metadata.TensorStorageMetadata, metadata.BytesStorageMetadata)
+        if type(name) is not str or type(entry) not in kinds:
+            raise TypeError(f"{name!r:.100} is a {type(entry).__name__}")
+        if type(entry) is metadata.TensorStorageMetadata:
+            _check_entry(entry)
+    for place, stored in (index.storage_data or {}).items():
+        if type(place) is not metadata.MetadataIndex or type(stored) is not filesystem._StorageInfo:
+            raise TypeError("it does not say where its parts are")
+        name_within(folder, stored.relative_path)
+
+
+def _check_entry(entry: metadata.TensorStorageMetadata) -> None:
+    """Refuse a tensor that is larger than its parts: a reader makes room for it before it reads."""
+    if type(entry.properties.dtype) is not torch.dtype or type(entry.size) is not torch.Size:
+        raise TypeError("a tensor without a type or a size")
+    if sum(math.prod(each.sizes) for each in entry.chunks) < math.prod(entry.size):
+        raise ValueError(f"a tensor of {tuple(entry.size)} has parts of fewer numbers")
 
 
 class _IndexUnpickler(pickle.Unpickler):
@@ -245,7 +295,8 @@ def _refusal(file: Path, names: list[str]) -> str:
     what = ", ".join(names) or "what torch's weights-only unpickler refuses"
     return (
         f"{file} asks for {what}. Reading it would run code that whoever wrote it has chosen, so it is not read. If "
-        "you trust them, type --trust-pickles (in Python: trust_pickles=True)."
+        "you trust them, type --trust-pickles (in Python: trust_pickles=True; to resume: trainer.fit(..., "
+        "weights_only=False))."
     )
 
 
@@ -269,18 +320,52 @@ def _is_distributed(path: Path) -> bool:
 class _ValuesPlanner(DefaultLoadPlanner):
     """Loads entries that are no tensors, such as a module's extra state, without running code of theirs."""
 
-    def __init__(self, trust_pickles: bool) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+    def __init__(self, trust_pickles: bool, nested: bool = False) -> None:
+        super().__init__(flatten_state_dict=nested, flatten_sharded_tensors=nested)
         self._trust_pickles = trust_pickles
 
     @override
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        loaded = torch.load(value, map_location="cpu", weights_only=not self._trust_pickles)
-        self.state_dict[read_item.dest_index.fqn] = loaded
+        name = read_item.dest_index.fqn
+        if self._trust_pickles:
+            loaded = torch.load(value, map_location="cpu", weights_only=False)
+        else:
+            with _safe_list, torch.serialization.safe_globals(_numpy_scalars()):
+                loaded = torch.load(value, map_location="cpu", weights_only=True)
+        if self.flatten_state_dict:
+            set_element(self.original_state_dict, self.mappings[name], loaded)
+        else:
+            self.state_dict[name] = loaded
+
+
+def _numpy_scalars() -> list[Any]:
+    """What a pickled number of numpy's asks for, such as a learning rate that a lambda has computed."""
+    kinds = [type(np.dtype(kind)) for kind in np.typecodes["AllInteger"] + np.typecodes["Float"] + "?"]
+    return [np.float64(0).__reduce__()[0], np.dtype, *dict.fromkeys(kinds)]
+
+
+def load_sharded(state: dict[str, Any], path: Path) -> None:
+    """Load the entries of a sharded checkpoint into a state, as `torch.distributed.checkpoint.load` does; a collective.
+
+    Neither the index nor an entry that is no tensor can run code.
+
+    Args:
+        state: nested dictionaries of tensors and values, which are loaded in place.
+        path: the folder of the checkpoint.
+
+    Raises:
+        CheckpointFormatError: a part is missing, does not fit, or would run code.
+    """
+    from torch.distributed.checkpoint import load  # type: ignore[attr-defined]
+
+    try:
+        load(state, storage_reader=IndexReader(path, False), planner=_ValuesPlanner(False, nested=True))
+    except CheckpointException as error:
+        raise _unread(path, _reason(error)) from error
 
 
 def _read_distributed(path: Path, trust_pickles: bool) -> dict[str, Any]:
-    from torch.distributed.checkpoint import CheckpointException, load  # type: ignore[attr-defined]
+    from torch.distributed.checkpoint import load  # type: ignore[attr-defined]
 
     reader = IndexReader(path, trust_pickles)
     index = reader.read_metadata()
@@ -296,14 +381,19 @@ def _read_distributed(path: Path, trust_pickles: bool) -> dict[str, Any]:
     alone = {"no_dist": True} if dist.is_available() and dist.is_initialized() else {}
     try:  # it loads only what `weights` names: the optimizer's two thirds stay on disk
         load(weights, storage_reader=reader, planner=_ValuesPlanner(trust_pickles), **alone)
-    except CheckpointException as error:  # it holds the errors of all ranks, with their stacks
-        reason = str(next(iter(error.failures.values()))[0])
-        if "Weights only load failed" in reason:  # between advice that does not apply here
-            reason = reason.partition("\n\nCheck the documentation")[0].splitlines()[-1].strip()
-        raise _unread(path, reason) from error
+    except CheckpointException as error:
+        raise _unread(path, _reason(error)) from error
     # torch has written each member of an extra state by itself.
     places = {name: (index.planner_data or {}).get(name, tuple(name.split(".", 1))) for name in weights}
     return {**_beside(path, trust_pickles), "state_dict": unflatten_state_dict(weights, places)[root]}
+
+
+def _reason(error: CheckpointException) -> str:
+    """What one of the ranks says; the error holds those of all, with their stacks."""
+    reason = str(next(iter(error.failures.values()))[0])
+    if "Weights only load failed" in reason:  # between advice that does not apply here
+        reason = reason.partition("\n\nCheck the documentation")[0].splitlines()[-1].strip()
+    return reason
 
 
 def _root_of_weights(path: Path, index: Metadata) -> str:

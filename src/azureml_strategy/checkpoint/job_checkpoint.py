@@ -339,7 +339,7 @@ class JobCheckpoint(ModelCheckpoint):
     def _replace_checkpoint_io(self, strategy: Strategy) -> None:
         """Have the strategy write and read by ours, unless the user gave one."""
         if type(checkpoint_io(strategy)) in (type(None), TorchCheckpointIO):
-            set_checkpoint_io(strategy, AtomicCheckpointIO(plain=reads_through_io(strategy)))
+            set_checkpoint_io(strategy, AtomicCheckpointIO(reads_through_io(strategy), strategy))
 
     def _reading(self, strategy: Strategy) -> AbstractContextManager[None]:
         """Return what to enter while a checkpoint is read that this callback has chosen."""

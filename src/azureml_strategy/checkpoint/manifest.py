@@ -20,6 +20,7 @@ from isal.isal_zlib import crc32
 
 from azureml_strategy.checkpoint.global_batch import GlobalBatch
 from azureml_strategy.control.messages import register
+from azureml_strategy.inside import is_component
 
 AnyPath = TypeVar("AnyPath", Path, PurePosixPath)
 # Suffixes of the files that lie beside a checkpoint. No checkpoint's own name may end in one.
@@ -215,13 +216,8 @@ def manifests(folder: Path) -> list[Path]:
 
 def is_checkpoint_name(name: str) -> bool:
     """Whether a checkpoint can have this name: a plain name, not hidden, and not the name of a file beside one."""
-    plain = _is_component(name) and not name.startswith(".") and not name.endswith((MANIFEST, MARK, PART))
+    plain = is_component(name) and not name.startswith(".") and not name.endswith((MANIFEST, MARK, PART))
     return plain and len(os.fsencode(name)) <= _LONGEST_NAME
-
-
-def _is_component(name: str) -> bool:
-    """Whether a name stays inside its folder. Printable names hold no NUL, newline or surrogate."""
-    return name not in ("", ".", "..") and "/" not in name and name.isprintable()
 
 
 def _signed(content: Mapping[str, Any]) -> str:
@@ -302,7 +298,7 @@ def _require_valid(content: dict[str, Any], name: str) -> None:
         raise ValueError(f"{name} is the manifest of {content['name']}")
     for file in content["files"]:
         first, *below = file.split("/")
-        if first != content["name"] or not all(map(_is_component, below)):
+        if first != content["name"] or not all(map(is_component, below)):
             raise ValueError(f"{name} lists {reprlib.repr(file)}, which is no part of {content['name']}")
 
 

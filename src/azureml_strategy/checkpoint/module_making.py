@@ -28,6 +28,7 @@ from azureml_strategy.checkpoint.formats import CheckpointFormatError
 from azureml_strategy.checkpoint.module_record import CLASS, CONFIG, MODULE
 from azureml_strategy.checkpoint.plain_data import from_plain
 from azureml_strategy.checkpoint.plain_kinds import KINDS, MAPPINGS, PLAIN, REFERENCES, SEQUENCES, look_up
+from azureml_strategy.checkpoint.plain_names import Names
 from azureml_strategy.cluster.redaction import REDACTED
 
 _SHOWN = 3
@@ -67,24 +68,31 @@ def make_module(content: dict[str, Any]) -> LightningModule:
     Raises:
         CheckpointFormatError: the content does not tell enough, or the weights do not fit the module.
     """
-    content = from_plain(content)
-    module = _new_module(content)
+    kind = _recorded(content)
+    # The import of the class has brought its module, and what that imports. No other is imported for a value; whatever
+    # the file names, `_check` takes functions of torch.nn's and classes of modules and optimizers alone.
+    content = from_plain(content, Names(trusted=True, imports=False))
+    module = _new_module(kind, content)
     _prepare(module, content)
     _load(module, content["state_dict"])
     return module.eval()
 
 
-def _new_module(content: Mapping[str, Any]) -> LightningModule:
+def _recorded(content: Mapping[str, Any]) -> type | None:
+    """The class that the file names; None if it has the module's configuration."""
     record = content.get(MODULE)
     if record is None:
         raise CheckpointFormatError(
             "The file does not tell the class of its module: it is of an older version, or a strategy of others wrote "
             "it. Consolidate or register the checkpoint again with --module-class MODULE.CLASS."
         )
-    if CONFIG in record:
-        made = _made(record[CONFIG], "model")
+    return None if CONFIG in record else _class(record[CLASS], "The module")
+
+
+def _new_module(kind: type | None, content: Mapping[str, Any]) -> LightningModule:
+    if kind is None:
+        made = _made(content[MODULE][CONFIG], "model")
     else:
-        kind = _class(record[CLASS], "The module")
         made = _called(kind, _hyperparameters(kind, content), "model")
     if not isinstance(made, LightningModule):
         raise CheckpointFormatError(f"The file names {type(made).__name__}, which is no LightningModule.")
@@ -114,6 +122,8 @@ def _made(node: Any, place: str) -> Any:
 def _class(path: str, place: str) -> type:
     """Import the class of a dotted path. Anything else that a name may stand for is refused."""
     module, _, name = path.rpartition(".")
+    if module.partition(".")[0] in sys.stdlib_module_names:  # to import some of them does something already
+        raise CheckpointFormatError(f"{place} is {path}, of Python's own library, which has no class of a module.")
     try:
         found = look_up(module, name)
     except ValueError as error:

@@ -35,6 +35,7 @@ from azureml_strategy.checkpoint.plain_kinds import (
     look_up,
     type_name,
 )
+from azureml_strategy.checkpoint.plain_names import Names
 
 _CONTAINERS = {kind: name for name, kind in (SEQUENCES | MAPPINGS).items()}
 # The longest integer that torch's weights-only unpickler takes has 255 bytes.
@@ -226,18 +227,24 @@ def _member_names(value: Enum) -> list[str]:
     return [name for name, each in type(value).__members__.items() if each.value and each in value]
 
 
-def decode(encoded: Encoded) -> Any:
+def decode(encoded: Encoded, names: Names | None = None) -> Any:
     """Restore the value from its plain form.
 
+    Args:
+        encoded: what `encode` gave.
+        names: which functions and classes it may name; those only that can do no harm by default.
+
     Raises:
+        NameRefusedError: the plain form names a function or class that it may not name.
         ValueError: the plain form names something that does not exist, or asks for something that is not allowed. Data
             that `encode` did not make may raise any exception.
     """
-    return _Decoder().decode(encoded)
+    return _Decoder(names or Names()).decode(encoded)
 
 
 class _Decoder:
-    def __init__(self) -> None:
+    def __init__(self, names: Names) -> None:
+        self._names = names
         self._seen: list[Any] = []
 
     def decode(self, encoded: Encoded) -> Any:
@@ -267,19 +274,16 @@ class _Decoder:
         return self._OTHERS[kind](self, content)
 
     def _reference(self, content: Any) -> Any:
-        return look_up(*content)
+        return self._names.look_up(*content)
 
     def _class(self, encoded: Encoded) -> Any:
-        kind = look_up(*encoded[1])
-        if not issubclass(type(kind), type):
-            raise ValueError(f"{'.'.join(encoded[1])} is no class")
-        return kind
+        return self._names.data_class(*encoded[1])
 
     def _partial(self, content: Any) -> Any:
         function, arguments, keywords = (self.decode(each) for each in content)
         if type(function) not in (*REFERENCES, functools.partial) and not issubclass(type(function), type):
             raise ValueError("a partial of what is no function")
-        return functools.partial(function, *_exactly(tuple, arguments), **_exactly(dict, keywords))
+        return self._names.partial(function, _exactly(tuple, arguments), _exactly(dict, keywords))
 
     def _enum(self, content: Any) -> Any:
         kind = self._class(content[0])

@@ -11,7 +11,7 @@ import copy
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,9 @@ from typing_extensions import override
 
 from azureml_strategy.checkpoint.module_record import module_entry
 from azureml_strategy.checkpoint.plain_coding import NotEncodableError, decode, encode, is_plain
+from azureml_strategy.checkpoint.plain_names import NameRefusedError, Names
 from azureml_strategy.checkpoint.restored_parts import FreshScheduler, RestoredParts
+from azureml_strategy.lightning_internals import trainer_of
 
 MOVED = "azureml_strategy_moved"
 """The entry of a checkpoint with the moved values: a list of `{"at": its keys, "value": its plain form}`."""
@@ -36,11 +38,17 @@ WRITTEN_APART = ("state_dict", "optimizer_states")
 """Entries that sharded strategies write into files of their own, not beside Lightning's other entries."""
 # No restart needs these: they serve to build the module, which exists before a checkpoint is read.
 _HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
+# Their functions are known only when `configure_optimizers` has run, and a checkpoint may be read before that.
+_OF_OPTIMIZERS = ("optimizer_states", "lr_schedulers")
 _left_out = WarningCache()
 
 
 class UnsavableStateError(TypeError):
     """State that a restart could not restore, so that writing it would be useless."""
+
+
+class UnrestorableStateError(ValueError):
+    """A checkpoint holds a value that this run cannot or may not restore. The message says which and what to type."""
 
 
 class PlainDataStrategy(Strategy):
@@ -51,6 +59,9 @@ class PlainDataStrategy(Strategy):
 
     _restored: RestoredParts | None = None  # of the fit that resumes
     _fresh_schedulers: Sequence[FreshScheduler] | None = ()
+    # What of the loaded checkpoint names functions that the optimizers and schedulers may hold, and the checkpoint.
+    _waiting: Sequence[Any] = ()
+    _awaited: Mapping[str, Any] = {}
 
     @property
     def written_apart(self) -> tuple[str, ...]:
@@ -67,13 +78,35 @@ class PlainDataStrategy(Strategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        checkpoint = from_plain(super().load_checkpoint(checkpoint_path, weights_only))
+        if hasattr(self.checkpoint_io, "strategy"):  # one of ours, which leaves to us what we restore
+            self.checkpoint_io.strategy = self
+        checkpoint = self.restored(super().load_checkpoint(checkpoint_path, weights_only), weights_only)
         self._restored = RestoredParts.of(checkpoint)
+        return checkpoint
+
+    def restored(self, loaded: dict[str, Any], weights_only: bool | None) -> dict[str, Any]:
+        """Restore what `to_plain` moved, with the names that this run holds.
+
+        What names a function that only an optimizer or a scheduler may hold waits until there are any.
+
+        Args:
+            loaded: a file's content.
+            weights_only: as `Trainer.fit` was given it; False trusts the file.
+        """
+        run, trusted = run_objects(self), weights_only is False
+        if self.optimizers or self.lightning_module is None:
+            return from_plain(loaded, Names(run, trusted=trusted))
+        self._waiting = []
+        checkpoint = from_plain(loaded, Names(run, trusted=trusted), self._waiting)
+        self._awaited = checkpoint
         return checkpoint
 
     @override
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
+        if self._waiting:
+            from_plain({**self._awaited, MOVED: self._waiting}, Names(run_objects(self)))  # fills the same lists
+        self._waiting, self._awaited = [], {}
         replaced = any(isinstance(each, StochasticWeightAveraging) for each in trainer.callbacks)  # type: ignore[attr-defined]
         self._fresh_schedulers = (
             None if replaced else [FreshScheduler(each.scheduler) for each in self.lr_scheduler_configs]
@@ -89,7 +122,18 @@ class PlainDataStrategy(Strategy):
     @override
     def teardown(self) -> None:
         super().teardown()
-        self._restored = None
+        self._restored, self._waiting, self._awaited = None, (), {}
+
+
+def run_objects(strategy: Strategy) -> list[object]:
+    """The objects of a run whose functions and classes its checkpoints may name."""
+    module = strategy.lightning_module
+    if module is None:
+        return []
+    trainer = trainer_of(module)
+    beside = [] if trainer is None else [trainer.datamodule, *trainer.callbacks]  # type: ignore[attr-defined]
+    schedulers = [each.scheduler for each in strategy.lr_scheduler_configs]
+    return [module, *(each for each in (*beside, *strategy.optimizers, *schedulers) if each is not None)]
 
 
 def to_plain(checkpoint: dict[str, Any], apart: Collection[str] = ()) -> dict[str, Any]:
@@ -156,27 +200,37 @@ def _advice(error: NotEncodableError) -> str:
     )
 
 
-def from_plain(checkpoint: dict[str, Any]) -> dict[str, Any]:
+def from_plain(
+    checkpoint: dict[str, Any], names: Names | None = None, waiting: list[Any] | None = None
+) -> dict[str, Any]:
     """Restore a checkpoint to what it was before `to_plain`.
 
     Args:
         checkpoint: the loaded checkpoint; its dictionaries and lists are filled in place.
+        names: the functions and classes that it may name; those only that can do no harm by default.
+        waiting: filled with what is left for later, since its names may be those of optimizers or schedulers that are
+            yet to be made; None if there is no later.
 
     Raises:
-        ValueError: a value cannot be restored, such as one that names a missing function or class. Hyperparameters are
-            left out instead, with a warning.
+        UnrestorableStateError: a value cannot be restored, such as one that names a function which is missing or which
+            it may not name. Hyperparameters are left out instead, with a warning.
     """
     restored = {name: entry for name, entry in checkpoint.items() if name != MOVED}
     for each in checkpoint.get(MOVED, ()):
-        at = decode(each["at"])
-        target = restored if len(at) == 1 else restored[at[0]]
+        place: Any = ("an entry",)
         try:
-            target[at[-1]] = decode(each["value"])
+            place = decode(each["at"])
+            target = restored if len(place) == 1 else restored[place[0]]
+            target[place[-1]] = decode(each["value"], names)
         except Exception as error:  # a damaged or foreign entry may raise anything
-            place = " → ".join(map(str, at))
-            if at[0] not in _HYPERPARAMETERS:
-                raise ValueError(f"{place} of the checkpoint cannot be restored: {error}") from error
-            rank_zero_warn(f"{place} of the checkpoint is left out, as it cannot be restored: {error}")
+            late = isinstance(error, NameRefusedError) and len(place) == 2 and place[0] in _OF_OPTIMIZERS
+            if late and waiting is not None:
+                waiting.append(each)
+                continue
+            text = " → ".join(map(str, place))
+            if place[0] not in _HYPERPARAMETERS:
+                raise UnrestorableStateError(f"{text} of the checkpoint cannot be restored: {error}.") from error
+            rank_zero_warn(f"{text} of the checkpoint is left out, as it cannot be restored: {error}.")
     return restored
 
 
@@ -230,7 +284,7 @@ def _load_back(content: Any, pickle_module: Any) -> None:
         ) from error
 
 
-def saved_hyperparameters(checkpoint: str | Path) -> dict[str, Any]:
+def saved_hyperparameters(checkpoint: str | Path, *, trust_pickles: bool = False) -> dict[str, Any]:
     """Read all hyperparameters of a checkpoint, including those that `load_from_checkpoint` does not find by itself.
 
     It does not find values that torch's weights-only unpickler refuses, such as a Path or a DictConfig. Call
@@ -238,11 +292,14 @@ def saved_hyperparameters(checkpoint: str | Path) -> dict[str, Any]:
 
     Args:
         checkpoint: a single file, such as one that `azureml-strategy consolidate` wrote.
+        trust_pickles: take all functions and classes that the file names. Without it, those count that only compute or
+            only hold data, and what you have registered with `torch.serialization.add_safe_globals`; other
+            hyperparameters are left out, with a warning.
 
     Returns:
         The arguments of the module, by name.
     """
-    loaded = from_plain(_load(checkpoint))
+    loaded = from_plain(_load(checkpoint), Names(trusted=trust_pickles))
     found = loaded.get("hyper_parameters", {})
     name = loaded.get("hparams_name", "kwargs")  # Lightning's name for several arguments
     return dict(found) if name == "kwargs" else {name: found}

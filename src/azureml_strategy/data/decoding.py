@@ -26,7 +26,7 @@ from torch import Tensor
 
 from azureml_strategy.data.crops import Crop
 from azureml_strategy.data.jpeg_rows import with_fewer_rows
-from azureml_strategy.data.pillow_images import open_image, to_rgb
+from azureml_strategy.data.pillow_images import is_huge, open_image, refuse_costly, to_rgb
 
 Pixels = NDArray[np.uint8]
 # Maps width and height of an image, in pixels, to the crop. It is called again if a decoder gives up on an image.
@@ -92,9 +92,10 @@ def decode_simplejpeg(record: bytes, choose_crop: ChooseCrop, square: Pixels) ->
 
     if not record.startswith(_JPEG):
         return decode_pillow(record, choose_crop, square)
+    refuse_costly(record)
     try:
         height, width, *_ = simplejpeg.decode_jpeg_header(record)
-        if _is_huge(width, height):  # Pillow warns, or refuses what would fill the memory
+        if is_huge(width, height):  # Pillow warns, or refuses what would fill the memory
             return decode_pillow(record, choose_crop, square)
         crop = choose_crop(width, height)
         reduction = _reduction(width, height, crop, len(square))
@@ -210,12 +211,6 @@ def _npy_size(header: bytes) -> tuple[int, int]:
             "uint8, (height, width, 3), in the order of C"
         )
     return int(shape[0]), int(shape[1])
-
-
-def _is_huge(width: int, height: int) -> bool:
-    from PIL import Image
-
-    return Image.MAX_IMAGE_PIXELS is not None and width * height > Image.MAX_IMAGE_PIXELS
 
 
 def _scaled_box(crop: Crop, seen: tuple[int, int], decoded: tuple[int, int]) -> tuple[float, float, float, float]:

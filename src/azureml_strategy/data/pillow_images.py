@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 
 # The content decides the format, not the file name. Pillow's other decoders are never offered a file.
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
+# The most segments before a JPEG's pixels, those of EXIF among them, and scans of a progressive one. Cameras write some
+# ten segments and one of EXIF, profiles of colours up to 255, and encoders some ten scans, each of which costs a pass
+# over all pixels. Pillow joins segments of EXIF one by one, in a time that grows by the square of their number.
+_SEGMENTS, _EXIF_SEGMENTS, _SCANS = 1024, 16, 256
+_JPEG, _START_OF_SCAN = b"\xff\xd8\xff", 0xDA
 # What Pillow and torch say in errors that are no MemoryError.
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory")
 
@@ -24,13 +29,62 @@ def open_image(content: bytes) -> Image.Image:
 
     Raises:
         PIL.UnidentifiedImageError: it has another format, or is none. Pillow raises other exceptions, too.
+        CostlyImageError: it would cost much more to read than its size suggests.
     """
     from PIL import Image, UnidentifiedImageError
 
+    refuse_costly(content)
     try:
         return Image.open(io.BytesIO(content), formats=_FORMATS)
     except UnidentifiedImageError:  # it names the address of a BytesIO
         raise UnidentifiedImageError(f"{len(content)} bytes that are no JPEG, PNG, WEBP or BMP image") from None
+
+
+class CostlyImageError(ValueError):
+    """An image is made so that a small file takes long, or much memory, to decode."""
+
+
+def refuse_costly(content: bytes) -> None:
+    """Refuse an image file that would cost much more than its size and its number of pixels suggest.
+
+    Raises:
+        CostlyImageError: it has too many parts, or room for too many pixels is made before Pillow counts them.
+    """
+    if content.startswith(_JPEG):
+        segments, exif = _jpeg_segments(content)
+        scans = content.count(bytes((0xFF, _START_OF_SCAN)))
+        if segments > _SEGMENTS or exif > _EXIF_SEGMENTS or scans > _SCANS:
+            raise CostlyImageError(
+                f"a JPEG file with {segments:,} segments before its pixels, {exif:,} of them EXIF, and {scans:,} "
+                f"scans; at most {_SEGMENTS:,}, {_EXIF_SEGMENTS} and {_SCANS} are read"
+            )
+    elif content[:4] == b"RIFF" and content[8:16] == b"WEBPVP8X":
+        width, height = (1 + int.from_bytes(content[place : place + 3], "little") for place in (24, 27))
+        if is_huge(width, height):
+            raise CostlyImageError(f"a WEBP file of {width:,} x {height:,} pixels, more than Pillow takes")
+
+
+def is_huge(width: int, height: int) -> bool:
+    """Whether an image has more pixels than Pillow decodes without a warning."""
+    from PIL import Image
+
+    return Image.MAX_IMAGE_PIXELS is not None and width * height > Image.MAX_IMAGE_PIXELS
+
+
+def _jpeg_segments(content: bytes) -> tuple[int, int]:
+    """Count the segments before a JPEG's first scan, and those of EXIF among them, up to one more than is allowed."""
+    place, segments, exif = 2, 0, 0
+    while segments <= _SEGMENTS and content[place : place + 1] == b"\xff":
+        marker = content[place + 1 : place + 2]
+        if marker in (b"", b"\xff") or 0xD0 <= marker[0] <= 0xD8 or marker == b"\x01":  # filling, or without a length
+            place, segments = place + (1 if marker == b"\xff" else 2), segments + 1
+            continue
+        if marker[0] == _START_OF_SCAN:
+            break
+        segments += 1
+        exif += marker == b"\xe1" and content[place + 4 : place + 10] == b"Exif\0\0"
+        place += 2 + max(2, int.from_bytes(content[place + 2 : place + 4], "big"))
+    return segments, exif
 
 
 def is_damage(error: Exception) -> bool:

@@ -32,6 +32,7 @@ from azureml_strategy.data.shard_index import (
 )
 from azureml_strategy.data.storage import is_remote, own_fault, storage_error
 from azureml_strategy.data.tar_index import index_tars, is_indexed
+from azureml_strategy.inside import is_private
 from azureml_strategy.network.doctor.disks import read_mounts
 from azureml_strategy.whole_reads import read_range
 
@@ -283,9 +284,15 @@ def _roomiest_disk() -> Path:
     places = [Path(mount.target) for mount in read_mounts(Path("/proc")) if mount.is_disk and not mount.read_only]
     # Path.is_dir would fail in a folder of somebody else's.
     places = [each for each in places if each != Path("/") and os.path.isdir(each) and os.access(each, os.W_OK)]
-    rooms = {place: _available(place / _CACHE_FOLDER) for place in (Path(tempfile.gettempdir()), *places)}
+    # What is there already and belongs to others, or leads elsewhere, is not used.
+    places = [each for each in (Path(tempfile.gettempdir()), *places) if _may_be_ours(each / _CACHE_FOLDER)]
+    rooms = {place: _available(place / _CACHE_FOLDER) for place in places or [Path(tempfile.gettempdir())]}
     alike = [place for place, room in rooms.items() if room >= _ALIKE * max(rooms.values())]
     return max(alike, key=lambda place: os.access(place / _CACHE_FOLDER, os.W_OK))
+
+
+def _may_be_ours(folder: Path) -> bool:
+    return not os.path.lexists(folder) or is_private(folder)
 
 
 def _available(place: Path) -> int:

@@ -7,7 +7,6 @@ tar is only a row of files with a header each, so that a sample is read by its o
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 from collections import Counter
@@ -16,19 +15,23 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 from isal.isal_zlib import crc32
 from numpy.typing import NDArray
 
+from azureml_strategy.data.npy_files import read_npz
 from azureml_strategy.data.passed_over import first_names, warn
+from azureml_strategy.inside import OutsideError, name_within
 
 INDEX_NAME = "index.npz"
 # The fact that names the tars, with sizes and times, of which an index was made that was not packed with them.
 MADE_OF = "made_of"
 # The fact that counts the files in such tars that are part of no sample.
 PASSED_OVER = "passed_over"
+# The largest label of a set whose classes have no names, of which each number up to it becomes one. Our choice: more
+# classes than any published set of images has.
+_LARGEST_LABEL = 2**20 - 1
 # Version of the layout. A newer one is refused, as this code would misread it.
 _VERSION = 1
 _ARRAYS = {"shard": np.uint32, "offset": np.int64, "length": np.uint32, "label": np.int32, "checksum": np.uint32}
@@ -72,16 +75,27 @@ class ShardIndex:
         """Refuse an index that cannot be true.
 
         Raises:
-            ShardIndexError: a record lies outside of its shard, or the arrays do not belong together.
+            ShardIndexError: a record lies outside of its shard, a shard outside of the folder, a label is that of no
+                class, or the arrays do not belong together.
         """
         if len({len(getattr(self, name)) for name in _ARRAYS}) != 1 or len(self.sizes) != len(self.shards):
             raise ShardIndexError("its arrays have different lengths")
         if not len(self):
             raise ShardIndexError("it holds no samples")
+        try:
+            for name in self.shards:
+                name_within(Path("the folder of the set"), name)
+        except OutsideError as error:
+            raise ShardIndexError(f"{error}. Rename it") from error
         if int(self.shard.max()) >= len(self.shards) or bool((self.shard[1:] < self.shard[:-1]).any()):
             raise ShardIndexError("its samples name shards that are not there, or are not in the order of the shards")
-        if bool((self.offset + self.length > self.sizes[self.shard]).any()) or int(self.offset.min()) < 0:
+        if int(self.sizes.min()) < 0 or float(self.sizes.sum(dtype=np.float64)) >= 2**62:
+            raise ShardIndexError("its shards have sizes that no disk holds")
+        # Not offset + length, which may be more than an int64 holds.
+        if bool((self.offset > self.sizes[self.shard] - self.length).any()) or int(self.offset.min()) < 0:
             raise ShardIndexError("a sample lies outside of its shard")
+        if int(self.label.min()) < 0 or (self.classes and int(self.label.max()) >= len(self.classes)):
+            raise ShardIndexError("a sample has a label that is no place of a class")
 
     def __len__(self) -> int:
         return len(self.shard)
@@ -117,6 +131,25 @@ class ShardIndex:
         return json.dumps({**parts, "facts": dict(facts)}, sort_keys=True)
 
 
+def numbered_classes(where: str, label: NDArray[Any]) -> tuple[str, ...]:
+    """Name the classes of a set by their numbers.
+
+    Args:
+        where: the labels are from, for a message.
+        label: of the samples.
+
+    Raises:
+        ShardIndexError: a label would make more classes than any set has.
+    """
+    largest = int(label.max(initial=0))
+    if largest > _LARGEST_LABEL:
+        raise ShardIndexError(
+            f"{where}: a label is {largest:,}, and labels count classes from 0, up to {_LARGEST_LABEL:,}. Number the "
+            "classes anew, without gaps, or name them."
+        )
+    return tuple(map(str, range(largest + 1)))
+
+
 def load_index(source: Path | bytes, where: str = "") -> ShardIndex:
     """Read an index.
 
@@ -129,25 +162,36 @@ def load_index(source: Path | bytes, where: str = "") -> ShardIndex:
     """
     where = where or (str(source) if isinstance(source, Path) else "The index")
     try:
-        with np.load(source if isinstance(source, Path) else io.BytesIO(source), allow_pickle=False) as file:
-            header = json.loads(file["header"].tobytes())
-            arrays = {name: file[name].astype(kind, copy=False) for name, kind in _ARRAYS.items()}
-            sizes = file["sizes"].astype(np.int64, copy=False)
+        read = read_npz(source, ("header", "sizes", *_ARRAYS))
+        header = json.loads(read.pop("header").tobytes())
+        arrays = {name: _exactly(read[name], kind) for name, kind in {"sizes": np.int64, **_ARRAYS}.items()}
         if header["version"] > _VERSION:
             raise ShardIndexError(
                 f"it has layout {header['version']}, and this azureml-strategy reads layout {_VERSION}: upgrade it"
             )
-        classes, facts = tuple(header["classes"]), header["facts"]
-        return ShardIndex(header["kind"], tuple(header["shards"]), sizes, **arrays, classes=classes, facts=facts)
+        classes, facts = tuple(header["classes"]), dict(header["facts"])
+        _require_texts(header["kind"], *header["shards"], *classes)
+        return ShardIndex(header["kind"], tuple(header["shards"]), **arrays, classes=classes, facts=facts)
     except FileNotFoundError as error:
         raise ShardIndexError(
             f"There is no {where}. Pack the data set: azureml-strategy data pack SRC OUT. The folder OUT has it."
         ) from error
-    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, BadZipFile) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ShardIndexError(
             f"{where} cannot be used: {error}. Copy it again from where the set was packed, or remove it, and the "
             "shards are indexed anew."
         ) from error
+
+
+def _exactly(array: NDArray[Any], kind: type[Any]) -> NDArray[Any]:
+    if array.ndim != 1 or array.dtype != kind:
+        raise ValueError(f"it holds {array.dtype} of {array.ndim} dimensions in the place of numbers")
+    return array
+
+
+def _require_texts(*values: object) -> None:
+    if not all(isinstance(each, str) for each in values):
+        raise ValueError("a name in it is no text")
 
 
 class RecordError(OSError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +12,7 @@ from torch.utils.data import Dataset
 from typing_extensions import override
 
 from azureml_strategy.data.node_cache.client import CacheSettings
+from azureml_strategy.data.npy_files import read_npy
 from azureml_strategy.data.pillow_images import open_image, to_rgb
 from azureml_strategy.data.readers import choose_cache, open_reader
 from azureml_strategy.data.shard_index import ShardIndex, ShardIndexError, warn_of_unread_files
@@ -103,7 +103,7 @@ class ShardedImages(Dataset[tuple[Any, int]]):
         if isinstance(record, Exception):
             raise record
         if self.index.kind == "raw":
-            pixels = np.load(io.BytesIO(record))
+            pixels = read_npy(record)
             return pixels if self.transform is None else self.transform(Image.fromarray(pixels))
         image = to_rgb(open_image(record))
         return np.array(image) if self.transform is None else self.transform(image)

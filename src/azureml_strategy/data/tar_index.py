@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from typing_extensions import Buffer, override
 
 from azureml_strategy.data.passed_over import PassedOver, is_no_data
-from azureml_strategy.data.shard_index import PASSED_OVER, ShardIndex, ShardIndexError
+from azureml_strategy.data.shard_index import PASSED_OVER, ShardIndex, ShardIndexError, numbered_classes
 
 if TYPE_CHECKING:
     from azureml_strategy.data.storage import Storage
@@ -374,7 +374,7 @@ def _join(
         np.repeat(np.arange(len(shards), dtype=np.uint32), [len(samples.offset) for samples in found]),
         label=label,
         **arrays,
-        classes=classes or tuple(str(number) for number in range(int(label.max()) + 1)),
+        classes=classes or numbered_classes("The tar files", label),
         facts=_passed_over(found, sorted(name for name in sizes if _is_unread_tar(name))),
     )
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
 
 from azureml_strategy.cluster.redaction import REDACTED
 from azureml_strategy.jobs.service_errors import service_errors
 from azureml_strategy.tracking.run import describe_store
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
@@ -44,11 +47,12 @@ def run_metrics(uri: str, run_id: str) -> dict[str, float]:
 
 
 def store_address(store: str, client: Callable[[], MLClient]) -> str:
-    """Recover the full address of a store from its address without secrets.
+    """Find the store that a file names. No token goes to a host that only the file names.
 
     Args:
-        store: address from `describe_store`. It must be complete, or be that of MLFLOW_TRACKING_URI or the workspace.
-        client: returns the client of the workspace; called only if the store is the workspace's.
+        store: address from `describe_store`. It must be that of MLFLOW_TRACKING_URI or of the workspace, or a store on
+            this machine.
+        client: returns the client of the workspace; called only if the store is a workspace's.
 
     Raises:
         ValueError: the address is none of these.
@@ -57,8 +61,36 @@ def store_address(store: str, client: Callable[[], MLClient]) -> str:
     mine = os.environ.get("MLFLOW_TRACKING_URI", "")
     if mine and describe_store(mine) == store:
         return mine
-    if store and REDACTED not in store:
-        return store
     if store.startswith("azureml:"):
-        return tracking_uri(client())
-    raise ValueError(f"The file names its store without the secret part, {store}. Say where it is: --tracking-uri URI.")
+        found = tracking_uri(client())
+        if _workspace(found) == _workspace(store):
+            return found
+        raise ValueError(
+            f"The file names the store {store}, and the workspace's is {describe_store(found)}. If the file is yours, "
+            "name its workspace by the options of this command, or the store: --tracking-uri URI."
+        )
+    if REDACTED not in store and _is_here(store):
+        return store
+    raise ValueError(
+        f"The file names the store {store or 'nowhere'}, which is neither on this machine without a sign-in nor that "
+        "of MLFLOW_TRACKING_URI. Metrics and a token would go to whomever the file names. If it is right, type it: "
+        "--tracking-uri URI."
+    )
+
+
+def _workspace(uri: str) -> str:
+    """What tells a workspace from others: its path, whatever region's host answers for it."""
+    return unquote(urlsplit(uri).path).lower().rstrip("/")
+
+
+def _is_here(store: str) -> bool:
+    """Whether a store is a file, or a server of this machine for which nobody signs in."""
+    from mlflow.environment_variables import MLFLOW_TRACKING_AUTH, MLFLOW_TRACKING_AWS_SIGV4, MLFLOW_TRACKING_TOKEN
+    from mlflow.utils.credentials import read_mlflow_creds
+
+    address = urlsplit(store)
+    if address.scheme in ("sqlite", "file", ""):
+        return bool(address.path) and not address.netloc
+    kinds: Iterable[Any] = (MLFLOW_TRACKING_TOKEN, MLFLOW_TRACKING_AUTH, MLFLOW_TRACKING_AWS_SIGV4)
+    signs_in = any((*read_mlflow_creds(), *(each.get() for each in kinds)))
+    return address.scheme in ("http", "https") and address.hostname in _LOOPBACK and not signs_in

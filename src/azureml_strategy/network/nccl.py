@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from azureml_strategy.cluster.environ import PLANNED_VARIABLES
+from azureml_strategy.inside import OutsideError, private_folder
 from azureml_strategy.network.conflicts import find_conflicts
 from azureml_strategy.network.findings import Finding, find_faults
 from azureml_strategy.network.node import Node, read_node
@@ -132,13 +133,20 @@ def log_folder(azure: bool) -> Path:
     Args:
         azure: whether the machine is an Azure VM. Elsewhere, as under the emulator, nothing uploads logs.
     """
-    temporary = Path(tempfile.gettempdir()) / "azureml_strategy_nccl"
-    for folder in [Path("logs/nccl").resolve()] * azure + [temporary]:
+    if azure:
+        folder = Path("logs/nccl").resolve()
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             if os.access(folder, os.W_OK):
                 return folder
-    return temporary
+    # Named by the user: NCCL writes to what lies there, and another user could have put a link.
+    temporary = Path(tempfile.gettempdir()) / f"azureml_strategy_nccl_{os.getuid()}"
+    try:
+        return private_folder(temporary)
+    except (FileExistsError, OutsideError):
+        return Path(tempfile.mkdtemp(prefix="azureml_strategy_nccl_"))
+    except OSError:
+        return temporary
 
 
 def recorder_settings(configured: Mapping[str, tuple[str, str]], folder: Path | None) -> Iterator[Setting]:

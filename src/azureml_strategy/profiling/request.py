@@ -12,6 +12,7 @@ REQUEST, TAKEN, ANSWER = "profile.request", "profile.taken", "profile.answer"
 _STEPS = re.compile(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?")
 # A trace of so many steps fills a disk, and nobody can read it.
 _MOST_STEPS = 1000
+_LARGEST_RANK = 2**20
 _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
@@ -112,6 +113,8 @@ def parse_ranks(ranks: str | int | Iterable[int]) -> tuple[int, ...]:
         found = _STEPS.fullmatch(str(part))
         if found is None or isinstance(part, bool) or int(found[2] or found[1]) < int(found[1]):
             raise ProfileRequestError(f"ranks={ranks} are no ranks: write their numbers, as ranks=0,8 or ranks=0-3,8.")
+        if int(found[2] or found[1]) > _LARGEST_RANK:
+            raise ProfileRequestError(f"ranks={ranks} go beyond {_LARGEST_RANK:,}, and no job has as many processes.")
         numbers.update(range(int(found[1]), int(found[2] or found[1]) + 1))
     if not numbers:
         raise ProfileRequestError("ranks has no rank in it: write their numbers, as ranks=0,8.")

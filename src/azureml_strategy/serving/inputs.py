@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import io
+import itertools
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,16 +14,28 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from azureml_strategy.data.pillow_images import to_mode
+from azureml_strategy.data.npy_files import NPY, read_npy
+from azureml_strategy.data.pillow_images import open_image, to_mode
+from azureml_strategy.whole_reads import read_whole
 
 Numbers = npt.NDArray[Any]
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp")
 """Files that hold one sample each, as pixels."""
 MAX_BYTES = 16 * 2**20
 """The largest body of a request. Our choice, some times what Azure ML itself lets through."""
+MAX_FILE_BYTES = 2**30
+"""The largest file of samples for a batch endpoint. Our choice; a file of JSON is bounded by its numbers, too."""
 MAX_NUMBERS = 2**22
 """The most numbers in an answer. Our choice: as JSON they take some 80 MB, and as Python's floats twice that."""
-_NPY = b"\x93NUMPY"
+MAX_TOKENS = 2**17
+"""The most whole numbers in a request whose samples are rows of any length. Our choice: longer than most contexts."""
+MAX_VARIED = 2**22
+"""The most numbers in a request whose samples have any other size that varies: an image of 1,024 x 1,024, and more."""
+MAX_PIXELS = 2**26
+"""The most pixels of an image. Our choice: as RGB they take 200 MB."""
+# Of JSON. A list takes some 64 bytes for the three that it costs to send, and a number some 36 for four.
+_MAX_LISTS, _MAX_VALUES = 2**20, 2**24
+_RAGGED = "The samples are no regular array: lists side by side have unequal lengths. Send samples of one shape."
 _BY_NUMBERS = "the numbers of one sample after the other in nested lists"
 
 
@@ -74,6 +85,7 @@ class ExpectedInput:
         if not numbers.size:
             raise BadInputError(f"There is no number in what was sent. Send one sample or more, {self.shape}.")
         self._check_shape(numbers.shape)
+        self._check_count(numbers.size)
         if not np.isfinite(numbers).all():
             raise BadInputError("The samples hold NaN or infinity. Send finite numbers only.")
         self._check_range(numbers)
@@ -88,6 +100,18 @@ class ExpectedInput:
             raise BadInputError(
                 f"There are {shape[0]:,} samples, and at most {self.max_samples:,} at a time are taken. Send fewer, "
                 "several times."
+            )
+
+    def _check_count(self, count: int) -> None:
+        """Refuse a long request: where sizes vary, what a model needs grows with them, and may grow faster."""
+        if self.sizes is not None and None not in self.sizes:
+            return
+        rows = self.sizes is not None and len(self.sizes) == 1 and not self.dtype.is_floating_point
+        most = MAX_TOKENS if rows else MAX_VARIED
+        if count > most:
+            raise BadInputError(
+                f"There are {count:,} numbers, and at most {most:,} at a time are taken by a model whose samples may "
+                "have any size. Send fewer or smaller samples, several times."
             )
 
     def _check_range(self, numbers: Numbers) -> None:
@@ -119,7 +143,7 @@ def read_body(body: bytes) -> Numbers:
     """
     if not body:
         raise BadInputError('The request is empty. Send JSON, {"data": [SAMPLE, ...]}, or the bytes of a .npy file.')
-    return _read_npy(body) if body.startswith(_NPY) else _read_json(body)
+    return _read_npy(body) if body.startswith(NPY) else _read_json(body)
 
 
 def read_file(path: Path, expected: ExpectedInput) -> Tensor:
@@ -137,12 +161,25 @@ def read_file(path: Path, expected: ExpectedInput) -> Tensor:
         return expected.checked(_read_image(path, expected)[None])
     if suffix not in (".npy", ".json"):
         raise BadInputError(f"{path.name} is no file of samples. Send .npy, .json or {', '.join(IMAGES)}.")
+    size = path.stat().st_size
+    if size > MAX_FILE_BYTES:
+        raise BadInputError(
+            f"{path.name} has {size / 2**20:,.0f} MiB, and at most {MAX_FILE_BYTES / 2**20:,.0f} are read. Make "
+            "several files of it."
+        )
     numbers = read_body(path.read_bytes())
     one = expected.sizes is not None and numbers.ndim == len(expected.sizes)
     return expected.checked(numbers[None] if one else numbers)
 
 
 def _read_json(body: bytes) -> Numbers:
+    # Each number but the first follows a comma or begins a list: so many values are made of the text at most.
+    lists, values = body.count(b"[") + body.count(b"{"), body.count(b",")
+    if lists > _MAX_LISTS or values > _MAX_VALUES:
+        raise BadInputError(
+            f"The request has {values:,} numbers in {lists:,} lists, and at most {_MAX_VALUES:,} in {_MAX_LISTS:,} are "
+            "read as JSON. Send fewer samples at a time, or the bytes of a .npy file."
+        )
     try:
         content = json.loads(body, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
@@ -164,38 +201,41 @@ def _refuse_constant(name: str) -> Any:
 def _nested(data: Any) -> Numbers:
     if not isinstance(data, list):
         raise BadInputError(f'"data" is a {type(data).__name__}, but must be a list of samples: {_BY_NUMBERS}.')
+    _require_numbers(data)
     try:
         return np.asarray(data)
     except (ValueError, OverflowError) as error:  # lists of unequal lengths, or too deep
-        raise BadInputError(
-            "The samples are no regular array: lists side by side have unequal lengths. Send samples of one shape."
-        ) from error
+        raise BadInputError(_RAGGED) from error
+
+
+def _require_numbers(data: list[Any]) -> None:
+    """Refuse texts and objects before numpy sees them: it would make all entries as long as the longest text."""
+    level: list[Any] = data
+    while kinds := set(map(type, level)):
+        if kinds <= {int, float}:
+            return
+        if kinds != {list}:
+            if kinds <= {int, float, list}:
+                raise BadInputError(_RAGGED)
+            raise BadInputError(f"The samples hold something other than numbers. Send {_BY_NUMBERS}.")
+        level = list(itertools.chain.from_iterable(level))
 
 
 def _read_npy(body: bytes) -> Numbers:
-    """Read an array without numpy's pickles, and without memory for a size that only the header claims."""
-    stream = io.BytesIO(body)
     try:
-        version = np.lib.format.read_magic(stream)
-        header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, fortran, dtype = header(stream)
-    except Exception as error:  # numpy parses it as Python, which may raise anything
-        raise BadInputError("The .npy file has a damaged header. Write it with numpy.save.") from error
-    content = body[stream.tell() :]
-    if dtype.kind not in "iuf":
-        raise BadInputError(f"The .npy file holds {dtype}, and no numbers. Send an array of numbers.")
-    if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != len(content):
-        raise BadInputError("The .npy file is longer or shorter than its header says. Write it with numpy.save.")
-    return np.frombuffer(content, dtype).reshape(shape, order="F" if fortran else "C")
+        numbers = read_npy(body)
+    except ValueError as error:
+        raise BadInputError(f"The .npy file {error}. Write it with numpy.save, as an array of numbers.") from error
+    if numbers.dtype.kind not in "iuf":
+        raise BadInputError(f"The .npy file holds {numbers.dtype}, and no numbers. Send an array of numbers.")
+    return numbers
 
 
 def _read_image(path: Path, expected: ExpectedInput) -> Numbers:
-    from PIL import Image
-
     mode = _mode(path, expected)
     assert expected.sizes is not None
     try:
-        with Image.open(path) as image:
+        with open_image(read_whole(path)) as image:
             _check_size(path, (image.height, image.width), expected.sizes[-2:])
             pixels = np.asarray(to_mode(image, mode))  # as the training read it
     except BadInputError:
@@ -225,4 +265,8 @@ def _check_size(path: Path, size: tuple[int, int], wanted: Sequence[int | None])
         raise BadInputError(
             f"{path.name} has {size[0]} x {size[1]} pixels (height x width), but the model takes "
             f"{wanted[0] or 'any'} x {wanted[1] or 'any'}. Resize it as the training did."
+        )
+    if size[0] * size[1] > MAX_PIXELS:
+        raise BadInputError(
+            f"{path.name} has {size[0]} x {size[1]} pixels, and at most {MAX_PIXELS:,} are decoded. Make it smaller."
         )

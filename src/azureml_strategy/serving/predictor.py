@@ -20,6 +20,7 @@ from azureml_strategy.serving import MAX_SAMPLES, WEIGHTS
 from azureml_strategy.serving.inputs import MAX_NUMBERS, BadInputError, ExpectedInput
 
 _DEFAULT_SAMPLES = 256
+_SMALL = (8, 16)  # sizes of samples that may have any
 
 
 class ModelFaultError(RuntimeError):
@@ -42,6 +43,7 @@ class Predictor:
             if isinstance(each, nn.Embedding):
                 each.register_forward_pre_hook(_check_rows)
         self._lock = threading.Lock()  # a forward of the user's may keep state in the module
+        self._growth = 0.0  # numbers of an answer for each further number of a sample, if it has any size
 
     @classmethod
     def load(cls, folder: Path, code: Path) -> Predictor:
@@ -69,12 +71,29 @@ class Predictor:
     def warm_up(self) -> None:
         """Compute one sample of zeros, so that a model that cannot be served fails before the first request.
 
+        Where samples may have any size, two small ones tell how the answer grows, so that a request whose answer would
+        be too long is refused before it takes the memory.
+
         Raises:
             ModelFaultError: it failed.
         """
         sizes = self.expected.sizes
-        if sizes is not None and None not in sizes:
+        if sizes is None:
+            return
+        if None not in sizes:
             self.predict(torch.zeros(1, *sizes, dtype=self.expected.dtype))  # type: ignore[arg-type]
+            return
+        samples = [
+            torch.zeros(1, *(size if each is None else each for each in sizes), dtype=self.expected.dtype)
+            for size in _SMALL
+        ]
+        try:
+            with torch.inference_mode():
+                outputs = [self._module(each.to(self._device)) for each in samples]
+            numbers = [each.numel() for each in outputs]
+        except Exception:  # a forward of the user's may raise anything, and may need larger samples
+            return
+        self._growth = (numbers[1] - numbers[0]) / (samples[1].numel() - samples[0].numel())
 
     def predict(self, samples: Tensor) -> dict[str, Any]:
         """Compute the model's outputs.
@@ -90,6 +109,7 @@ class Predictor:
             BadInputError: an embedding has no row for a number of the samples, or the outputs are too many.
             ModelFaultError: the model failed, or gave something other than finite numbers for each sample.
         """
+        _check_answer(self._growth * samples.numel())
         try:
             with self._lock, torch.inference_mode():
                 outputs = self._module(samples.to(self._device))
@@ -112,17 +132,21 @@ def _check_rows(table: nn.Embedding, inputs: tuple[Tensor, ...]) -> None:
         )
 
 
+def _check_answer(numbers: float) -> None:
+    if numbers > MAX_NUMBERS:
+        raise BadInputError(
+            f"The model gives {numbers:,.0f} numbers for these samples, and an answer holds {MAX_NUMBERS:,} at most. "
+            "Send fewer samples at a time, or shorter ones."
+        )
+
+
 def _answer(outputs: Any, samples: int) -> dict[str, Any]:
     if not isinstance(outputs, Tensor) or outputs.dim() == 0 or len(outputs) != samples:
         raise ModelFaultError(
             "The model's forward gives no tensor with a row for each sample, so that it cannot be served as it is. "
             "Wrap it in a LightningModule whose forward does."
         )
-    if outputs.numel() > MAX_NUMBERS:
-        raise BadInputError(
-            f"The model gives {outputs.numel():,} numbers for these samples, and an answer holds {MAX_NUMBERS:,} at "
-            "most. Send fewer samples at a time, or shorter ones."
-        )
+    _check_answer(outputs.numel())
     numbers = outputs.float().cpu()
     if not torch.isfinite(numbers).all():
         raise ModelFaultError("The model computed NaN or infinity for these samples.")

@@ -38,6 +38,7 @@ from azureml_strategy.strategies.mixed_precision import (
     mix_precision,
     mix_sharded_precision,
 )
+from azureml_strategy.strategies.model_parallel.checkpoint import reading
 from azureml_strategy.strategies.model_parallel.fsdp_internals import begin_as_root
 from azureml_strategy.strategies.model_parallel.gathering import Gathering
 from azureml_strategy.strategies.model_parallel.gradients import copy_gradients
@@ -446,6 +447,11 @@ class FabricModelParallelStrategy(LaunchedFabricStrategy, ModelParallelStrategy)
         for each in self._buffers:
             each.before_use()
         super().save_checkpoint(*args, **kwargs)
+
+    @override
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        with reading(kwargs.get("weights_only")):
+            return super().load_checkpoint(*args, **kwargs)
 
     @override
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:

@@ -101,11 +101,13 @@ class Spool:
         try:
             lines = [line for line, _ in self._lines(0) if "run" in line or "run_id" in line]
             request = RunRequest(tracking_uri, **lines[0]["run"])
+            request = replace(request, run_id=lines[-1].get("run_id", request.run_id))
+            _require_texts(request)
         except (IndexError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{self.path} is no file of unsent metrics: its first line names no run ({error})."
             ) from None
-        return replace(request, run_id=lines[-1].get("run_id", request.run_id))
+        return request
 
     @property
     def store(self) -> str:
@@ -133,10 +135,19 @@ class Spool:
                 if batch.items and (kind != batch.kind or len(batch.items) == LIMITS[kind]):
                     yield batch, end
                     batch = Batch("", [])
-                batch = Batch(kind, [*batch.items, _from_line(kind, line)], doubtful=True)
+                batch = Batch(kind, [*batch.items, self._item(kind, line)], doubtful=True)
             end = after
         if batch.items or end > start:
             yield batch, end
+
+    def _item(self, kind: str, line: dict[str, Any]) -> Any:
+        try:
+            return _from_line(kind, line)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise ValueError(
+                f"{self.path} has a damaged line of {kind} ({error!r:.100}): {json.dumps(line)[:100]}. Remove the "
+                "line, and send the rest."
+            ) from error
 
     def remove(self) -> None:
         """Delete the file, after the store has taken all of it."""
@@ -165,10 +176,18 @@ class Spool:
             while (text := file.readline()).endswith(b"\n"):
                 try:
                     line = json.loads(text)
-                except ValueError:  # half a line, from a process that was killed while it wrote
+                except (ValueError, RecursionError):  # half a line, from a process that was killed while it wrote
                     continue
-                if line:
+                if line and isinstance(line, dict):
                     yield line, file.tell()
+
+
+def _require_texts(request: RunRequest) -> None:
+    values = {**asdict(request), **request.tags}
+    del values["tags"]
+    odd = [name for name, value in values.items() if name != "started_ms" and not isinstance(value, str | None)]
+    if odd or type(request.started_ms) is not int or not request.start_id.isalnum():
+        raise TypeError(f"{', '.join(odd) or 'its start'} is no text")
 
 
 def find_spools(folder: Path, deep: bool = True) -> list[Spool]:
@@ -315,6 +334,7 @@ def _upload_and_tell(spool: Spool, address: Callable[[str], str], tell: Callable
         if not spool.hold():
             tell(f"{spool.path}: another process writes or sends it just now, or has sent it.")
             return False
+        _refuse_files_elsewhere(spool)
         run_id = upload(spool, address(spool.store))
     except (OSError, ValueError, TrackingError, StoreAwayError, StoreRefusedError) as error:
         tell(f"{spool.path}: {error}")
@@ -323,3 +343,19 @@ def _upload_and_tell(spool: Spool, address: Callable[[str], str], tell: Callable
         spool.close()
     tell(f"{spool.path}: all of it stands in run {run_id}; the file is removed.")
     return True
+
+
+def _refuse_files_elsewhere(spool: Spool) -> None:
+    """Refuse to send a file of this machine that has nothing to do with the run: anyone may have written the lines.
+
+    Raises:
+        ValueError: such a file is named.
+    """
+    folders = (spool.path.parent.resolve(), Path.cwd())
+    named = [each.value for batch, _ in spool.batches() for each in batch.items if isinstance(each, DiskFile)]
+    outside = next((each for each in named if not any(map(Path(each).resolve().is_relative_to, folders))), None)
+    if outside is not None:
+        raise ValueError(
+            f"it would send {outside!r}, which lies neither below {folders[0]} nor below {folders[1]}. If that is a "
+            "file of the run, type the command in a folder that holds it."
+        )

@@ -251,7 +251,7 @@ def main() -> None:
     newest = newest_valid(folder / "stopped")
     assert newest is not None
     consolidate(newest, folder / f"{rank}.ckpt")
-    kept = saved_hyperparameters(folder / f"{rank}.ckpt")
+    kept = saved_hyperparameters(folder / f"{rank}.ckpt", trust_pickles=True)
     results = {each: again[each] == whole[each] for each in ("weights", "rates")}
     report(rank, wrong=again["wrong"], consolidated=same(kept, {"values": VALUES, "width": 4}), **results)
 

@@ -1,20 +1,27 @@
 from __future__ import annotations
 
+import io
+import pickle
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.strategies import model_parallel
 from torch import nn
 from torch.distributed.checkpoint import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from azureml_strategy.checkpoint.formats import CheckpointFormatError, load_sharded, read_index
 from azureml_strategy.strategies.model_parallel.checkpoint import (
     check_checkpoint,
     copy_batch,
     copy_from_rank_zero,
+    reading,
 )
 from azureml_strategy.strategies.model_parallel.gradients import uncut_parameters
 from azureml_strategy.strategies.model_parallel.plan import cut_tensors, is_parallel, shard_parameters
@@ -106,3 +113,62 @@ def test_another_layout(tmp_path: Path) -> None:
     (tmp_path / "zero_to_fp32.py").touch()
     with pytest.raises(ValueError, match=r"it holds latest, zero_to_fp32.py, but no .metadata"):
         check_checkpoint(tmp_path, SHAPES, strict=True)
+
+
+ran: list[str] = []
+
+
+class Evil:
+    """A pickle that calls what its writer has chosen."""
+
+    def __reduce__(self) -> Any:
+        return ran.append, ("code",)
+
+
+@pytest.mark.parametrize("place", ["index", "part of the index", "value"])
+def test_a_folder_runs_no_code(place: str, folder: Path) -> None:
+    """Neither when it is looked at, nor when Lightning loads it."""
+    ran.clear()
+    if place == "value":
+        save({"state_dict": {"extra": io.BytesIO(b"")}, "optimizer": {"lr": Evil()}}, checkpoint_id=folder)
+    else:
+        index = pickle.loads((folder / ".metadata").read_bytes())
+        index.planner_data = Evil()
+        (folder / ".metadata").write_bytes(pickle.dumps(Evil() if place == "index" else index))
+        with pytest.raises(CheckpointFormatError, match=r"builtins\.getattr.*run code.*weights_only=False"):
+            check_checkpoint(folder, SHAPES, strict=False)
+    state: Any = {"optimizer": {"lr": 0.1}} if place == "value" else {"state_dict": {"weight": torch.zeros(2, 3)}}
+    with reading(None), pytest.raises(CheckpointFormatError, match="a part cannot be read"):
+        model_parallel._distributed_checkpoint_load(state, folder)
+    assert ran == []
+
+
+def test_values_of_an_optimizer_are_read(tmp_path: Path) -> None:
+    values = {"lr": np.float64(0.5), "betas": (0.9, 0.95), "steps": np.int64(3), "weight": torch.ones(2)}
+    save({"optimizer": dict(values)}, checkpoint_id=tmp_path)
+    state = {"optimizer": {**dict.fromkeys(values, 0), "betas": (0, 0), "weight": torch.zeros(2)}}
+    load_sharded(state, tmp_path)
+    assert {**state["optimizer"], "weight": None} == {**values, "weight": None}
+    assert type(state["optimizer"]["lr"]) is np.float64
+    assert torch.equal(state["optimizer"]["weight"], torch.ones(2))
+
+
+def _changed(index: Any, what: str) -> Any:
+    first, stored = next(iter(index.state_dict_metadata)), next(iter(index.storage_data.values()))
+    if what == "another type":
+        return {"state_dict_metadata": {}}
+    if what == "huge":
+        index.state_dict_metadata[first].size = torch.Size((2**40, 3))
+    if what == "entry":
+        index.state_dict_metadata[first] = torch.Size((1,))
+    if what in ("../a", "/a", "a/../../b", "a\0b", "a" * 300):
+        stored.relative_path = what
+    return index
+
+
+@pytest.mark.parametrize("what", ["another type", "huge", "entry", "../a", "/a", "a/../../b", "a\0b", "a" * 300])
+def test_an_index_is_damaged(what: str, folder: Path) -> None:
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    (folder / ".metadata").write_bytes(pickle.dumps(_changed(index, what)))
+    with pytest.raises(CheckpointFormatError, match=r"\.metadata (is damaged|asks for)"):
+        read_index(folder)

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from azureml_strategy.data.node_cache.blocks import BlockTable
 from azureml_strategy.data.shard_index import INDEX_NAME, ShardIndex, load_index
+from azureml_strategy.inside import is_private
 from azureml_strategy.whole_reads import read_range
 
 # Only folders with this file are ours. It tells the layout of the folder, and the size of its blocks.
@@ -62,7 +63,7 @@ class Files:
         if shard not in self._open:
             if len(self._open) >= self._most:
                 os.close(self._open.pop(next(iter(self._open))))
-            self._open[shard] = os.open(self._paths[shard], self._flags, 0o600)
+            self._open[shard] = os.open(self._paths[shard], self._flags | os.O_NOFOLLOW, 0o600)
         return self._open[shard]
 
     def __del__(self) -> None:
@@ -205,9 +206,11 @@ class CacheFolder:
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder, self.limit = folder, limit - limit // _SLACK
         self.sets: dict[str, CachedSet] = {}
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Others may write to the folder, such as one below /tmp: what lies there may be a link of theirs.
         # Kept open: it is ours until the process ends.
-        self._lock = os.open(folder / f"{MARKER}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._lock = os.open(folder / f"{MARKER}.lock", flags, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -236,6 +239,8 @@ class CacheFolder:
             folder = self.folder / digest
             self._old.pop(folder, None)
             facts = {"layout": _LAYOUT, "block_bytes": block_bytes, "blocks": len(table)}
+            if os.path.lexists(folder) and not is_private(folder):
+                raise PermissionError(errno.EPERM, f"{folder} is a link, or others may write to it: remove it")
             if not _is_made(folder, digest, facts):
                 _make(folder, index, facts)
             os.utime(folder)
@@ -294,7 +299,7 @@ def _remove(folder: Path) -> None:
 
 
 def _ours(folder: Path) -> Iterable[Path]:
-    return [path.parent for path in folder.glob(f"*/{MARKER}")]
+    return [path.parent for path in folder.glob(f"*/{MARKER}") if is_private(path.parent)]
 
 
 def _taken(path: Path) -> int:
@@ -326,8 +331,9 @@ def punch(file: int, start: int, length: int) -> None:
 
 def _refuse_without_holes(folder: Path) -> None:
     probe = folder / f"{MARKER}.probe"
+    probe.unlink(missing_ok=True)
     try:
-        with probe.open("wb") as file:
+        with probe.open("xb") as file:  # a new file: it never writes through a link
             file.write(bytes(2 * _PAGE))
             file.flush()
             punch(file.fileno(), 0, _PAGE)

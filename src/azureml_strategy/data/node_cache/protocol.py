@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import json
 import os
-import stat
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from azureml_strategy.data.storage import StorageError
+from azureml_strategy.inside import OutsideError, private_folder
 
 # A record of this many bytes or more is a block of its own. It costs a byte of presence and eight of its last use.
 BLOCK_BYTES = 64 << 10
@@ -23,6 +23,8 @@ BLOCK_BYTES = 64 << 10
 _LONGEST_SOCKET = 107
 # A header lists one number a record, and the message of each record that cannot be had.
 LONGEST_HEADER = 16 << 20
+# The records of a request, 64 MiB and one more; or eight bytes for each sample of two passes.
+LONGEST_PAYLOAD = 8 << 30
 # A server that works on a request says so this often.
 WORKING_SECONDS = 20.0
 # Connections that may wait for a server at once: the workers of all ranks begin together.
@@ -85,13 +87,15 @@ def meeting(folder: Path | None) -> Meeting:
 
 def _private_folder() -> Path:
     folder = Path(tempfile.gettempdir()) / f"azureml-strategy-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+    try:
+        private_folder(folder)
+    except (OutsideError, FileExistsError) as error:
         raise NodeCacheError(
             f"{folder} is not a folder that belongs to this user alone, so the cache server cannot be met there. "
             "Remove it, or set TMPDIR to another folder."
-        )
+        ) from error
+    if folder.stat().st_mode & 0o077:
+        folder.chmod(0o700)  # who reaches the socket can ask the server
     return folder
 
 
@@ -106,12 +110,19 @@ def encode(header: dict[str, Any], payload: bytes | memoryview = b"") -> bytes:
 
 
 async def receive(reader: asyncio.StreamReader) -> Frame | None:
-    """Read a message; None where the other side has ended."""
-    line = await reader.readline()
+    """Read a message; None where the other side has ended.
+
+    Raises:
+        ConnectionError: it is none.
+    """
+    try:
+        line = await reader.readline()
+    except ValueError as error:
+        raise ConnectionError(f"a header of more than {LONGEST_HEADER:,} bytes") from error
     if not line.endswith(b"\n"):
         return None
-    header = json.loads(line)
-    return Frame(header, await reader.readexactly(header["bytes"]))
+    header, size = _header(line)
+    return Frame(header, await reader.readexactly(size))
 
 
 def receive_from(file: IO[bytes]) -> Frame:
@@ -119,12 +130,13 @@ def receive_from(file: IO[bytes]) -> Frame:
 
     Raises:
         EOFError: the other side has ended.
+        ConnectionError: it is no message.
     """
-    line = file.readline()
+    line = file.readline(LONGEST_HEADER)
     if not line.endswith(b"\n"):
         raise EOFError("the connection ended")
-    header = json.loads(line)
-    payload = bytearray(header["bytes"])
+    header, size = _header(line)
+    payload = bytearray(size)
     view = memoryview(payload)
     while len(view):
         count = file.readinto(view)  # type: ignore[attr-defined]  # BufferedReader has it
@@ -132,6 +144,18 @@ def receive_from(file: IO[bytes]) -> Frame:
             raise EOFError("the connection ended in the middle of a message")
         view = view[count:]
     return Frame(header, payload)
+
+
+def _header(line: bytes) -> tuple[dict[str, Any], int]:
+    """The header in a line, and the bytes that follow it."""
+    try:
+        header = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConnectionError("a header that is no JSON") from error
+    size = header.get("bytes") if isinstance(header, dict) else None
+    if type(size) is not int or not 0 <= size <= LONGEST_PAYLOAD:
+        raise ConnectionError(f"a header that announces {size!r:.100} bytes")
+    return header, size
 
 
 def numbers_of(payload: bytes | bytearray) -> NDArray[np.int64]:

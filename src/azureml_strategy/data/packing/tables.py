@@ -19,6 +19,7 @@ from azureml_strategy.data.packing.shards import PackError, Records, write_whole
 from azureml_strategy.data.packing.sources import Part, by_split, file_digest
 from azureml_strategy.data.packing.workers import Task
 from azureml_strategy.data.passed_over import PassedOver, first_names, is_no_data, warn
+from azureml_strategy.data.shard_index import numbered_classes
 
 if TYPE_CHECKING:
     import pyarrow
@@ -108,7 +109,7 @@ class TablePart(Part):
         rows = [len(table["length"]) for table in tables]
         length, label = (np.concatenate([table[name] for table in tables]) for name in ("length", "label"))
         offset = np.concatenate([np.cumsum(table["length"]) - table["length"] for table in tables])
-        classes = self.columns.classes or tuple(str(number) for number in range(int(label.max()) + 1))
+        classes = self.columns.classes or numbered_classes(f"Column {self.columns.label}", label)
         self._check_labels(label, classes)
         return Samples(
             str(unpacked),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,13 @@ from torch import Tensor
 
 from azureml_strategy.checkpoint.checkpoint_io import AtomicCheckpointIO
 from azureml_strategy.checkpoint.formats import AVERAGED
-from azureml_strategy.checkpoint.plain_data import from_plain
 from azureml_strategy.control.gather import Exchange
 from azureml_strategy.interfaces import WriteStaged
 
 ENTRY = "azureml_strategy_local_sgd"
 """The entry of both kinds of files with the state of the averaging."""
+# How many names an error message lists.
+_SHOWN = 3
 # Entries of Lightning's checkpoint that are another on each rank.
 _OF_RANK = ("optimizer_states", "lr_schedulers")
 
@@ -69,7 +71,9 @@ def writer(checkpoint_io: CheckpointIO) -> WriteStaged:
     return write
 
 
-def read_own(path: Path, rank: int, saved_ranks: int, step: int, checkpoint_io: CheckpointIO) -> dict[str, Any]:
+def read_own(
+    path: Path, rank: int, saved_ranks: int, step: int, read: Callable[[Path], dict[str, Any]]
+) -> dict[str, Any]:
     """Read what a rank had of its own.
 
     Args:
@@ -77,21 +81,20 @@ def read_own(path: Path, rank: int, saved_ranks: int, step: int, checkpoint_io: 
         rank: of those that wrote it.
         saved_ranks: how many these were.
         step: that the file with the averages belongs to.
-        checkpoint_io: reads each file.
+        read: reads a file.
 
     Raises:
         FileNotFoundError: a file is missing.
         ValueError: the file belongs to another step.
     """
-    missing = [
-        name for name in (_rank_file(path, each).name for each in range(saved_ranks)) if not (path / name).is_file()
-    ]
+    names = (_rank_file(path, each).name for each in range(saved_ranks))
+    missing = list(itertools.islice((name for name in names if not (path / name).is_file()), _SHOWN))
     if missing:
         raise FileNotFoundError(
-            f"{path} lacks {', '.join(missing[:3])}: was it copied from one node of several, or not written to a "
+            f"{path} lacks {', '.join(missing)}: was it copied from one node of several, or not written to a "
             f"folder that all nodes share? {path / AVERAGED} alone starts from the averages: give its path."
         )
-    own = from_plain(checkpoint_io.load_checkpoint(_rank_file(path, rank)))
+    own = read(_rank_file(path, rank))
     if own[ENTRY]["step"] != step:
         raise ValueError(
             f"{_rank_file(path, rank)} is of step {own[ENTRY]['step']}, but {AVERAGED} beside it of step {step}: the "

@@ -270,7 +270,7 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
             return checkpoint
         self._saved = {"global_step": checkpoint.get("global_step", 0)}
         if ENTRY in checkpoint:
-            self._saved |= self._resumed(path, checkpoint) if folder else {ENTRY: checkpoint[ENTRY]}
+            self._saved |= self._resumed(path, checkpoint, weights_only) if folder else {ENTRY: checkpoint[ENTRY]}
         return checkpoint
 
     @override
@@ -374,12 +374,16 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
         rules = {each.name: repr(getattr(self._rules, each.name)) for each in fields(self._rules)}
         return {**rules, "period": named, "replica": self._replica}
 
-    def _resumed(self, path: Path, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    def _resumed(self, path: Path, checkpoint: dict[str, Any], weights_only: bool | None) -> dict[str, Any]:
         """Give the checkpoint what this rank had of its own, if ranks and rules are those that wrote it."""
         shared = checkpoint[ENTRY]
         saved_ranks, same_rules = shared["world_size"], shared["rules"] == self._described()
         source = self.global_rank % saved_ranks
-        own = read_own(path, source, saved_ranks, shared["step"], self.checkpoint_io)
+
+        def read(file: Path) -> dict[str, Any]:
+            return self.restored(self.checkpoint_io.load_checkpoint(file, weights_only=weights_only), weights_only)
+
+        own = read_own(path, source, saved_ranks, shared["step"], read)
         averaging = own.pop(ENTRY)
         exact = saved_ranks == self.world_size and same_rules
         if not exact:

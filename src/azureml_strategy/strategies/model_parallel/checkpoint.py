@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import (  # type: ignore[attr-defined]
     DefaultSavePlanner,
-    FileSystemReader,
     FileSystemWriter,
     filesystem,
     metadata,
@@ -27,9 +27,11 @@ from torch.distributed.checkpoint import (  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
 
+from azureml_strategy.checkpoint.formats import IndexReader, load_sharded
 from azureml_strategy.checkpoint.plain_data import require_loadable
 from azureml_strategy.control.gather import Exchange
 from azureml_strategy.control.messages import register
+from azureml_strategy.lightning_internals import loading_shards_by
 from azureml_strategy.strategies.errors import ConfigurationError, UnfitCheckpointError
 
 # torch's distributed checkpoint writes the index last, and Lightning writes the rest after it, beside the shards.
@@ -122,15 +124,22 @@ def write_distributed(content: tuple[dict[str, Any], dict[str, Any] | None], pat
     exchange.on_rank_zero(finish)
 
 
-def check_checkpoint(path: Path, weights: Mapping[str, torch.Size], strict: bool) -> None:
+def reading(weights_only: bool | None) -> AbstractContextManager[None]:
+    """While this is entered, Lightning loads sharded checkpoints without code of theirs; False trusts them."""
+    return nullcontext() if weights_only is False else loading_shards_by(load_sharded)
+
+
+def check_checkpoint(path: Path, weights: Mapping[str, torch.Size], strict: bool, trusted: bool = False) -> None:
     """Check a checkpoint before it is loaded. For a single file, only check that it exists.
 
     Args:
         path: the folder or file.
         weights: shape of each entry of the module's state dict, unsharded.
         strict: whether the checkpoint must hold all of them.
+        trusted: whether its index may run code.
 
     Raises:
+        CheckpointFormatError: the index is damaged, or would run code.
         UnfitCheckpointError: there is no checkpoint.
         ConfigurationError: the folder has another layout, is incomplete, or belongs to another model.
     """
@@ -138,7 +147,7 @@ def check_checkpoint(path: Path, weights: Mapping[str, torch.Size], strict: bool
         raise UnfitCheckpointError(f"There is no checkpoint at {path}.")
     if path.is_dir():
         _check_complete(path)
-        _check_weights(path, weights, strict)
+        _check_weights(path, weights, strict, trusted)
 
 
 def _check_complete(folder: Path) -> None:
@@ -153,8 +162,8 @@ def _check_complete(folder: Path) -> None:
         )
 
 
-def _check_weights(folder: Path, weights: Mapping[str, torch.Size], strict: bool) -> None:
-    entries = FileSystemReader(folder).read_metadata().state_dict_metadata
+def _check_weights(folder: Path, weights: Mapping[str, torch.Size], strict: bool, trusted: bool) -> None:
+    entries = IndexReader(folder, trusted).read_metadata().state_dict_metadata
     saved = {
         name.removeprefix("state_dict."): entry.size
         for name, entry in entries.items()

@@ -33,6 +33,7 @@ from azureml_strategy.strategies.mixed_precision import mix_sharded_precision
 from azureml_strategy.strategies.model_parallel.checkpoint import (
     check_checkpoint,
     copy_batch,
+    reading,
     write_distributed,
 )
 from azureml_strategy.strategies.model_parallel.gathering import Gathering
@@ -328,8 +329,10 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
         assert self.model is not None
         assert self.lightning_module is not None
         weights = {name: tensor.shape for name, tensor in self.model.state_dict().items()}
-        check_checkpoint(Path(self.broadcast(checkpoint_path)), weights, self.lightning_module.strict_loading)
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        path, trusted = Path(self.broadcast(checkpoint_path)), weights_only is False
+        check_checkpoint(path, weights, self.lightning_module.strict_loading, trusted)
+        with reading(weights_only):
+            checkpoint = super().load_checkpoint(path, weights_only)
         callbacks = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
         if any(isinstance(each, WeightAveraging) for each in callbacks):
             # It takes the averages from there, and Lightning has loaded them into the module alone.

@@ -1,0 +1,234 @@
+"""Which functions and classes a checkpoint may name.
+
+A file gives a name, and the training calls what the name leads to: so a name alone can run anything that is installed.
+What a file names counts if it can do no harm, if the user has registered it, or if this run holds it already. No module
+is imported on the word of a file. All of this falls away for a file that the user trusts.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+import functools
+import inspect
+import itertools
+import sys
+import types
+from argparse import Namespace
+from collections import Counter, OrderedDict, deque
+from collections.abc import Collection, Iterable, Iterator
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from azureml_strategy.checkpoint.plain_kinds import KINDS, PLAIN, REFERENCES, is_fields_only, look_up
+
+# How many values of a run are looked through for functions and classes: lists of samples have millions.
+_MOST_VALUES = 20_000
+# Values of these libraries lead to the whole Trainer, and their classes are no user's.
+_NOT_ENTERED = ("lightning", "pytorch_lightning", "torch", "azureml_strategy")
+_FUNCTIONS = frozenset((abs, len, max, min, round, sum))
+_CLASSES = frozenset(
+    (*PLAIN, *KINDS, list, tuple, dict, set, frozenset, OrderedDict, Counter, deque, object, Namespace)
+)
+# Methods that only make, show, compare and copy. A class with other special methods may do anything when it is used.
+_OF_DATA = frozenset(
+    f"__{name}__"
+    for name in (
+        *("init", "new", "post_init", "init_subclass", "class_getitem", "subclasshook", "replace", "getnewargs"),
+        *("repr", "str", "format", "eq", "ne", "lt", "le", "gt", "ge", "hash", "setattr", "delattr"),
+        *("annotate_func", "annotate"),  # on Python 3.14
+    )
+)
+
+
+class NameRefusedError(ValueError):
+    """A file names a function or class that it may not name. The message says what to type."""
+
+    def __init__(self, module: str, name: str, why: str = "") -> None:
+        place = f"{module}.{name}"
+        super().__init__(
+            f"the file names {place}, {why or 'which nothing in this run holds'}. What is called on the word of a file "
+            "runs what its writer has chosen. If you trust whoever wrote it, type "
+            f"torch.serialization.add_safe_globals([{place}]) before the fit, or trainer.fit(..., weights_only=False); "
+            "of a function that reads a file, the argument is trust_pickles=True"
+        )
+
+
+class Names:
+    """Finds the functions and classes that a checkpoint names, and refuses those that it may not name.
+
+    Args:
+        run: objects that are there already, such as the module, the data module and the callbacks. Functions and
+            classes that they hold may be named, and so may those of torch's that only compute.
+        trusted: take any function and any class.
+        imports: import the modules of trusted names; without it, only modules count that are there.
+    """
+
+    def __init__(self, run: Collection[object] = (), *, trusted: bool = False, imports: bool = True) -> None:
+        self._trusted, self._imports = trusted, imports
+        held = [] if trusted else list(_values(run))
+        self._held = {id(each): each for each in held}
+        self._partials = [each for each in held if isinstance(each, functools.partial)]
+        self._modules = {type(each).__module__ for each in run if _is_entered(type(each))}
+
+    def look_up(self, module: str, name: str) -> Any:
+        """Find a function or class.
+
+        Raises:
+            NameRefusedError: it may not be named.
+            ValueError: there is none of this name.
+        """
+        found = self._found(module, name)
+        if not (self._trusted or id(found) in self._held or _is_harmless(found)):
+            raise NameRefusedError(module, name)
+        return found
+
+    def data_class(self, module: str, name: str) -> type:
+        """Find a class to make an object of by its fields, or to take a member of.
+
+        It may be a class of the modules that the run's own classes are of, or one that only holds data.
+
+        Raises:
+            NameRefusedError: it may not be named.
+            ValueError: there is none of this name, or it is no class.
+        """
+        found = self._found(module, name)
+        if not issubclass(type(found), type):
+            raise ValueError(f"{module}.{name} is no class")
+        known = self._trusted or id(found) in self._held or _is_harmless(found)
+        if not (known or found.__module__ in self._modules or _holds_data_only(found)):
+            raise NameRefusedError(module, name)
+        return found  # type: ignore[no-any-return]
+
+    def partial(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """Make a partial. One of a function of the user's has to be one that the run holds, arguments and all.
+
+        Raises:
+            NameRefusedError: it may not be made.
+        """
+        made = functools.partial(function, *arguments, **keywords)
+        if self._trusted or _is_harmless(made.func):
+            return made
+        held = next((each for each in self._partials if _same(each, made)), None)
+        if held is None:
+            what = made.func
+            raise NameRefusedError(what.__module__, what.__qualname__, "with arguments that no partial of this run has")
+        return held
+
+    def _found(self, module: str, name: str) -> Any:
+        if not all(type(each) is str for each in (module, name)):
+            raise ValueError("a name that is no text")
+        if self._trusted and self._imports:
+            return look_up(module, name)
+        if module not in sys.modules:
+            raise NameRefusedError(module, name, "of a module that this run has not imported")
+        found = _without_code(module, name)
+        if type(found) not in REFERENCES and not issubclass(type(found), type):
+            raise ValueError(f"{module}.{name} is neither a function nor a class")
+        return found
+
+
+def _without_code(module: str, name: str) -> Any:
+    """What a name stands for, found without a `__getattr__` or a property."""
+    found: Any = sys.modules[module]
+    for part in name.split("."):
+        try:
+            found = inspect.getattr_static(found, part)
+        except AttributeError as error:
+            raise ValueError(f"{module}.{name} is not there: {error}") from error
+        found = found.__func__ if type(found) is staticmethod else found
+    return found
+
+
+def _is_harmless(found: Any) -> bool:
+    """Whether calling it only computes, with whatever arguments; or the user has said that a file may name it."""
+    if any(found is (each[0] if type(each) is tuple else each) for each in torch.serialization.get_safe_globals()):
+        return True
+    if not isinstance(found, type):
+        return type(found) is np.ufunc or found in _FUNCTIONS | _torchs_functions() or found.__module__ == "math"
+    if issubclass(found, (nn.Module, Optimizer, LRScheduler)):
+        return found.__module__.startswith(("torch.nn.modules.", "torch.optim."))
+    is_numpys = issubclass(found, (np.generic, np.dtype)) and found.__module__.startswith("numpy")
+    return found in _CLASSES or is_numpys
+
+
+@functools.cache
+def _torchs_functions() -> frozenset[Any]:
+    """Functions of torch's that compute with tensors: those that a subclass of Tensor may replace."""
+    places = (torch, torch.functional, torch.nn.functional, torch.linalg, torch.fft, torch.special)
+    known = torch.overrides.get_overridable_functions()
+    return frozenset(each for place in places for each in known.get(place, ()))
+
+
+def _holds_data_only(kind: type) -> bool:
+    """Whether a class is an enum, a data class or a named tuple, and has no methods that the interpreter calls."""
+    if not (dataclasses.is_dataclass(kind) or issubclass(kind, Enum) or hasattr(kind, "_fields")):
+        return False
+    own = [each for each in kind.__mro__ if each.__module__ not in ("builtins", "enum", "typing", "abc")]
+    special = {
+        name
+        for each in own
+        for name, value in vars(each).items()
+        if name.startswith("__") and name.endswith("__") and callable(value)
+    }
+    generated = {name for name in special if getattr(getattr(kind, name), "__module__", None) == "dataclasses"}
+    return special - generated - {"__class__"} <= _OF_DATA
+
+
+def _same(held: functools.partial[Any], made: functools.partial[Any]) -> bool:
+    if held.func is not made.func:
+        return False
+    return repr((held.args, held.keywords)) == repr((made.args, made.keywords))  # the held one is taken, in any case
+
+
+def _values(run: Iterable[object]) -> Iterator[Any]:
+    """The functions, classes and partials that objects hold, and the classes of what they hold."""
+    left: deque[Any] = deque(value for each in run for value in _fields(each))
+    seen: set[int] = set()
+    while left and len(seen) < _MOST_VALUES:
+        each = left.popleft()
+        kind = type(each)
+        if id(each) in seen or kind in PLAIN or kind in (int, np.ndarray):
+            continue
+        seen.add(id(each))
+        if isinstance(each, (type, *REFERENCES)):
+            yield each
+        elif isinstance(each, functools.partial):
+            yield each
+            left += [each.func, *each.args, *each.keywords.values()]
+        elif isinstance(each, dict):
+            left += itertools.islice(itertools.chain.from_iterable(each.items()), _MOST_VALUES)
+        elif isinstance(each, (list, tuple, set, frozenset, deque)):
+            left += itertools.islice(each, _MOST_VALUES)
+            yield from () if kind.__module__ == "builtins" else (kind,)
+        elif isinstance(each, Enum) or (is_fields_only(kind) and _is_entered(kind) and not isinstance(each, Tensor)):
+            yield kind
+            left += _fields(each)
+
+
+def _is_entered(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] not in _NOT_ENTERED
+
+
+def _fields(value: Any) -> list[Any]:
+    """The values of an object's own fields, those in slots as well, found without code of its class."""
+    slots = [
+        slot
+        for each in type(value).__mro__
+        for slot in vars(each).values()
+        if type(slot) is types.MemberDescriptorType and each.__module__ != builtins.__name__
+    ]
+    found: list[Any] = []
+    for slot in slots:
+        try:
+            found.append(slot.__get__(value))
+        except AttributeError:  # never set
+            continue
+    own = getattr(value, "__dict__", None)
+    return [*found, *(own.values() if type(own) is dict else ())]

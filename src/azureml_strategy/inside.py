@@ -1,0 +1,65 @@
+"""Names and folders that others may have chosen: a name from a file stays in its folder, and a folder is our own."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+# NAME_MAX and PATH_MAX of Linux, bytes.
+_LONGEST_NAME, _LONGEST_PATH = 255, 4096
+
+
+class OutsideError(ValueError):
+    """A name leads out of its folder, or a folder belongs to somebody else. The message says which and what to do."""
+
+
+def is_component(name: str) -> bool:
+    """Whether a name is that of a file in a folder, and of none elsewhere.
+
+    Printable names hold no NUL, newline or surrogate.
+    """
+    return name not in ("", ".", "..") and "/" not in name and name.isprintable()
+
+
+def name_within(folder: Path, name: object) -> Path:
+    """Join a name that a file gives with the folder that the file is about.
+
+    Args:
+        folder: the name may not lead out of it.
+        name: a relative path, with `/`.
+
+    Raises:
+        OutsideError: it is absolute, goes upwards, is too long, or no printable text.
+    """
+    if not isinstance(name, str) or not all(map(is_component, name.split("/"))):
+        raise OutsideError(f"{name!r:.100} is no path of a file inside of {folder}")
+    parts = [len(os.fsencode(each)) for each in name.split("/")]
+    if max(parts) > _LONGEST_NAME or sum(parts) + len(parts) > _LONGEST_PATH:
+        raise OutsideError(f"{name[:40]!r}..., of {len(name):,} characters, is too long for a path in {folder}")
+    return folder / name
+
+
+def private_folder(folder: Path) -> Path:
+    """Make a folder that only this user can write to, below one where others may have made it before.
+
+    Returns:
+        The folder.
+
+    Raises:
+        OutsideError: there is a link or a file in its place, or others may write to it.
+        OSError: it cannot be made.
+    """
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if not is_private(folder):
+        raise OutsideError(f"{folder} is not a folder that belongs to this user alone. Remove it, or name another one.")
+    return folder
+
+
+def is_private(folder: Path) -> bool:
+    """Whether this is a folder, and no link to one, that belongs to this user, and that nobody else can write to."""
+    try:
+        status = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
