@@ -180,6 +180,11 @@ class JobCheckpoint(ModelCheckpoint):
         self._fit_resume = None if resume is None else FitResume(str(resume), global_batch)
         self._hugging_face = HuggingFaceFolder() if hugging_face else None
 
+    @property
+    def resumes(self) -> bool:
+        """Whether it was told `resume`, if only `never`."""
+        return self._fit_resume is not None
+
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._base = self._base or str(default_folder(trainer.default_root_dir))

@@ -24,6 +24,7 @@ from omegaconf.resolvers import oc
 from typing_extensions import override
 
 from azureml_strategy.checkpoint import JobCheckpoint
+from azureml_strategy.checkpoint.automatic import RestartNotice
 from azureml_strategy.checkpoint.elastic import ElasticRestart
 from azureml_strategy.checkpoint.module_record import remember_config
 from azureml_strategy.checkpoint.resume import ANY, AUTO, checkpoint_to_resume, told_to_children
@@ -243,9 +244,10 @@ def _trainer(config: DictConfig, chosen: Path | None, launch: Launch | None) -> 
         if "HYDRA_FULL_ERROR" in os.environ:
             raise
         raise RecipeError(f"Lightning's Trainer refuses what `trainer` says: {error}") from error
-    # A recipe says itself what is recorded, and where.
+    # A recipe says itself what is recorded, and where, and resumes.
+    own = (JobTracking, JobThroughput, RestartNotice)
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    trainer.callbacks = [each for each in callbacks if not isinstance(each, (JobTracking, JobThroughput))]  # type: ignore[attr-defined]
+    trainer.callbacks = [each for each in callbacks if not isinstance(each, own)]  # type: ignore[attr-defined]
     return trainer
 
 
