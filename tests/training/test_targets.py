@@ -51,10 +51,11 @@ def look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Look]:
     found: list[Any] = []
 
     def of(see: Callable[[DictConfig], Any], text: str, *overrides: str, recipe: str = "mine.yaml") -> Any:
-        def train(config: DictConfig, command: str) -> None:
+        def train(config: DictConfig, command: str) -> dict[str, float]:
             running.drop_keys_of_old_targets(config)
             check_config(config)
             found.append(see(config))
+            return {}
 
         monkeypatch.setattr(running, "train", train)
         (tmp_path / "mine.yaml").write_text(text)
