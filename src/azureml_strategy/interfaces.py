@@ -91,6 +91,19 @@ class RunLogger(Protocol):
 
 
 @runtime_checkable
+class KnowsEarlierAttempts(Protocol):
+    """A logger whose run has what earlier attempts of the job have logged, such as `JobMLFlowLogger`."""
+
+    def metric_at_start(self, name: str) -> float | None:
+        """A metric's last value when the run was opened; on rank 0."""
+        ...
+
+    def tag_at_start(self, name: str) -> str | None:
+        """A tag's value when the run was opened; on rank 0."""
+        ...
+
+
+@runtime_checkable
 class RecordsEvents(Protocol):
     """A logger that keeps events with its run, such as `JobMLFlowLogger`."""
 

@@ -100,6 +100,8 @@ def _without_launcher() -> list[Callback]:
     checkpoint = None if off else _made(CHECKPOINT_SWITCH, _checkpoint)
     if checkpoint is None:
         return []
+    if not _asked_for_checkpoints():
+        return [checkpoint]  # it writes none, and nothing is to be stopped for it
     stops = None if switched_off(os.environ, TERMINATION_SWITCH) else _made(TERMINATION_SWITCH, _termination)
     return [checkpoint] if stops is None else [stops, checkpoint]
 
@@ -212,11 +214,25 @@ def _replica_check(launch: Launch | PartialLaunch) -> Callback:
     return ReplicaCheck()
 
 
+def _asked_for_checkpoints() -> str:
+    return os.environ.get(CHECKPOINT_SWITCH, "").strip().lower()
+
+
+def _is_restarted() -> bool:
+    from azureml_strategy.cluster.job import read_job
+
+    job = read_job()
+    return job is not None and job.attempt > 0
+
+
 def _checkpoint(launch: Launch | PartialLaunch | None = None) -> Callback | None:
-    word = os.environ.get(CHECKPOINT_SWITCH, "").strip().lower()
-    if not word:
+    word = _asked_for_checkpoints()
+    if not word and not _is_restarted():
         return None
-    from azureml_strategy.checkpoint.automatic import WORDS, AutomaticCheckpoint
+    from azureml_strategy.checkpoint.automatic import WORDS, AutomaticCheckpoint, RestartNotice
+
+    if not word:
+        return RestartNotice()
 
     if word not in WORDS:
         if launch is None or launch.rank == 0:

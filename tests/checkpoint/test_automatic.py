@@ -16,19 +16,23 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.tuner import Tuner
+from mlflow import MlflowClient
+from tests.emulator.conftest import _empty_store, store
 from tests.multiprocess.scripts.noisy import FEATURES, Killed, Noisy, Numbers, StopAt
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from azureml_strategy.checkpoint import JobCheckpoint, ResumeError
+from azureml_strategy.checkpoint import JobCheckpoint, ResumeError, automatic
 from azureml_strategy.checkpoint.automatic import AutomaticCheckpoint, ForgivingCheckpoint
 from azureml_strategy.checkpoint.fit_folder import OUTPUT_VARIABLE
 from azureml_strategy.checkpoint.folder import CheckpointFolder
 from azureml_strategy.cluster.environ import CHECKPOINT_SWITCH
 from azureml_strategy.preemption.termination import TerminateTogether
+from azureml_strategy.tracking import JobMLFlowLogger
 
 pytestmark = pytest.mark.usefixtures("nan_in_fresh_memory")
 
+__all__ = ["_empty_store", "store"]  # fixtures
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
     "logger": False,
@@ -73,6 +77,56 @@ def fit(module: LightningModule | None = None, data: Any = None, **arguments: An
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [each.getMessage() for each in caplog.records if each.name.startswith("azureml_strategy.checkpoint.auto")]
+
+
+@pytest.fixture
+def restarted(monkeypatch: pytest.MonkeyPatch, store: MlflowClient) -> MlflowClient:
+    """The second attempt of a job that asks for no checkpoints; its first has been stopped after step 12."""
+    run_id = store.create_run("0", run_name="job").info.run_id
+    store.set_tag(run_id, "stopped.attempt_0", "preempted, after step 12")
+    for name in ("AZUREML_RUN_ID", "MLFLOW_RUN_ID"):
+        monkeypatch.setenv(name, run_id)
+    monkeypatch.setenv("AZUREML_CR_COMPUTE_CONTEXT", '{"run_attempt_count": 1}')
+    monkeypatch.delenv(CHECKPOINT_SWITCH)
+    monkeypatch.setattr("azureml_strategy.checkpoint.automatic._noticed", [])
+    return store
+
+
+def notices(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each for each in warnings_of(caplog) if "started again" in each]
+
+
+def test_a_restarted_script_that_begins_anew_is_told_what_is_lost(
+    restarted: MlflowClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        fit(max_epochs=1, logger=JobMLFlowLogger(tracking_uri=restarted.tracking_uri))
+    (told,) = notices(caplog)
+    assert "begins at step 0" in told
+    assert "(attempt 0 stopped: preempted, after step 12)" in told
+    assert "AZUREML_STRATEGY_CHECKPOINT=auto" in told
+    caplog.clear()
+    automatic._noticed.clear()
+    fit(max_epochs=1, callbacks=[JobCheckpoint()])
+    assert "give the script JobCheckpoint(resume='auto')" in notices(caplog)[0]
+    assert "=auto among" not in notices(caplog)[0]
+
+
+@pytest.mark.usefixtures("restarted")
+def test_who_goes_on_or_has_said_so_is_told_nothing(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = fit(max_epochs=1, callbacks=[JobCheckpoint(resume="never")])
+    trainer.save_checkpoint(tmp_path / "own.ckpt")
+    Trainer(**QUIET).fit(Noisy(), rows(), ckpt_path=str(tmp_path / "own.ckpt"))
+    fit(fast_dev_run=True)
+    for word in ("auto", "off"):
+        monkeypatch.setenv(CHECKPOINT_SWITCH, word)
+        fit(max_epochs=1)
+    monkeypatch.delenv(CHECKPOINT_SWITCH)
+    monkeypatch.setenv("AZUREML_CR_COMPUTE_CONTEXT", '{"run_attempt_count": 0}')
+    fit(max_epochs=1)
+    assert notices(caplog) == []
 
 
 class Lambda(Callback):

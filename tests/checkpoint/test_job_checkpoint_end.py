@@ -1,4 +1,4 @@
-"""The end of a training: its last step is saved whatever it was followed by, and no monitor makes it fail."""
+"""The end of a training: its last step is saved whatever it was followed by; and monitors that nobody logs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from tests.checkpoint.saving import QUIET
@@ -135,7 +136,7 @@ class _LogsInTraining(Noisy):
             "the first would come after 90 batches, and the training ends after 60 at most",
         ),
         ("val/loss", {"data": type("Empty", (Numbers,), {"val_dataloader": lambda _: DataLoader([])})}, "are empty"),
-        ("val/los", {}, ""),  # a misspelt name is known at the first validation
+        ("val/los", {"val_check_interval": 1.0}, ""),  # misspelt, and the training is over when that is seen
         ("val/loss", {"module": type("Unvalidated", (Noisy,), {"validation_step": LightningModule.validation_step})},
          "no validation_step"),
     ],
@@ -152,13 +153,54 @@ def test_a_monitor_that_is_never_logged_costs_no_training(
     assert saver.best_model_path == saver.last_model_path == str(tmp_path / "checkpoints" / saved(tmp_path)[0].name)
 
 
-def test_a_misspelt_monitor_is_told_once_with_the_names_that_are_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_misspelt_monitor_stops_the_training_behind_the_checkpoint_of_its_first_validation(tmp_path: Path) -> None:
+    said = r"monitor='val/los'\), but nobody has logged that\. Logged are: val/loss\..* up to here is in .*step=8"
+    with pytest.raises(MisconfigurationException, match=said):
+        train(tmp_path, checkpoint={"monitor": "val/los"})
+    assert [each.step for each in saved(tmp_path)] == [8]
+    train(tmp_path, checkpoint={"monitor": "val/loss", "resume": "auto"})
+    assert saved(tmp_path)[0].step == 30
+
+
+class _LogsAtTheEnd(Noisy):
+    """Logs one metric of the epoch from its steps, and one from its end; both after the first validation."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("of_epoch", 1.0, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+class _LogsInAHook(Noisy):
+    def on_train_epoch_end(self) -> None:
+        self.log("at_end", 1.0)
+
+
+@pytest.mark.parametrize(("module", "monitor"), [(_LogsAtTheEnd, "of_epoch"), (_LogsInAHook, "at_end")])
+def test_a_metric_that_comes_at_the_end_of_the_epoch_is_waited_for(
+    tmp_path: Path, module: type[Noisy], monitor: str
 ) -> None:
-    train(tmp_path, checkpoint={"monitor": "val/los"})
-    (told,) = [each for each in caplog.messages if "nobody has logged that" in each]
-    assert "Logged are: val/loss." in told
-    assert [each.step for each in saved(tmp_path)] == [30, 24]
+    saver = train(tmp_path, module=module(), checkpoint={"monitor": monitor}, max_epochs=2)
+    assert saver.best_model_score == 1.0
+
+
+@pytest.mark.parametrize(("logged", "best"), [("val/loss", "val/loss"), ("other", None)])
+def test_a_recipes_own_monitor_gives_way_to_the_loss(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, logged: str, best: str | None
+) -> None:
+    class Other(Noisy):
+        def log(self, name: str, *arguments: Any, **named: Any) -> None:
+            super().log(logged if name == "val/loss" else name, *arguments, **named)
+
+    saver = JobCheckpoint(tmp_path / "checkpoints", monitor="val/top1", mode="max", save_top_k=1)
+    saver.monitor_is_default = True
+    settings = {**QUIET, "accelerator": "cpu", "logger": False, "max_epochs": 1, "val_check_interval": 8}
+    Trainer(callbacks=[saver], **settings).fit(Other(), datamodule=Numbers())
+    (said,) = [each for each in caplog.messages if "val/top1" in each]
+    assert ("lowest val/loss" if best else "newest checkpoints stay") in said
+    scores = {each.score for each in saved(tmp_path)} - {None}
+    assert saver.monitor == best
+    assert saver.best_model_score == (min(scores) if best else None)
+    assert saver.best_model_path
 
 
 def test_a_metric_of_the_training_ranks_where_there_is_no_validation(

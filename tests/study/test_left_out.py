@@ -12,6 +12,8 @@ from mlflow.tracking import MlflowClient
 from tests.study.conftest import MakeRun
 
 from azureml_strategy.cli import main
+from azureml_strategy.cluster.emulated import EMULATED_TAG
+from azureml_strategy.emulator import error_sentence
 from azureml_strategy.study.options import StudyOptions
 from azureml_strategy.study.page import study_page
 from azureml_strategy.study.run import run_study
@@ -42,6 +44,56 @@ def test_a_run_that_is_not_compared(make_run: MakeRun, capsys: pytest.CaptureFix
     said = "2 of 3 runs measured: "
     assert (said in capsys.readouterr().out) == bool(problem)
     assert any(said in note for note in study_page(content).notes) == bool(problem)
+
+
+def test_a_failed_run_has_its_reason_everywhere(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = "MisconfigurationException: nobody has logged 'val/los'."
+    figures = [
+        Figures(run_id="a", nodes=1, devices=1, samples_per_second=1.0),
+        Figures(run_id="b", nodes=2, problem="failed", error=said),
+    ]
+    monkeypatch.setattr("azureml_strategy.study.run._runs", lambda options: iter(figures))
+    assert run_study(StudyOptions(recipe="r", nodes=[1, 2], local=True)) == 1
+    assert f"2 nodes failed: {said}" in capsys.readouterr().out
+    page = study_page(json.loads(Path("outputs/study.json").read_text()))
+    assert f"2 nodes failed: {said}" in page.notes
+    assert f"b: failed: {said}" in page.steps[0].text
+
+
+def test_the_page_says_that_its_figures_are_emulated_wherever_they_are(
+    store: MlflowClient, make_run: MakeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [make_run(nodes, 10.0 * nodes) for nodes in (1, 2)]
+    for each in runs:
+        store.set_tag(each, EMULATED_TAG, "true")
+    assert main(["study", "--runs", ",".join(runs), "--price-per-hour", "3.6"]) == 0
+    assert "Emulated: all nodes share the cores of one machine" in capsys.readouterr().out
+    page = study_page(json.loads(Path("outputs/study.json").read_text()))
+    told = [page.kicker, page.headline, *page.verdict, *page.notes[:1]]
+    told += [each.more for each in page.tiles] + [each.title for each in page.sections]
+    assert [each for each in told if "emulated" not in each.lower()] == []
+
+
+@pytest.mark.parametrize(
+    ("lines", "sentence"),
+    [
+        (["Traceback (most recent call last):", '  File "a.py"', "torch.OutOfMemoryError: CUDA out of memory."], -1),
+        (["[rank0]: Traceback", "[rank0]: ValueError: no", "", "Set the environment variable HYDRA_FULL_ERROR=1"], 1),
+        (["azureml-strategy: The recipe has no key.", "  a hint", "Exception ignored in: <x>"], 0),
+        (["KeyError: 1", "The above exception was the direct cause", "own.StepError"], -1),
+        (["step 3", "Segmentation fault", ""], 1),
+        ([], None),
+    ],
+)
+def test_the_sentence_of_an_error(lines: list[str], sentence: int | None) -> None:
+    wanted = "" if sentence is None else lines[sentence].removeprefix("[rank0]: ").removeprefix("azureml-strategy: ")
+    assert error_sentence(lines) == wanted
+
+
+def test_the_sentence_of_an_error_has_no_secret() -> None:
+    assert "sig=abc" not in error_sentence([f"ValueError: https://x.blob.core.windows.net/a?sv=1&sig={'abc' * 10}"])
 
 
 def test_a_run_whose_number_of_devices_nobody_knows(store: MlflowClient, make_run: MakeRun) -> None:

@@ -85,6 +85,8 @@ def test_the_name_of_a_script_s_run(argv: list[str], name: str) -> None:
         ("python -m package.train --lr 0.1", "train"),
         ("python -c 'print()'", "python"),
         ("./run.sh", "run"),
+        ("env OMP_NUM_THREADS=2 azureml-strategy train resnet50_ddp seed=1", "resnet50_ddp seed=1"),
+        ("env", "env"),
     ],
 )
 def test_the_name_of_a_command_s_run(command: str, name: str) -> None:

@@ -54,6 +54,24 @@ def test_the_rank_is_known_where_the_number_of_nodes_is_not(
     assert resolved("hydra_subdir:") == folder
 
 
+@pytest.mark.parametrize(("variables", "devices"), [({}, 2), ({"AZUREML_RUN_ID": "quirky_plum"}, 2)])
+def test_processes_that_nobody_has_started(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], devices: int
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert resolved("devices:2") == devices
+
+
+def test_a_job_s_processes_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`trainer=cpu` made two of each process of a job."""
+    launch = Launch("pytorch", 1, 2, 0, 1, 1, 2, "10.0.0.4", 6105)
+    run = EmulatedRun("quirky_plum", "tests", "1", "sqlite:///mlflow.db")
+    for name, value in azure_variables(launch, "pytorch", ["10.0.0.4", "10.0.0.5"], run).items():
+        monkeypatch.setenv(name, value)
+    assert resolved("devices:2") == "auto"
+
+
 def test_outside_a_job_the_configuration_is_recorded() -> None:
     assert resolved("hydra_subdir:") == ".hydra"
 

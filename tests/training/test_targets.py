@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+from lightning.pytorch.callbacks import LearningRateMonitor
 from omegaconf import DictConfig, OmegaConf
 
+from azureml_strategy.checkpoint import JobCheckpoint
 from azureml_strategy.training import run as running
 from azureml_strategy.training.app import run_recipe
 from azureml_strategy.training.checks import check_config, target_nodes
-from azureml_strategy.training.recipes import RecipeError
+from azureml_strategy.training.recipes import RecipeError, shipped_recipes
 from azureml_strategy.training.targets import locate, loggers_and_callbacks
 
 PARTS = """\
@@ -34,31 +38,38 @@ class Any:
 def any_network(**others): ...
 """
 Model = Callable[..., DictConfig]
+Look = Callable[..., Any]
 
 
 @pytest.fixture
-def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
-    """The model of a recipe as `train` is about to make it."""
+def look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Look]:
+    """What a function sees of the configuration of a recipe, as `train` is about to make it."""
     (tmp_path / "own_nets.py").write_text(PARTS)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "grouped.yaml").write_text("_target_: own_nets.Net\nwidth: 4\n")
     monkeypatch.setattr(sys, "argv", ["azureml-strategy"])
-    found: list[DictConfig] = []
+    found: list[Any] = []
 
-    def train(config: DictConfig, command: str) -> None:
-        running.drop_keys_of_old_targets(config)
-        check_config(config)
-        found.append(config.model)
+    def of(see: Callable[[DictConfig], Any], text: str, *overrides: str, recipe: str = "mine.yaml") -> Any:
+        def train(config: DictConfig, command: str) -> dict[str, float]:
+            running.drop_keys_of_old_targets(config)
+            check_config(config)
+            found.append(see(config))
+            return {}
 
-    monkeypatch.setattr(running, "train", train)
-
-    def of(text: str, *overrides: str, recipe: str = "mine.yaml") -> DictConfig:
+        monkeypatch.setattr(running, "train", train)
         (tmp_path / "mine.yaml").write_text(text)
         run_recipe(recipe, overrides)
         return found.pop()
 
     yield of
     sys.modules.pop("own_nets", None)
+
+
+@pytest.fixture
+def model(look: Look) -> Model:
+    """The model of a recipe."""
+    return partial(look, lambda config: config.model)
 
 
 OWN = "defaults: [resnet50_ddp, _self_]\nmodel: {_target_: own_nets.Net, width: 8}\n"
@@ -108,6 +119,66 @@ def test_base_run_has_neither_model_nor_data(model: Model) -> None:
     assert model(own) == {"_target_": "own_nets.Net", "width": 8}
     with pytest.raises(RecipeError, match=r"model\._target_ has no value: .* Type model\._target_=MODULE\.CLASS"):
         model("", recipe="base_run")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "override", "gone"),
+    [
+        ("gpt_diloco", "strategy=ddp", ["period", "warmup_steps"]),
+        ("gpt_diloco", "strategy=lightning_ddp", ["period", "warmup_steps"]),
+        ("gpt_pipeline", "strategy=ddp", ["partition"]),
+        ("gpt_ddp", "data=synthetic", ["sequence_length"]),
+    ],
+)
+def test_another_file_of_a_group_takes_the_recipes_keys_with_it(
+    look: Look, capsys: pytest.CaptureFixture[str], recipe: str, override: str, gone: list[str]
+) -> None:
+    group, choice = override.split("=")
+    own = f"defaults: [{recipe}, {{override {group}: {choice}}}, _self_]\n"
+    for text, *overrides in ((own,), (f"defaults: [{recipe}, _self_]\n", override)):
+        left = look(lambda config: config[group].keys(), text, *overrides)
+        assert not left & set(gone)
+        assert f"{', '.join(gone)}: left out" in capsys.readouterr().out
+
+
+def test_no_shipped_recipe_loses_a_key(look: Look, capsys: pytest.CaptureFixture[str]) -> None:
+    for each in shipped_recipes():
+        if each.name != "base_run":
+            needed = ["model.path=folder"] if each.name == "finetune_lm" else []
+            look(lambda config: None, "", *needed, recipe=each.name)
+    assert "left out" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("tracking", ["console", "tensorboard", "wandb"])
+def test_what_a_group_leaves_out_stays_out_whatever_a_recipe_says_of_it(
+    look: Look, capsys: pytest.CaptureFixture[str], tracking: str
+) -> None:
+    own = "defaults: [resnet50_ddp, _self_]\ntracking: {logger: {run_name: mine}, lr_monitor: {log_momentum: true}}\n"
+    loggers, callbacks = look(loggers_and_callbacks, own, f"tracking={tracking}", "tracking/loggers=[]")
+    assert loggers == []
+    assert any(isinstance(each, LearningRateMonitor) for each in callbacks) == (tracking != "console")
+    assert "tracking.logger._target_ is null, which makes nothing, so that your run_name" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "ours"),
+    [
+        ("", [], True),
+        ("", ["model._target_=own_nets.Net", "+model.width=2"], True),
+        ("", ["checkpoint.monitor=val/loss"], False),
+        ("checkpoint: {monitor: val/loss}", [], False),
+    ],
+)
+def test_a_monitor_of_ours_is_told_from_the_users(look: Look, text: str, overrides: list[str], ours: bool) -> None:
+    """A training that logs none is stopped for the user's alone."""
+
+    def see(config: DictConfig) -> bool:
+        callbacks = loggers_and_callbacks(config)[1]
+        running._tell_defaults(config, callbacks)
+        (saver,) = (each for each in callbacks if isinstance(each, JobCheckpoint))
+        return saver.monitor_is_default
+
+    assert look(see, f"defaults: [resnet50_ddp, _self_]\n{text}\n", "tracking=console", *overrides) == ours
 
 
 def test_a_configuration_that_no_application_composed_is_left_alone() -> None:

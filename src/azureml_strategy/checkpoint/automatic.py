@@ -21,8 +21,10 @@ from azureml_strategy.checkpoint.resume import ANY, AUTO, NEVER, ResumeError
 from azureml_strategy.checkpoint.writer import Written
 from azureml_strategy.cluster.environ import CHECKPOINT_SWITCH
 from azureml_strategy.cluster.isolation import IsolatedCallback
+from azureml_strategy.cluster.job import read_job
 from azureml_strategy.cluster.redaction import redact_text
 from azureml_strategy.control.gather import Fault, RankFaultError, gather_sound
+from azureml_strategy.interfaces import KnowsEarlierAttempts
 from azureml_strategy.lightning_internals import checkpoint_io, restore_as_given, set_checkpoint_io
 
 log = logging.getLogger(__name__)
@@ -82,6 +84,60 @@ class AutomaticCheckpoint(IsolatedCallback):
         left = [each for each in _callbacks(trainer) if not isinstance(each, ForgivingCheckpoint)]
         if len(left) < len(_callbacks(trainer)):
             trainer.callbacks = left  # type: ignore[attr-defined]
+
+
+class RestartNotice(IsolatedCallback):
+    """Says in a restarted job that a fit begins at step 0, and how it would go on instead; once in a process.
+
+    It says nothing where the script resumes by itself, or has a JobCheckpoint that was told whether to resume.
+    """
+
+    switch = CHECKPOINT_SWITCH
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        job = read_job()
+        if job is None or job.attempt == 0 or trainer.global_step > 0 or trainer.ckpt_path is not None:
+            return
+        savers = [each for each in trainer.checkpoint_callbacks if isinstance(each, JobCheckpoint)]
+        tried = trainer.fast_dev_run or searches_only(trainer)  # type: ignore[attr-defined]
+        if not tried and not any(each.resumes for each in savers):
+            _notice_restart(trainer, job.attempt, bool(savers))
+
+
+_noticed: list[int] = []
+
+
+def _notice_restart(trainer: Trainer, attempt: int, saves: bool) -> None:
+    if _noticed or not trainer.is_global_zero:
+        return
+    _noticed.append(attempt)
+    by_variable = (
+        f"{CHECKPOINT_SWITCH}=auto among the job's variables, or `azureml-strategy submit ... job.checkpoint=auto`, "
+        "has each fit save to the job's output `run` and go on from there; so does"
+    )
+    resuming = "To go on from the newest checkpoint, give the script" if saves else by_variable
+    log.warning(
+        "This job has been started again (attempt %d), and this fit begins at step 0: what earlier attempts have "
+        "trained is lost%s. %s JobCheckpoint(resume='auto'). %s=off leaves this line out.",
+        attempt,
+        _reached(trainer, attempt),
+        resuming,
+        CHECKPOINT_SWITCH,
+    )
+
+
+def _reached(trainer: Trainer, attempt: int) -> str:
+    """How far the earlier attempts came, as far as the job's run knows."""
+    for logger in trainer.loggers:
+        if isinstance(logger, KnowsEarlierAttempts):
+            stopped = logger.tag_at_start(f"stopped.attempt_{attempt - 1}")
+            epoch = logger.metric_at_start("epoch")
+            if stopped is not None:
+                return f" (attempt {attempt - 1} stopped: {stopped})"
+            if epoch is not None:
+                return f" (the run has metrics up to epoch {epoch:g})"
+    return ""
 
 
 class ForgivingCheckpoint(JobCheckpoint):

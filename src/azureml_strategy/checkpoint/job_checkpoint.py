@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import Strategy
@@ -31,7 +32,16 @@ from azureml_strategy.checkpoint.loop_state import FitLoopState
 from azureml_strategy.checkpoint.manifest import Manifest
 from azureml_strategy.checkpoint.metric_state import Settings, metric_settings, metric_state, restore_metric_state
 from azureml_strategy.checkpoint.module_record import module_entry, remember_input
-from azureml_strategy.checkpoint.monitor import never_validates, say_newest_is_best, say_not_logged, say_unranked
+from azureml_strategy.checkpoint.monitor import (
+    FALLBACK,
+    FALLBACK_MODE,
+    is_absent,
+    never_validates,
+    say_fallback,
+    say_newest_is_best,
+    say_not_logged,
+    say_unranked,
+)
 from azureml_strategy.checkpoint.random_state import find_generators, random_state, set_random_state
 from azureml_strategy.checkpoint.rank_states import restore_states, states_of_ranks
 from azureml_strategy.checkpoint.shared_timer import SharedTimer
@@ -83,9 +93,10 @@ class JobCheckpoint(ModelCheckpoint):
     of steps and of time. The time interval restarts with each checkpoint. The last step is always written, unless an
     exception ends the training.
 
-    Where nobody logs the metric that `monitor` names, training goes on all the same: a line says so before the first
-    step if no validation will run, a warning at the first checkpoint without it, and at the end the newest checkpoint
-    takes the place of the best.
+    Where the first validation has ended and nobody logs the metric that `monitor` names, an error stops the training
+    behind the checkpoint of that step, from which it goes on under another name. If no validation will run, a line says
+    so before the first step, and at the end the newest checkpoint takes the place of the best. So it does where the
+    training is over by then.
 
     The manifests on disk decide which checkpoints stay, so the decision survives restarts. The newest checkpoint is
     never deleted. Newest means the latest start that wrote one, then the highest step; clocks do not matter.
@@ -117,8 +128,12 @@ class JobCheckpoint(ModelCheckpoint):
             `from_pretrained` of transformers or peft opens. It is made of the best checkpoint, or of the newest if
             there is no `monitor` or nobody logs it, and replaces that of an earlier training.
 
+    Attributes:
+        monitor_is_default: whether a recipe of ours has chosen `monitor`. Nothing is stopped for one that nobody logs.
+
     Raises:
         ValueError: `keep_last` or an interval is out of range.
+        MisconfigurationException: (in `fit`) nobody logs what `monitor` names.
         ResumeError: `global_batch` is neither `keep` nor `change`; or (in `fit`) what `resume` names cannot be resumed
             from.
     """
@@ -153,7 +168,8 @@ class JobCheckpoint(ModelCheckpoint):
         self._due = ""
         self._measured = False
         self._steps = 0
-        self._warned = False
+        self._monitor_known = False  # whether anybody logs it
+        self.monitor_is_default = False
         self._pending_metrics: list[PendingMetrics] = []
         self._metric_settings: Settings = {}
         self._passed_over: frozenset[str] = frozenset()
@@ -163,6 +179,11 @@ class JobCheckpoint(ModelCheckpoint):
         self._base = self.dirpath
         self._fit_resume = None if resume is None else FitResume(str(resume), global_batch)
         self._hugging_face = HuggingFaceFolder() if hugging_face else None
+
+    @property
+    def resumes(self) -> bool:
+        """Whether it was told `resume`, if only `never`."""
+        return self._fit_resume is not None
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -200,7 +221,7 @@ class JobCheckpoint(ModelCheckpoint):
         if self._timer is not None:
             self._timer.restart()
         self._steps = self._last_global_step_saved = trainer.global_step  # a fit before this one may have had as many
-        self._last_checkpoint_saved, self._warned = "", False
+        self._last_checkpoint_saved, self._monitor_known = "", False
         self._unvalidated = never_validates(trainer)
         if self.monitor and not trainer.fast_dev_run and self._unvalidated:  # type: ignore[attr-defined]
             _say(trainer, say_unranked(self.monitor, self._unvalidated))
@@ -234,7 +255,11 @@ class JobCheckpoint(ModelCheckpoint):
         if FitLoopState.of(trainer).ends:
             self._due = self._due or "end"
         if self._due and not self._should_skip_saving_checkpoint(trainer):
+            unknown = self._look_for_monitor(trainer)
             self._save(trainer, self._due)
+            if unknown:
+                self._finish(trainer)
+                raise MisconfigurationException(f"{unknown} {_resumable(self._last_checkpoint_saved)}")
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -364,6 +389,28 @@ class JobCheckpoint(ModelCheckpoint):
         if not self._background.under_way:
             self._finish(trainer)
 
+    def _look_for_monitor(self, trainer: Trainer) -> str:
+        """See once whether a validation has logged the metric, and return why the training cannot go on without it.
+
+        Rank 0's counts: a value may be logged there alone.
+        """
+        if not self.monitor or not self._measured or self._monitor_known:
+            return ""
+        mine = is_absent(trainer, self.monitor), list(trainer.callback_metrics)
+        absent, logged = trainer.strategy.broadcast(mine)
+        self._monitor_known = absent or self.monitor in logged
+        if not absent:
+            return ""
+        if self.monitor_is_default:
+            _say(trainer, say_fallback(self.monitor, FALLBACK in logged))
+            self.monitor, self.mode = (FALLBACK, FALLBACK_MODE) if FALLBACK in logged else (None, self.mode)
+            return ""
+        words = say_not_logged(self.monitor, logged)
+        if not (self._unvalidated or FitLoopState.of(trainer).ends):
+            return words
+        _say(trainer, words)
+        return ""
+
     def _finish(self, trainer: Trainer) -> None:
         """Wait for the checkpoint that is being written, if any. Call it on all ranks."""
         if self._background.under_way:
@@ -398,9 +445,6 @@ class JobCheckpoint(ModelCheckpoint):
         if not self.monitor or not self._measured:
             return None
         value = trainer.callback_metrics.get(self.monitor)
-        if value is None and not self._warned:
-            self._warned = True
-            _say(trainer, say_not_logged(self.monitor, trainer.callback_metrics))
         return None if value is None else float(value)
 
     def _clean_up(self) -> None:
@@ -430,6 +474,10 @@ def _announce_writing(trainer: Trainer) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, ExpectsCheckpoints):
             callback.writes_checkpoint()
+
+
+def _resumable(checkpoint: str) -> str:
+    return f"The training up to here is in {checkpoint}." if checkpoint else "No checkpoint could be written."
 
 
 def _say(trainer: Trainer, words: str) -> None:

@@ -1,17 +1,23 @@
-"""The metric that ranks checkpoints: whether a training can log it, and what is said where nobody does.
+"""The metric that ranks checkpoints: whether a training can log it, and what becomes of one where nobody does.
 
-A training is never stopped for it. Without the metric the newest checkpoints stay, and none is the best.
+A name that the user gave and that no validation logs stops the training behind its first checkpoint, while little is
+lost. A recipe's own gives way to `val/loss`. Where no validation runs, or the training is over, the newest stay.
 """
 
 from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from azureml_strategy.lightning_internals import epoch_results
+
+FALLBACK, FALLBACK_MODE = "val/loss", "min"
+"""What ranks checkpoints where nobody logs a shipped recipe's monitor, as most models log it."""
 
 
 def never_validates(trainer: Trainer) -> str:
@@ -49,6 +55,21 @@ def _most_batches(trainer: Trainer) -> float:
     return min(by_epochs, trainer.max_steps * trainer.accumulate_grad_batches if counts else math.inf)
 
 
+def is_absent(trainer: Trainer, monitor: str) -> bool:
+    """Whether a validation has ended, and nobody has logged the metric or will do so at the end of the epoch.
+
+    Args:
+        trainer: between two steps.
+        monitor: name of the metric.
+    """
+    if monitor in trainer.callback_metrics:
+        return False
+    if trainer.is_last_batch:
+        return True
+    pending = {each.meta.name for each in epoch_results(trainer).values()}
+    return monitor not in pending and not is_overridden("on_train_epoch_end", trainer.lightning_module)
+
+
 def say_unranked(monitor: str, why: str) -> str:
     """Say before the first step that no validation will log the metric.
 
@@ -62,19 +83,36 @@ def say_unranked(monitor: str, why: str) -> str:
     )
 
 
-def say_not_logged(monitor: str, metrics: Mapping[str, Any]) -> str:
+def say_not_logged(monitor: str, logged: Collection[str]) -> str:
     """Say at a checkpoint that nobody has logged the metric, and which names there are.
 
     Args:
         monitor: name of the metric.
-        metrics: that were logged, by name.
+        logged: names of the metrics that were logged.
     """
-    near = difflib.get_close_matches(monitor, metrics, n=3) or sorted(metrics)
+    near = difflib.get_close_matches(monitor, logged, n=3) or sorted(logged)
     there = f"Logged are: {', '.join(near)}." if near else "Nothing is logged."
     return (
-        f"JobCheckpoint(monitor={monitor!r}), but nobody has logged that. {there} Training goes on: the newest "
-        "checkpoints stay, and none is kept as the best. Give one of these names (in a recipe, "
-        f"`checkpoint.monitor=NAME`), call self.log({monitor!r}, value) in the module, or leave `monitor` out."
+        f"JobCheckpoint(monitor={monitor!r}), but nobody has logged that. {there} Give one of these names (in a "
+        f"recipe, `checkpoint.monitor=NAME`), call self.log({monitor!r}, value) in the module, or leave `monitor` out."
+    )
+
+
+def say_fallback(monitor: str, found: bool) -> str:
+    """Say that nobody logs the metric that a shipped recipe ranks by, and what takes its place.
+
+    Args:
+        monitor: the recipe's.
+        found: whether `FALLBACK` is logged.
+    """
+    instead = (
+        f"the best checkpoint is that of the lowest {FALLBACK}"
+        if found
+        else "the newest checkpoints stay, and none is kept as the best"
+    )
+    return (
+        f"Nobody logs {monitor!r}, by which this recipe ranks its checkpoints: {instead}. `checkpoint.monitor=NAME` "
+        "names another."
     )
 
 

@@ -24,6 +24,8 @@ Then train with them: azureml-strategy train resnet50_ddp strategy.tuned=outputs
 _ONE_STEP = (
     *("strategy.tune=true", "resume=never", "checkpoint=none"),
     *("++trainer.max_steps=1", "++trainer.limit_val_batches=0", "++trainer.num_sanity_val_steps=0"),
+    # What they would say of one step is not about the settings.
+    *("++tracking.report=null", "++tracking.page=null", "++tracking.progress_bar=null"),
 )
 
 

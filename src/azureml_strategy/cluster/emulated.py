@@ -123,6 +123,10 @@ def without_job_variables(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+EMULATED_TAG = "azureml_strategy.emulated"
+"""Tag of the MLflow run of an emulated job, whose figures are those of one machine."""
+
+
 def is_emulated(environ: Mapping[str, str]) -> bool:
     """Tell whether a process belongs to an emulated job, whose nodes share the disks of one machine.
 

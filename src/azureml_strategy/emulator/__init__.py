@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+from azureml_strategy.emulator.error_sentence import error_sentence
 from azureml_strategy.emulator.gpus import enough_gpus
 from azureml_strategy.emulator.job import Emulated, EmulatedJob, Preemption, emulate, emulate_run
 from azureml_strategy.emulator.nodes import EmulationError
 
-__all__ = ["Emulated", "EmulatedJob", "EmulationError", "Preemption", "emulate", "emulate_run", "enough_gpus"]
+__all__ = [
+    "Emulated",
+    "EmulatedJob",
+    "EmulationError",
+    "Preemption",
+    "emulate",
+    "emulate_run",
+    "enough_gpus",
+    "error_sentence",
+]

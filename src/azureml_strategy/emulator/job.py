@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from azureml_strategy.cluster.emulated import (
     DISTRIBUTIONS,
+    EMULATED_TAG,
     EmulatedAttempt,
     EmulatedRun,
     azure_variables,
@@ -26,6 +27,7 @@ from azureml_strategy.cluster.emulated import (
 from azureml_strategy.cluster.environ import DEFAULT_PORT, EVENTS_VARIABLE
 from azureml_strategy.cluster.launch import Launch
 from azureml_strategy.cluster.redaction import redact_text
+from azureml_strategy.emulator.error_sentence import error_sentence
 from azureml_strategy.emulator.gpus import NodeGPUs, share_out
 from azureml_strategy.emulator.nodes import EmulationError, IsolatedNodes, reserved_port
 from azureml_strategy.emulator.processes import Outcome, PowerCut, Process, run_together
@@ -102,7 +104,7 @@ def _open(uri: str, experiment_name: str, name: str) -> _OpenRun:
             client = one_attempt_client(uri)
             experiment = client.get_experiment_by_name(experiment_name)
             experiment_id = experiment.experiment_id if experiment else client.create_experiment(experiment_name)
-            run_id = client.create_run(experiment_id, run_name=name).info.run_id
+            run_id = client.create_run(experiment_id, run_name=name, tags={EMULATED_TAG: "true"}).info.run_id
     except (StoreAwayError, StoreRefusedError) as error:
         raise EmulationError(
             f"No run can be opened in {redact_text(uri)}, which a job needs: {error}. Start that server, or unset "
@@ -236,10 +238,12 @@ class Emulated:
     Attributes:
         exit_code: 0 if all processes succeeded, else that of the process that failed first; 130 after Ctrl-C.
         run: the MLflow run of the job.
+        error: the sentence with which the process that failed first ended, without secrets; empty if none did.
     """
 
     exit_code: int
     run: EmulatedRun
+    error: str = ""
 
 
 def emulate(job: EmulatedJob) -> int:
@@ -272,7 +276,7 @@ def emulate_run(job: EmulatedJob) -> Emulated:
         run_status = {0: "FINISHED", 130: "KILLED", 141: "KILLED", 143: "KILLED"}.get(outcome.exit_code, "FAILED")
         run.end(run_status)
     _report(outcome)
-    return Emulated(outcome.exit_code, run)
+    return Emulated(outcome.exit_code, run, error_sentence(outcome.last_lines) if outcome.failed else "")
 
 
 def _run(job: EmulatedJob, run: EmulatedRun, gpus: NodeGPUs, network: IsolatedNodes | None, port: int) -> Outcome:

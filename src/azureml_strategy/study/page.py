@@ -34,22 +34,36 @@ def study_page(content: Mapping[str, Any]) -> Page:
         raise ReportError(str(error)) from None
     largest = _largest(scaling)
     good = largest is not None and (largest.efficiency or 0) >= _GOOD_EFFICIENCY
+    emulated = ", emulated" if scaling.emulated else ""
     charts = [drawn_chart(title, draw, "devices") for title, draw in panels(scaling).items()] if scaling.base else []
     return Page(
         title="Scaling study",
-        kicker="Report on a study",
+        kicker="Report on an emulated study" if scaling.emulated else "Report on a study",
         headline=_headline(scaling, largest),
         verdict=_explained(scaling, largest),
         verdict_tone="good" if good else "" if largest else "neutral",
-        facts=[count(len(scaling.rows), "run"), f"counted in {scaling.unit}"],
+        facts=[
+            count(len(scaling.rows), "run"),
+            f"counted in {scaling.unit}",
+            *(["emulated on one machine"] if scaling.emulated else []),
+        ],
         tiles=list(_tiles(scaling, largest)),
         steps=list(_steps(scaling, largest)),
-        sections=[Section("Against ideal scaling", charts=charts), Section("Each size", tables=[_table(scaling)])],
+        sections=[
+            Section(f"Against ideal scaling{emulated}", charts=charts),
+            Section(f"Each size{emulated}", tables=[_table(scaling)]),
+        ],
         notes=list(_notes(scaling)),
     )
 
 
 def _notes(scaling: Scaling) -> Iterator[str]:
+    if scaling.emulated:
+        yield (
+            "Emulated: all nodes shared one machine. The figures show what the processes cost one another there, not "
+            "what a cluster will do."
+        )
+    yield from scaling.failures
     if scaling.measured:
         yield f"{scaling.measured}: charts, speed-up and efficiency are without the others."
     if scaling.differences:
@@ -69,10 +83,12 @@ def _cheapest(scaling: Scaling) -> Row | None:
 def _headline(scaling: Scaling, largest: Row | None) -> str:
     if scaling.base is None or largest is None:
         return "No run of this study measured a throughput."
+    emulated = "Emulated: " if scaling.emulated else ""
     if largest.figures is scaling.base:
-        return f"One size was measured: {figure(scaling.base.samples_per_second or 0)} {scaling.unit} per second."
+        rate = figure(scaling.base.samples_per_second or 0)
+        return f"{emulated}One size was measured: {rate} {scaling.unit} per second."
     return (
-        f"{count(largest.figures.devices or 0, 'device')} are {largest.speed_up:.2g} times as fast as "
+        f"{emulated}{count(largest.figures.devices or 0, 'device')} are {largest.speed_up:.2g} times as fast as "
         f"{scaling.base.devices}: {largest.efficiency:.0%} of ideal scaling."
     )
 
@@ -85,24 +101,26 @@ def _explained(scaling: Scaling, largest: Row | None) -> dict[str, str]:
     text = (
         f"{count(cheapest.figures.devices or 0, 'device')}: {format_money(costs)} {currency} a million {scaling.unit}."
     )
-    return {"The cheapest size": text}
+    return {f"The cheapest size{', emulated' if scaling.emulated else ''}": text}
 
 
 def _tiles(scaling: Scaling, largest: Row | None) -> Iterator[Tile]:
+    emulated = "emulated, " if scaling.emulated else ""
     if largest is not None:
         rate = figure(largest.figures.samples_per_second or 0)
-        yield Tile(f"{scaling.unit} per second", rate, f"on {count(largest.figures.devices or 0, 'device')}")
-        yield Tile("efficiency", f"{largest.efficiency:.0%}", "of the largest size that was measured")
+        yield Tile(f"{scaling.unit} per second", rate, f"{emulated}on {count(largest.figures.devices or 0, 'device')}")
+        yield Tile("efficiency", f"{largest.efficiency:.0%}", f"{emulated}of the largest size that was measured")
     cheapest = _cheapest(scaling)
     if cheapest is not None:
         cost = format_money(cheapest.figures.cost_per_million_samples or 0)
-        yield Tile(f"a million {scaling.unit}", f"{cost} {scaling.currency}", "at the cheapest size")
+        yield Tile(f"a million {scaling.unit}", f"{cost} {scaling.currency}", f"{emulated}at the cheapest size")
 
 
 def _steps(scaling: Scaling, largest: Row | None) -> Iterator[NextStep]:
     failed = [row.figures for row in scaling.rows if row.figures.problem]
     if failed and failed[0].run_id:
-        problem = f"{failed[0].name or failed[0].run_id}: {failed[0].problem}."
+        said = f": {failed[0].error.rstrip('.')}" if failed[0].error else ""
+        problem = f"{failed[0].name or failed[0].run_id}: {failed[0].problem}{said}."
         yield NextStep("Look at the run that failed", f"{problem} `azureml-strategy report {failed[0].run_id}`")
     if largest is not None and largest.figures is not scaling.base:
         run = largest.figures.run_id

@@ -77,10 +77,12 @@ def _remarks(scaling: Scaling, options: StudyOptions) -> list[str]:
     if scaling.differences:
         shown = [f"{name} ({', '.join(values)})" for name, values in list(scaling.differences.items())[:5]]
         lines.append(f"The runs differ in more than size: {'; '.join(shown)}.")
-    if options.local:
+    lines.extend(scaling.failures)
+    if scaling.emulated or options.local:
+        cores = f"this machine's {os.cpu_count()} cores" if options.local else "the cores of one machine"
         lines.append(
-            f"Emulated: all nodes share this machine's {os.cpu_count()} cores and its memory. The figures show what "
-            "the processes cost one another here, not what a cluster will do."
+            f"Emulated: all nodes share {cores} and its memory. The figures show what "
+            "the processes cost one another there, not what a cluster will do."
         )
     if scaling.base and scaling.currency is None:
         lines.append(

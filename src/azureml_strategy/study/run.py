@@ -6,11 +6,11 @@ import json
 import os
 import shlex
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from azureml_strategy.emulator import EmulatedJob, EmulationError, emulate_run, enough_gpus
+from azureml_strategy.emulator import EmulatedJob, EmulationError, emulate_run, enough_gpus, error_sentence
 from azureml_strategy.jobs import JobError
 from azureml_strategy.lazy import require_library
 from azureml_strategy.study.options import StudyError, StudyOptions, headings, run_overrides
@@ -29,6 +29,8 @@ WORKSPACE = "azureml"
 
 # Exit codes of a process that Ctrl-C or SIGTERM ended, as a shell reports them: 128 + the signal.
 _INTERRUPTED = (130, 143)
+# Of a failed job's log, in which the error is looked for.
+_LAST_LINES = 100
 
 
 def read_runs(options: StudyOptions) -> Iterator[Figures]:
@@ -98,7 +100,8 @@ def _emulate(job: EmulatedJob) -> Figures:
         raise StudyError(str(error)) from error
     if emulated.exit_code in _INTERRUPTED:
         raise KeyboardInterrupt
-    return read_figures(MlflowClient(emulated.run.tracking_uri), emulated.run.run_id, job.nodes)
+    figures = read_figures(MlflowClient(emulated.run.tracking_uri), emulated.run.run_id, job.nodes)
+    return replace(figures, error=emulated.error)
 
 
 def submit_sizes(options: StudyOptions) -> Iterator[Figures]:
@@ -126,8 +129,24 @@ def submit_sizes(options: StudyOptions) -> Iterator[Figures]:
         print(f"{heading}: job {jobs[nodes].name}, {jobs[nodes].studio_url}", flush=True)
     print(_how_to_go_on(list(jobs.values())), flush=True)
     for nodes, job in jobs.items():
-        print(f"{job.name}: {job.wait()}", flush=True)
-        yield read_figures(MlflowClient(store), job.run_id, nodes)
+        status = job.wait()
+        error = _error_of(job) if status == "Failed" else ""
+        print(f"{job.name}: {status}{f'. {error}' if error else ''}", flush=True)
+        yield replace(read_figures(MlflowClient(store), job.run_id, nodes), error=error)
+
+
+def _error_of(job: SubmittedJob) -> str:
+    """Say why a job failed: by the end of its first process's log, else by Azure ML's own words."""
+    from azureml_strategy.jobs.listing import job_failure
+
+    try:
+        return error_sentence(job.logs().splitlines()[-_LAST_LINES:])
+    except JobError:  # it has none, as where its image could not be built; or storage does not answer
+        pass
+    try:
+        return " ".join((job_failure(job.client, job.name) or "").split())
+    except JobError:
+        return ""
 
 
 def _plan(options: StudyOptions, nodes: int) -> JobPlan:
@@ -197,7 +216,8 @@ def _unread(options: StudyOptions, read: int) -> list[Figures]:
 def _report(scaling: Scaling, options: StudyOptions) -> None:
     _write(options.output, to_json(scaling).encode())
     title = options.recipe or shlex.join(options.command) or "scaling study"
-    _write(options.plot, plot(scaling, f"{title} ({scaling.measured})" if scaling.measured else title))
+    notes = [note for note in ("emulated" if scaling.emulated else "", scaling.measured) if note]
+    _write(options.plot, plot(scaling, f"{title} ({', '.join(notes)})" if notes else title))
     print_study(scaling, options, [options.output, options.plot])
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from azureml_strategy.cluster.emulated import EMULATED_TAG
 from azureml_strategy.cluster.job import Price
 from azureml_strategy.cluster.redaction import redact_text
 from azureml_strategy.study.options import StudyError
@@ -35,6 +36,8 @@ class Figures:
         currency: ISO 4217 code.
         transport: what carried the traffic between processes.
         problem: what went wrong; empty if nothing did.
+        error: what the run said when it failed; empty if that is not known.
+        emulated: whether all its nodes shared one machine.
         params: the configuration, as the run recorded it.
     """
 
@@ -49,6 +52,8 @@ class Figures:
     currency: str | None = None
     transport: str | None = None
     problem: str = ""
+    error: str = ""
+    emulated: bool = False
     params: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @property
@@ -94,6 +99,7 @@ def read_figures(client: MlflowClient, run_id: str, nodes: int | None = None) ->
         currency=tags.get("cost.currency"),
         transport=tags.get("network.transport"),
         problem=_problem(run, rate, devices),
+        emulated=tags.get(EMULATED_TAG) == "true",
         params=run.data.params,
     )
 
@@ -173,6 +179,21 @@ class Scaling:
     def currency(self) -> str | None:
         """Currency of the costs; None if there are none."""
         return next((row.figures.currency for row in self.rows if _costs(row.figures)), None)
+
+    @property
+    def emulated(self) -> bool:
+        """Whether a figure is of nodes that shared one machine."""
+        return any(row.figures.emulated for row in self.rows)
+
+    @property
+    def failures(self) -> list[str]:
+        """What each run that failed said, with its size, in one sentence each."""
+        return [
+            f"{row.figures.nodes or '?'} node{'' if row.figures.nodes == 1 else 's'} {row.figures.problem}: "
+            f"{row.figures.error}"
+            for row in self.rows
+            if row.figures.error
+        ]
 
     @property
     def complete(self) -> bool:

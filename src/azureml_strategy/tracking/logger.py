@@ -317,6 +317,12 @@ class JobMLFlowLogger(MLFlowLogger):
         value = None if run is None else run.run.data.metrics.get(clean_name(name))
         return None if value is None else float(value)
 
+    def tag_at_start(self, name: str) -> str | None:
+        """A tag's value when the run was opened, from a previous attempt of the job. Call it only on rank 0."""
+        run = self._open().run
+        value = None if run is None else run.run.data.tags.get(name)
+        return None if value is None else str(value)
+
     @rank_zero_only
     def continue_run(self) -> None:
         """Do not log again what previous attempts of the job have logged.

@@ -7,7 +7,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import dropwhile, pairwise
 from pathlib import Path
 
 from azureml_strategy.cluster.redaction import REDACTED, is_private_name, redact, redact_text
@@ -74,6 +74,8 @@ def command_run_name(words: Sequence[str]) -> str:
     Args:
         words: such as `azureml-strategy train resnet50_ddp seed=1`, `python train.py --lr 0.1` or `python -m tool`.
     """
+    if words[0] == "env":  # which sets variables for the command behind them
+        words = list(dropwhile(lambda each: "=" in each, words[1:])) or words
     match [Path(words[0]).name, *words[1:]]:
         case ["azureml-strategy", "train", recipe, *rest]:
             overrides = [each for each in rest if "=" in each or each.startswith("~")]

@@ -30,6 +30,7 @@ from azureml_strategy.training.console import discreet_console, tidy_console
 from azureml_strategy.training.recipes import Recipe, RecipeError, find_recipe
 from azureml_strategy.training.resolvers import register_resolvers
 from azureml_strategy.training.run import keep_secrets
+from azureml_strategy.training.sweep_table import SweepRun, print_sweep
 from azureml_strategy.training.targets import own_modules
 
 log = logging.getLogger(__name__)
@@ -104,15 +105,21 @@ def _own_launch() -> Launch | PartialLaunch | None:
         raise RecipeError(str(error)) from error
 
 
-def _train(config: DictConfig, launch: Launch | PartialLaunch | None, recipe: str, arguments: Sequence[str]) -> None:
-    """Train one job of a sweep, or the only one. An error that needs no traceback becomes a `_Refusal`."""
+def _train(
+    config: DictConfig, launch: Launch | PartialLaunch | None, recipe: str, arguments: Sequence[str]
+) -> dict[str, float]:
+    """Train one job of a sweep, or the only one. An error that needs no traceback becomes a `_Refusal`.
+
+    Returns:
+        The metrics of the last epoch by name.
+    """
     from lightning.pytorch.utilities.exceptions import SIGTERMException
 
     from azureml_strategy.training.run import speaks_for_all, train
 
     try:
         keep_secrets(config)
-        train(config, command_text(_words_to_repeat(recipe, arguments)))
+        return train(config, command_text(_words_to_repeat(recipe, arguments)))
     except SIGTERMException:
         if launch is None and speaks_for_all(launch):
             log.info("To go on from there: %s", _command_to_go_on(recipe, arguments, config))
@@ -130,6 +137,31 @@ def _train(config: DictConfig, launch: Launch | PartialLaunch | None, recipe: st
             traceback.print_exc()
             sys.exit(1)
         raise
+
+
+def _print_sweep(runs: list[SweepRun], launch: Launch | PartialLaunch | None) -> None:
+    if not runs:
+        return
+    from azureml_strategy.training.run import speaks_for_all
+
+    if speaks_for_all(launch):
+        print_sweep(runs)
+
+
+@contextmanager
+def _noted(config: DictConfig, runs: list[SweepRun]) -> Iterator[dict[str, float]]:
+    """Note what becomes of a run, if it is one of a sweep; the block puts its metrics into what it is given."""
+    if HydraConfig.get().mode is not RunMode.MULTIRUN:
+        yield {}
+        return
+    overrides = " ".join(HydraConfig.get().overrides.task)
+    metrics: dict[str, float] = {}
+    try:
+        yield metrics
+    except BaseException as error:
+        runs.append(SweepRun.failed(overrides, (error.__cause__ or error) if isinstance(error, _Refusal) else error))
+        raise
+    runs.append(SweepRun.done(overrides, config, metrics))
 
 
 @contextmanager
@@ -158,16 +190,21 @@ def run_recipe(recipe: str, arguments: Sequence[str]) -> None:
     found = find_recipe(recipe)
     _check(found, arguments)
     launch, typed = _own_launch(), sys.argv
+    runs: list[SweepRun] = []
 
     @hydra.main(version_base="1.3", config_path=None, config_name=found.name)
     def application(config: DictConfig) -> None:
         sys.argv = typed  # a strategy repeats it to start further processes
         tidy_console()
-        _train(config, launch, recipe, arguments)
+        with _noted(config, runs) as metrics:
+            metrics.update(_train(config, launch, recipe, arguments))
 
     folder = ["--config-dir", found.folder] if found.folder else []
     try:
         with _command_line([*folder, *arguments]), own_modules(found.folder), discreet_console():
-            application()
+            try:
+                application()
+            finally:
+                _print_sweep(runs, launch)
     except _Refusal as refusal:
         raise RecipeError(str(refusal)) from refusal

@@ -23,6 +23,7 @@ def register_resolvers() -> None:
     OmegaConf.register_new_resolver("azureml.job_id", job_id, replace=True)
     OmegaConf.register_new_resolver("azureml.hydra_subdir", hydra_subdir, replace=True)
     OmegaConf.register_new_resolver("azureml.by_device", by_device, replace=True)
+    OmegaConf.register_new_resolver("azureml.devices", devices, replace=True)
     OmegaConf.register_new_resolver("azureml.precision", precision, replace=True)
 
 
@@ -54,6 +55,11 @@ def by_device(on_cpu: Any, on_gpu: Any) -> Any:
     import torch
 
     return on_gpu if torch.cuda.is_available() else on_cpu
+
+
+def devices(elsewhere: int) -> int | str:
+    """What a distributed job has started, by `auto`; elsewhere this many processes, which the strategy starts."""
+    return "auto" if read_job() is not None and detect_ranks() is not None else elsewhere
 
 
 def precision() -> str:

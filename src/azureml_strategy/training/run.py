@@ -23,6 +23,8 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 from typing_extensions import override
 
+from azureml_strategy.checkpoint import JobCheckpoint
+from azureml_strategy.checkpoint.automatic import RestartNotice
 from azureml_strategy.checkpoint.elastic import ElasticRestart
 from azureml_strategy.checkpoint.module_record import remember_config
 from azureml_strategy.checkpoint.resume import ANY, AUTO, checkpoint_to_resume, told_to_children
@@ -39,7 +41,7 @@ from azureml_strategy.tracking.values import as_texts
 from azureml_strategy.training.checks import check_config
 from azureml_strategy.training.recipes import RecipeError
 from azureml_strategy.training.run_page import ARTIFACT, config_text, page_name, page_tags
-from azureml_strategy.training.targets import drop_keys_of_old_targets, loggers_and_callbacks, make
+from azureml_strategy.training.targets import drop_keys_of_old_targets, loggers_and_callbacks, make, written_keys
 from azureml_strategy.training.unread_keys import warn_of_unread_keys
 
 # Sections that say where things are, or that may differ between the attempts of a job.
@@ -221,6 +223,7 @@ def _repeats(chosen: Path | None, resume: str) -> bool:
 
 def _trainer(config: DictConfig, chosen: Path | None, launch: Launch | None) -> Trainer:
     loggers, callbacks = loggers_and_callbacks(config)
+    _tell_defaults(config, callbacks)
     arguments, strategy = make("trainer", config.trainer, _convert_="all"), make("strategy", config.strategy)
     try:
         trainer = Trainer(
@@ -241,10 +244,19 @@ def _trainer(config: DictConfig, chosen: Path | None, launch: Launch | None) -> 
         if "HYDRA_FULL_ERROR" in os.environ:
             raise
         raise RecipeError(f"Lightning's Trainer refuses what `trainer` says: {error}") from error
-    # A recipe says itself what is recorded, and where.
+    # A recipe says itself what is recorded, and where, and resumes.
+    own = (JobTracking, JobThroughput, RestartNotice)
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    trainer.callbacks = [each for each in callbacks if not isinstance(each, (JobTracking, JobThroughput))]  # type: ignore[attr-defined]
+    trainer.callbacks = [each for each in callbacks if not isinstance(each, own)]  # type: ignore[attr-defined]
     return trainer
+
+
+def _tell_defaults(config: DictConfig, callbacks: list[Callback]) -> None:
+    """Tell a JobCheckpoint that its monitor is a recipe's of ours, which the user's model need not log."""
+    written, monitor = written_keys(), OmegaConf.select(config, "checkpoint.monitor", throw_on_missing=False)
+    for each in callbacks:
+        if isinstance(each, JobCheckpoint) and each.monitor == monitor:
+            each.monitor_is_default = written is None or "checkpoint.monitor" not in written.own
 
 
 def _termination(launch: Launch | None) -> list[Callback]:

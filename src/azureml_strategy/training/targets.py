@@ -11,6 +11,7 @@ import sysconfig
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -195,12 +196,28 @@ def _own_folders() -> list[Path]:
     return [each for each in folders if each.is_dir() and not any(each.is_relative_to(one) for one in installed)]
 
 
-def drop_keys_of_old_targets(config: DictConfig) -> None:
-    """Remove keys of shipped files for a `_target_` that the user has replaced, if the new target does not take them.
+@dataclass(frozen=True)
+class Written:
+    """Which keys of a composed configuration are whose, in dotted form.
 
-    A key that the user wrote, in a file or on the command line, stays, so that the check of the configuration refuses
-    it. A class that takes any keyword is judged by the arguments that its base classes name. A function that takes any
-    keyword keeps all keys.
+    Attributes:
+        own: that the user's files and overrides set.
+        recipes: that our recipes set.
+        groups: that our files of groups set, such as `strategy/ddp`.
+    """
+
+    own: set[str]
+    recipes: set[str]
+    groups: set[str]
+
+
+def drop_keys_of_old_targets(config: DictConfig) -> None:
+    """Remove keys of shipped files for a class that is not there any more, if the new one does not take them.
+
+    The user has replaced a `_target_`, or chosen another file of a group for which the recipe sets keys, such as
+    `strategy=ddp` in place of `diloco`. A key that the user wrote, in a file or on the command line, stays, so that the
+    check of the configuration refuses it. A class that takes any keyword is judged by the arguments that its base
+    classes name. A function that takes any keyword keeps all keys.
 
     Args:
         config: composed by Hydra's running application, changed in place. Any other configuration is left as it is.
@@ -208,23 +225,29 @@ def drop_keys_of_old_targets(config: DictConfig) -> None:
     Raises:
         RecipeError: there is no such target.
     """
-    if not HydraConfig.initialized() or not GlobalHydra.instance().is_initialized():
+    written = written_keys()
+    if written is None:
         return
-    own, shipped = _written()
+    replaced = {key.removesuffix("._target_") for key in written.own if key.endswith("._target_")}
+    chosen = {key.split(".")[0] for key in written.recipes} - replaced
     with open_dict(config):
-        for path in sorted(key.removesuffix("._target_") for key in own if key.endswith("._target_")):
-            node = OmegaConf.select(config, path, throw_on_missing=False)
-            named = isinstance(node, DictConfig) and node.get("_target_") is not None
-            if named and any(key.startswith(f"{path}.") for key in shipped):
-                _drop(path, node, own)
+        for path in sorted(replaced):
+            _drop(config, path, _below(path, written.recipes | written.groups) - _below(path, written.own))
+        for section in sorted(chosen):
+            _drop(config, section, _below(section, written.recipes) - _below(section, written.groups | written.own))
 
 
-def _drop(path: str, node: DictConfig, own: set[str]) -> None:
-    taken = _taken(locate(path, str(node._target_)))
-    if taken is None:
+def _below(path: str, keys: set[str]) -> set[str]:
+    """The names right below a key."""
+    return {key.removeprefix(f"{path}.").split(".")[0] for key in keys if key.startswith(f"{path}.")}
+
+
+def _drop(config: DictConfig, path: str, names: set[str]) -> None:
+    node = OmegaConf.select(config, path, throw_on_missing=False)
+    if not names or not isinstance(node, DictConfig) or node.get("_target_") is None:
         return
-    written = {key.removeprefix(f"{path}.").split(".")[0] for key in own if key.startswith(f"{path}.")}
-    dropped = [name for name in map(str, node) if name not in taken | written | set(HYDRA_OWN)]
+    taken = _taken(locate(path, str(node._target_)))
+    dropped = [] if taken is None else [name for name in map(str, node) if name in names - taken - set(HYDRA_OWN)]
     for name in dropped:
         del node[name]
     if dropped:
@@ -252,24 +275,26 @@ def _say(line: str) -> None:
     log.info(line)
 
 
-def _written() -> tuple[set[str], set[str]]:
-    """Every key that the user's files and overrides set, and every key that our files set."""
+def written_keys() -> Written | None:
+    """Tell the user's keys from ours; None where no application of Hydra's is running."""
+    if not HydraConfig.initialized() or not GlobalHydra.instance().is_initialized():
+        return None
     hydra = HydraConfig.get()
     overrides = [*hydra.overrides.task, *hydra.overrides.hydra]
     loader = GlobalHydra.instance().config_loader()
-    own: set[str] = set()
-    shipped: set[str] = set()
+    written = Written(set(), set(), set())
     for default in loader.compute_defaults_list(hydra.job.config_name, overrides, RunMode.RUN).defaults:
         found = _file(f"{default.config_path}.yaml")
         if found is not None:
             provider, file = found
             text = OmegaConf.create(file.read_text(encoding="utf-8"))
-            (shipped if provider == _SHIPPED else own).update(
+            ours = written.groups if default.package else written.recipes
+            (ours if provider == _SHIPPED else written.own).update(
                 _keys(OmegaConf.to_container(text), default.package or "")
             )
     for override in OverridesParser.create().parse_overrides(list(hydra.overrides.task)):
-        own.update(_keys(override.value(), override.key_or_group))
-    return own, shipped
+        written.own.update(_keys(override.value(), override.key_or_group))
+    return written
 
 
 def _file(name: str) -> tuple[str, Traversable] | None:
@@ -345,9 +370,7 @@ def _parts(place: str, node: Any) -> Iterator[tuple[str, Any]]:
     if node is None:
         return
     if isinstance(node, DictConfig) and "_target_" in node and node._target_ is None:
-        unread = [name for name in map(str, node) if name not in HYDRA_OWN]
-        if unread:
-            _say(f"{place} makes nothing, as its _target_ is null: its {', '.join(unread)} is not read.")
+        _say_unread(place)
         return
     if isinstance(node, ListConfig):
         for number, child in enumerate(node):
@@ -357,6 +380,14 @@ def _parts(place: str, node: Any) -> Iterator[tuple[str, Any]]:
             yield from _parts(f"{place}.{name!s}", child)
     else:
         yield place, make(place, node)
+
+
+def _say_unread(place: str) -> None:
+    """Name what the user has written beside a `_target_` that is null."""
+    written = written_keys()
+    unread = sorted(_below(place, written.own) - set(HYDRA_OWN)) if written is not None else []
+    if unread:
+        _say(f"{place}._target_ is null, which makes nothing, so that your {', '.join(unread)} there is not read.")
 
 
 def _holds_parts(node: DictConfig) -> bool:

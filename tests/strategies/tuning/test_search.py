@@ -92,6 +92,24 @@ def test_equal_settings_leave_the_default(seed: int) -> None:
     assert picked <= 8  # of 20, each with a chance of 0.05: more than 8 comes once in 10^6
 
 
+@given(SIZES, st.sets(st.sampled_from(COMPRESSIONS)), st.booleans(), st.integers(0, 100))
+def test_each_trial_has_a_line_and_their_number_is_told_before(
+    given_mb: int | None, allowed: set[Compression], static: bool, seed: int
+) -> None:
+    lines: list[str] = []
+    model = Model({}, noise=0.2, seed=seed)
+    request = Request(Settings(bucket_cap_mb=given_mb), tuple(allowed), static_graph=static)
+    found = Search(model, request, gradient_bytes=98 * MIB, floor_s=0.5, tell=lines.append)
+    found.run()
+    first, *trials = lines
+    most = int(first.split()[2])
+    pairs = 2 * len(found.trials.pairs)
+    assert model.passes == 4 * len(trials)
+    assert most - 6 <= len(trials) - pairs <= most
+    assert f"{2 * most} s at least" in first
+    assert all(" ms a step" in each for each in trials)
+
+
 def test_a_clear_gain_is_picked_in_spite_of_noise() -> None:
     for seed in range(50):
         model = Model({"bf16": 0.6}, noise=0.1, seed=seed)

@@ -21,6 +21,8 @@ Measure = Callable[[Settings, int], Sequence[float]]
 
 # Steps of a trial. One alone says little on a noisy machine; the pairs at the end have the last word.
 _STEPS = 2
+# With those that warm up, at least.
+_PASSES = 4
 # Five pairs in a row that the pick wins, or all but one of eight, come by chance in 1 of 20 cases: 1/32 + 5/32 * 1/8.
 _WINS_IN_A_ROW, _PAIRS = 5, 8
 # A gain that a user would not see is not worth settings of its own.
@@ -72,6 +74,7 @@ class Search:
         request: the settings to beat, and what may be picked.
         gradient_bytes: of all gradients of the module.
         floor_s: seconds of a step without communication, which no settings can beat.
+        tell: receives a line about each trial, and before them about their number.
 
     Attributes:
         trials: what was measured.
@@ -84,18 +87,25 @@ class Search:
         request: Request,
         gradient_bytes: int,
         floor_s: float = 0.0,
+        tell: Callable[[str], object] = lambda line: None,
     ) -> None:
         self._measure = measure
         self._request = request
         self._default = request.default
         self._gradient_bytes = gradient_bytes
         self._floor_s = floor_s
+        self._tell = tell
+        self._number = 0
         self.trials = Trials()
         self.why = ""
 
     def run(self) -> Settings:
         """Search, and return the pick: the default, unless others are significantly faster."""
-        best = self._default
+        best, most = self._default, self._most_trials()
+        self._tell(
+            f"Up to {most} trials of {_PASSES} passes and more, {_PASSES * most * self._floor_s:,.0f} s at least; and "
+            f"{2 * _WINS_IN_A_ROW} to {2 * _PAIRS} more if any settings are faster:"
+        )
         self._try(best)
         if self.trials.median(best) < (1 + _LEAST_GAIN) * self._floor_s:
             self.why = "a step waits for hardly any communication, so that no settings can save much"
@@ -144,7 +154,27 @@ class Search:
         lost = sum(picked >= default for default, picked in self.trials.pairs)
         return lost > 1 or (lost == 0 and len(self.trials.pairs) == _WINS_IN_A_ROW)
 
+    def _most_trials(self) -> int:
+        """The number of trials before the pairs, if each property has all its choices."""
+        default, request = self._default, self._request
+        properties = [
+            compressions(default, request.lossy) if request.lossy else [],
+            sizes := bucket_sizes(default, self._gradient_bytes),
+            max(map(first_buckets, [default, *sizes]), key=len),
+            copied_gradients(default),
+            static_graphs(default) if request.static_graph else [],
+        ]
+        return 1 + sum(len(each) + _halvings(len(each) + 1) for each in properties)
+
     def _try(self, settings: Settings) -> Sequence[float]:
+        self._number += 1
         seconds = self._measure(settings, _STEPS)
         self.trials.seconds.setdefault(settings, []).extend(seconds)
+        self._tell(f"  trial {self._number}: {settings.words()}: {1e3 * statistics.median(seconds):,.1f} ms a step")
         return seconds
+
+
+def _halvings(candidates: int) -> int:
+    """The number of trials that successive halving adds to one of each candidate."""
+    half = candidates // 2
+    return half + _halvings(half) if half > 1 else 0

@@ -114,7 +114,7 @@ def tune(order: TuningOrder, trainer: Trainer, module: LightningModule, bench: T
     Returns:
         The result. If nothing can be measured, its pick is the default and it has no rows.
     """
-    say("Tuning the communication of DDP on the first batch, with a copy of the module.")
+    say("Tuning the communication of DDP on the first batch, with a copy of the module. First without communication.")
     with paused(trainer):
         try:
             found = _search(order.request, module, bench, here)
@@ -139,8 +139,9 @@ def _search(request: Request, module: LightningModule, bench: TrialBench, here: 
         if straggler(alone) is not None:  # or a busy machine
             alone = list(map(min, alone, bench.alone(_MORE_STEPS)))
             refuse_straggler(alone)
+        say(f"Without communication a step takes {1e3 * max(alone):,.1f} ms.")
         gradient_bytes = sum(each.nbytes for each in module.parameters() if each.requires_grad)
-        search = Search(bench.measure, request, gradient_bytes, floor_s=max(alone))
+        search = Search(bench.measure, request, gradient_bytes, floor_s=max(alone), tell=say)
         pick = search.run()
     return tuning_of(here, request, pick, search.why, search.trials, alone, bench.steps)
 
