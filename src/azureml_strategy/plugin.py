@@ -54,6 +54,8 @@ def register_when_lightning_is_imported() -> None:
     when_imported("pytorch_lightning.strategies", _register_refusals)
     for connector in CONNECTORS:
         when_imported(connector, _take_launch_for_mpi)
+    if in_azure_ml(os.environ) and not switched_off(os.environ, TRACKING_SWITCH):
+        when_imported("mlflow.tracking.fluent", _join_job_run)
 
 
 def job_callbacks() -> list[Callback]:
@@ -83,6 +85,12 @@ def job_callbacks() -> list[Callback]:
     made = [_made(switch, make) for switch, make in parts.items() if not switched_off(os.environ, switch)]
     alone = _without_launcher() if launch is None else []
     return [*alone, *(callback for callback in made if callback is not None)]
+
+
+def _join_job_run(fluent: ModuleType) -> None:
+    from azureml_strategy.tracking.start_run import join_job_run
+
+    join_job_run(fluent)
 
 
 @cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import random
 import threading
 import time
 from collections import Counter
@@ -17,7 +18,7 @@ from mlflow.tracking import MlflowClient
 from tests.faults.tracking import Proxy, Trouble
 from tests.tracking.server import Server
 
-from azureml_strategy.tracking import JobMLFlowLogger
+from azureml_strategy.tracking import JobMLFlowLogger, writer
 from azureml_strategy.tracking.spool import find_spools
 
 _WRITE = "/runs/log-batch"
@@ -133,3 +134,49 @@ def _refuses_one_metric(faulty: Faulty, logger: JobMLFlowLogger) -> None:
     _log(logger, range(500, 520))
     _wait(lambda: time.monotonic() > over)
     _log(logger, range(520, 1500))
+
+
+def _in_turns() -> Callable[[], bool]:
+    """Every other one, as behind an address of two servers of which one is broken."""
+    return itertools.cycle((False, True)).__next__
+
+
+def _at_random() -> Callable[[], bool]:
+    generator = random.Random(3)
+    return lambda: generator.random() < 0.5
+
+
+@pytest.mark.filterwarnings("ignore:MLflow is away")
+def test_a_store_that_fails_every_other_request_at_the_end_has_all_of_it(
+    faulty: Faulty, client: MlflowClient, make_logger: Callable[..., JobMLFlowLogger], tmp_path: Path
+) -> None:
+    for kind, chosen in itertools.product(("500", "503", "refuses"), (_in_turns, _at_random)):
+        faulty.fault = lambda path, body: ""
+        logger = make_logger(tracking_uri=faulty.url, run_name=kind, flush_interval_s=0.05, folder=tmp_path)
+        _log(logger, range(500))
+        assert logger.flush()
+        fails = chosen()
+        faulty.fault = lambda path, body, kind=kind, fails=fails: kind if fails() else ""  # type: ignore[misc]
+        _log(logger, range(500, 1500))
+        logger.finalize()
+        faulty.fault = lambda path, body: ""
+        assert client.get_run(logger.run_id).info.status == "FINISHED", (kind, chosen)
+        for name in ("loss", "top1"):
+            assert _steps(client, logger.run_id, name) == list(range(1500)), (kind, chosen)
+        assert find_spools(tmp_path) == []
+
+
+def test_what_a_store_has_not_taken_at_the_end_is_counted(
+    faulty: Faulty, make_logger: Callable[..., JobMLFlowLogger], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "_PATIENCE_S", 0.5)
+    logger = make_logger(tracking_uri=faulty.url, flush_interval_s=0.05, folder=tmp_path)
+    _log(logger, range(10))
+    assert logger.flush()
+    faulty.fault = lambda path, body: "503"
+    _log(logger, range(10, 150))
+    with pytest.warns(UserWarning, match="MLflow") as warned:
+        logger.finalize()
+    told = [str(each.message) for each in warned if "did not take everything in time" in str(each.message)]
+    assert any("280 points of metrics" in each and str(find_spools(tmp_path)[0].path) in each for each in told), told
+    faulty.fault = lambda path, body: ""

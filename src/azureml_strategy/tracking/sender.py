@@ -7,10 +7,11 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from azureml_strategy.tracking.batch import LIMITS, Batch, DiskFile, TextFile, chunks, is_finite, tag
+from azureml_strategy.tracking.batch import LIMITS, Batch, DiskFile, End, TextFile, chunks, is_finite, tag
 from azureml_strategy.tracking.run import LoggedMetrics, OpenRun
 from azureml_strategy.tracking.store import StoreAwayError, StoreRefusedError, store_errors
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 # Longer than a server takes to restart a worker, and short enough to wait for at the end of a run.
 SECOND_LOOK_S = 5.0
+# How often in a row a store must refuse an item: one that refuses every other request, or some at random, takes it in
+# between.
+_REFUSALS_IN_A_ROW = 5
 # If the store took a request this recently, such as the other half of a bisected batch, it takes others.
 _LATELY_S = 0.2
 # Sent to see whether a store takes anything, if there is no accepted metric that could be sent again.
@@ -53,7 +57,7 @@ class Sender:
         second_look_s: seconds until a refused item is sent again.
 
     Attributes:
-        accepted: number of requests that the store has taken.
+        answers: number of requests that the store has taken or answered.
         left_out: number of items that the store has been shown to refuse.
         logged_before: what previous attempts have logged and this one must not log again.
     """
@@ -61,18 +65,15 @@ class Sender:
     def __init__(self, run: OpenRun, second_look_s: float = SECOND_LOOK_S) -> None:
         self._run = run
         self._second_look_s = second_look_s
-        self.accepted = 0
+        self.answers = 0
         self.left_out = 0
         self.logged_before: LoggedMetrics | None = None
         self.suspects: list[_Suspect] = []
         self._refused: set[tuple[str, str, bool]] = set()
         self._known_good: Metric | None = None
         self._took_at = -math.inf
-        self._standing = _Standing(run.client, run.run_id)
-
-    def refresh(self) -> None:
-        """Forget what the store was seen to have. Call it before batches that may have been sent already."""
-        self._standing = _Standing(self._run.client, self._run.run_id)
+        self._standing = _Standing(self, run)
+        self._asks_between = False
 
     def send(self, batch: Batch) -> None:
         """Send the items of the batch that the store does not have. Each leaves the batch once done or a suspect.
@@ -85,6 +86,11 @@ class Sender:
                 batch.drop([item for item in batch.items if item in self.logged_before])
             if batch.doubtful:
                 batch.drop(self._standing.among(batch))
+        if self._asks_between:
+            # Behind one address there may be two servers in turns, of which one is broken. A write that comes after a
+            # question that was answered would always meet the broken one.
+            with suppress(Exception):
+                self._run.client.get_run(self._run.run_id)
         for part in self._parts(batch):
             self._deliver(batch, part)
 
@@ -117,7 +123,10 @@ class Sender:
         try:
             self._write(batch.kind, items)
         except StoreAwayError:
+            # It may have the items, so that it is asked anew.
             batch.doubtful = True
+            self._standing = _Standing(self, self._run)
+            self._asks_between = not self._asks_between
             raise
         except StoreRefusedError as refusal:
             if len(items) > 1:
@@ -137,7 +146,7 @@ class Sender:
 
     def _judge(self, kind: str, items: list[Any]) -> None:
         try:
-            self._write(kind, items)
+            self._write(kind, items, 1 if len(items) > 1 else _REFUSALS_IN_A_ROW)
         except StoreRefusedError as refusal:
             if len(items) > 1:
                 for half in _halves(items):
@@ -183,17 +192,26 @@ class Sender:
                 stacklevel=2,
             )
 
-    def _write(self, kind: str, items: list[Any]) -> None:
+    def _write(self, kind: str, items: list[Any], tries: int = 1) -> None:
+        for left in reversed(range(tries)):
+            try:
+                self._write_once(kind, items)
+                return
+            except StoreRefusedError:
+                if not left:
+                    raise
+
+    def _write_once(self, kind: str, items: list[Any]) -> None:
         client, run_id = self._run.client, self._run.run_id
         if kind in _FILES:
             self._write_file(kind, items[0])
         with store_errors():
             if kind == "end":
-                client.set_terminated(run_id, items[0].value, items[0].timestamp_ms)
+                end_run(client, run_id, items[0])
             elif kind not in _FILES:
                 arguments: dict[str, Any] = {kind: items}
                 client.log_batch(run_id, **arguments)
-        self.accepted += 1
+        self.answers += 1
         self._took_at = time.monotonic()
         if kind == "metrics":
             self._known_good = items[-1]
@@ -212,6 +230,14 @@ class Sender:
             raise
 
 
+def end_run(client: MlflowClient, run_id: str, end: End) -> None:
+    """Write how and when a run ended. MLflow's own `set_terminated` asks for the run first, to print where it is."""
+    from mlflow.entities import RunStatus
+
+    status = RunStatus.from_string(end.value)  # type: ignore[no-untyped-call]
+    client._tracking_client.store.update_run_info(run_id, status, end.timestamp_ms, None)
+
+
 def send_file(client: MlflowClient, run_id: str, file: Path, key: str) -> None:
     """Put a file among a run's artifacts. One that is gone from the disk is left out, with a warning.
 
@@ -228,11 +254,17 @@ def send_file(client: MlflowClient, run_id: str, file: Path, key: str) -> None:
 
 
 class _Standing:
-    """What a run already has. The store is asked once for each metric."""
+    """What a run already has. The store is asked once for each metric.
 
-    def __init__(self, client: MlflowClient, run_id: str) -> None:
-        self._client = client
-        self._run_id = run_id
+    Args:
+        sender: counts the answers.
+        run: the run.
+    """
+
+    def __init__(self, sender: Sender, run: OpenRun) -> None:
+        self._sender = sender
+        self._client = run.client
+        self._run_id = run.run_id
         self._points: dict[str, set[tuple[int, int, float | None]]] = {}
         self._params: dict[str, str] | None = None
 
@@ -246,12 +278,14 @@ class _Standing:
         if batch.kind == "params":
             if self._params is None:
                 self._params = dict(self._client.get_run(self._run_id).data.params)
+                self._sender.answers += 1
             return [item for item in batch.items if self._params.get(item.key) == item.value]
         return []
 
     def _of_metric(self, name: str) -> set[tuple[int, int, float | None]]:
         if name not in self._points:
             self._points[name] = {_point(each) for each in self._client.get_metric_history(self._run_id, name)}
+            self._sender.answers += 1
         return self._points[name]
 
 

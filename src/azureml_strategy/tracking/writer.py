@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 import warnings
-from collections import deque
+from collections import Counter, deque
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,10 +28,20 @@ from azureml_strategy.tracking.store import StoreAwayError, StoreRefusedError, T
 if TYPE_CHECKING:
     from mlflow.entities import Metric
 
-# Seconds between two attempts while the store is away: the first and the longest pause. Each is twice the previous.
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
+# Seconds between two attempts while the store is away: the first and the longest pause. Each is twice the previous. A
+# store that takes something in between is asked again soon.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _SOON_S = 1.0, 30.0, 0.1
 # How long the end of a run waits for a store that is known to be away; everything is in the file already.
 _PATIENCE_S = 10.0
+
+
+_PLURALS = {
+    "metrics": "points of metrics",
+    "params": "parameters",
+    "tags": "tags",
+    "files": "files",
+    "artifacts": "files",
+}
 
 
 class BatchWriter:
@@ -84,6 +94,7 @@ class BatchWriter:
         self._recovering = False
         self._away: StoreAwayError | None = None
         self._pause_s = 0.0
+        self._progress_at_fault = 0
         self._resume_at = 0.0
         self._lost = 0
         self._disk_error = ""
@@ -165,11 +176,15 @@ class BatchWriter:
         """
         self.wake()
         progress, since = self._progress(), time.monotonic()
+        asked = since
         while self._is_anything_left():
             if self._progress() != progress:
                 progress, since = self._progress(), time.monotonic()
             if time.monotonic() - since > (min(timeout_s, _PATIENCE_S) if self._away else timeout_s):
                 return False
+            if self._away and time.monotonic() > asked + _FIRST_PAUSE_S:  # whoever waits here waits for no longer pause
+                asked = time.monotonic()
+                self.wake()
             time.sleep(0.002)
         return True
 
@@ -201,7 +216,7 @@ class BatchWriter:
         atexit.register(self.close)
 
     def _progress(self) -> int:
-        return self._sender.accepted if self._sender is not None else 0
+        return self._sender.answers if self._sender is not None else 0
 
     def _is_anything_left(self) -> bool:
         # The order matters: the thread sets `_busy` before it takes a record out of the queue.
@@ -266,7 +281,6 @@ class BatchWriter:
     def _send_all(self) -> None:
         sender = self._sender or self._open()
         self._recovering = self._spool is not None or bool(self._leftovers)
-        sender.refresh()
         self._leftovers.send()
         while (spool := self._present_spool()) is not None:
             self._send_spool(sender, spool)
@@ -311,7 +325,9 @@ class BatchWriter:
     def _fail(self, error: StoreAwayError | StoreRefusedError | TrackingError) -> None:
         first = self._away is None
         self._away = error if isinstance(error, StoreAwayError) else StoreAwayError(str(error))
-        self._pause_s = min(max(2 * self._pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
+        before, self._progress_at_fault = self._progress_at_fault, self._progress()
+        doubled = min(max(2 * self._pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
+        self._pause_s = doubled if self._progress_at_fault == before else _SOON_S
         self._resume_at = time.monotonic() + max(self._pause_s, self._away.pause_s)
         self._keep()
         is_told = not self._tried.is_set() and not is_remote(
@@ -360,7 +376,11 @@ class BatchWriter:
     def _warn_of_rest(self) -> None:
         run = f"run {self.run.run_id}" if self.run is not None else "a run that could not be opened yet"
         if self._spool is not None:
-            what = f"what it has not taken of {run} lies in {self._spool.path}. Send it with: {command(self._folder)}"
+            counts = Counter({"items": 0})
+            for batch, _ in self._spool.batches(self._sent_up_to):
+                counts[_PLURALS.get(batch.kind, "items")] += len(batch.items)
+            unsent = ", ".join(f"{number:,} {name}" for name, number in counts.items() if number)
+            what = f"{unsent} of {run} lie in {self._spool.path}. Send them with: {command(self._folder)}"
         elif self._backlog:
             what = f"{len(self._backlog)} batches of {run} are lost with this process, {self._disk_error}"
         else:
