@@ -36,6 +36,15 @@ MESSAGES = [
     ("Net : Call to recv from 10.0.0.5<4> failed : Connection reset by peer", "peer closed", "first"),
     (f"{CONNECT} Connection refused", "unreachable", "NCCL_SOCKET_IFNAME=eth0"),
     ("socketPollConnect: Connect to 9001::281<50557> returned 113(No route to host)", "unreachable", "eth0"),
+    ("Call to connect returned Software caused connection abort", "virtual function", "NCCL_SOCKET_IFNAME=eth0"),
+    (
+        "socketStartConnect: Connect to fe80::20d:3aff:fef9:4aef%enP7906s1<39275> failed : Software caused connection "
+        "abort",
+        "virtual function",
+        "NCCL_SOCKET_IFNAME=eth0",
+    ),
+    (f"{CONNECT} Invalid argument", "virtual function", "NCCL_SOCKET_IFNAME=eth0"),
+    ("Call to bind failed: Cannot assign requested address", "virtual function", "NCCL_SOCKET_IFNAME=eth0"),
     ("Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 53000", "duplicate GPU", "CUDA_VISIBLE_DEVICES"),
     ("Error: failed to extend /dev/shm/nccl-UbzKZ9 to 9637892 bytes", "shared memory", "shm_size"),
     ("posix_fallocate failed : No space left on device", "shared memory", "shm_size"),

@@ -174,6 +174,14 @@ def test_a_network_that_works_after_the_built_in_one_found_nothing_is_no_fallbac
     assert read_transport(f"node-0:1:2 [0] NCCL INFO {text}" for text in log).errors == ()
 
 
+def test_azures_virtual_function_beside_eth0_is_found() -> None:
+    used = "NET/Socket : Using [0]eth0:10.60.0.5<0> [1]enP7906s1:fe80::20d:3aff:fef9:4aef%enP7906s1<0>"
+    (finding,) = findings(used, "Using network Socket")
+    assert (finding.name, finding.text) == ("virtual function", "Sockets over enP7906s1 beside eth0")
+    assert "NCCL_SOCKET_IFNAME=eth0" in finding.fix
+    assert findings("NET/Socket : Using [0]enP7906s1:10.60.0.5<0>", "Using network Socket") == []
+
+
 @pytest.mark.parametrize("interface", ["lo", "docker0", "virbr0", "br-eaee979aadb0"])
 def test_a_bootstrap_that_other_nodes_cannot_reach(interface: str) -> None:
     bootstrap = f"Bootstrap : Using {interface}:127.0.0.1<0>"

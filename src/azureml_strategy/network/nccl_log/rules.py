@@ -128,6 +128,17 @@ NETWORK_RULES = (
         "Find the rank whose log ends first, or has the first error, and read that one.",
     ),
     Rule(
+        "virtual function",
+        re.compile(
+            r"Software caused connection abort|(?:[Cc]onnect|[Bb]ind|[Ll]isten|[Ss]ocket).*"
+            r"(?:Invalid argument|Cannot assign requested address)"
+        ),
+        "problem",
+        "NCCL tried an interface without an address of its own. On Azure that is the virtual function of accelerated "
+        "networking (enP...): it carries the traffic of eth0, and is not to be used itself.",
+        "Set NCCL_SOCKET_IFNAME=eth0 on all nodes.",
+    ),
+    Rule(
         "unreachable",
         re.compile(r"[Cc]onnection refused|[Nn]o route to host|[Cc]onnection timed out|[Nn]etwork is unreachable"),
         "problem",

@@ -114,6 +114,7 @@ _ABOUT_NETWORKS = {"no device", "libibverbs"}
 _NOTHING_ESTABLISHED = {"no interface", "bootstrap time-out"}
 
 _MOST_NAMES = 8  # names that a text lists
+_VIRTUAL_FUNCTION = "enP"
 _BRIDGES = ("docker", "virbr", "veth", "br-")  # interfaces that do not leave the host
 
 
@@ -198,6 +199,7 @@ def find(evidence: Evidence, verdict: Verdict) -> Iterator[LogError]:
     if verdict.kind == "socket":
         yield from _infiniband_unused(evidence)
         yield from _ip_over_infiniband(evidence)
+        yield from _virtual_function(evidence)
     if verdict.kind == "roce":
         yield from _roce(evidence)
     yield from _without_gpudirect(evidence, verdict)
@@ -267,6 +269,21 @@ def _ip_over_infiniband(evidence: Evidence) -> Iterator[LogError]:
             "Interfaces whose names begin with ib are usually IP over InfiniBand: TCP, slower than verbs on the same "
             "adapter.",
             "Set NCCL_SOCKET_IFNAME=eth0, and let NCCL use the adapters themselves (unset NCCL_IB_DISABLE).",
+            "warning",
+        )
+
+
+def _virtual_function(evidence: Evidence) -> Iterator[LogError]:
+    names = [name for name in evidence.interfaces if name.startswith(_VIRTUAL_FUNCTION)]
+    others = [name for name in evidence.interfaces if not name.startswith(_VIRTUAL_FUNCTION)]
+    if names and others:
+        yield LogError(
+            "virtual function",
+            f"Sockets over {_names(names)} beside {_names(others)}",
+            "On Azure enP... is the virtual function of accelerated networking. It carries the traffic of eth0 already, "
+            "and has no address that other nodes reach: connections over it fail, or wait until they are tried "
+            "elsewhere.",
+            "Set NCCL_SOCKET_IFNAME=eth0 on all nodes.",
             "warning",
         )
 
