@@ -263,6 +263,20 @@ def _of_test(part: str, case: ElementTree.Element) -> Row:
     return Row(part, name, "ok", f"{float(case.get('time', 0)):.1f} s")
 
 
+def tuning_part(machine: Machine) -> list[Row]:
+    """A rank that runs out of memory in a trial of `tune=True` leaves the training on both as it would have been."""
+    part, case = "tuning", "memory runs out in a trial"
+    output = machine.folder / "tuning"
+    ended = machine.run("tuning", [sys.executable, str(HERE / "tuning.py"), str(output), machine.accelerator], 2)
+    if ended.failure:
+        return [Row(part, case, "WRONG", ended.failure)]
+    ranks = [json.loads((output / f"{rank}.json").read_text()) for rank in range(2)]
+    same = all(rank["tuned"]["losses"] == rank["untuned"]["losses"] for rank in ranks)
+    words = ranks[0]["tuned"]["why"]
+    told = all(rank["tuned"]["why"] == words for rank in ranks) and words.endswith(") on rank 1")
+    return [Row(part, case, "ok" if same and told else "WRONG", words if same else f"other losses; {words}")]
+
+
 def absent_part(machine: Machine) -> list[Row]:
     """What `make test` has and this command has not, by what is missing here."""
     needed = {"flask": "a server of MLflow", "azure.ai.ml": "jobs of Azure ML", "torchcodec": "nvJPEG"}
@@ -290,6 +304,6 @@ def parts() -> tuple[list[Part], list[Part]]:
         partial(situations_part, world=2, layouts=("ddp", "local_sgd")),
         *(partial(resume_part, name=name) for name in RESUMED),
         *(partial(synchronisation_part, recipe=recipe) for recipe in RECIPES),
-        *(marked_part, absent_part),
+        *(tuning_part, marked_part, absent_part),
     ]
     return at_once, [partial(breakdown_part, recipe=recipe) for recipe in ("gpt_ddp", "resnet50_synthetic")]
