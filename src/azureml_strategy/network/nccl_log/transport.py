@@ -280,8 +280,8 @@ def _virtual_function(evidence: Evidence) -> Iterator[LogError]:
         yield LogError(
             "virtual function",
             f"Sockets over {_names(names)} beside {_names(others)}",
-            "On Azure enP... is the virtual function of accelerated networking. It carries the traffic of eth0, and has "
-            "no address that other nodes reach: connections over it fail, or wait until they are tried elsewhere.",
+            "On Azure enP... is the virtual function of accelerated networking. It carries the traffic of eth0, and "
+            "has no address that other nodes reach: connections over it fail, or wait until they are tried elsewhere.",
             "Set NCCL_SOCKET_IFNAME=eth0 on all nodes.",
             "warning",
         )
