@@ -322,10 +322,13 @@ def count_rows(table: Path) -> int:
     import pyarrow.ipc
     import pyarrow.parquet
 
-    if table.suffix == ".parquet":
-        return int(pyarrow.parquet.read_metadata(table).num_rows)
-    with pyarrow.memory_map(str(table)) as file:
-        return sum(batch.num_rows for batch in pyarrow.ipc.open_stream(file))
+    try:
+        if table.suffix == ".parquet":
+            return int(pyarrow.parquet.read_metadata(table).num_rows)
+        with pyarrow.memory_map(str(table)) as file:
+            return sum(batch.num_rows for batch in pyarrow.ipc.open_stream(file))
+    except pyarrow.ArrowException as error:
+        raise PackError(f"{table} cannot be read: {error}. Download the data set again.") from error
 
 
 def read_rows(table: Path, columns: Columns) -> Iterator[tuple[Any, int | None]]:
