@@ -86,11 +86,13 @@ def _recorded(content: Mapping[str, Any]) -> type | None:
             "The file does not tell the class of its module: it is of an older version, or a strategy of others wrote "
             "it. Consolidate or register the checkpoint again with --module-class MODULE.CLASS."
         )
-    return None if CONFIG in record else _class(record[CLASS], "The module")
+    return _class(str(record[CLASS]), "The module") if CLASS in record and CONFIG not in record else None
 
 
 def _new_module(kind: type | None, content: Mapping[str, Any]) -> LightningModule:
     if kind is None:
+        if CONFIG not in content[MODULE]:
+            raise CheckpointFormatError("The file tells neither the class nor the configuration of its module.")
         made = _made(content[MODULE][CONFIG], "model")
     else:
         made = _called(kind, _hyperparameters(kind, content), "model")
