@@ -124,7 +124,8 @@ def _made(node: Any, place: str) -> Any:
 def _class(path: str, place: str) -> type:
     """Import the class of a dotted path. Anything else that a name may stand for is refused."""
     module, _, name = path.rpartition(".")
-    if module.partition(".")[0] in sys.stdlib_module_names:  # to import some of them does something already
+    # To import some of them does something already.
+    if module.partition(".")[0] in sys.stdlib_module_names and module not in sys.modules:
         raise CheckpointFormatError(f"{place} is {path}, of Python's own library, which has no class of a module.")
     try:
         found = look_up(module, name)
