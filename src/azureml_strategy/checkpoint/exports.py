@@ -18,7 +18,7 @@ from torch import Tensor
 from azureml_strategy.checkpoint.consolidate import appearing, read_whole, refuse_existing
 from azureml_strategy.checkpoint.formats import CheckpointFormatError
 from azureml_strategy.checkpoint.module_making import make_module, modules_of
-from azureml_strategy.checkpoint.module_record import INPUT, MODULE
+from azureml_strategy.checkpoint.module_record import INPUT, MODULE, read_input
 from azureml_strategy.checkpoint.plain_coding import decode
 from azureml_strategy.checkpoint.plain_data import HUGGING_FACE, MOVED
 from azureml_strategy.lazy import require_library
@@ -161,7 +161,8 @@ def _example_input(module: LightningModule, content: Mapping[str, Any]) -> Tenso
             f"The shape of {type(module).__name__}'s input is needed, and {seen} it. Type --input-shape with the sizes "
             "of one sample, such as --input-shape 3,32,32, and --input-dtype if its numbers are not float32."
         )
-    return torch.zeros(_SAMPLES, *known["shape"], dtype=getattr(torch, known["dtype"]))
+    sizes, dtype = read_input(known)
+    return torch.zeros(_SAMPLES, *(size or 0 for size in sizes), dtype=dtype)
 
 
 def _exported(module: LightningModule, example: Tensor) -> Any:

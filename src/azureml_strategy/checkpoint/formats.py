@@ -11,8 +11,10 @@ import io
 import json
 import math
 import pickle
+import pickletools
 import threading
 import warnings
+import zipfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +58,8 @@ _INDEX: dict[tuple[str, str], Any] = {
         torch.serialization._get_layout,
     )
 }
+# How many bytes of an index are looked through before it is read, in some 1 s; pickle's opcodes with a place in memory.
+_LOOKED_THROUGH, _MEMO_CODES = 4 << 20, ("PUT", "BINPUT", "LONG_BINPUT")
 # The file that Lightning writes beside the shards.
 _REST = "meta.pt"
 # The names that FSDPStrategy and ModelParallelStrategy give to the weights.
@@ -98,11 +102,23 @@ class CheckpointFormat:
         Raises:
             CheckpointFormatError: something is missing, or reading would run code.
         """
-        return self.reader(path, trust_pickles)
+        try:
+            return self.reader(path, trust_pickles)
+        except (CheckpointFormatError, MemoryError):
+            raise
+        except Exception as error:  # a damaged file may raise anything
+            if isinstance(error, OSError) and error.filename is not None:  # torch's reader of archives names none
+                raise
+            raise CheckpointFormatError(
+                f"{path} is {self.name}, and cannot be read: {type(error).__name__}: {' '.join(str(error).split())}. "
+                "Use an earlier checkpoint, or copy this one again."
+            ) from error
 
 
 def read_file(file: Path, trust_pickles: bool) -> Any:
     """Load a file that `torch.save` wrote. Tensors stay on disk until they are used.
+
+    A file with compressed parts is refused: torch writes none, and they may be a thousand times as large in memory.
 
     Args:
         file: a file of a checkpoint.
@@ -111,10 +127,21 @@ def read_file(file: Path, trust_pickles: bool) -> Any:
     Raises:
         CheckpointFormatError: the file asks for more than values and tensors.
     """
+    _refuse_compressed(file)
     try:
         return torch.load(file, map_location="cpu", mmap=True, weights_only=not trust_pickles)
     except pickle.UnpicklingError as error:
         raise CheckpointFormatError(_refusal(file, _unsafe(file))) from error
+
+
+def _refuse_compressed(file: Path) -> None:
+    try:
+        with zipfile.ZipFile(file) as archive:
+            packed = next((each for each in archive.infolist() if each.file_size != each.compress_size), None)
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError):
+        return  # of a torch before 1.6, or damaged, which torch says
+    if packed is not None:
+        raise CheckpointFormatError(f"{file} has a compressed part, {packed.filename!r:.100}, and torch writes none.")
 
 
 class DeepSpeedReader:
@@ -230,9 +257,10 @@ def read_index(folder: Path) -> Metadata:
     """
     file = folder / ".metadata"
     try:
-        with file.open("rb") as stream:
-            index: Metadata = _IndexUnpickler(stream, file).load()
-            _check_index(folder, index)
+        content = file.read_bytes()
+        _refuse_large_memo(content)
+        index: Metadata = _IndexUnpickler(io.BytesIO(content), file).load()
+        _check_index(folder, index)
     except (CheckpointFormatError, OSError):
         raise
     except Exception as error:  # a damaged pickle may raise anything
@@ -241,6 +269,17 @@ def read_index(folder: Path) -> Metadata:
         ) from error
     index.storage_meta = None  # it says when and by whom the checkpoint was written
     return index
+
+
+def _refuse_large_memo(content: bytes) -> None:
+    """Refuse a number of a place in the unpickler's memory that the file has no objects for: it makes room for it.
+
+    torch writes no such numbers. A large index is not looked through, as that takes longer than to read it.
+    """
+    if len(content) <= _LOOKED_THROUGH:
+        places = [argument for code, argument, _ in pickletools.genops(content) if code.name in _MEMO_CODES]
+        if max((int(each or 0) for each in places), default=0) > len(content):
+            raise ValueError("a place in memory that the file has no objects for")
 
 
 def _check_index(folder: Path, index: Any) -> None:
@@ -267,6 +306,12 @@ def _check_entry(entry: metadata.TensorStorageMetadata) -> None:
         raise ValueError(f"a tensor of {tuple(entry.size)} has parts of fewer numbers")
 
 
+def _bytes(entry: Any) -> int:
+    """Of a tensor; 0 for what is none."""
+    is_tensor = type(entry) is metadata.TensorStorageMetadata
+    return math.prod(entry.size) * entry.properties.dtype.itemsize if is_tensor else 0
+
+
 class _IndexUnpickler(pickle.Unpickler):
     def __init__(self, stream: IO[bytes], file: Path) -> None:
         super().__init__(stream)
@@ -288,7 +333,8 @@ def _unsafe(file: Path) -> list[str]:
     try:
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
     except (ValueError, RuntimeError, pickle.UnpicklingError) as error:
-        raise CheckpointFormatError(f"{file} is no file that torch.save has written: {error}") from error
+        reason = " ".join(str(error).split())
+        raise CheckpointFormatError(f"{file} is no file that torch.save has written: {reason}") from error
 
 
 def _refusal(file: Path, names: list[str]) -> str:
@@ -370,7 +416,11 @@ def _read_distributed(path: Path, trust_pickles: bool) -> dict[str, Any]:
     reader = IndexReader(path, trust_pickles)
     index = reader.read_metadata()
     root = _root_of_weights(path, index)
+    size = sum(each.stat().st_size for each in path.iterdir() if each.is_file())
     wanted = {name: entry for name, entry in index.state_dict_metadata.items() if name.startswith(f"{root}.")}
+    large = next((name for name, entry in wanted.items() if _bytes(entry) > size), None)
+    if large is not None:
+        raise _unread(path, f"{large} is larger than all files of the folder")
     weights = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         if isinstance(entry, metadata.TensorStorageMetadata)
@@ -517,7 +567,14 @@ def _read_zero(path: Path, trust_pickles: bool) -> dict[str, Any]:
 def _zero_files(path: Path, pattern: str) -> list[Path]:
     """The matching files in the folder that `latest` names; none if there is no `latest`."""
     latest = path / "latest"
-    return sorted((path / latest.read_text().strip()).glob(pattern)) if latest.is_file() else []
+    if not latest.is_file():
+        return []
+    try:
+        return sorted(name_within(path, latest.read_text().strip()).glob(pattern))
+    except ValueError as error:
+        raise CheckpointFormatError(
+            f"{latest} names no folder beside it: {error}. Copy the checkpoint again."
+        ) from error
 
 
 ZERO = CheckpointFormat("DeepSpeed ZeRO shards", _is_zero, _read_zero)

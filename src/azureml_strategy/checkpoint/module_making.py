@@ -86,11 +86,13 @@ def _recorded(content: Mapping[str, Any]) -> type | None:
             "The file does not tell the class of its module: it is of an older version, or a strategy of others wrote "
             "it. Consolidate or register the checkpoint again with --module-class MODULE.CLASS."
         )
-    return None if CONFIG in record else _class(record[CLASS], "The module")
+    return _class(str(record[CLASS]), "The module") if CLASS in record and CONFIG not in record else None
 
 
 def _new_module(kind: type | None, content: Mapping[str, Any]) -> LightningModule:
     if kind is None:
+        if CONFIG not in content[MODULE]:
+            raise CheckpointFormatError("The file tells neither the class nor the configuration of its module.")
         made = _made(content[MODULE][CONFIG], "model")
     else:
         made = _called(kind, _hyperparameters(kind, content), "model")
@@ -122,7 +124,8 @@ def _made(node: Any, place: str) -> Any:
 def _class(path: str, place: str) -> type:
     """Import the class of a dotted path. Anything else that a name may stand for is refused."""
     module, _, name = path.rpartition(".")
-    if module.partition(".")[0] in sys.stdlib_module_names:  # to import some of them does something already
+    # To import some of them does something already.
+    if module.partition(".")[0] in sys.stdlib_module_names and module not in sys.modules:
         raise CheckpointFormatError(f"{place} is {path}, of Python's own library, which has no class of a module.")
     try:
         found = look_up(module, name)

@@ -6,6 +6,7 @@ unpickler takes: names and numbers, no objects.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,10 +16,14 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from azureml_strategy.checkpoint.formats import CheckpointFormatError
+
 MODULE = "azureml_strategy_module"
 """The entry of a checkpoint that tells of its module: `class`, and where they are known `config` and `input`."""
 CLASS, CONFIG, INPUT = "class", "config", "input"
 """A dotted path; a mapping with `_target_`, as in a recipe; `{"shape": sizes of one sample, "dtype": name}`."""
+# The most numbers of a sample: an export and an endpoint make one of zeros. Our choice.
+_LARGEST_SAMPLE = 2**28
 # Attributes of the module object itself, so that they go where it goes.
 _CONFIG, _INPUT = "_azureml_strategy_config", "_azureml_strategy_input"
 
@@ -89,6 +94,31 @@ def input_record(sizes: tuple[int | None, ...], dtype: torch.dtype) -> dict[str,
         dtype: of the numbers.
     """
     return {"shape": list(sizes), "dtype": str(dtype).removeprefix("torch.")}
+
+
+def read_input(record: Mapping[str, Any]) -> tuple[tuple[int | None, ...], torch.dtype]:
+    """Read the part `INPUT` of an entry.
+
+    Returns:
+        The sizes of one sample, and the type of its numbers.
+
+    Raises:
+        CheckpointFormatError: it holds something else, or a sample would be larger than a sample is.
+    """
+    sizes, dtype = record.get("shape"), getattr(torch, str(record.get("dtype")), None)
+    listed: list[Any] = list(sizes) if isinstance(sizes, list | tuple) else [""]
+    odd = any(each is not None and (type(each) is not int or each < 0) for each in listed)
+    if odd or not isinstance(dtype, torch.dtype):
+        raise CheckpointFormatError(
+            f"The file tells of an input {dict(record)!r:.200}, which is no shape and type of numbers. Name it by "
+            "--input-shape and --input-dtype."
+        )
+    if math.prod(each or 1 for each in listed) > _LARGEST_SAMPLE:
+        raise CheckpointFormatError(
+            f"The file tells of samples of {listed}, of more than {_LARGEST_SAMPLE:,} numbers. Name their shape "
+            "by --input-shape."
+        )
+    return tuple(listed), dtype
 
 
 def recorded_class(file: Path) -> str | None:

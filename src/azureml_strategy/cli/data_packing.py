@@ -158,6 +158,10 @@ def _pack(options: argparse.Namespace) -> int:
         indexes = pack(_packing(options))
     except (PackError, DataFolderError, ShardIndexError) as error:
         return fail(error)
+    except OSError as error:  # a file that went meanwhile, or may not be read
+        if error.strerror is None:
+            raise
+        return fail(f"{error.filename or options.source}: {error.strerror}.")
     except CorpusError as error:  # it names a recipe's keys
         return fail(f"{error} (Here, data.pattern is --pattern, data.tokenizer is --tokenizer, and so on.)")
     except KeyboardInterrupt as interrupt:

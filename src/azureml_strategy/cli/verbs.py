@@ -51,13 +51,16 @@ def split_command(words: Sequence[str]) -> tuple[list[str], list[str] | None]:
     return list(words[:place]), list(words[place + 1 :])
 
 
+_LINES, _COLOURS = "\n\t", "\x1b"
+
+
 def print_text(text: str) -> None:
     """Print text without secrets, and end quietly if the reader, such as `head`, has closed the pipe.
 
     See "Note on SIGPIPE" in the Python documentation. Subscription ids stay, since the user needs addresses with them.
     """
     try:
-        print(without_secrets(text), flush=True)
+        print(_without_controls(without_secrets(text), _LINES + _COLOURS), flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -75,8 +78,13 @@ def print_uncaught(kind: type[BaseException], error: BaseException, trace: Trace
 
 def fail(error: Exception | str) -> int:
     """Print to standard error what was wrong with the command, and return exit code 2."""
-    print(f"azureml-strategy: {redact_text(str(error))}", file=sys.stderr)
+    print(f"azureml-strategy: {_without_controls(redact_text(str(error)), _LINES)}", file=sys.stderr)
     return 2
+
+
+def _without_controls(text: str, kept: str) -> str:
+    """Text that a terminal shows and any encoding writes: names of files may hold anything but a slash."""
+    return "".join(each if each.isprintable() or each in kept else ascii(each)[1:-1] for each in text)
 
 
 def add_group(verbs: Verbs, name: str, help: str) -> Verbs:  # noqa: A002 - argparse's name for it

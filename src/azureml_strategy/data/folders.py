@@ -144,7 +144,7 @@ def _image_names(root: str, class_name: str) -> tuple[list[bytes], PassedOver]:
     with os.scandir(os.path.join(root, class_name)) as entries:
         found = sorted(entries, key=lambda entry: entry.name)
     for entry in found:
-        if _is_image(entry.name):
+        if _is_image(entry.name) and entry.is_file():  # no pipe or device, which may never end
             names.append(os.fsencode(f"{class_name}/{entry.name}"))
         elif not is_no_data(entry.name):
             others.add(f"{class_name}/{entry.name}{'/' if entry.is_dir() else ''}")

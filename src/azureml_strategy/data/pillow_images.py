@@ -58,10 +58,23 @@ def refuse_costly(content: bytes) -> None:
                 f"a JPEG file with {segments:,} segments before its pixels, {exif:,} of them EXIF, and {scans:,} "
                 f"scans; at most {_SEGMENTS:,}, {_EXIF_SEGMENTS} and {_SCANS} are read"
             )
-    elif content[:4] == b"RIFF" and content[8:16] == b"WEBPVP8X":
-        width, height = (1 + int.from_bytes(content[place : place + 3], "little") for place in (24, 27))
+    elif content[:4] == b"RIFF" and content[8:12] == b"WEBP":
+        width, height = _webp_size(content)
         if is_huge(width, height):
             raise CostlyImageError(f"a WEBP file of {width:,} x {height:,} pixels, more than Pillow takes")
+
+
+def _webp_size(content: bytes) -> tuple[int, int]:
+    """Width and height by the header of the first chunk (RFC 9649): Pillow makes its canvases when it opens a file."""
+    kind, start = content[12:16], 20
+    if kind == b"VP8X":  # three bytes each, less 1, behind flags
+        return tuple(1 + int.from_bytes(content[place : place + 3], "little") for place in (start + 4, start + 7))  # type: ignore[return-value]
+    if kind == b"VP8L":  # 14 bits each, less 1, behind a signature
+        bits = int.from_bytes(content[start + 1 : start + 5], "little")
+        return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
+    # 14 bits in two bytes each, behind a tag and a start code
+    sides = [int.from_bytes(content[place : place + 2], "little") & 0x3FFF for place in (start + 6, start + 8)]
+    return sides[0], sides[1]
 
 
 def is_huge(width: int, height: int) -> bool:

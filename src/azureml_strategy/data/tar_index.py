@@ -8,7 +8,7 @@ import json
 import re
 import tarfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
@@ -36,6 +36,9 @@ _AT_ONCE = 8
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 _COMPRESSED_NAMES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 _AGAIN = "Copy it again, or pack the data set anew: azureml-strategy data pack SRC OUT."
+# An index counts the bytes of a record by 32 bits.
+_LONGEST_RECORD = 2**32 - 1
+_LONGEST_SHOWN = 100
 _SPLIT = re.compile(r"(?:^|[^a-z])(train|val|validation|valid|test)(?![a-z])", re.IGNORECASE)
 
 Read = Callable[[int, int], Buffer]
@@ -84,7 +87,7 @@ def index_tars(folder: Path, workers: int = 1, names: Iterable[str] | None = Non
     else:
         with ProcessPoolExecutor(min(workers, len(paths)), get_context("spawn")) as pool:
             found = list(pool.map(_index_file, paths))
-    text = (folder / CLASSES_NAME).read_text("utf-8") if CLASSES_NAME in sizes else None
+    text = _decoded((folder / CLASSES_NAME).read_bytes()) if CLASSES_NAME in sizes else None
     return _join(shards, sizes, found, text)
 
 
@@ -114,7 +117,7 @@ async def index_storage(storage: Storage) -> ShardIndex:
         await asyncio.to_thread(threads.shutdown, cancel_futures=True)
     text = None
     if CLASSES_NAME in sizes:
-        text = bytes(await storage.read(CLASSES_NAME, 0, sizes[CLASSES_NAME])).decode("utf-8")
+        text = _decoded(bytes(await storage.read(CLASSES_NAME, 0, sizes[CLASSES_NAME])))
     return _join(shards, sizes, found, text)
 
 
@@ -220,6 +223,8 @@ class _Found:
 
     def add(self, name: str, offset: int, content: bytes) -> None:
         key, suffix = _split_name(name)
+        if len(content) > _LONGEST_RECORD:
+            raise self.error(name, f"{len(content):,} bytes long. An image has at most {_LONGEST_RECORD:,}.")
         if suffix in IMAGE_SUFFIXES or suffix == "npy":
             if key in self.records:
                 raise self.error(name, "a second image of this key. Each sample has one image: give it another key.")
@@ -241,13 +246,13 @@ class _Found:
     def _described(self, name: str, content: bytes) -> int | str | None:
         try:
             parsed = json.loads(content)
-        except ValueError as error:
-            raise self.error(name, f"no JSON: {error}. {_AGAIN}") from error
+        except (ValueError, RecursionError) as error:
+            raise self.error(name, f"no JSON: {_shown(str(error))}. {_AGAIN}") from error
         label = parsed.get("label", parsed.get("cls")) if isinstance(parsed, dict) else None
         return label if isinstance(label, int | str) else None
 
     def error(self, entry: str, reason: str) -> ShardIndexError:
-        return ShardIndexError(f"{self.shard}: {entry} is {reason}")
+        return ShardIndexError(f"{self.shard}: {_shown(entry)} is {reason}")
 
     def samples(self) -> ShardSamples:
         if not self.records:
@@ -260,12 +265,13 @@ class _Found:
         missing = next((key for key in self.records if key not in labels), None)
         if missing is not None:
             raise ShardIndexError(
-                f"{self.shard}: the image {missing} has no label. A sample is KEY.jpg beside KEY.cls, a text file with "
-                "the number of its class, or KEY.json with a `label`. Add them, or pack the images from class folders."
+                f"{self.shard}: the image {_shown(missing)} has no label. A sample is KEY.jpg beside KEY.cls, a text "
+                "file with the number of its class, or KEY.json with a `label`. Add them, or pack the images from "
+                "class folders."
             )
         alone = next((key for key in self.classes if key not in self.records), None)
         if alone is not None:
-            raise ShardIndexError(f"{self.shard}: the label {alone}.cls has no image. {_AGAIN}")
+            raise ShardIndexError(f"{self.shard}: the label {_shown(alone)}.cls has no image. {_AGAIN}")
         if "npy" in self.suffixes and len(self.suffixes) > 1:
             raise ShardIndexError(f"{self.shard} holds .npy files beside images. Make two sets of them.")
         offset, length, checksum = np.array(list(self.records.values()), np.int64).T
@@ -281,9 +287,9 @@ class _Found:
         for name in sorted([*self.rest, *(f"{key}.json" for key in self.described)]):
             key, suffix = _split_name(name)
             if key not in self.records:
-                alone.add(f"{self.shard}: {name}")
+                alone.add(f"{self.shard}: {_shown(name)}")
             elif suffix != "json":  # it was read, whatever it says
-                unread[f".{suffix}"] += 1
+                unread[f".{_shown(suffix)}"] += 1
         return alone, unread
 
 
@@ -291,30 +297,87 @@ def _refuse_truth(shard: str, labels: Mapping[str, int | str]) -> None:
     truth = next((key for key, label in labels.items() if isinstance(label, bool)), None)
     if truth is not None:
         raise ShardIndexError(
-            f"{shard}: the label in {truth}.json is {json.dumps(labels[truth])}, which is no class. Write the number "
-            'of the class, "label": 1, or its name.'
+            f"{shard}: the label in {_shown(truth)}.json is {json.dumps(labels[truth])}, which is no class. Write the "
+            'number of the class, "label": 1, or its name.'
         )
 
 
-def _index(file: BinaryIO, size: int, name: str) -> ShardSamples:
+class Entry(NamedTuple):
+    """A file in a tar, or a link or device, which has no content.
+
+    Attributes:
+        name: in the tar, such as `images/1.jpg`.
+        offset: where its content begins, bytes.
+        content: of the file; None of a link or a device.
+    """
+
+    name: str
+    offset: int
+    content: bytes | None
+
+
+def read_tar(file: BinaryIO, size: int, name: str) -> Iterator[Entry]:
+    """Read a tar to its end. No header makes it read, or make room for, more than there is.
+
+    Args:
+        file: the open tar.
+        size: of the tar, bytes.
+        name: of the tar, for messages.
+
+    Raises:
+        ShardIndexError: it is truncated, damaged or compressed, or has a file that is kept in parts.
+    """
     _refuse_compressed(file.read(8), name)
     file.seek(0)
-    found = _Found(name)
     entry = "its first entry"
     try:
-        with tarfile.open(fileobj=file, mode="r:") as tar:
+        with tarfile.open(fileobj=cast(BinaryIO, _Bounded(file, size)), mode="r:") as tar:
             while (member := tar.next()) is not None:
-                entry = member.name
-                if member.isreg():
+                entry = _shown(member.name)
+                if member.size < 0 or member.issparse():
+                    raise tarfile.ReadError(f"{entry} is kept in parts" if member.issparse() else "a negative size")
+                if member.isreg() and member.offset_data + member.size > size:
+                    raise ShardIndexError(f"{name} ends within {entry}: it is truncated. {_AGAIN}")
+                if not member.isdir():
                     file.seek(member.offset_data)
-                    content = file.read(member.size)
-                    if len(content) < member.size:
-                        raise ShardIndexError(f"{name} ends within {entry}: it is truncated. {_AGAIN}")
-                    found.add(entry, member.offset_data, content)
+                    content = file.read(member.size) if member.isreg() else None
+                    yield Entry(member.name, member.offset_data, content)
                 tar.members = []  # type: ignore[attr-defined]  # they would all stay in memory
             _check_end(file, tar.offset, size, name, entry)
-    except tarfile.TarError as error:
-        raise ShardIndexError(f"{name} is damaged at or after {entry}: {error}. {_AGAIN}") from error
+    except ShardIndexError:
+        raise
+    # Python's reader of tars lets through what its numbers and texts raise.
+    except (tarfile.TarError, ValueError, OverflowError, LookupError, RecursionError) as error:
+        reason = _shown(str(error)) or type(error).__name__
+        raise ShardIndexError(f"{name} is damaged at or after {entry}: {reason}. {_AGAIN}") from error
+
+
+class _Bounded:
+    """A file that is read up to its end, whatever size a header claims; tarfile asks for no more than this."""
+
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self._file, self._size = file, size
+        self.tell, self.seek = file.tell, file.seek
+
+    def read(self, size: int) -> bytes:
+        if size < 0:
+            raise tarfile.ReadError("a negative size")
+        return self._file.read(min(size, max(0, self._size - self._file.tell())))
+
+
+def _shown(text: str) -> str:
+    """A name or a reason for a message of one line: names in tars may be any bytes, and of any length."""
+    shown = text if text.isprintable() else repr(text)[1:-1]
+    return shown if len(shown) <= _LONGEST_SHOWN else f"{shown[:_LONGEST_SHOWN]}..."
+
+
+def _index(file: BinaryIO, size: int, name: str) -> ShardSamples:
+    found = _Found(name)
+    for entry in read_tar(file, size, name):
+        if entry.content is None:
+            found.rest.append(entry.name)
+        else:
+            found.add(entry.name, entry.offset, entry.content)
     return found.samples()
 
 
@@ -346,7 +409,7 @@ def _split_name(name: str) -> tuple[str, str]:
 
 def _label(text: str) -> int | str:
     text = text.strip()
-    return int(text) if re.fullmatch(r"[+-]?\d+", text) else text
+    return int(text) if re.fullmatch(r"[+-]?\d{1,18}", text) else text  # Python converts some 4,300 digits
 
 
 def _join(
@@ -392,6 +455,13 @@ def _passed_over(found: Sequence[ShardSamples], tars: Iterable[str]) -> dict[str
     return {PASSED_OVER: {**asdict(alone), "unread": dict(unread)}} if alone or unread else {}
 
 
+def _decoded(content: bytes) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ShardIndexError(f"{CLASSES_NAME} is no UTF-8, at byte {error.start:,}. Write it as UTF-8.") from error
+
+
 def class_names(text: str) -> tuple[str, ...]:
     """Return the names of the classes in the text of a `classes.txt`, a line each.
 
@@ -420,7 +490,7 @@ def _numbers(shard: str, samples: ShardSamples, classes: tuple[str, ...]) -> NDA
     wrong = next((place for place, number in enumerate(numbers) if not 0 <= number < most), None)
     if wrong is not None:
         raise ShardIndexError(
-            f"{shard}: the label of sample {wrong} is {labels[wrong]!r}, "
+            f"{shard}: the label of sample {wrong} is {_shown(repr(labels[wrong]))}, "
             + (f"which is none of the {len(classes)} classes of {CLASSES_NAME}." if classes else "not a number from 0.")
             + f" Write the numbers of the classes into the .cls files, and their names into {CLASSES_NAME}, one a line."
         )
@@ -430,7 +500,7 @@ def _numbers(shard: str, samples: ShardSamples, classes: tuple[str, ...]) -> NDA
         if other is not None and not isinstance(other, bool) and other != number:
             raise ShardIndexError(
                 f"{shard}: by its .cls file, the label of sample {place} is {labels[place]!r}, and by its .json file "
-                f"{samples.others[place]!r}. Correct one of them, or remove the .json files."
+                f"{_shown(repr(samples.others[place]))}. Correct one of them, or remove the .json files."
             )
     return np.array(numbers, np.int32)
 

@@ -19,6 +19,12 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
+# Keys of configurations whose values transformers or peft import, or fetch from the hub and import.
+_CODE = (
+    *("auto_map", "auto_mapping", "megatron_core", "megatron_config"),
+    *("attn_implementation", "_attn_implementation", "_attn_implementation_internal"),
+    *("experts_implementation", "_experts_implementation", "_experts_implementation_internal"),
+)
 # How many names a message lists.
 _SHOWN = 3
 
@@ -26,18 +32,27 @@ _SHOWN = 3
 def skeleton(record: ModelRecord) -> PreTrainedModel:
     """Make the model without weights."""
     kind = _class(record)
-    config = kind.config_class.from_dict(json.loads(record.config))
+    config = kind.config_class.from_dict(_without_code(json.loads(record.config)))
     config.name_or_path = record.source
     with torch.device("meta"):
         model: PreTrainedModel = kind(config)
     return model
 
 
+def _without_code(config: Any) -> Any:
+    """A configuration without what names code to fetch and run: kernels of the hub, and classes of a repository."""
+    if isinstance(config, list):
+        return [_without_code(each) for each in config]
+    if not isinstance(config, dict):
+        return config
+    return {name: _without_code(each) for name, each in config.items() if name not in _CODE}
+
+
 def _class(record: ModelRecord) -> Any:
     import transformers
 
-    kind = getattr(transformers, record.kind, None)
-    if kind is None:
+    kind = getattr(transformers, record.kind, None) if record.kind.isidentifier() else None
+    if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
         raise CheckpointFormatError(
             f"The model is a {record.kind}, a class that transformers does not have. Save it from your own code: "
             "model.save_pretrained(FOLDER) after load_from_checkpoint."
@@ -111,7 +126,7 @@ def adapted(
 
 def _load_base(record: ModelRecord, base: BaseRecord, source: str) -> PreTrainedModel:
     kind = _class(record)
-    config = kind.config_class.from_dict(json.loads(record.config))
+    config = kind.config_class.from_dict(_without_code(json.loads(record.config)))
     revision = {"revision": record.revision} if record.revision and source == record.source else {}
     try:
         with whole_models():
@@ -130,7 +145,7 @@ def _wrapped(model: PreTrainedModel, adapters: AdapterRecord) -> PeftModel:
     from peft import PeftConfig, get_peft_model
 
     configs = {
-        name: PeftConfig.from_peft_type(**each)  # type: ignore[no-untyped-call]
+        name: PeftConfig.from_peft_type(**_without_code(each))  # type: ignore[no-untyped-call]
         for name, each in adapters.configs.items()
     }
     if not keeps_base(configs):

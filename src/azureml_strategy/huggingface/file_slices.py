@@ -93,7 +93,21 @@ def _tensors(file: int, path: Path) -> Iterator[tuple[str, FileSlice]]:
     told = read_range(file, min(length, os.fstat(file).st_size), 8)
     if len(told) < length:
         raise OSError(f"{path} ends within its header, which has {length:,} bytes from byte 8 on. Copy it again.")
-    header: dict[str, Any] = json.loads(told)
-    for name, facts in header.items():
-        if name != "__metadata__":
-            yield name, FileSlice(file, path, 8 + length + facts["data_offsets"][0], facts["dtype"], facts["shape"])
+    try:
+        header: dict[str, Any] = json.loads(told)
+        for name, facts in header.items():
+            if name != "__metadata__":
+                start = _start(facts, os.fstat(file).st_size - 8 - length)
+                yield name, FileSlice(file, path, 8 + length + start, facts["dtype"], facts["shape"])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise OSError(f"{path} has a damaged header: {error!r:.200}. Copy it again.") from error
+
+
+def _start(facts: dict[str, Any], size: int) -> int:
+    """Where a tensor begins; its shape is as large as its part of the file, so that no more is asked for."""
+    start, stop = facts["data_offsets"]
+    if not all(type(each) is int and each >= 0 for each in (start, stop, *facts["shape"])):
+        raise ValueError("places and sizes are whole numbers from 0")
+    if stop > size or math.prod(facts["shape"]) * torch_type(facts["dtype"]).itemsize != stop - start:
+        raise ValueError(f"a tensor {facts['shape']} does not take the bytes from {start} to {stop} of {size}")
+    return int(start)

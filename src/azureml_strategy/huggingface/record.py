@@ -27,6 +27,7 @@ from azureml_strategy.huggingface.transformers_internals import (
     is_tokenizer,
     library_class,
 )
+from azureml_strategy.inside import is_component
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -115,17 +116,42 @@ class CheckpointRecord:
 
     @staticmethod
     def of(checkpoint: Mapping[str, Any]) -> CheckpointRecord | None:
-        """Read the record of a loaded checkpoint; None if it has none."""
+        """Read the record of a loaded checkpoint; None if it has none.
+
+        Raises:
+            CheckpointFormatError: it is damaged, or names a file outside of the folder that is made of it.
+        """
         entry = checkpoint.get(HUGGING_FACE)
         if entry is None:
             return None
-        read = json.loads(entry["record"])
-        base = None if read["base"] is None else BaseRecord(**read["base"])
-        return CheckpointRecord(tuple(_model(**each) for each in read["models"]), base, entry["tokenizer"])
+        try:
+            read = json.loads(entry["record"])
+            base = None if read["base"] is None else BaseRecord(**read["base"])
+            record = CheckpointRecord(tuple(_model(**each) for each in read["models"]), base, dict(entry["tokenizer"]))
+            _require_harmless(record)
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise CheckpointFormatError(
+                f"What the checkpoint tells of its transformers models is damaged: {error!r:.200}. Use another one, or "
+                "save the model from your own code: model.save_pretrained(FOLDER) after load_from_checkpoint."
+            ) from error
+        return record
 
 
 def _model(adapters: dict[str, Any] | None, **fields: Any) -> ModelRecord:
     return ModelRecord(**fields, adapters=None if adapters is None else AdapterRecord(**adapters))
+
+
+def _require_harmless(record: CheckpointRecord) -> None:
+    """Refuse names that lead out of a folder, and values that are none of a record's."""
+    adapters = [name for each in record.models if each.adapters is not None for name in each.adapters.configs]
+    for name in (*record.tokenizer, *adapters):
+        if not isinstance(name, str) or not is_component(name):
+            raise ValueError(f"{name!r:.100} is no name of a file")
+    if any(not isinstance(each, Tensor) or each.dtype != torch.uint8 for each in record.tokenizer.values()):
+        raise TypeError("a file of its tokenizer is no row of bytes")
+    for each in record.models:
+        if not all(isinstance(value, str) for value in (each.prefix, each.kind, each.config, each.source)):
+            raise TypeError("a model's name or configuration is no text")
 
 
 def record_models(module: nn.Module) -> tuple[ModelRecord, ...]:

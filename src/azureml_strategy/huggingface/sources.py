@@ -9,6 +9,8 @@ from pathlib import Path
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from azureml_strategy.inside import name_within
+
 _REGISTERED = "azureml:"
 _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
 # What a training needs of a model on the hub: no weights in other formats, no pictures.
@@ -46,7 +48,13 @@ class Source:
             if not (self.folder / _WHOLE).is_file():
                 raise PretrainedModelError(_no_safetensors(self))
             return [self.folder / _WHOLE]
-        files = sorted({self.folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+        try:
+            named = set(json.loads(index.read_text())["weight_map"].values())
+            files = sorted(name_within(self.folder, name) for name in named)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise PretrainedModelError(
+                f"{self.name} has a damaged {_INDEX}: {error!r:.200}. Copy or download the model again."
+            ) from error
         missing = [file.name for file in files if not file.is_file()]
         if missing:
             raise PretrainedModelError(

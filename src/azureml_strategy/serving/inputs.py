@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from azureml_strategy.checkpoint.module_record import read_input
 from azureml_strategy.data.npy_files import NPY, read_npy
 from azureml_strategy.data.pillow_images import open_image, to_mode
 from azureml_strategy.whole_reads import read_whole
@@ -63,7 +64,7 @@ class ExpectedInput:
         """Read the input's record of a checkpoint; without one, samples of any sizes and of float32."""
         if record is None:
             return cls(None, torch.float32, max_samples)
-        return cls(tuple(record["shape"]), getattr(torch, record["dtype"]), max_samples)
+        return cls(*read_input(record), max_samples)
 
     @property
     def shape(self) -> str:

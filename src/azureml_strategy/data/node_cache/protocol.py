@@ -25,6 +25,8 @@ _LONGEST_SOCKET = 107
 LONGEST_HEADER = 16 << 20
 # The records of a request, 64 MiB and one more; or eight bytes for each sample of two passes.
 LONGEST_PAYLOAD = 8 << 30
+# What room is made for before it comes; requests for records ask for so much at a time.
+_AT_ONCE = 64 << 20
 # A server that works on a request says so this often.
 WORKING_SECONDS = 20.0
 # Connections that may wait for a server at once: the workers of all ranks begin together.
@@ -136,13 +138,15 @@ def receive_from(file: IO[bytes]) -> Frame:
     if not line.endswith(b"\n"):
         raise EOFError("the connection ended")
     header, size = _header(line)
-    payload = bytearray(size)
-    view = memoryview(payload)
-    while len(view):
-        count = file.readinto(view)  # type: ignore[attr-defined]  # BufferedReader has it
+    payload, done = bytearray(min(size, _AT_ONCE)), 0
+    while done < size:
+        if done == len(payload):  # it grows with what comes
+            payload += bytes(min(size - done, _AT_ONCE))
+        with memoryview(payload)[done:] as view:
+            count = file.readinto(view)  # type: ignore[attr-defined]  # BufferedReader has it
         if not count:
             raise EOFError("the connection ended in the middle of a message")
-        view = view[count:]
+        done += count
     return Frame(header, payload)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tarfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +22,7 @@ from azureml_strategy.data.packing.workers import Task
 from azureml_strategy.data.passed_over import first_names, is_no_data, warn
 from azureml_strategy.data.readers import find_index
 from azureml_strategy.data.shard_index import INDEX_NAME, ShardIndex, warn_of_unread_files
-from azureml_strategy.data.tar_index import index_tars, split_of
+from azureml_strategy.data.tar_index import index_tars, read_tar, split_of
 
 # Where a split becomes the validation set, in the order of preference.
 _VALIDATION = ("val", "validation", "valid", "test")
@@ -200,7 +199,7 @@ def _find_part(folder: Path, form: ImageForm) -> Part:
 
 
 def _tars(folder: Path) -> list[str]:
-    found = sorted(path.name for path in folder.glob("*.tar") if not path.name.startswith("."))
+    found = sorted(path.name for path in folder.glob("*.tar") if not path.name.startswith(".") and path.is_file())
     if not found:
         # Says what to do where they are compressed; class folders have no such files.
         compressed = next(iter(sorted(folder.glob("*.tar.*"))), None) or next(iter(sorted(folder.glob("*.tgz"))), None)
@@ -231,11 +230,10 @@ def _tar_part(folder: Path, names: list[str], form: ImageForm) -> Part:
 
 
 def _first_files(path: Path) -> Iterator[bytes]:
-    with tarfile.open(path) as tar:
-        for member in islice(tar, _EXAMPLES):
-            file = tar.extractfile(member)
-            if file is not None:
-                yield file.read()
+    with path.open("rb") as file:
+        for entry in islice(read_tar(file, path.stat().st_size, path.name), _EXAMPLES):
+            if entry.content is not None:
+                yield entry.content
 
 
 def _of_index(folder: Path, index: ShardIndex) -> Samples:
@@ -246,6 +244,11 @@ def _of_index(folder: Path, index: ShardIndex) -> Samples:
 
 
 def _folder_part(folders: ClassFolders, form: ImageForm) -> Part:
+    odd = next((name for name in folders.classes if not name.isprintable()), None)
+    if odd is not None:
+        raise PackError(
+            f"{folders.root} has a class folder {odd!r}, and the names of classes are lines of a text. Rename it."
+        )
     sizes, times = _sizes(folders)
     digest = hashlib.sha256(repr((folders.classes, folders.names.dtype)).encode())
     for array in (folders.names, folders.labels, sizes, times):

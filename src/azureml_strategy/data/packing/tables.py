@@ -20,6 +20,7 @@ from azureml_strategy.data.packing.sources import Part, by_split, file_digest
 from azureml_strategy.data.packing.workers import Task
 from azureml_strategy.data.passed_over import PassedOver, first_names, is_no_data, warn
 from azureml_strategy.data.shard_index import numbered_classes
+from azureml_strategy.inside import OutsideError, name_within
 
 if TYPE_CHECKING:
     import pyarrow
@@ -241,12 +242,34 @@ def _own_tables(folder: Path, files: Sequence[str]) -> list[str]:
     """The tables of a data set in a folder, without what `map` and `filter` keep beside them."""
     if "state.json" not in files:  # not of `save_to_disk`
         return sorted(name for name in files if name.endswith(_SUFFIXES) and not name.startswith((".", "cache-")))
-    state = json.loads((folder / "state.json").read_text())
+    state = _read_json(folder / "state.json")
     if state.get("_indices_data_files"):
         raise PackError(
             f"{folder} is a selection of rows: write it out by `dataset.flatten_indices().save_to_disk(...)`."
         )
-    return [file["filename"] for file in state["_data_files"]]
+    try:
+        names: list[str] = [file["filename"] for file in state["_data_files"]]
+        for name in names:
+            name_within(folder, name)
+    except (KeyError, TypeError, OutsideError) as error:
+        raise PackError(
+            f"{folder / 'state.json'} names no tables of its folder: {error}. Save the data set anew."
+        ) from error
+    return names
+
+
+def _read_json(source: Path | bytes) -> dict[str, Any]:
+    """What a text of JSON holds; nothing if that is no mapping.
+
+    Raises:
+        PackError: it is no JSON.
+    """
+    try:
+        found = json.loads(source if isinstance(source, bytes) else source.read_bytes())
+    except (ValueError, RecursionError) as error:
+        where = "The metadata of a table" if isinstance(source, bytes) else source
+        raise PackError(f"{where} cannot be read as JSON: {error}. Save the data set anew.") from error
+    return found if isinstance(found, dict) else {}
 
 
 def find_columns(table: Path) -> Columns:
@@ -256,9 +279,11 @@ def find_columns(table: Path) -> Columns:
         PackError: it is unclear.
     """
     schema = _schema(table)
-    features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {}).get("features") or {}
+    info = _read_json((schema.metadata or {}).get(b"huggingface", b"{}")).get("info")
+    features = info.get("features") if isinstance(info, dict) else None
     if not features and (table.parent / "dataset_info.json").is_file():
-        features = json.loads((table.parent / "dataset_info.json").read_text()).get("features") or {}
+        features = _read_json(table.parent / "dataset_info.json").get("features")
+    features = features if isinstance(features, dict) else {}
     kinds = {name: feature.get("_type") for name, feature in features.items() if isinstance(feature, dict)}
     images = [field.name for field in schema if _holds_images(field)]
     labels = [name for name in schema.names if kinds.get(name) == "ClassLabel"]
@@ -322,10 +347,13 @@ def count_rows(table: Path) -> int:
     import pyarrow.ipc
     import pyarrow.parquet
 
-    if table.suffix == ".parquet":
-        return int(pyarrow.parquet.read_metadata(table).num_rows)
-    with pyarrow.memory_map(str(table)) as file:
-        return sum(batch.num_rows for batch in pyarrow.ipc.open_stream(file))
+    try:
+        if table.suffix == ".parquet":
+            return int(pyarrow.parquet.read_metadata(table).num_rows)
+        with pyarrow.memory_map(str(table)) as file:
+            return sum(batch.num_rows for batch in pyarrow.ipc.open_stream(file))
+    except pyarrow.ArrowException as error:
+        raise PackError(f"{table} cannot be read: {error}. Download the data set again.") from error
 
 
 def read_rows(table: Path, columns: Columns) -> Iterator[tuple[Any, int | None]]:

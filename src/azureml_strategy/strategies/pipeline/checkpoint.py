@@ -47,7 +47,15 @@ class PipelineLayout:
                 "wrote under azureml_deepspeed_pipeline, or load the weights of another strategy into the module "
                 "before training."
             )
-        return PipelineLayout(**json.loads((checkpoint / _LAYOUT).read_text()))
+        try:
+            layout = PipelineLayout(**json.loads((checkpoint / _LAYOUT).read_text()))
+            if not all(each is None or isinstance(each, str) for each in layout.places) or len(layout.bounds) < 2:
+                raise ValueError("its layers have no names")
+            return layout
+        except (ValueError, TypeError, RecursionError) as error:
+            raise PipelineError(
+                f"{checkpoint / _LAYOUT} is damaged: {error!r:.200}. Use an earlier checkpoint, or copy this one again."
+            ) from error
 
     def check(self, checkpoint: Path, training: bool) -> None:
         """Refuse a checkpoint that this layout cannot read.

@@ -250,7 +250,7 @@ def read_tuning(path: Path) -> Tuning:
         raise ConfigurationError(
             f"tuned={str(path)!r}: there is no such file. `azureml-strategy tune RECIPE --output {path}` writes one."
         ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigurationError(
             f"tuned={str(path)!r} is no file of `azureml-strategy tune` ({type(error).__name__}: {error}). Measure "
             "anew, or leave `tuned` out."
