@@ -28,6 +28,11 @@ _SHIPPED = ("Dockerfile", "conda.yaml", "constraints.txt")
 _FROM = re.compile(r"(?m)^FROM (.*)$")
 
 
+def shipped_constraints() -> str:
+    """The text of constraints.txt, the tested set."""
+    return _shipped("constraints.txt").decode()
+
+
 def shipped_dockerfile(base_image: str | None = None) -> str:
     """The text of this package's Dockerfile.
 
