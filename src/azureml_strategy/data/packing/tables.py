@@ -19,6 +19,7 @@ from azureml_strategy.data.packing.shards import PackError, Records, write_whole
 from azureml_strategy.data.packing.sources import Part, by_split, file_digest
 from azureml_strategy.data.packing.workers import Task
 from azureml_strategy.data.passed_over import PassedOver, first_names, is_no_data, warn
+from azureml_strategy.lazy import install_line
 
 if TYPE_CHECKING:
     import pyarrow
@@ -363,6 +364,4 @@ def _require_pyarrow(table: Path) -> None:
     try:
         import pyarrow  # noqa: F401
     except ImportError as error:
-        raise PackError(
-            f"{table.name} is read by pyarrow, which is not installed: pip install 'azureml-strategy[data]'"
-        ) from error
+        raise PackError(f"{table.name} is read by pyarrow, which is not installed: {install_line('data')}") from error
