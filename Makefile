@@ -65,7 +65,7 @@ soak: .venv-test/installed
 
 # Strict and offline: a broken link, a missing anchor or a public name without a docstring fails it. build/site/docs/index.html
 docs: .venv-test/installed
-	DS_ACCELERATOR=cpu .venv-test/bin/python -m sphinx -c docs -b html -d build/doctrees -W --keep-going -n -q . build/site
+	DS_ACCELERATOR=cpu .venv-test/bin/python -m sphinx -c docs -b html -d build/doctrees -W --keep-going -n . build/site
 
 lint: .venv-test/installed
 	.venv-test/bin/ruff check .
@@ -90,11 +90,13 @@ release-check: lint-workflows
 	.venv-release/bin/python release/check.py $(STEPS) $(if $(TAG),--tag $(TAG))
 
 .venv/installed: $(SOURCES)
+	@echo "Installing the tested versions into .venv: some minutes, the first time."
 	$(PYTHON) -m venv --clear .venv
 	.venv/bin/pip $(PIP_INSTALL) -e '.[recipes]'
 	touch $@
 
 .venv-test/installed: $(SOURCES)
+	@echo "Installing the tested versions into .venv-test, for tests, lint and docs: some minutes, the first time."
 	$(PYTHON) -m venv --clear .venv-test
 	.venv-test/bin/pip $(PIP_INSTALL) -e '.[dev]'
 	touch $@

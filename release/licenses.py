@@ -85,7 +85,7 @@ installation with the CPU build has none. `nvidia-ml-py`, of the extra `counters
 
 ## All of them
 
-"always" comes with `pip install azureml-strategy`; the others come with the extras named. Some packages say BSD without
+"always" comes with every installation; the others come with the extras named. Some packages say BSD without
 a number.
 
 | package | licence | comes with |

@@ -99,6 +99,27 @@ def test_every_page_that_is_linked_is_there() -> None:
             assert (page.parent / link).exists(), f"{page.name} links to {link}"
 
 
+def test_nothing_that_is_printed_installs_from_pypi_where_there_is_no_release() -> None:
+    """Pages, messages, recipes, templates of `init`: what they say can be typed today."""
+    folders = ("src", "docs", "conf", "recipes", "project", "environments", "examples", "release")
+    files = [
+        path for name in folders for path in (ROOT / name).rglob("*") if path.suffix in (".py", ".md", ".yaml", ".txt")
+    ]
+    files += [path for path in ROOT.glob("*.md") if path.name != "CHANGELOG.md"]  # which says what was
+    files.append(ROOT / "constraints.txt")
+    wrong = re.compile(r"pip install (?:-\S+ (?:\S+\.txt )?)*'?azureml[-_]strategy(?!-\S*\.whl)")
+    found = [f"{path}: {match[0]}" for path in files if (match := wrong.search(path.read_text(encoding="utf-8")))]
+    assert found == []
+    assert wrong.search("pip install -c constraints.txt 'azureml-strategy[azure]'")
+
+
+def test_the_first_page_is_plain_markdown_and_names_every_page() -> None:
+    index = ROOT / "docs" / "index.md"
+    assert "```{" not in index.read_text()
+    linked = {(index.parent / link).resolve() for link in re.findall(r"\]\(([^)#]+\.md)\)", index.read_text())}
+    assert {page for page in PAGES if page != index} <= linked
+
+
 @pytest.mark.parametrize("page", FIGURES, ids=lambda page: page.stem)
 def test_the_tables_have_the_figures_of_the_results(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")

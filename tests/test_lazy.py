@@ -82,4 +82,5 @@ def test_a_library_that_is_missing_is_known_before_the_work_begins() -> None:
         require_library("no_such_library")
     assert missing_extra(missing.value) is None
     advice = missing_extra(ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib.figure"))
-    assert advice == "matplotlib is not installed here. Type: pip install 'azureml-strategy[report]'"
+    line = "pip install -c constraints.txt '.[report]' in a clone of azureml-strategy"
+    assert advice == f"matplotlib is not installed here. Type: {line}"

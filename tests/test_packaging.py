@@ -314,8 +314,8 @@ def test_what_needs_no_extra_works_and_what_does_says_which(without_extras: dict
         ("PipelineStrategy", "deepspeed", "deepspeed"),
         ("DigitsDataModule", "PIL", "data"),
     ):
-        said = f"{name} cannot be imported: {missing} is not installed here. Type: pip install "
-        assert f"{said}'azureml-strategy[{extra}]'\n" in done.stdout
+        said = f"{name} cannot be imported: {missing} is not installed here. Type: pip install -c constraints.txt "
+        assert f"{said}'.[{extra}]' in a clone of azureml-strategy\n" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -333,4 +333,4 @@ def test_a_missing_extra_is_one_sentence(
     assert done.returncode == 2
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
-    assert line.endswith(f"Type: pip install 'azureml-strategy[{extra}]'")
+    assert line.endswith(f"Type: pip install -c constraints.txt '.[{extra}]' in a clone of azureml-strategy")

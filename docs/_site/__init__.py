@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from _site import api, benchmarks, configuration, errors, metrics
+from _site import api, benchmarks, configuration, errors, metrics, navigation
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -22,6 +22,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "groups": configuration.groups,
     "keys": configuration.keys,
     "metrics": metrics.markdown,
+    "navigation": navigation.markdown,
     "recipes": configuration.recipes,
 }
 

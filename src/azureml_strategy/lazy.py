@@ -69,9 +69,18 @@ def require_library(name: str) -> None:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
+def install_line(extra: str) -> str:
+    """What to type for an extra. Until there is a release on PyPI, the package is installed from a clone.
+
+    Args:
+        extra: its name in pyproject.toml.
+    """
+    return f"pip install -c constraints.txt '.[{extra}]' in a clone of azureml-strategy"
+
+
 def missing_extra(error: ModuleNotFoundError) -> str | None:
     """Say what to type for a library that was not found; None if no extra brings it."""
     library = (error.name or "").partition(".")[0]
     if library not in _EXTRAS:
         return None
-    return f"{library} is not installed here. Type: pip install 'azureml-strategy[{_EXTRAS[library]}]'"
+    return f"{library} is not installed here. Type: {install_line(_EXTRAS[library])}"

@@ -260,4 +260,4 @@ choose_decoder("simplejpeg")
 
 def test_without_simplejpeg_auto_is_pillow_and_the_extra_is_named() -> None:
     run = subprocess.run([sys.executable, "-c", _WITHOUT], capture_output=True, text=True, timeout=250)
-    assert "simplejpeg is not installed here. Type: pip install 'azureml-strategy[data]'" in run.stderr
+    assert "simplejpeg is not installed here. Type: pip install -c constraints.txt '.[data]'" in run.stderr

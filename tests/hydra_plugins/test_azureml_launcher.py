@@ -129,7 +129,7 @@ def test_without_the_extra_azure(
     with pytest.raises(SystemExit):
         sweep("seed=1,2")
     printed = capsys.readouterr().err
-    assert "pip install 'azureml-strategy[azure]'" in printed
+    assert "pip install -c constraints.txt '.[azure]'" in printed
     assert "Traceback" not in printed
 
 

@@ -59,7 +59,7 @@ def test_every_verb_says_what_to_install(line: list[str], capsys: pytest.Capture
     assert main(line) == 2
     told = capsys.readouterr().err.splitlines()[-1]
     assert told.startswith("azureml-strategy: What talks to Azure is not installed here")
-    assert told.endswith("Type: pip install 'azureml-strategy[azure]'")
+    assert told.endswith("Type: pip install -c constraints.txt '.[azure]' in a clone of azureml-strategy")
 
 
 @pytest.mark.usefixtures("_no_azure")
@@ -71,4 +71,4 @@ def test_a_price_says_so_too() -> None:
 def test_half_of_the_extra_is_not_enough(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "azure.identity", None)
     assert main(["jobs", "list"]) == 2
-    assert "Type: pip install 'azureml-strategy[azure]'" in capsys.readouterr().err
+    assert "Type: pip install -c constraints.txt '.[azure]'" in capsys.readouterr().err

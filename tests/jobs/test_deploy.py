@@ -110,7 +110,7 @@ def test_a_dry_run_of_an_online_endpoint_prints_what_azure_takes(capsys: pytest.
     assert deployment.replace(str(code), "CODE").replace(str(image), "IMAGE") == _ONLINE
     assert document(load_online_endpoint(io.StringIO(endpoint))) == endpoint
     assert document(load_online_deployment(io.StringIO(deployment))) == deployment
-    assert f"# code: {code}, with score.py\n" in comments
+    assert f"# code: {code}, with score.py: 1 file, less than 0.1 MB\n" in comments
     assert "azureml-inference-server-http==1.4.1, on openmpi5.0-cuda12.6-ubuntu24.04" in comments
     assert '# curl "$URI" -H "Authorization: Bearer $KEY"' in comments
     assert _KEPT not in comments
@@ -132,9 +132,63 @@ def test_a_dry_run_of_a_batch_endpoint_prints_what_azure_takes(capsys: pytest.Ca
     assert _KEPT in comments
 
 
+@pytest.mark.parametrize(
+    ("size", "cuda"),
+    [
+        ("Standard_DS3_v2", False),
+        ("F4s_v2", False),
+        ("Standard_NC4as_T4_v3", True),
+        ("NV36ads_A10_v5", True),
+        (None, False),
+    ],
+)
+def test_a_machine_without_gpus_gets_no_cuda(capsys: pytest.CaptureFixture[str], size: str | None, cuda: bool) -> None:
+    assert main([*DEPLOY, *(["--instance-type", size] if size else []), "--dry-run"]) == 0
+    _, deployment, comments = printed(capsys)
+    dockerfile = (folders(deployment)[1] / "Dockerfile").read_text()
+    assert ("FROM mcr.microsoft.com/azureml/openmpi5.0-cuda12.6-ubuntu24.04:2" in dockerfile) == cuda
+    assert ("--extra-index-url https://download.pytorch.org/whl/cpu " in dockerfile) != cuda
+    assert ("on openmpi5.0-ubuntu24.04:2" in comments) != cuda
+
+
+def test_an_endpoint_that_keeps_its_gpus_keeps_cuda(azure_service: AzureService, tmp_path: Path) -> None:
+    register(tmp_path)
+    for size in (["--instance-type", "Standard_NC4as_T4_v3"], []):
+        assert main([*DEPLOY, *size]) == 0
+    client = azure_service.client()
+    found = client.online_deployments.get("default", "digits")
+    assert found.instance_type == "Standard_NC4as_T4_v3"
+    sent = [each.json["properties"]["environmentId"] for each in azure_service.asked("PUT", "/deployments/default")]
+    assert len(sent) == 2
+    assert sent[0] == sent[1]
+
+
+def test_checkpoints_and_logs_stay_here_and_the_rest_is_told(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [
+        "net.py",
+        "logs/view.py",
+        "logs/run.txt",
+        "a/checkpoints/last.ckpt",
+        "best.ckpt",
+        "train.log",
+        "classes.json",
+    ]
+    for name in names:
+        (tmp_path / "code" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "code" / name).write_text(name)
+    assert main([*DEPLOY, "--code", str(tmp_path / "code"), "--dry-run"]) == 0
+    _, deployment, comments = printed(capsys)
+    code = folders(deployment)[0]
+    there = {path.relative_to(code).as_posix() for path in code.rglob("*") if path.is_file()}
+    assert there == {"net.py", "logs/view.py", "classes.json", "score.py"}
+    assert "4 files, less than 0.1 MB; left out as results of a training: " in comments
+
+
 def test_the_image_has_one_version_of_each_package(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "requirements.txt").write_text("timm\n")
-    for kind in (DEPLOY, BATCH):
+    for kind in ([*DEPLOY, "--instance-type", "NC4as_T4_v3"], BATCH):
         assert main([*kind, "--requirements", "requirements.txt", "--dry-run"]) == 0
         image = folders(printed(capsys)[1])[1]
         pins = [line for name in ("constraints.txt", "serving.txt") for line in (image / name).read_text().splitlines()]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ from azureml_strategy.jobs.settings import EnvironmentSettings
 
 __all__ = ["cache"]  # a fixture
 
+SHIPPED = Path(__file__).parents[2] / "environments"
 HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
@@ -91,8 +93,8 @@ def test_requirements_and_the_package_in_one_resolution(code: Path) -> None:
     (code / "lib" / "a.py").write_text("a = 1")
     (code / "lib" / ".env").write_text("b")
     (code / "env").mkdir()
-    (code / "env" / "more.txt").write_text("einops\n-e ../lib\n")
-    found = context("env/my needs.txt", "numpy\n-r more.txt\n")
+    (code / "env" / "more.txt").write_text("no-such-package\n-e ../lib\n")
+    found = context("env/my needs.txt", "numpy<1\n-r more.txt\n")
     names = {"Dockerfile", "conda.yaml", "user/env/my needs.txt", "user/env/more.txt", "user/lib/a.py"}
     assert found.keys() == names
     assert found["Dockerfile"].splitlines()[-5:] == [
@@ -232,7 +234,7 @@ def test_nodes_that_our_image_does_not_run_on(code: Path) -> None:
 def test_it_is_told_in_a_line(code: Path) -> None:
     Path("requirements.txt").touch()
     Path("Dockerfile").touch()
-    base = "openmpi5.0-cuda12.6-ubuntu24.04"
+    base = "openmpi5.0-cuda12.6-ubuntu24.04:20260621.v1"
     for settings, text in (
         (EnvironmentSettings(file="requirements.txt"), f"requirements.txt and azureml-strategy 0.1.0, on {base}"),
         (EnvironmentSettings(file="Dockerfile"), "Dockerfile and azureml-strategy 0.1.0"),
@@ -243,10 +245,44 @@ def test_it_is_told_in_a_line(code: Path) -> None:
         assert describe_environment(settings) == f"environment: {text}"
 
 
+@pytest.mark.parametrize(
+    ("text", "pinned"),
+    [
+        ("torch>=2.8\nlightning\nno-such-package\n", ["lightning", "torch"]),
+        ("torch>=2.8,<2.9\nlightning\n", ["lightning"]),  # the tested one is not allowed
+        ("torch==2.13.0\nlightning\n", []),
+        ("torch==2.9.*\nlightning\n", []),
+        ("-c own.txt\nlightning\n", []),
+        ("--index-url https://download.pytorch.org/whl/cu126\ntorch\n", []),
+        ("torch @ https://example.com/torch.whl\n", []),
+    ],
+)
+def test_what_a_file_does_not_pin_is_the_tested_version(code: Path, text: str, pinned: list[str]) -> None:
+    Path("own.txt").write_text("torch>=2.8\n")
+    found = context("requirements.txt", text)
+    lines = found.get("tested.txt", "").splitlines()
+    tested = (SHIPPED / "constraints.txt").read_text().splitlines()
+    assert [line.partition("==")[0] for line in lines] == pinned
+    assert set(lines) <= set(tested)
+    assert ("--constraint /opt/azureml-strategy/tested.txt" in found["Dockerfile"]) == bool(pinned)
+    assert ("COPY tested.txt *.whl ./" in found["Dockerfile"]) == bool(pinned)
+    told = describe_environment(EnvironmentSettings(file="requirements.txt"))
+    assert told.partition("does not pin: ")[2].split() == lines
+
+
+def test_the_base_image_is_the_same_in_a_year() -> None:
+    for name in ("Dockerfile", "Dockerfile.serving"):
+        (base,) = [line for line in (SHIPPED / name).read_text().splitlines() if line.startswith("FROM ")]
+        assert re.search(r":\d{8}\.v\d+$", base)
+
+
 def test_the_command_of_the_image_is_pips(code: Path, tmp_path: Path) -> None:
     """pip reads the very command, with everything that it names in the context, and takes the wheel."""
     Path("requirements.txt").write_text("-r sub/more.txt\n./lib\n")
-    for name, text in {"sub/more.txt": "einops\n", "lib/pyproject.toml": "[project]\nname='l'\nversion='1'\n"}.items():
+    for name, text in {
+        "sub/more.txt": "no-such-package\n",
+        "lib/pyproject.toml": "[project]\nname='l'\nversion='1'\n",
+    }.items():
         Path(name).parent.mkdir()
         Path(name).write_text(text)
     place = tmp_path / "image"
@@ -271,7 +307,7 @@ def test_the_command_of_the_image_is_pips(code: Path, tmp_path: Path) -> None:
     ]
     done = subprocess.run([*dry, "--ignore-installed"], cwd=folder.strip(), capture_output=True, text=True)
     # Without an index the only thing that pip does not find is the package from it.
-    assert "No matching distribution found for einops" in done.stderr, done.stderr
+    assert "No matching distribution found for no-such-package" in done.stderr, done.stderr
     (place / "user" / "sub" / "more.txt").write_text("")
     done = subprocess.run([*dry, "--ignore-installed"], cwd=folder.strip(), capture_output=True, text=True)
     assert "Would install azureml-strategy-0.1.0 l-1" in done.stdout, done.stderr

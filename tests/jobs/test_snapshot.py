@@ -64,8 +64,8 @@ def test_secrets_that_are_asked_for_go_along(azure_service: AzureService) -> Non
     assert set(found.files) == {".amlignore", "train.py", ".env", "ca.pem"}
     assert found.secrets == ("server.key",)
     assert found.describe() == (
-        "code: code, 4 files, 0.0 MB; kept here, as secrets by their names: server.key. To send one all the same, "
-        "write !server.key into code/.amlignore"
+        "code: code, 4 files, less than 0.1 MB; kept here, as secrets by their names: server.key. To send one all the "
+        "same, write !server.key into code/.amlignore"
     )
     upload_snapshot(azure_service.client(show_progress=False), "code")
     assert uploaded(azure_service) == set(found.files)
@@ -83,7 +83,9 @@ def test_gitignore_stays_in_force_until_there_is_an_amlignore() -> None:
     found = list_snapshot(".")
     assert set(found.files) == {".amlignore", ".gitignore", "train.py", "src/c.py"}
     assert found.size == sum(Path(name).stat().st_size for name in found.files)
-    assert found.describe().startswith("code: ., 4 files, 0.0 MB; kept here, as secrets by their names: .env. ")
+    assert found.describe().startswith(
+        "code: ., 4 files, less than 0.1 MB; kept here, as secrets by their names: .env. "
+    )
     assert found.advice() is None
 
 

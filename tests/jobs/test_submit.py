@@ -85,7 +85,7 @@ def test_code_goes_along_without_what_amlignore_leaves_out(
     Path("lib/site-packages/old.txt").touch()
     Path(".env").write_text("HF_TOKEN=hf_1")
     job = submit_recipe(own_recipe("runs/mine.yaml"), [SIZE, PRICED], name="mine-1")
-    assert "code: ., 4 files, 0.0 MB; kept here, as secrets by their names: .env. " in caplog.text
+    assert "code: ., 4 files, less than 0.1 MB; kept here, as secrets by their names: .env. " in caplog.text
     assert "The job gets all of it, site-packages among them" in caplog.text
     assert not [content for content in azure_service.blobs.content.values() if b"hf_1" in content]
     assert submit_recipe("runs/mine.yaml", [SIZE, PRICED], name="mine-1").studio_url == job.studio_url

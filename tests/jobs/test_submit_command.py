@@ -38,7 +38,8 @@ def test_a_dry_run_prints_what_azure_ai_ml_loads(capsys: pytest.CaptureFixture[s
     Path("job.yaml").write_text(printed.out)
     job = load_job("job.yaml")
     assert (job.name, job.resources.instance_count, job.distribution.process_count_per_instance) == ("a-1", 4, 8)
-    assert not printed.err
+    assert printed.err.splitlines()[0].startswith("image: built by Azure ML from 4 files, 1.")
+    assert printed.err.splitlines()[1].startswith("the workspace must have: compute nd96amsr-a100-v4")
 
 
 @pytest.mark.usefixtures("_offline")
@@ -53,7 +54,9 @@ def test_the_options_may_stand_anywhere(capsys: pytest.CaptureFixture[str]) -> N
     for line in lines:
         assert main(["submit", *line]) == 0
         captured = capsys.readouterr()
-        assert captured.err == "code: ., 1 files, 0.0 MB\n", "beside what is printed, so that the latter stays YAML"
+        told = captured.err.splitlines()  # beside what is printed, so that the latter stays YAML
+        assert told[0] == "code: ., 1 file, less than 0.1 MB"
+        assert [each.partition(":")[0] for each in told[1:]] == ["image", "the workspace must have"]
         printed.append(captured.out)
     assert printed[0] == printed[1] == printed[2]
     assert " seed=3 output_dir=${{outputs.run}}" in yaml.safe_load(printed[0])["command"]
@@ -179,3 +182,28 @@ def test_a_long_pause_is_told_and_ctrl_c_ends_it(azure_service: AzureService) ->
     assert process.returncode == 130
     assert rest.splitlines()[-1].startswith("azureml-strategy: Interrupted. Whether job slow was made is not known.")
     assert "Traceback" not in rest
+
+
+def test_what_is_uploaded_costs_and_must_exist_is_told_before(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("train.py").touch()
+    Path("images").mkdir()
+    Path("images/a.bin").write_bytes(bytes(3 * 2**20))
+    words = ["train.py", "cluster=nc24ads_a100_v4", "cluster.num_nodes=2", "cluster.allow_ethernet=true", PRICED]
+    words += ["--input", "images=./images", "--input", "more=azureml:more@latest"]
+    assert main(["submit", *words, "job.environment.name=azureml:own:3", "--dry-run"]) == 0
+    told = capsys.readouterr().err
+    assert "input images: images, 1 file, 3.0 MB\n" in told
+    assert "price: a node 3.5 USD/h, cluster.price_per_hour, 7 USD/h for 2 nodes\n" in told
+    assert "the workspace must have: compute nc24ads-a100-v4, data azureml:more@latest, environment own:3" in told
+
+
+def test_a_script_is_rendered_from_python(capsys: pytest.CaptureFixture[str]) -> None:
+    """As by `--dry-run`."""
+    from azureml_strategy.jobs import job_yaml, render_script
+
+    Path("train.py").touch()
+    job = render_script("train.py", ["--lr", "0.1"], cluster="nc24ads_a100_v4", name="mine")
+    assert (
+        main(["submit", "train.py", "cluster=nc24ads_a100_v4", "--name", "mine", "--dry-run", "--", "--lr", "0.1"]) == 0
+    )
+    assert job_yaml(job) == capsys.readouterr().out

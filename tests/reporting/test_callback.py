@@ -119,7 +119,7 @@ def test_without_the_extra_one_sentence_says_what_to_install(
 ) -> None:
     monkeypatch.setattr("azureml_strategy.reporting.callback.find_spec", lambda name: None)
     fit(store, tmp_path)
-    assert "pip install 'azureml-strategy[report]'" in caplog.text
+    assert "pip install -c constraints.txt '.[report]'" in caplog.text
 
 
 def test_the_switch_turns_it_off(

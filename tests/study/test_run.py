@@ -131,7 +131,7 @@ def test_a_missing_picture_library_is_said_before_a_run_starts(
     monkeypatch.setattr("azureml_strategy.lazy.find_spec", lambda name: None)
     monkeypatch.setattr("azureml_strategy.study.run.emulate_sizes", lambda options: pytest.fail("a run was started"))
     assert main(["study", "resnet50_synthetic", "--nodes", "1,2", "--local", *TINY]) == 2
-    assert "Type: pip install 'azureml-strategy[report]'" in capsys.readouterr().err
+    assert "Type: pip install -c constraints.txt '.[report]'" in capsys.readouterr().err
 
 
 RECIPE = ["resnet50_synthetic", "cluster=nd96isr_h100_v5", "cluster.price_per_hour=36"]

@@ -174,7 +174,7 @@ def test_without_psutil_it_is_said_in_one_sentence(
     logger = fit(Until(3, lambda _: not threads()), data=data)
     told = [record.getMessage() for record in caplog.records if "ounters" in record.getMessage()]
     assert len(told) == 1
-    assert told[0].endswith("pip install 'azureml-strategy[counters]'.")
+    assert told[0].endswith("pip install -c constraints.txt '.[counters]' in a clone of azureml-strategy.")
     assert "Traceback" not in capfd.readouterr().err
     assert not any(name.startswith("system/") for name in client.get_run(logger.run_id).data.metrics)
 

@@ -336,7 +336,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.mark.parametrize(
     ("uri", "told"),
     [
-        ("azureml://elsewhere", "pip install 'azureml-strategy[tracking]'"),
+        ("azureml://elsewhere", "pip install -c constraints.txt '.[tracking]'"),
         ("sqlite:////dev/null/mlflow.db", "cannot be opened"),
     ],
 )

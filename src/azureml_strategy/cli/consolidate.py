@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from azureml_strategy.cli.verbs import Verbs, add_verb, fail
+from azureml_strategy.lazy import install_line
 
 _EPILOG = """\
 examples:
@@ -103,7 +104,7 @@ def _run(options: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         if options.format != "hf":
             raise
-        return fail(f"--format hf needs {error.name}. Type pip install 'azureml-strategy[huggingface]'")
+        return fail(f"--format hf needs {error.name}. Type {install_line('huggingface')}")
 
 
 def _write_file(options: argparse.Namespace) -> int:

@@ -70,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--command", metavar="TEXT", help="in place of a script: a command line for the job's shell")
     parser.add_argument("--module", metavar="NAME", help="in place of a script: a module, as for python -m")
     parser.add_argument("--dry-run", action="store_true", help="print the job as YAML; needs no account and no network")
+    parser.add_argument("--check", action="store_true", help="ask Azure whether the job could start, and send nothing")
     parser.add_argument("--follow", action="store_true", help="print its log until it is over, and how fast it was")
     parser.add_argument("--name", help="name of the job; submitting the same name again starts no second one")
     data = parser.add_argument_group("data of a script or command", "a recipe's are its own `job.inputs`")
@@ -108,7 +109,9 @@ def _run(options: argparse.Namespace) -> int:
     try:
         import_azure("azure.ai.ml")  # before Hydra, which the extra `azure` brings as well
         plan = _plan(parsed, arguments)
-        return _print_job(plan, parsed.name) if parsed.dry_run else _submit(plan, parsed)
+        if parsed.dry_run:
+            return _print_job(plan, parsed.name)
+        return _check(plan, parsed) if parsed.check else _submit(plan, parsed)
     except JobError as error:
         return fail(error)
 
@@ -195,7 +198,8 @@ def _named(option: str, text: str) -> tuple[str, str]:
 
 
 def _print_job(plan: JobPlan, name: str | None) -> int:
-    from azureml_strategy.jobs.render import build_offline, job_yaml
+    from azureml_strategy.jobs.render import build_job, build_offline, job_yaml, node_price
+    from azureml_strategy.jobs.summary import summarize
 
     text = job_yaml(build_offline(plan, name))
     snapshot = plan.snapshot()
@@ -203,8 +207,22 @@ def _print_job(plan: JobPlan, name: str | None) -> int:
         _tell(note)
     if snapshot is not None:
         _tell(". ".join(filter(None, [snapshot.describe(), snapshot.advice()])))
+    price = node_price(plan, plan.cluster.region, offline=True)
+    for line in summarize(plan, build_job(plan, name, price), price):
+        _tell(line)
     print_text(text.rstrip())
     return 0
+
+
+def _check(plan: JobPlan, options: argparse.Namespace) -> int:
+    from azureml_strategy.jobs.check import check_submission
+
+    fits = True
+    for finding in check_submission(plan, workspace_of(options)):
+        print_text(str(finding))
+        fits = fits and finding.fits is not False
+    print_text("Nothing was sent." if fits else "Nothing was sent. The job could not start: see NO above.")
+    return 0 if fits else 1
 
 
 def _submit(plan: JobPlan, options: argparse.Namespace) -> int:

@@ -27,6 +27,7 @@ from torch import Tensor
 from azureml_strategy.data.crops import Crop
 from azureml_strategy.data.jpeg_rows import with_fewer_rows
 from azureml_strategy.data.pillow_images import is_huge, open_image, refuse_costly, to_rgb
+from azureml_strategy.lazy import install_line
 
 Pixels = NDArray[np.uint8]
 # Maps width and height of an image, in pixels, to the crop. It is called again if a decoder gives up on an image.
@@ -61,7 +62,7 @@ def choose_decoder(name: str) -> Decoder:
     if name == "auto":
         return decode_pillow
     raise ModuleNotFoundError(
-        "decoder='simplejpeg', but simplejpeg is not installed here. Type: pip install 'azureml-strategy[data]', or "
+        f"decoder='simplejpeg', but simplejpeg is not installed here. Type: {install_line('data')}, or "
         "leave decoder=auto, which does without.",
         name="simplejpeg",
     )

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from azureml_strategy.jobs.follow import SubmittedJob
     from azureml_strategy.jobs.hyperparameters import Sweep, parse_parameter
     from azureml_strategy.jobs.prices import Price, price_for
-    from azureml_strategy.jobs.render import job_yaml, render_job
+    from azureml_strategy.jobs.render import job_yaml, render_job, render_script
     from azureml_strategy.jobs.service_errors import ServiceError
     from azureml_strategy.jobs.submit import submit_command, submit_recipe, submit_script
 
@@ -30,6 +30,7 @@ __all__ = [
     "parse_parameter",
     "price_for",
     "render_job",
+    "render_script",
     "submit_command",
     "submit_recipe",
     "submit_script",
@@ -43,6 +44,7 @@ __getattr__ = lazy_attributes(
         "price_for": "azureml_strategy.jobs.prices",
         "job_yaml": "azureml_strategy.jobs.render",
         "render_job": "azureml_strategy.jobs.render",
+        "render_script": "azureml_strategy.jobs.render",
         "ServiceError": "azureml_strategy.jobs.service_errors",
         "SubmittedJob": "azureml_strategy.jobs.follow",
         "Sweep": "azureml_strategy.jobs.hyperparameters",

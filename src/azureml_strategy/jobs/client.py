@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from azureml_strategy.jobs.places import WorkspaceSettings, find_workspace
 from azureml_strategy.jobs.service_errors import JobError
+from azureml_strategy.lazy import install_line
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
@@ -57,9 +58,7 @@ def import_azure(name: str) -> None:
     try:
         import_module(name)
     except ImportError as error:
-        raise JobError(
-            f"What talks to Azure is not installed here ({error}). Type: pip install 'azureml-strategy[azure]'"
-        ) from error
+        raise JobError(f"What talks to Azure is not installed here ({error}). Type: {install_line('azure')}") from error
 
 
 def as_yaml(entity: Any) -> str:

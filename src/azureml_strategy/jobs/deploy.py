@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from azureml_strategy.jobs.endpoints import SIZES, DeployRequest
+from azureml_strategy.jobs.endpoints import SIZES, DeployRequest, online_environment
 from azureml_strategy.jobs.service_errors import JobError, ServiceError, service_errors
 from azureml_strategy.serving import MAX_SAMPLES
 
@@ -84,6 +84,7 @@ def create_online(
             client.online_endpoints.begin_create_or_update(endpoint).result()
     before = _existing(lambda: client.online_deployments.get(name, endpoint.name)) if found else None
     _keep_sizes(request, before, deployment)
+    deployment.environment = online_environment(request, str(deployment.instance_type))
     with _told_what_is_left("online", request, endpoint=found is None, deployment=before is None):
         client.online_deployments.begin_create_or_update(deployment).result()
     with service_errors():

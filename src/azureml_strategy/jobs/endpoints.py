@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
@@ -17,7 +19,7 @@ from azureml_strategy.jobs.image import PACKAGE, base_of, copy_file, keep_contex
 from azureml_strategy.jobs.inputs import short_reference
 from azureml_strategy.jobs.resources import refuse_retired
 from azureml_strategy.jobs.service_errors import JobError
-from azureml_strategy.jobs.snapshot import list_snapshot
+from azureml_strategy.jobs.snapshot import describe_files, list_snapshot
 from azureml_strategy.serving import MAX_SAMPLES
 
 if TYPE_CHECKING:
@@ -42,6 +44,8 @@ _RETRIES = 3  # of a mini-batch
 _INSTANCE_TYPE, _INSTANCES, _MINI_BATCH_SIZE = "Standard_DS3_v2", 1, 10  # of a new deployment
 SIZES = ("instance_type", "instance_count", "mini_batch_size")
 """What a request and a deployment both have: an attribute of a request that is None keeps that of the deployment."""
+# Of the code of an endpoint; what no job's code has is left out besides.
+_RESULTS = ("checkpoints", "outputs", "*.ckpt", "*.log", "logs", "wandb", "hang.attempt_*", "*.unsent.jsonl")
 _SIZE = re.compile(r"(?:Standard_)?[A-Z][A-Za-z0-9]*(?:[_-][A-Za-z0-9]+)*", re.I)
 
 
@@ -111,16 +115,17 @@ def render_online(request: DeployRequest) -> tuple[ManagedOnlineEndpoint, Manage
     from azure.ai.ml.entities import ManagedOnlineDeployment, ManagedOnlineEndpoint, OnlineRequestSettings
 
     size = request.instance_type or _INSTANCE_TYPE
+    size = size if size.lower().startswith("standard_") else f"Standard_{size}"
     endpoint = ManagedOnlineEndpoint(name=request.endpoint, auth_mode="key", tags=request.tags)
     deployment = ManagedOnlineDeployment(
         name=request.deployment,
         endpoint_name=request.endpoint,
         model=request.reference,
         code_configuration=_code(request, "online"),
-        environment=_environment(request, "online"),
+        environment=online_environment(request, size),
         environment_variables=_variables(request),
         request_settings=OnlineRequestSettings(request_timeout_ms=_REQUEST_TIMEOUT_MS),
-        instance_type=size if size.lower().startswith("standard_") else f"Standard_{size}",
+        instance_type=size,
         instance_count=request.instance_count or _INSTANCES,
         tags=request.tags,
     )
@@ -163,7 +168,7 @@ def render_batch(request: DeployRequest, compute: str) -> tuple[BatchEndpoint, M
         endpoint_name=request.endpoint,
         model=request.reference,
         code_configuration=_code(request, "batch"),
-        environment=_environment(request, "batch"),
+        environment=_environment(request, "batch", cuda=True),
         compute=compute,
         settings=settings,
         tags=request.tags,
@@ -186,7 +191,15 @@ def document(entity: Any) -> str:
 
 def describe(request: DeployRequest, deployment: Any) -> list[str]:
     """The folder of code, the image, and what stays of a deployment that is there already, a line each."""
-    lines = [f"code: {deployment.code_configuration.code}, with {SCRIPT}", _describe_environment(request, deployment)]
+    code = Path(deployment.code_configuration.code)
+    sent = [each for each in code.rglob("*") if each.is_file()]
+    size = describe_files(len(sent), sum(each.stat().st_size for each in sent))
+    left = _results(list_snapshot(str(request.code)).files) if request.code is not None else []
+    without = f"; left out as results of a training: {', '.join(left[:3])}{', ...' if len(left) > 3 else ''}"
+    lines = [
+        f"code: {code}, with {SCRIPT}: {size}{without if left else ''}",
+        _describe_environment(request, deployment),
+    ]
     if None in (request.instance_type, request.instance_count):
         lines.append("size: of a new deployment; an existing deployment keeps its size where no option gives another")
     return lines
@@ -206,7 +219,8 @@ def _code(request: DeployRequest, kind: str) -> CodeConfiguration:
     from azure.ai.ml.entities import CodeConfiguration
 
     own = request.code
-    names = list_snapshot(str(own)).files if own is not None else ()
+    listed = list_snapshot(str(own)).files if own is not None else ()
+    names = sorted(set(listed) - set(_results(listed)))
     if SCRIPT in names:
         raise JobError(f"{own} has a {SCRIPT}, which is the name of the scoring script. Rename yours.")
 
@@ -220,12 +234,29 @@ def _code(request: DeployRequest, kind: str) -> CodeConfiguration:
     return CodeConfiguration(code=str(keep_context(fill)), scoring_script=SCRIPT)
 
 
-def _environment(request: DeployRequest, kind: str) -> Environment | str:
+def _results(names: Iterable[str]) -> list[str]:
+    """The checkpoints and logs among files, which no endpoint reads. Modules count as code in any folder."""
+    others = [name for name in names if not name.endswith(".py")]
+    return [name for name in others if any(fnmatch(part, result) for part in name.split("/") for result in _RESULTS)]
+
+
+def online_environment(request: DeployRequest, instance_type: str) -> Environment | str:
+    """The environment of an online deployment: without CUDA on machines without GPUs.
+
+    Args:
+        request: what is deployed.
+        instance_type: VM size of its machines.
+    """
+    cuda = instance_type.lower().removeprefix("standard_").startswith("n")  # NC, ND, NG, NV: Azure's sizes with GPUs
+    return _environment(request, "online", cuda=cuda)
+
+
+def _environment(request: DeployRequest, kind: str, *, cuda: bool) -> Environment | str:
     from azure.ai.ml.entities import BuildContext, Environment
 
     if request.environment:
         return short_reference(request.environment)
-    build = BuildContext(path=str(serving_folder(kind, request.requirements)), dockerfile_path="Dockerfile")
+    build = BuildContext(path=str(serving_folder(kind, request.requirements, cuda=cuda)), dockerfile_path="Dockerfile")
     if kind == "batch":
         return Environment(build=build)
     probe, score = {"path": "/", "port": _PORT}, {"path": "/score", "port": _PORT}

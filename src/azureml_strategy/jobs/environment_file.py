@@ -36,6 +36,7 @@ _SEARCHED = (
     *("requirements.txt", "environment.yml", "environment.yaml", "conda.yml", "conda.yaml", "pyproject.toml"),
     "Dockerfile",
 )
+_TESTED = "tested.txt"  # versions of what the user's file names without one
 _USER = "user"  # the folder of the context that holds the user's files
 _PYTORCH_INDEX = "https://download.pytorch.org/"  # it has torch, but neither Lightning nor MLflow
 _CONDA_PYTHON = re.compile(r"(?:\S+::)?python(?![\w-])\s*(.*)")
@@ -121,6 +122,29 @@ def environment_context(file: str, base_image: str | None = None, root: str | No
     return keep_context(fill)
 
 
+def pins_of_file(file: str, root: str | None = None) -> list[str]:
+    """The tested versions that an image of a file gets, such as `torch==2.13.0`, as the file pins none itself.
+
+    Args:
+        file: requirements or a pyproject.toml; any other has none.
+        root: the folder of code.
+
+    Raises:
+        JobError: the file cannot be used.
+    """
+    kind, path = environment_kind(file), Path(os.path.abspath(file))
+    if kind not in ("requirements", "pyproject"):
+        return []
+    top = Path(os.path.abspath(root or os.curdir))
+    found = Requirements(root=top if path.is_relative_to(top) else path.parent, base=path.parent)
+    if kind == "requirements":
+        found.read(path)
+    else:
+        text = "".join(f"{each}\n" for each in _project(path).get("dependencies", []))
+        found.read_all(read_lines(path.name, text), path.parent)
+    return found.tested_pins()
+
+
 def _fill_requirements(path: Path, found: Requirements, base_image: str | None, folder: Path) -> None:
     found.read(path)
     _copy(found, folder)
@@ -150,10 +174,18 @@ def _write_pip(found: Requirements, name: str, python: str, base_image: str | No
     asked = f"pip install --no-cache-dir --requirement {shlex.quote(name)}"
     if (found.index or "").startswith(_PYTORCH_INDEX):
         asked += " --extra-index-url https://pypi.org/simple"
-    # One resolution finds versions that fit both; no constraints of ours, so that the user's file decides. Where pip
-    # checks hashes, it takes no wheel without one.
+    tested = found.tested_pins()
+    if tested:
+        (folder / _TESTED).write_text("".join(f"{pin}\n" for pin in tested), encoding="utf-8")
+        asked += f" --constraint {PLACE}/{_TESTED}"
+    # One resolution finds versions that fit both; the user's file decides. Where pip checks hashes, it takes no wheel
+    # without one.
     together = f'{asked} "{PLACE}/{wheel}[{EXTRA}]" \\\n    && azureml-strategy --version'
-    lines = [f"COPY {_USER}/ ./{_USER}/", "COPY *.whl ./", f"RUN cd {_inside(found)} \\"]
+    lines = [
+        f"COPY {_USER}/ ./{_USER}/",
+        f"COPY {f'{_TESTED} ' if tested else ''}*.whl ./",
+        f"RUN cd {_inside(found)} \\",
+    ]
     lines += [f"    && {asked}", *adding_lines(wheel)] if found.hashed else [f"    && {together}"]
     (folder / "Dockerfile").write_text(base + "\n".join([*lines, ""]), encoding="utf-8")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import uuid
 from importlib.metadata import version
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from azureml_strategy.jobs.client import quiet_sdk
-from azureml_strategy.jobs.environment_file import environment_context, environment_kind
+from azureml_strategy.jobs.environment_file import environment_context, environment_kind, pins_of_file
 from azureml_strategy.jobs.image import PACKAGE, base_of, build_folder, shipped_dockerfile
 from azureml_strategy.jobs.inputs import short_reference
 from azureml_strategy.jobs.service_errors import JobError, service_errors
@@ -57,8 +58,12 @@ def job_environment(settings: EnvironmentSettings, root: str | None = None) -> E
     return Environment(build=BuildContext(path=str(context), dockerfile_path="Dockerfile"))
 
 
-def describe_environment(settings: EnvironmentSettings) -> str:
+def describe_environment(settings: EnvironmentSettings, root: str | None = None) -> str:
     """Describe the environment of a job in one line.
+
+    Args:
+        settings: `job.environment`.
+        root: the folder of code.
 
     Raises:
         JobError: `job.environment.file` names no file that can be used.
@@ -71,7 +76,9 @@ def describe_environment(settings: EnvironmentSettings) -> str:
     if settings.file in (None, OWN_IMAGE):
         return f"environment: {own} and its tested versions, on {base}"
     where = "" if environment_kind(settings.file) == "dockerfile" else f", on {base}"
-    return f"environment: {settings.file} and {own}{where}"
+    pins = pins_of_file(settings.file, root)
+    tested = f"; tested versions of what it does not pin: {' '.join(pins)}" if pins else ""
+    return f"environment: {os.path.relpath(settings.file)} and {own}{where}{tested}"
 
 
 def check_image(settings: EnvironmentSettings, size: VMSize | None) -> None:

@@ -25,7 +25,13 @@ PLACE = "/opt/azureml-strategy"  # WORKDIR of our Dockerfile
 # The earliest date of the zip format. With a constant date, the same files give the same archive and the same image.
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 _SHIPPED = ("Dockerfile", "conda.yaml", "constraints.txt")
+_TORCH_FOR_CPUS = "https://download.pytorch.org/whl/cpu"
 _FROM = re.compile(r"(?m)^FROM (.*)$")
+
+
+def shipped_constraints() -> str:
+    """The text of constraints.txt, the tested set."""
+    return _shipped("constraints.txt").decode()
 
 
 def shipped_dockerfile(base_image: str | None = None) -> str:
@@ -83,13 +89,19 @@ def _build_folder(cache: Path, base_image: str | None) -> Path:
     return keep_context(fill)
 
 
-def serving_folder(kind: str, requirements: Path | None) -> Path:
+def serving_folder(kind: str, requirements: Path | None, *, cuda: bool = True) -> Path:
     """Write the build context of an endpoint's image to a folder in the user's cache.
 
     Args:
         kind: `online` or `batch`.
         requirements: further packages of the user's. Versions that constraints.txt has stay as they are there.
+        cuda: whether the machines have GPUs. Without them the image has neither CUDA nor torch's libraries for it,
+            which are gigabytes.
     """
+    dockerfile = _shipped("Dockerfile.serving").decode()
+    if not cuda:
+        dockerfile = _FROM.sub(lambda line: line[0].replace("-cuda12.6", ""), dockerfile)
+        dockerfile = dockerfile.replace("--no-cache-dir", f"--no-cache-dir --extra-index-url {_TORCH_FOR_CPUS}")
 
     def fill(folder: Path) -> None:
         own = [_shipped(f"{kind}.txt").decode(), "pillow\n"]
@@ -97,7 +109,7 @@ def serving_folder(kind: str, requirements: Path | None) -> Path:
         (folder / "constraints.txt").write_text(_without_pins_of(own[0]), encoding="utf-8")
         (folder / "own.txt").write_bytes(requirements.read_bytes() if requirements else b"")
         (folder / "conda.yaml").write_bytes(_shipped("conda.yaml"))
-        (folder / "Dockerfile").write_bytes(_shipped("Dockerfile.serving"))
+        (folder / "Dockerfile").write_text(dockerfile, encoding="utf-8")
         write_wheel(folder)
 
     return keep_context(fill)

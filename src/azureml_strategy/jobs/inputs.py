@@ -53,6 +53,17 @@ def short_reference(reference: str) -> str:
     return re.sub(r"^azureml:(?!//)", "", reference)
 
 
+def asset_of(given: InputSettings) -> re.Match[str] | None:
+    """The `name`, `version` and `label` of the data asset that an input is; None if it is none."""
+    return _ASSET.fullmatch(given.path or "")
+
+
+def datastore_of(given: InputSettings) -> str | None:
+    """The datastore of the workspace in which an input lies; None if it names none."""
+    found = re.match(r"azureml://datastores/([^/]+)/", given.path or "")
+    return found[1] if found else None
+
+
 def check_data(inputs: Mapping[str, InputSettings], client: MLClient) -> None:
     """Check that the workspace has each data asset, to name the missing one: azure-ai-ml's own error does not.
 
@@ -63,7 +74,7 @@ def check_data(inputs: Mapping[str, InputSettings], client: MLClient) -> None:
     from azure.ai.ml.exceptions import MlException
 
     for name, each in inputs.items():
-        asset = _ASSET.fullmatch(each.path or "")
+        asset = asset_of(each)
         if asset is None:
             continue
         try:

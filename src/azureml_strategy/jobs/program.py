@@ -267,7 +267,7 @@ def _with_environment(program: Program, code: str | None, job: JobSettings) -> t
         folders = dict.fromkeys(map(os.path.relpath, [*beside, *([code] if code else [])]))
         chosen = replace(chosen, file=find_environment_file(list(folders)))
     try:
-        said = describe_environment(chosen)
+        said = describe_environment(chosen, code)
     except JobError as error:
         if job.environment.file:
             raise

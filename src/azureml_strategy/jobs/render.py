@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -17,6 +17,7 @@ from azureml_strategy.jobs.hyperparameters import build_sweep
 from azureml_strategy.jobs.inputs import access_patterns, data_runtime_variables, job_inputs, job_outputs
 from azureml_strategy.jobs.plan import JobPlan
 from azureml_strategy.jobs.prices import price_for
+from azureml_strategy.jobs.program import Program, ProgramData, plan_program
 from azureml_strategy.jobs.recipe import plan_recipe
 from azureml_strategy.jobs.resources import (
     distribution_of,
@@ -58,6 +59,47 @@ def render_job(recipe: str, overrides: Sequence[str], name: str | None = None) -
     """
     plan = plan_recipe(recipe, overrides)
     return build_job(plan, name, node_price(plan, plan.cluster.region, offline=True))
+
+
+def render_script(
+    script: str,
+    arguments: Sequence[str] = (),
+    *,
+    cluster: str | None = None,
+    num_nodes: int | None = None,
+    overrides: Sequence[str] = (),
+    inputs: Mapping[str, str | float] | None = None,
+    outputs: Mapping[str, str | None] | None = None,
+    name: str | None = None,
+) -> Command:
+    """Render a Python script of the user's as a job, without credentials and without the network.
+
+    Args:
+        script: path of the script.
+        arguments: its arguments, each passed on exactly. `${{inputs.NAME}}` stands for the path of an input.
+        cluster: a size, as for `cluster=` on the command line: `nd96isr_h100_v5`.
+        num_nodes: nodes of the job.
+        overrides: further settings of `cluster` and `job`, in Hydra's notation.
+        inputs: path or value of each input, as for `--input`.
+        outputs: address of each output; None for a folder of the job's own.
+        name: name of the job. With None, the service chooses one.
+
+    Returns:
+        The job that `MLClient.jobs.create_or_update` takes, and `job_yaml` writes.
+
+    Raises:
+        JobError: the script, a setting or an input is invalid.
+    """
+    words = [*size_words(cluster, num_nodes), *overrides]
+    program = Program(script=script, arguments=tuple(arguments))
+    plan = plan_program(program, words, ProgramData(inputs or {}, outputs or {}))
+    return build_job(plan, name, node_price(plan, plan.cluster.region, offline=True))
+
+
+def size_words(cluster: str | None, num_nodes: int | None) -> list[str]:
+    """A size and a number of nodes as overrides."""
+    size = [] if cluster is None else [f"cluster={cluster}"]
+    return size if num_nodes is None else [*size, f"cluster.num_nodes={num_nodes}"]
 
 
 def build_offline(plan: JobPlan, name: str | None = None) -> Command | SweepJob:

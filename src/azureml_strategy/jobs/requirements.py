@@ -18,7 +18,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from azureml_strategy.cluster.redaction import is_secret
-from azureml_strategy.jobs.image import EXTRA, PACKAGE
+from azureml_strategy.jobs.image import EXTRA, PACKAGE, shipped_constraints
 from azureml_strategy.jobs.service_errors import JobError
 
 _COMMENT = re.compile(r"(^|\s+)#.*$")  # as in pip/_internal/req/req_file.py
@@ -146,6 +146,7 @@ class Requirements:
         packages: each package by the place that names it, constraints too.
         hashed: whether pip checks hashes, and then takes no package without one.
         index: the address in place of PyPI; None if there is none.
+        constrained: whether it names a file of constraints.
     """
 
     root: Path
@@ -155,6 +156,7 @@ class Requirements:
     packages: dict[str, Requirement] = field(default_factory=dict)
     hashed: bool = False
     index: str | None = None
+    constrained: bool = False
 
     def read(self, path: Path) -> None:
         """Read a file, and each one that it includes.
@@ -175,6 +177,7 @@ class Requirements:
             options = line.options
             self.hashed = self.hashed or bool(options.hash) or options.require_hashes
             self.index = options.index_url or self.index
+            self.constrained = self.constrained or bool(options.constraint)
             if line.requirement:
                 self._take(line, line.requirement)
             # Of several in a line, pip takes the first.
@@ -186,6 +189,25 @@ class Requirements:
             for path in options.find_links[:1]:
                 if not _ADDRESS.match(path):
                     self._copy(line, folder / path if (folder / path).exists() else self.base / path)
+
+    def tested_pins(self) -> list[str]:
+        """The tested versions of what the files name without one, such as `torch==2.13.0`; none if they pin anything.
+
+        Otherwise the same file would give another image each month. Who pins a version, or names constraints, hashes or
+        an index, has chosen, and a version of ours might not go with it.
+        """
+        chosen = any(each.operator in ("==", "===") for one in self.packages.values() for each in one.specifier)
+        if chosen or self.constrained or self.hashed or self.index:
+            return []
+        return sorted(
+            {
+                str(pin)
+                for each in self.packages.values()
+                if (pin := _tested().get(canonicalize_name(each.name))) is not None
+                and each.url is None
+                and all(each.specifier.contains(one.version, prereleases=True) for one in pin.specifier)
+            }
+        )
 
     def inside(self, path: Path, place: str) -> str:
         """The path below the root, with slashes.
@@ -238,6 +260,15 @@ def _refuse_here(line: Line, address: str) -> None:
             f"{line.place}: {address} is a place on this machine. Name a version (`pip list --format=freeze` shows "
             "those that are installed here), or a path relative to the file: ./wheels/NAME.whl."
         )
+
+
+@cache
+def _tested() -> dict[str, Requirement]:
+    """The tested set as our own image has it, by name."""
+    lines = read_lines("constraints.txt", shipped_constraints())
+    pins = (Requirement(line.requirement) for line in lines)
+    fitting = [each for each in pins if each.marker is None or each.marker.evaluate(dict(_IMAGE))]
+    return {canonicalize_name(each.name): Requirement(f"{each.name}{each.specifier}") for each in fitting}
 
 
 @cache

@@ -100,7 +100,7 @@ class Snapshot:
 
     def describe(self) -> str:
         """Describe the size of the upload, and the secrets that are left out, in one line."""
-        size = f"code: {self.folder}, {len(self.files):,} files, {self.size / 2**20:,.1f} MB"
+        size = f"code: {self.folder}, {describe_files(len(self.files), self.size)}"
         if not self.secrets:
             return size
         shown = ", ".join(self.secrets[:_SHOWN]) + (", ..." if len(self.secrets) > _SHOWN else "")
@@ -122,6 +122,17 @@ class Snapshot:
         file = f"{self.folder}/.amlignore"
         only_git = os.path.exists(f"{self.folder}/.gitignore") and not os.path.exists(file)
         return f"{file}, below the lines of .gitignore, which it replaces" if only_git else file
+
+
+def describe_files(number: int, size: int) -> str:
+    """The number and size of files: `6 files, 1.2 MB`.
+
+    Args:
+        number: of the files.
+        size: of all of them, in bytes.
+    """
+    shown = f"{size / 2**20:,.1f} MB" if size >= 2**20 / 10 else "less than 0.1 MB"
+    return f"{number:,} file{'' if number == 1 else 's'}, {shown}"
 
 
 def list_snapshot(folder: str) -> Snapshot:

@@ -18,10 +18,11 @@ from azureml_strategy.jobs.inputs import check_data
 from azureml_strategy.jobs.plan import JobPlan
 from azureml_strategy.jobs.program import Program, ProgramData, plan_program
 from azureml_strategy.jobs.recipe import plan_recipe
-from azureml_strategy.jobs.render import build_job, node_price
+from azureml_strategy.jobs.render import build_job, node_price, size_words
 from azureml_strategy.jobs.service_errors import UNREADABLE, ServiceError, service_errors
 from azureml_strategy.jobs.settings import ClusterSettings
 from azureml_strategy.jobs.snapshot import Snapshot, upload_snapshot
+from azureml_strategy.jobs.summary import summarize
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
@@ -106,7 +107,7 @@ def submit_script(
     Raises:
         JobError, ServiceError, KeyboardInterrupt: as for `submit_recipe`.
     """
-    words = [*_size_words(cluster, num_nodes), *overrides]
+    words = [*size_words(cluster, num_nodes), *overrides]
     program = Program(script=script, arguments=tuple(arguments))
     return submit_plan(plan_program(program, words, ProgramData(inputs or {}, outputs or {}), sweep), **how)
 
@@ -131,14 +132,9 @@ def submit_command(
     Raises:
         JobError, ServiceError, KeyboardInterrupt: as for `submit_recipe`.
     """
-    words = [*_size_words(cluster, num_nodes), *overrides]
+    words = [*size_words(cluster, num_nodes), *overrides]
     program = Program(command=command)
     return submit_plan(plan_program(program, words, ProgramData(inputs or {}, outputs or {}), sweep), **how)
-
-
-def _size_words(cluster: str | None, num_nodes: int | None) -> list[str]:
-    size = [] if cluster is None else [f"cluster={cluster}"]
-    return size if num_nodes is None else [*size, f"cluster.num_nodes={num_nodes}"]
 
 
 def submit_plan(plan: JobPlan, **how: Unpack[Submission]) -> SubmittedJob:
@@ -170,6 +166,9 @@ def submit_plan(plan: JobPlan, **how: Unpack[Submission]) -> SubmittedJob:
     price = None if plan.job.plain else node_price(plan, _region(plan.cluster, client), offline=False)
     if price is not None:
         job.environment_variables = {**price.as_variables(), **job.environment_variables}
+    if tell is not None:
+        for line in summarize(plan, job, price):
+            tell(line)
     if snapshot is not None:
         with service_errors():
             job.code = upload_snapshot(client, snapshot.folder)

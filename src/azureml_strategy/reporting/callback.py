@@ -20,6 +20,7 @@ from typing_extensions import override
 from azureml_strategy.cluster.environ import PAGE_SWITCH, switched_off
 from azureml_strategy.cluster.isolation import IsolatedCallback
 from azureml_strategy.cluster.job import read_job
+from azureml_strategy.lazy import install_line
 from azureml_strategy.network.doctor.software import installed_version
 from azureml_strategy.tracking.events import record_event
 from azureml_strategy.tracking.logger import JobMLFlowLogger
@@ -105,7 +106,7 @@ class RunPage(IsolatedCallback):
         missing = [name for name in ("matplotlib", "jinja2") if find_spec(name) is None]
         if missing:
             log.warning(
-                "The run has no page, as %s is not installed: pip install 'azureml-strategy[report]'. "
+                f"The run has no page, as %s is not installed: {install_line('report')}. "
                 "tracking.page=null leaves it out.",
                 " and ".join(missing),
             )

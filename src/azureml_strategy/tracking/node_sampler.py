@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lightning.pytorch.utilities import rank_zero_info
 
+from azureml_strategy.lazy import install_line
 from azureml_strategy.network.port_counters import (
     BYTES_PER_WORD,
     ERRORS,
@@ -22,7 +23,7 @@ from azureml_strategy.network.sysfs import read_gpus
 from azureml_strategy.tracking.gpu_counters import GPUCounters
 
 CHECKPOINT_DISK = "checkpoint disk"
-INSTALL = "pip install 'azureml-strategy[counters]'"
+INSTALL = install_line("counters")
 # A disk is nearly full if both hold: a large one has room for many checkpoints in its last percents.
 _FULL_PERCENTAGE, _FULL_MEGABYTES = 95.0, 100e3
 # A link at 200 Gb/s and more corrects errors all the time, and counts some. These are errors if there are more than ten

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from azureml_strategy.cluster.environ import initial_environ
 from azureml_strategy.cluster.job import read_job
 from azureml_strategy.cluster.redaction import redact, redact_text
+from azureml_strategy.lazy import install_line
 from azureml_strategy.tracking.batch import TAG_VALUE_LENGTH, clean_name
 from azureml_strategy.tracking.source import script_run_name, with_source_tags
 from azureml_strategy.tracking.store import TrackingError as TrackingError
@@ -267,7 +268,8 @@ def resolve_tracking_uri(given: str | None) -> str:
     if uri.startswith("azureml:") and find_spec("azureml") is None:
         raise TrackingError(
             "The tracking store is an azureml:// address, which MLflow opens only with azureml-mlflow, and that is "
-            "not installed. Add it to the job's environment: pip install 'azureml-strategy[tracking]'."
+            "not installed. In a job, add a line `azureml-mlflow` to the requirements of its environment; here, type "
+            f"{install_line('tracking')}."
         )
     return uri
 

@@ -120,7 +120,7 @@ def test_in_a_job(read: ReadFacts, job: ReadFacts) -> None:
 def test_azure_store_without_its_plugin(read: ReadFacts, job: ReadFacts) -> None:
     (finding,) = check_tracking(read(job(), **{"azureml-mlflow": None}))
     assert finding.verdict == "problem"
-    assert finding.advice == "pip install 'azureml-strategy[azure]'"
+    assert finding.advice == "pip install -c constraints.txt '.[azure]' in a clone of azureml-strategy"
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from azureml_strategy.data.packing.workers import Task
 from azureml_strategy.data.passed_over import PassedOver, first_names, is_no_data, warn
 from azureml_strategy.data.shard_index import numbered_classes
 from azureml_strategy.inside import OutsideError, name_within
+from azureml_strategy.lazy import install_line
 
 if TYPE_CHECKING:
     import pyarrow
@@ -392,6 +393,4 @@ def _require_pyarrow(table: Path) -> None:
     try:
         import pyarrow  # noqa: F401
     except ImportError as error:
-        raise PackError(
-            f"{table.name} is read by pyarrow, which is not installed: pip install 'azureml-strategy[data]'"
-        ) from error
+        raise PackError(f"{table.name} is read by pyarrow, which is not installed: {install_line('data')}") from error

@@ -12,6 +12,7 @@ from azureml_strategy.cluster.redaction import redact_text
 from azureml_strategy.data.storage import StorageError
 from azureml_strategy.data.storage.addresses import BlobFolder, DataAsset, DatastoreFolder, make_folder, parse_address
 from azureml_strategy.data.storage.credentials import find_identity, lent_variables
+from azureml_strategy.lazy import install_line
 
 if TYPE_CHECKING:
     from azure.ai.ml import MLClient
@@ -98,7 +99,7 @@ def _client(workspace: tuple[str, str, str] | None, environ: Mapping[str, str]) 
     except ImportError as error:
         raise StorageError(
             "Data assets and datastores are looked up by azure-ai-ml, which is not installed. Type: "
-            "pip install 'azureml-strategy[azure]'"
+            f"{install_line('azure')}"
         ) from error
     logging.getLogger("azure.ai.ml").setLevel(logging.CRITICAL)  # failures are raised as well
     identity = find_identity(environ)

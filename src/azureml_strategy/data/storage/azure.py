@@ -15,6 +15,7 @@ from azureml_strategy.data.storage.addresses import BlobFolder, parse_address
 from azureml_strategy.data.storage.assets import find_folder
 from azureml_strategy.data.storage.credentials import Credential, IdentityCredential, find_credential
 from azureml_strategy.data.storage.faults import BEHIND_END, Fault, Kind, Patience, Pauses, UnusableAnswerError, explain
+from azureml_strategy.lazy import install_line
 
 if TYPE_CHECKING:
     from obstore import GetOptions, ObjectMeta
@@ -45,9 +46,7 @@ class AzureStorage(Storage):
         try:
             import obstore  # noqa: F401
         except ImportError as error:
-            raise StorageError(
-                "What reads Blob Storage is not installed. Type: pip install 'azureml-strategy[data]'"
-            ) from error
+            raise StorageError(f"What reads Blob Storage is not installed. Type: {install_line('data')}") from error
         self._place = parse_address(address, environ)
         self.address = address
         self._environ = environ

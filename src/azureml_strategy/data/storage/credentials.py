@@ -19,6 +19,7 @@ from azureml_strategy.cluster.redaction import redact_text
 from azureml_strategy.data.storage import StorageError
 from azureml_strategy.data.storage.addresses import EMULATOR_ACCOUNT, uses_emulator
 from azureml_strategy.data.storage.variables import storage_variables
+from azureml_strategy.lazy import install_line
 
 if TYPE_CHECKING:
     from azure.core.credentials import TokenCredential
@@ -128,15 +129,13 @@ def find_identity(environ: Mapping[str, str]) -> TokenCredential:
         except ImportError as error:
             raise StorageError(
                 "This job runs with its user's identity, and what asks for it is not installed. Type: "
-                "pip install 'azureml-strategy[azure]'"
+                f"{install_line('azure')}"
             ) from error
         return AzureMLOnBehalfOfCredential()
     try:
         from azure.identity import DefaultAzureCredential
     except ImportError as error:
-        raise StorageError(
-            "What signs in to Azure is not installed. Type: pip install 'azureml-strategy[data]'"
-        ) from error
+        raise StorageError(f"What signs in to Azure is not installed. Type: {install_line('data')}") from error
     # Azure ML names the cluster's identity by the first; azure-identity reads the second by itself.
     client = environ.get("DEFAULT_IDENTITY_CLIENT_ID") or environ.get("AZURE_CLIENT_ID")
     return DefaultAzureCredential(managed_identity_client_id=client)

@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from azureml_strategy.cluster.environ import in_azure_ml
 from azureml_strategy.cluster.job import Job
 from azureml_strategy.cluster.launch import Launch, UnknownNodesError
+from azureml_strategy.lazy import install_line
 from azureml_strategy.network.doctor.facts import Facts
 from azureml_strategy.network.findings import Finding, find_faults
 
@@ -157,7 +158,7 @@ def check_tracking(facts: Facts) -> Iterator[Finding]:
             "problem",
             "tracking",
             "MLFLOW_TRACKING_URI begins with azureml:, which MLflow understands only with azureml-mlflow.",
-            "pip install 'azureml-strategy[azure]'",
+            install_line("azure"),
         )
     elif not facts.job:
         yield Finding("ok", "tracking", f"{scheme} store" if uri else "mlflow.db in the working directory")

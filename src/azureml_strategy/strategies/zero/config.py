@@ -15,6 +15,7 @@ from typing import Any
 from lightning.pytorch.strategies.deepspeed import DeepSpeedStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 
+from azureml_strategy.lazy import install_line
 from azureml_strategy.strategies.errors import ConfigurationError, NoDeepSpeedError
 from azureml_strategy.strategies.zero.config_keys import warn_of_misspelt_keys
 
@@ -43,7 +44,7 @@ def require_deepspeed() -> None:
     if find_spec("deepspeed") is None:
         raise NoDeepSpeedError(
             "This strategy needs DeepSpeed, which is not installed here. Type: "
-            "pip install 'azureml-strategy[deepspeed]'; or choose strategy='azureml_ddp', which needs nothing more."
+            f"{install_line('deepspeed')}; or choose strategy='azureml_ddp', which needs nothing more."
         )
 
 
