@@ -13,18 +13,12 @@ from torch import Tensor, nn
 from azureml_strategy.checkpoint.formats import CheckpointFormatError
 from azureml_strategy.huggingface.adapters import digest, is_original, keeps_base, own_checksums
 from azureml_strategy.huggingface.record import AdapterRecord, BaseRecord, ModelRecord
-from azureml_strategy.huggingface.transformers_internals import find_models, tied_weights, whole_models
+from azureml_strategy.huggingface.transformers_internals import KEYS_OF_CODE, find_models, tied_weights, whole_models
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
-# Keys of configurations whose values transformers or peft import, or fetch from the hub and import.
-_CODE = (
-    *("auto_map", "auto_mapping", "megatron_core", "megatron_config"),
-    *("attn_implementation", "_attn_implementation", "_attn_implementation_internal"),
-    *("experts_implementation", "_experts_implementation", "_experts_implementation_internal"),
-)
 # How many names a message lists.
 _SHOWN = 3
 
@@ -45,7 +39,7 @@ def _without_code(config: Any) -> Any:
         return [_without_code(each) for each in config]
     if not isinstance(config, dict):
         return config
-    return {name: _without_code(each) for name, each in config.items() if name not in _CODE}
+    return {name: _without_code(each) for name, each in config.items() if name not in KEYS_OF_CODE}
 
 
 def _class(record: ModelRecord) -> Any:

@@ -79,6 +79,13 @@ _STYLES = {
     "replicated_with_grad_allreduce": "sum_gradients",
 }
 
+# Keys of configurations whose values transformers or peft import, or fetch from the hub and import.
+KEYS_OF_CODE = (
+    *("auto_map", "auto_mapping", "megatron_core", "megatron_config"),
+    *("attn_implementation", "_attn_implementation", "_attn_implementation_internal"),
+    *("experts_implementation", "_experts_implementation", "_experts_implementation_internal"),
+)
+
 
 def is_pretrained_model(module: object) -> TypeGuard[PreTrainedModel]:
     """Whether a module is a model of transformers."""
