@@ -399,14 +399,15 @@ class JobCheckpoint(ModelCheckpoint):
         mine = is_absent(trainer, self.monitor), list(trainer.callback_metrics)
         absent, logged = trainer.strategy.broadcast(mine)
         self._monitor_known = absent or self.monitor in logged
-        if not absent:
+        if not absent or self._unvalidated:  # the latter was told before the first step
             return ""
         if self.monitor_is_default:
             _say(trainer, say_fallback(self.monitor, FALLBACK in logged))
-            self.monitor, self.mode = (FALLBACK, FALLBACK_MODE) if FALLBACK in logged else (None, self.mode)
+            if FALLBACK in logged:
+                self.monitor, self.mode = FALLBACK, FALLBACK_MODE
             return ""
         words = say_not_logged(self.monitor, logged)
-        if not (self._unvalidated or FitLoopState.of(trainer).ends):
+        if not FitLoopState.of(trainer).ends:
             return words
         _say(trainer, words)
         return ""
