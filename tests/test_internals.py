@@ -79,7 +79,7 @@ OTHERS = {
     "torchmetrics": {"_cache", "_compute_groups_create_state_ref", "_defaults", "_groups_checked", "_state_is_copy"},
     "omegaconf": {"_get_node", "_get_parent", "_invalidate_flags_cache", "_key", "_metadata"},
     "transformers": {"_is_hf_initialized"},
-    "mlflow": {"_METHOD_TO_INFO", "_call_endpoint", "_tracking_client"},
+    "mlflow": {"_active_experiment_id", "_METHOD_TO_INFO", "_call_endpoint", "_tracking_client"},
 }
 
 

@@ -686,6 +686,16 @@ def broadcasts_buffers(strategy: DDPStrategy) -> bool:
     return bool(strategy._ddp_kwargs.get("broadcast_buffers", True))
 
 
+def sends_by_hook(strategy: Strategy) -> bool:
+    """Tell whether DDP was given a communication hook, ours or the user's."""
+    return getattr(strategy, "_ddp_comm_hook", None) is not None
+
+
+def has_bucket_size(strategy: Strategy) -> bool:
+    """Tell whether DDP was given a size of its buckets."""
+    return bool(getattr(strategy, "_ddp_kwargs", {}).get("bucket_cap_mb"))
+
+
 def fabric_in_the_making() -> Fabric | None:
     """Return the Fabric whose constructor is running, with its strategy ready; None if there is none.
 

@@ -60,17 +60,23 @@ class FileSlice:
     def _read(self, start: int, stop: int) -> Tensor:
         dtype = torch_type(self._dtype)
         row = math.prod(self._shape[1:]) * dtype.itemsize
-        content = torch.empty((stop - start) * row, dtype=torch.uint8)
+        size, place = (stop - start) * row, self._offset + start * row
+        self._require(place + size - os.fstat(self._file).st_size, size, place)  # before memory is taken for it
+        content = torch.empty(size, dtype=torch.uint8)
         view, done = content.numpy().data, 0
         while done < len(view):
-            got = os.preadv(self._file, [view[done:]], self._offset + start * row + done)
-            if not got:
-                raise OSError(
-                    f"The file ends {len(view) - done} bytes before its tensor does: {self._path}, of which "
-                    f"{len(view):,} bytes from byte {self._offset + start * row:,} on were asked for. Copy it again."
-                )
+            got = os.preadv(self._file, [view[done:]], place + done)
+            if not got:  # it was cut off since
+                self._require(len(view) - done, size, place)
             done += got
         return content.view(dtype)
+
+    def _require(self, missing: int, size: int, place: int) -> None:
+        if missing > 0:
+            raise OSError(
+                f"The file ends {missing} bytes before its tensor does: {self._path}, of which {size:,} bytes from "
+                f"byte {place:,} on were asked for. Copy it again."
+            )
 
 
 @contextmanager
@@ -97,17 +103,17 @@ def _tensors(file: int, path: Path) -> Iterator[tuple[str, FileSlice]]:
         header: dict[str, Any] = json.loads(told)
         for name, facts in header.items():
             if name != "__metadata__":
-                start = _start(facts, os.fstat(file).st_size - 8 - length)
+                start = _start(facts)
                 yield name, FileSlice(file, path, 8 + length + start, facts["dtype"], facts["shape"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise OSError(f"{path} has a damaged header: {error!r:.200}. Copy it again.") from error
 
 
-def _start(facts: dict[str, Any], size: int) -> int:
-    """Where a tensor begins; its shape is as large as its part of the file, so that no more is asked for."""
+def _start(facts: dict[str, Any]) -> int:
+    """Where a tensor begins; its shape is as large as its part of the file."""
     start, stop = facts["data_offsets"]
     if not all(type(each) is int and each >= 0 for each in (start, stop, *facts["shape"])):
         raise ValueError("places and sizes are whole numbers from 0")
-    if stop > size or math.prod(facts["shape"]) * torch_type(facts["dtype"]).itemsize != stop - start:
-        raise ValueError(f"a tensor {facts['shape']} does not take the bytes from {start} to {stop} of {size}")
+    if math.prod(facts["shape"]) * torch_type(facts["dtype"]).itemsize != stop - start:
+        raise ValueError(f"a tensor {facts['shape']} does not take the bytes from {start} to {stop}")
     return int(start)

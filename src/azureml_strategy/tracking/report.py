@@ -24,6 +24,7 @@ from typing_extensions import override
 from azureml_strategy.cluster.data_parallel import data_parallel_size
 from azureml_strategy.cluster.emulated import is_emulated
 from azureml_strategy.cluster.job import format_money, read_job
+from azureml_strategy.lightning_internals import has_bucket_size, sends_by_hook
 from azureml_strategy.tracking.cost import CostTracker, find_cost
 from azureml_strategy.tracking.description import markdown_table
 from azureml_strategy.tracking.logger import JobMLFlowLogger
@@ -195,8 +196,8 @@ def _settings(trainer: Trainer) -> frozenset[str]:
     has = (
         getattr(trainer.train_dataloader, "pin_memory", False),
         any(getattr(each, "asynchronous", False) for each in callbacks if isinstance(each, Checkpoint)),
-        getattr(trainer.strategy, "_ddp_comm_hook", None) is not None,
-        bool(getattr(trainer.strategy, "_ddp_kwargs", {}).get("bucket_cap_mb")),
+        sends_by_hook(trainer.strategy),
+        has_bucket_size(trainer.strategy),
     )
     return frozenset(name for name, is_set in zip(SETTINGS, has, strict=True) if is_set)
 
