@@ -231,7 +231,7 @@ def demo_part(machine: Machine) -> list[Row]:
     inner = [*program(), "train", "resnet50_ddp", "tracking=console", f"output_dir={machine.folder / 'demo' / 'run'}"]
     recorder = f"callbacks={{record:{{_target_:tests.gpu.watching.Recorder,path:{record}}}}}"
     command = [*program(), "emulate", "--nodes", "2", "--", *inner, *trainer, recorder]
-    ended = machine.run("demo", command, limit_s=180)
+    ended = machine.run("demo", command, limit_s=240)
     if ended.failure:
         return [Row("demo", "resnet50_ddp on two nodes", "WRONG", ended.failure)]
     top1 = json.loads(record.read_text())["metrics"]["val/top1"]
