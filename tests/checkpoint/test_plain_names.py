@@ -231,7 +231,7 @@ def fit(folder: Path, module: LightningModule, kept: Any, epochs: int, **how: An
         max_epochs=epochs,
         strategy=Ours("cpu"),
         plugins=[AtomicCheckpointIO()],
-        callbacks=[Keeps(kept)],
+        callbacks=[kept if isinstance(kept, Keeps) else Keeps(kept)],
         **{**QUIET, "enable_checkpointing": False, "logger": False},
     )
     trainer.fit(module, DataLoader(torch.ones(2, 1)), **how)
@@ -264,6 +264,21 @@ def test_a_restart_calls_nothing_that_the_file_names(place: str, tmp_path: Path)
     with pytest.raises(UnrestorableStateError, match=r"the file names .*test_plain_names\.run, .*add_safe_globals"):
         fit(tmp_path, Unsaved(halve), 1, 2, ckpt_path=tmp_path / "last.ckpt")
     assert ran == []
+
+
+class Unheld(Keeps):
+    """Its state names a function that no attribute holds."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": run}
+
+
+def test_what_a_restart_will_refuse_is_told_when_it_is_written(tmp_path: Path) -> None:
+    told = pytest.warns(UserWarning, match=r"A restart will not take callbacks → Unheld of .*test_plain_names\.run, ")
+    with told as found:
+        trainer = fit(tmp_path, Unsaved(halve), Unheld(None), 1)
+        trainer.save_checkpoint(tmp_path / "again.ckpt")
+    assert sum("A restart will not" in str(each.message) for each in found) == 1
 
 
 def test_a_file_that_is_trusted_names_what_it_wants(tmp_path: Path) -> None:
