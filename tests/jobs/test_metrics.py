@@ -16,7 +16,7 @@ import pytest
 from azureml_strategy.cli import main
 from azureml_strategy.jobs.metrics import store_address
 from azureml_strategy.tracking.run import RunRequest, describe_store
-from azureml_strategy.tracking.spool import Spool
+from azureml_strategy.tracking.spool import Spool, _refuse_files_elsewhere
 
 WORKSPACE = "/mlflow/v1.0/subscriptions/s/resourceGroups/g/providers/p/workspaces/w"
 MINE = f"azureml://westeurope.api.azureml.ms{WORKSPACE}"
@@ -151,6 +151,11 @@ def test_files_of_the_machine_are_not_sent(tmp_path: Path, monkeypatch: pytest.M
             assert f"it would send {str(place)!r}" in capsys.readouterr().out
             file.unlink()
     assert heard == []
+
+
+def test_a_file_of_the_node_that_wrote_the_lines_keeps_no_metric_back(tmp_path: Path) -> None:
+    made = spool(tmp_path, "sqlite:////none", {"artifacts": "a/trace", "value": "/mnt/azureml/cr/j/none/trace.json"})
+    _refuse_files_elsewhere(Spool(made))
 
 
 @pytest.mark.parametrize(
