@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import stat
+import unicodedata
 from pathlib import Path
 
 # NAME_MAX and PATH_MAX of Linux, bytes.
 _LONGEST_NAME, _LONGEST_PATH = 255, 4096
+# Control characters, surrogates, and ends of lines and of paragraphs.
+_NOT_OF_A_LINE = ("Cc", "Cs", "Zl", "Zp")
 
 
 class OutsideError(ValueError):
@@ -17,9 +20,17 @@ class OutsideError(ValueError):
 def is_component(name: str) -> bool:
     """Whether a name is that of a file in a folder, and of none elsewhere.
 
-    Printable names hold no NUL, newline or surrogate.
+    Names of one line hold no NUL, newline or surrogate.
     """
-    return name not in ("", ".", "..") and "/" not in name and name.isprintable()
+    return name not in ("", ".", "..") and "/" not in name and is_one_line(name)
+
+
+def is_one_line(text: str) -> bool:
+    """Whether a text has no control characters, ends of lines and surrogates.
+
+    Unlike `str.isprintable`, this takes the spaces of other scripts, and what joins their letters.
+    """
+    return text.isprintable() or not any(unicodedata.category(each) in _NOT_OF_A_LINE for each in text)
 
 
 def name_within(folder: Path, name: object) -> Path:

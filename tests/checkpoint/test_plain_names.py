@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, Flag
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,6 +69,11 @@ class Colour(Enum):
     RED = 1
 
 
+class Parts(Flag):
+    HEAD = 1
+    TAIL = 2
+
+
 def named(*name: str) -> list[Any]:
     return ["reference", list(name)]
 
@@ -106,7 +111,7 @@ def test_what_may_do_anything_is_refused(kind: str) -> None:
 HARMLESS = [
     *(torch.relu, nn.functional.gelu, nn.functional.cross_entropy, torch.sum, torch.linalg.norm),
     *(nn.Linear, nn.GELU, torch.optim.AdamW, torch.optim.lr_scheduler.CosineAnnealingLR, int, list, sum),
-    *(Best(0.5), Point(3), Colour.RED),
+    *(Best(0.5), Point(3), Colour.RED, Parts.HEAD | Parts.TAIL),
 ]
 
 
@@ -146,6 +151,39 @@ class Scheduler(LRScheduler):
 
     def get_lr(self) -> list[float]:
         return [self.rate(self.last_epoch) for _ in self.optimizer.param_groups]
+
+
+class Rule:
+    """A user's, called by a scheduler of torch's inside of another."""
+
+    def __init__(self) -> None:
+        self.function = halve
+
+    def __call__(self, step: int) -> float:
+        return self.function(step)
+
+
+class Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.function, self.plain = halve, Plain()
+
+
+def test_what_a_part_of_the_module_or_of_a_scheduler_holds_may_be_named() -> None:
+    optimizer = torch.optim.SGD([torch.ones(1)], lr=0.1)
+    lr = torch.optim.lr_scheduler
+    inner = lr.LambdaLR(optimizer, Rule())
+    chain = lr.SequentialLR(optimizer, [inner, lr.ExponentialLR(optimizer, 0.9)], [2])
+    module = LightningModule()
+    module.part = nn.Sequential(Part())
+    for run_of, value in (([chain], chain.state_dict()), ([module], {"f": halve, "kind": Plain})):
+        assert decode(encode(value), Names(run_of)) == value
+    assert decode(encode(Plain()), Names([module])).size == 1
+
+
+def test_a_long_list_does_not_hide_what_else_a_run_holds() -> None:
+    module = Namespaced(samples=[("name", str(i), [i]) for i in range(30_000)], deep={"a": {"b": {"c": halve}}})
+    assert decode(encode(halve), Names([module])) is halve
 
 
 class Ours(PlainDataStrategy, SingleDeviceStrategy):
@@ -193,7 +231,7 @@ def fit(folder: Path, module: LightningModule, kept: Any, epochs: int, **how: An
         max_epochs=epochs,
         strategy=Ours("cpu"),
         plugins=[AtomicCheckpointIO()],
-        callbacks=[Keeps(kept)],
+        callbacks=[kept if isinstance(kept, Keeps) else Keeps(kept)],
         **{**QUIET, "enable_checkpointing": False, "logger": False},
     )
     trainer.fit(module, DataLoader(torch.ones(2, 1)), **how)
@@ -226,6 +264,21 @@ def test_a_restart_calls_nothing_that_the_file_names(place: str, tmp_path: Path)
     with pytest.raises(UnrestorableStateError, match=r"the file names .*test_plain_names\.run, .*add_safe_globals"):
         fit(tmp_path, Unsaved(halve), 1, 2, ckpt_path=tmp_path / "last.ckpt")
     assert ran == []
+
+
+class Unheld(Keeps):
+    """Its state names a function that no attribute holds."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": run}
+
+
+def test_what_a_restart_will_refuse_is_told_when_it_is_written(tmp_path: Path) -> None:
+    told = pytest.warns(UserWarning, match=r"A restart will not take callbacks → Unheld of .*test_plain_names\.run, ")
+    with told as found:
+        trainer = fit(tmp_path, Unsaved(halve), Unheld(None), 1)
+        trainer.save_checkpoint(tmp_path / "again.ckpt")
+    assert sum("A restart will not" in str(each.message) for each in found) == 1
 
 
 def test_a_file_that_is_trusted_names_what_it_wants(tmp_path: Path) -> None:

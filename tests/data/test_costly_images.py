@@ -16,7 +16,7 @@ from azureml_strategy.data.crops import Crop
 from azureml_strategy.data.decoding import choose_decoder
 from azureml_strategy.data.packing.images import ImageForm
 from azureml_strategy.data.packing.shards import UnreadableError
-from azureml_strategy.data.pillow_images import CostlyImageError, open_image
+from azureml_strategy.data.pillow_images import CostlyImageError, open_image, refuse_costly
 
 
 def jpeg(**how: Any) -> bytes:
@@ -68,6 +68,22 @@ def test_a_costly_image_is_refused(kind: str, decoder: str) -> None:
         choose_decoder(decoder)(COSTLY[kind], lambda width, height: Crop(0, 0, width, height), square)
     with pytest.raises(UnreadableError, match="CostlyImageError"):
         ImageForm().encode(COSTLY[kind])
+
+
+def test_the_film_of_a_moving_photo_does_not_count() -> None:
+    square = np.zeros((8, 8, 3), np.uint8)
+    for decoder in ("pillow", "simplejpeg"):
+        photo = jpeg(progressive=True) + 400 * b"film\xff\xda"
+        choose_decoder(decoder)(photo, lambda width, height: Crop(0, 0, width, height), square)
+    hidden = b"\xff\xfe\x00\x04\xff\xd9"  # the marker of an end in a comment ends nothing
+    with pytest.raises(CostlyImageError):
+        refuse_costly(jpeg(progressive=True)[:-2] + hidden + 400 * SCAN + b"\xff\xd9")
+
+
+def test_a_large_webp_that_pillow_takes_is_taken() -> None:
+    refuse_costly(webp(12_000, 10_000))
+    with pytest.raises(CostlyImageError):
+        refuse_costly(webp(16_000, 12_000))
 
 
 @pytest.mark.parametrize("kind", NOT_READ)

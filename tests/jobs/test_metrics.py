@@ -15,8 +15,8 @@ import pytest
 
 from azureml_strategy.cli import main
 from azureml_strategy.jobs.metrics import store_address
-from azureml_strategy.tracking.run import RunRequest
-from azureml_strategy.tracking.spool import Spool
+from azureml_strategy.tracking.run import RunRequest, describe_store
+from azureml_strategy.tracking.spool import Spool, _refuse_files_elsewhere
 
 WORKSPACE = "/mlflow/v1.0/subscriptions/s/resourceGroups/g/providers/p/workspaces/w"
 MINE = f"azureml://westeurope.api.azureml.ms{WORKSPACE}"
@@ -54,6 +54,19 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_other_host_is_taken_from_a_file(store: str) -> None:
     with pytest.raises(ValueError, match="--tracking-uri URI"):
         store_address(store, client)
+
+
+@pytest.mark.parametrize("version", ["v1.0", "v2.0"])  # a job's address may tell another than the workspace's
+def test_the_file_of_a_job_names_its_workspace_without_its_subscription(version: str) -> None:
+    path = "subscriptions/11111111-2222-3333-4444-555555555555/resourceGroups/g/providers/p/workspaces/w"
+    mine = f"azureml://westeurope.api.azureml.ms/mlflow/v1.0/{path}"
+    found = SimpleNamespace(get=lambda _: SimpleNamespace(mlflow_tracking_uri=mine))
+    workspace: Any = SimpleNamespace(workspace_name="w", workspaces=found)
+    written = describe_store(f"azureml://westeurope.api.azureml.ms/mlflow/{version}/{path}?")
+    assert "11111111" not in written
+    assert store_address(written, lambda: workspace) == mine
+    with pytest.raises(ValueError, match="--tracking-uri URI"):
+        store_address(written.replace("workspaces/w", "workspaces/other"), lambda: workspace)
 
 
 def test_what_is_the_users_own_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,6 +151,11 @@ def test_files_of_the_machine_are_not_sent(tmp_path: Path, monkeypatch: pytest.M
             assert f"it would send {str(place)!r}" in capsys.readouterr().out
             file.unlink()
     assert heard == []
+
+
+def test_a_file_of_the_node_that_wrote_the_lines_keeps_no_metric_back(tmp_path: Path) -> None:
+    made = spool(tmp_path, "sqlite:////none", {"artifacts": "a/trace", "value": "/mnt/azureml/cr/j/none/trace.json"})
+    _refuse_files_elsewhere(Spool(made))
 
 
 @pytest.mark.parametrize(

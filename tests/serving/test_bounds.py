@@ -76,6 +76,14 @@ def test_what_fits_is_answered(gpt: Predictor) -> None:
     assert ExpectedInput((None,), torch.int64, 4).checked(np.ones((1, MAX_TOKENS), np.uint8)).shape == (1, MAX_TOKENS)
 
 
+@pytest.mark.parametrize("sizes", [None, (3, None, None)])
+def test_a_batch_of_photographs_of_any_size_is_taken(sizes: Any) -> None:
+    photographs = np.ones((64, 3, 224, 224), np.uint8)
+    assert len(ExpectedInput(sizes, torch.uint8, 64).checked(photographs)) == 64
+    with pytest.raises(BadInputError, match="at most 4,194,304 at a time"):
+        ExpectedInput(sizes, torch.uint8, 64).checked(np.ones((1, 3, 2048, 1024), np.uint8))
+
+
 def bomb(width: int, height: int) -> bytes:
     """A PNG file of so many pixels, all of one colour."""
 

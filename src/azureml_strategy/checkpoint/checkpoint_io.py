@@ -55,7 +55,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__} writes to mounted folders and takes no storage_options.")
         if self.plain:
-            checkpoint = to_plain(checkpoint)
+            checkpoint = to_plain(checkpoint, run=() if self.strategy is None else run_objects(self.strategy))
         self.write(checkpoint, Path(path))
 
     def write(self, checkpoint: dict[str, Any], target: Path) -> StoredFile:
@@ -145,7 +145,7 @@ def make_plain(strategy: Strategy, checkpoint: dict[str, Any]) -> dict[str, Any]
         return checkpoint
     error = None
     try:
-        checkpoint = to_plain(checkpoint, apart)
+        checkpoint = to_plain(checkpoint, apart, run_objects(strategy))
     except UnsavableStateError as unsavable:
         error = str(unsavable)
     errors = [each for each in gather_sound(error) if each is not None]

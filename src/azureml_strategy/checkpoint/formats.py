@@ -15,7 +15,8 @@ import pickletools
 import threading
 import warnings
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -35,6 +36,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 from typing_extensions import override
 
+from azureml_strategy.checkpoint.plain_coding import is_plain
 from azureml_strategy.inside import name_within
 
 # DeepSpeed's files hold objects of these modules: its loss scaler, its enums, learning rates that numpy computed. No
@@ -376,7 +378,7 @@ class _ValuesPlanner(DefaultLoadPlanner):
         if self._trust_pickles:
             loaded = torch.load(value, map_location="cpu", weights_only=False)
         else:
-            with _safe_list, torch.serialization.safe_globals(_numpy_scalars()):
+            with _safe_list, _numbers_of_numpy():
                 loaded = torch.load(value, map_location="cpu", weights_only=True)
         if self.flatten_state_dict:
             set_element(self.original_state_dict, self.mappings[name], loaded)
@@ -384,10 +386,34 @@ class _ValuesPlanner(DefaultLoadPlanner):
             self.state_dict[name] = loaded
 
 
+def _numbers_of_numpy() -> AbstractContextManager[Any]:
+    """While this is entered, torch takes what a number of numpy's asks for, such as a rate that a lambda computed."""
+    known = torch.serialization.get_safe_globals()  # what the user has registered stays so
+    return torch.serialization.safe_globals([each for each in _numpy_scalars() if each not in known])
+
+
 def _numpy_scalars() -> list[Any]:
-    """What a pickled number of numpy's asks for, such as a learning rate that a lambda has computed."""
     kinds = [type(np.dtype(kind)) for kind in np.typecodes["AllInteger"] + np.typecodes["Float"] + "?"]
     return [np.float64(0).__reduce__()[0], np.dtype, *dict.fromkeys(kinds)]
+
+
+def find_unloadable(state: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Find the values that `load_sharded` will refuse.
+
+    Args:
+        state: nested dictionaries and lists of tensors and values, as a sharded checkpoint is written from.
+        place: the keys that lead to it.
+
+    Yields:
+        The keys that lead to a value, and the value.
+    """
+    if isinstance(state, dict) or type(state) in (list, tuple):
+        for key, each in state.items() if isinstance(state, dict) else enumerate(state):
+            yield from find_unloadable(each, (*place, str(key)))
+    elif not isinstance(state, (Tensor, np.generic)):
+        with _safe_list, _numbers_of_numpy():
+            if not is_plain(state):
+                yield place, state
 
 
 def load_sharded(state: dict[str, Any], path: Path) -> None:

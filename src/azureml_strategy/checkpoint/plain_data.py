@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from lightning.pytorch import Trainer
@@ -41,6 +42,8 @@ _HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 # Their functions are known only when `configure_optimizers` has run, and a checkpoint may be read before that.
 _OF_OPTIMIZERS = ("optimizer_states", "lr_schedulers")
 _left_out = WarningCache()
+# The places that were looked at, by the module of the run.
+_seen: WeakKeyDictionary[object, set[tuple[Any, ...]]] = WeakKeyDictionary()
 
 
 class UnsavableStateError(TypeError):
@@ -74,6 +77,8 @@ class PlainDataStrategy(Strategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        if hasattr(self.checkpoint_io, "strategy"):  # one of ours
+            self.checkpoint_io.strategy = self
         super().save_checkpoint({**checkpoint, **self.own_entries()}, filepath, storage_options)
 
     @override
@@ -136,7 +141,7 @@ def run_objects(strategy: Strategy) -> list[object]:
     return [module, *(each for each in (*beside, *strategy.optimizers, *schedulers) if each is not None)]
 
 
-def to_plain(checkpoint: dict[str, Any], apart: Collection[str] = ()) -> dict[str, Any]:
+def to_plain(checkpoint: dict[str, Any], apart: Collection[str] = (), run: Sequence[object] = ()) -> dict[str, Any]:
     """Make a checkpoint that the weights-only unpickler takes. `from_plain` restores an equal of the original.
 
     Dictionaries and lists stay, and only the refused values in them move, such as one hyperparameter or the state of
@@ -147,6 +152,7 @@ def to_plain(checkpoint: dict[str, Any], apart: Collection[str] = ()) -> dict[st
         checkpoint: the checkpoint that Lightning gives to `save_checkpoint`. It is not changed, and no tensor is
             copied.
         apart: names of entries to leave as they are.
+        run: `run_objects` of the run that writes. A warning tells what a restart of it would not restore.
 
     Raises:
         UnsavableStateError: a value has no plain form. Hyperparameters without one are left out instead, with a
@@ -161,7 +167,25 @@ def to_plain(checkpoint: dict[str, Any], apart: Collection[str] = ()) -> dict[st
             kept[name] = _without_moved(name, entry, moved)
         else:
             _move([name], entry, moved)
+    if run:
+        _warn_of_refused(moved, run)
     return {**kept, MOVED: moved} if moved else kept
+
+
+def _warn_of_refused(moved: Sequence[Any], run: Sequence[object]) -> None:
+    """Say at the first checkpoint, and not only to the restart, that a value will not be restored."""
+    seen, names = _seen.setdefault(run[0], set()), None
+    for each in moved:
+        place = tuple(decode(each["at"]))
+        if place[0] in _HYPERPARAMETERS or place in seen:
+            continue
+        seen.add(place)
+        names = names or Names(run)  # of all that the run holds, which takes a while
+        try:
+            decode(each["value"], names)
+        except Exception as error:  # as in `from_plain`
+            text = " → ".join(map(str, place))
+            rank_zero_warn(f"A restart will not take {text} of the checkpoints, and so none of them: {error}.")
 
 
 def _without_moved(name: str, entry: Any, moved: list[Any]) -> Any:

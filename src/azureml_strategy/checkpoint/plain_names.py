@@ -28,10 +28,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from azureml_strategy.checkpoint.plain_kinds import KINDS, PLAIN, REFERENCES, is_fields_only, look_up
 
-# How many values of a run are looked through for functions and classes: lists of samples have millions.
-_MOST_VALUES = 20_000
+# How many values of a run, and of one container, are looked through for functions and classes: lists of samples have
+# millions, and may not hide what else there is.
+_MOST_VALUES, _MOST_OF_ONE = 100_000, 1_000
 # Values of these libraries lead to the whole Trainer, and their classes are no user's.
 _NOT_ENTERED = ("lightning", "pytorch_lightning", "torch", "azureml_strategy")
+# Those that hold others of their kind.
+_TREES = (nn.Module, LRScheduler)
 _FUNCTIONS = frozenset((abs, len, max, min, round, sum))
 _CLASSES = frozenset(
     (*PLAIN, *KINDS, list, tuple, dict, set, frozenset, OrderedDict, Counter, deque, object, Namespace)
@@ -177,7 +180,8 @@ def _holds_data_only(kind: type) -> bool:
         for name, value in vars(each).items()
         if name.startswith("__") and name.endswith("__") and callable(value)
     }
-    generated = {name for name in special if getattr(getattr(kind, name), "__module__", None) == "dataclasses"}
+    makers = ("dataclasses", "enum")  # the latter copies the operators of flags into each class
+    generated = {name for name in special if getattr(getattr(kind, name), "__module__", None) in makers}
     return special - generated - {"__class__"} <= _OF_DATA
 
 
@@ -203,10 +207,13 @@ def _values(run: Iterable[object]) -> Iterator[Any]:
             yield each
             left += [each.func, *each.args, *each.keywords.values()]
         elif isinstance(each, dict):
-            left += itertools.islice(itertools.chain.from_iterable(each.items()), _MOST_VALUES)
+            left += itertools.islice(itertools.chain.from_iterable(each.items()), 2 * _MOST_OF_ONE)
         elif isinstance(each, (list, tuple, set, frozenset, deque)):
-            left += itertools.islice(each, _MOST_VALUES)
+            left += itertools.islice(each, _MOST_OF_ONE)
             yield from () if kind.__module__ == "builtins" else (kind,)
+        elif isinstance(each, _TREES):  # torch's own hold those of users
+            yield from (kind,) if _is_entered(kind) else ()
+            left += _fields(each)
         elif isinstance(each, Enum) or (is_fields_only(kind) and _is_entered(kind) and not isinstance(each, Tensor)):
             yield kind
             left += _fields(each)

@@ -6,6 +6,7 @@ Without torch: processes that pack do not load it.
 from __future__ import annotations
 
 import io
+import re
 from typing import TYPE_CHECKING
 
 from azureml_strategy.data.storage import OF_ONE_FILE, StorageError
@@ -20,6 +21,8 @@ _FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
 # over all pixels. Pillow joins segments of EXIF one by one, in a time that grows by the square of their number.
 _SEGMENTS, _EXIF_SEGMENTS, _SCANS = 1024, 16, 256
 _JPEG, _START_OF_SCAN = b"\xff\xd8\xff", 0xDA
+# One with a length or of an end: behind pixels, 0xFF is followed by 0, or by a number from 0xD0 on between their parts.
+_MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]", re.DOTALL)
 # What Pillow and torch say in errors that are no MemoryError.
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory")
 
@@ -53,6 +56,8 @@ def refuse_costly(content: bytes) -> None:
     if content.startswith(_JPEG):
         segments, exif = _jpeg_segments(content)
         scans = content.count(bytes((0xFF, _START_OF_SCAN)))
+        if scans > _SCANS:  # the film of a moving photo, behind the image, may hold these bytes as well
+            scans = content.count(bytes((0xFF, _START_OF_SCAN)), 0, _end_of_jpeg(content))
         if segments > _SEGMENTS or exif > _EXIF_SEGMENTS or scans > _SCANS:
             raise CostlyImageError(
                 f"a JPEG file with {segments:,} segments before its pixels, {exif:,} of them EXIF, and {scans:,} "
@@ -60,8 +65,19 @@ def refuse_costly(content: bytes) -> None:
             )
     elif content[:4] == b"RIFF" and content[8:12] == b"WEBP":
         width, height = _webp_size(content)
-        if is_huge(width, height):
+        if is_huge(width, height / 2):  # Pillow warns of any that is huge, and refuses twice as much
             raise CostlyImageError(f"a WEBP file of {width:,} x {height:,} pixels, more than Pillow takes")
+
+
+def _end_of_jpeg(content: bytes) -> int:
+    """Where an image ends: at the first marker of an end that is not within a segment."""
+    place = 2
+    while (found := _MARKER.search(content, place)) is not None:
+        place = found.end()
+        if found[0] == b"\xff\xd9":
+            return place
+        place += int.from_bytes(content[place : place + 2], "big")
+    return len(content)
 
 
 def _webp_size(content: bytes) -> tuple[int, int]:
@@ -77,7 +93,7 @@ def _webp_size(content: bytes) -> tuple[int, int]:
     return sides[0], sides[1]
 
 
-def is_huge(width: int, height: int) -> bool:
+def is_huge(width: float, height: float) -> bool:
     """Whether an image has more pixels than Pillow decodes without a warning."""
     from PIL import Image
 

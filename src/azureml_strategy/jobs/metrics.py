@@ -63,7 +63,7 @@ def store_address(store: str, client: Callable[[], MLClient]) -> str:
         return mine
     if store.startswith("azureml:"):
         found = tracking_uri(client())
-        if _workspace(found) == _workspace(store):
+        if _workspace(store) in (_workspace(found), _workspace(describe_store(found))):
             return found
         raise ValueError(
             f"The file names the store {store}, and the workspace's is {describe_store(found)}. If the file is yours, "
@@ -79,8 +79,9 @@ def store_address(store: str, client: Callable[[], MLClient]) -> str:
 
 
 def _workspace(uri: str) -> str:
-    """What tells a workspace from others: its path, whatever region's host answers for it."""
-    return unquote(urlsplit(uri).path).lower().rstrip("/")
+    """What tells a workspace from others, whatever region's host and version of its service answer for it."""
+    path = unquote(urlsplit(uri).path).lower().rstrip("/")
+    return path[max(0, path.find("/subscriptions/")) :]
 
 
 def _is_here(store: str) -> bool:

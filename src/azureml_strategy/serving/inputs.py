@@ -31,7 +31,9 @@ MAX_NUMBERS = 2**22
 MAX_TOKENS = 2**17
 """The most whole numbers in a request whose samples are rows of any length. Our choice: longer than most contexts."""
 MAX_VARIED = 2**22
-"""The most numbers in a request whose samples have any other size that varies: an image of 1,024 x 1,024, and more."""
+"""The most numbers of a sample that has any other size that varies: an image of 1,024 x 1,024, and more."""
+MAX_TOGETHER = 2**24
+"""The most numbers in a request of such samples, whose cost grows with their number alone: as in a body of bytes."""
 MAX_PIXELS = 2**26
 """The most pixels of an image. Our choice: as RGB they take 200 MB."""
 # Of JSON. A list takes some 64 bytes for the three that it costs to send, and a number some 36 for four.
@@ -86,7 +88,7 @@ class ExpectedInput:
         if not numbers.size:
             raise BadInputError(f"There is no number in what was sent. Send one sample or more, {self.shape}.")
         self._check_shape(numbers.shape)
-        self._check_count(numbers.size)
+        self._check_count(len(numbers), numbers.size)
         if not np.isfinite(numbers).all():
             raise BadInputError("The samples hold NaN or infinity. Send finite numbers only.")
         self._check_range(numbers)
@@ -103,12 +105,12 @@ class ExpectedInput:
                 "several times."
             )
 
-    def _check_count(self, count: int) -> None:
+    def _check_count(self, samples: int, count: int) -> None:
         """Refuse a long request: where sizes vary, what a model needs grows with them, and may grow faster."""
         if self.sizes is not None and None not in self.sizes:
             return
         rows = self.sizes is not None and len(self.sizes) == 1 and not self.dtype.is_floating_point
-        most = MAX_TOKENS if rows else MAX_VARIED
+        most = MAX_TOKENS if rows else min(MAX_TOGETHER, samples * MAX_VARIED)
         if count > most:
             raise BadInputError(
                 f"There are {count:,} numbers, and at most {most:,} at a time are taken by a model whose samples may "

@@ -348,12 +348,15 @@ def _upload_and_tell(spool: Spool, address: Callable[[str], str], tell: Callable
 def _refuse_files_elsewhere(spool: Spool) -> None:
     """Refuse to send a file of this machine that has nothing to do with the run: anyone may have written the lines.
 
+    Those of the node that wrote the lines are not there on another machine, and are left out with a warning.
+
     Raises:
         ValueError: such a file is named.
     """
     folders = (spool.path.parent.resolve(), Path.cwd())
     named = [each.value for batch, _ in spool.batches() for each in batch.items if isinstance(each, DiskFile)]
-    outside = next((each for each in named if not any(map(Path(each).resolve().is_relative_to, folders))), None)
+    here = [each for each in named if os.path.exists(each)]
+    outside = next((each for each in here if not any(map(Path(each).resolve().is_relative_to, folders))), None)
     if outside is not None:
         raise ValueError(
             f"it would send {outside!r}, which lies neither below {folders[0]} nor below {folders[1]}. If that is a "

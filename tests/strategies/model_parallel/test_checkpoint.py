@@ -3,6 +3,8 @@ from __future__ import annotations
 import io
 import pickle
 import re
+import warnings
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.strategies import model_parallel
+from omegaconf import OmegaConf
 from torch import nn
 from torch.distributed.checkpoint import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -21,7 +24,9 @@ from azureml_strategy.strategies.model_parallel.checkpoint import (
     check_checkpoint,
     copy_batch,
     copy_from_rank_zero,
+    in_plain_types,
     reading,
+    warn_of_unloadable,
 )
 from azureml_strategy.strategies.model_parallel.gradients import uncut_parameters
 from azureml_strategy.strategies.model_parallel.plan import cut_tensors, is_parallel, shard_parameters
@@ -151,6 +156,28 @@ def test_values_of_an_optimizer_are_read(tmp_path: Path) -> None:
     assert {**state["optimizer"], "weight": None} == {**values, "weight": None}
     assert type(state["optimizer"]["lr"]) is np.float64
     assert torch.equal(state["optimizer"]["weight"], torch.ones(2))
+
+
+def test_what_a_restart_will_not_read_is_told_when_it_is_written(tmp_path: Path) -> None:
+    kept = {"lr": np.float64(0.5), "betas": OmegaConf.create([0.9, 0.95]), "weight": torch.ones(2)}
+    written = in_plain_types({"groups": [kept]})
+    assert written["groups"][0]["betas"] == [0.9, 0.95]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_unloadable({"optimizer_0": written, "state_dict": OrderedDict(weight=torch.ones(2))})
+    save({"optimizer": written}, checkpoint_id=tmp_path)
+    load_sharded({"optimizer": in_plain_types({"groups": [dict(kept)]})}, tmp_path)
+    with pytest.warns(
+        UserWarning, match=r"optimizer_0 → groups → 0 → rule in the checkpoint is a pathlib.*weights_only=False"
+    ):
+        warn_of_unloadable({"optimizer_0": {"groups": [{"rule": tmp_path}]}})
+
+
+def test_what_the_user_has_registered_stays_registered(tmp_path: Path) -> None:
+    save({"lr": np.float64(0.5)}, checkpoint_id=tmp_path)
+    with torch.serialization.safe_globals([np.dtype]):
+        load_sharded({"lr": 0}, tmp_path)
+        assert np.dtype in torch.serialization.get_safe_globals()
 
 
 def _changed(index: Any, what: str) -> Any:

@@ -23,6 +23,7 @@ from azureml_strategy.data.passed_over import first_names, is_no_data, warn
 from azureml_strategy.data.readers import find_index
 from azureml_strategy.data.shard_index import INDEX_NAME, ShardIndex, warn_of_unread_files
 from azureml_strategy.data.tar_index import index_tars, read_tar, split_of
+from azureml_strategy.inside import is_one_line
 
 # Where a split becomes the validation set, in the order of preference.
 _VALIDATION = ("val", "validation", "valid", "test")
@@ -244,7 +245,7 @@ def _of_index(folder: Path, index: ShardIndex) -> Samples:
 
 
 def _folder_part(folders: ClassFolders, form: ImageForm) -> Part:
-    odd = next((name for name in folders.classes if not name.isprintable()), None)
+    odd = next((name for name in folders.classes if not is_one_line(name)), None)
     if odd is not None:
         raise PackError(
             f"{folders.root} has a class folder {odd!r}, and the names of classes are lines of a text. Rename it."

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from azureml_strategy.checkpoint.formats import AVERAGED
-from azureml_strategy.checkpoint.plain_data import to_plain
+from azureml_strategy.checkpoint.plain_data import run_objects, to_plain
 from azureml_strategy.control.gather import GroupExchange
 from azureml_strategy.interfaces import ALL_RANKS, WriteStaged
 from azureml_strategy.lightning_internals import default_process_group_backend
@@ -237,7 +237,8 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        staged = self.stage_checkpoint(to_plain({**checkpoint, **self.own_entries()}))
+        plain = to_plain({**checkpoint, **self.own_entries()}, run=run_objects(self))
+        staged = self.stage_checkpoint(plain)
         if staged is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return

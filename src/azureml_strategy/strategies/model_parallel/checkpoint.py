@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
+from lightning_utilities.core.rank_zero import WarningCache
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import (  # type: ignore[attr-defined]
@@ -27,8 +29,9 @@ from torch.distributed.checkpoint import (  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-from azureml_strategy.checkpoint.formats import IndexReader, load_sharded
+from azureml_strategy.checkpoint.formats import IndexReader, find_unloadable, load_sharded
 from azureml_strategy.checkpoint.plain_data import require_loadable
+from azureml_strategy.checkpoint.plain_kinds import type_name
 from azureml_strategy.control.gather import Exchange
 from azureml_strategy.control.messages import register
 from azureml_strategy.lightning_internals import loading_shards_by
@@ -36,6 +39,7 @@ from azureml_strategy.strategies.errors import ConfigurationError, UnfitCheckpoi
 
 # torch's distributed checkpoint writes the index last, and Lightning writes the rest after it, beside the shards.
 _INDEX, _REST = ".metadata", "meta.pt"
+_unloadable = WarningCache()
 # How many names an error message lists.
 _SHOWN = 3
 _LAYOUTS = (
@@ -122,6 +126,36 @@ def write_distributed(content: tuple[dict[str, Any], dict[str, Any] | None], pat
         torch.save(rest, path / _REST)
 
     exchange.on_rank_zero(finish)
+
+
+def in_plain_types(state: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state with lists and dictionaries in the place of those of omegaconf, such as a recipe's `betas`.
+
+    They are equal, and a restart reads no classes from shards.
+    """
+    if "omegaconf" not in sys.modules:
+        return state
+    from omegaconf import DictConfig, ListConfig, OmegaConf
+
+    plain: dict[str, Any] = apply_to_collection(
+        state, (DictConfig, ListConfig), lambda each: OmegaConf.to_container(each, resolve=True)
+    )
+    return plain
+
+
+def warn_of_unloadable(state: Mapping[str, Any]) -> None:
+    """Say once, when shards are written, that a restart will refuse to read them.
+
+    Args:
+        state: what this rank writes.
+    """
+    for place, value in find_unloadable(dict(state)):
+        kind = type_name(type(value))
+        _unloadable.warn(
+            f"{' → '.join(place)} in the checkpoint is a {kind}, which a restart does not read from shards: it could "
+            "run code. Make it a number, a text, or a list of these, or resume with trainer.fit(..., "
+            "weights_only=False)."
+        )
 
 
 def reading(weights_only: bool | None) -> AbstractContextManager[None]:

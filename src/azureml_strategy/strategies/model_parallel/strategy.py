@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from azureml_strategy.checkpoint.plain_data import WRITTEN_APART, to_plain
+from azureml_strategy.checkpoint.plain_data import WRITTEN_APART, run_objects, to_plain
 from azureml_strategy.huggingface.loading import Way
 from azureml_strategy.interfaces import ALL_RANKS, WriteStaged
 from azureml_strategy.lightning_internals import accumulates, give_device_mesh
@@ -33,7 +33,9 @@ from azureml_strategy.strategies.mixed_precision import mix_sharded_precision
 from azureml_strategy.strategies.model_parallel.checkpoint import (
     check_checkpoint,
     copy_batch,
+    in_plain_types,
     reading,
+    warn_of_unloadable,
     write_distributed,
 )
 from azureml_strategy.strategies.model_parallel.gathering import Gathering
@@ -297,7 +299,7 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        state = super().optimizer_state(optimizer)
+        state = in_plain_types(super().optimizer_state(optimizer))
         # Use plain numbers in a single file: it is read before entries that `to_plain` moved could be put back.
         numbers = not self._save_distributed_checkpoint
         return apply_to_collection(state, np.generic, lambda number: number.item()) if numbers else state
@@ -305,7 +307,8 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         checkpoint = gather_apart(checkpoint, self._written_by_shards)
-        super().save_checkpoint(to_plain(checkpoint, self.written_apart), filepath, storage_options)
+        warn_of_unloadable({name: checkpoint[name] for name in self._written_by_shards if name in checkpoint})
+        super().save_checkpoint(to_plain(checkpoint, self.written_apart, run_objects(self)), filepath, storage_options)
 
     def stage_checkpoint(self, checkpoint: dict[str, Any]) -> tuple[Any, WriteStaged] | None:
         """Collect what this rank is to write.
@@ -322,6 +325,7 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
         rest = {name: value for name, value in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
         optimizers = {f"optimizer_{i}": each for i, each in enumerate(checkpoint.get("optimizer_states", []))}
         state = {"state_dict": checkpoint["state_dict"], **optimizers}
+        warn_of_unloadable(state)
         return (state, rest if self.is_global_zero else None), write_distributed
 
     @override

@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
-from azureml_strategy.checkpoint.plain_data import WRITTEN_APART, PlainDataStrategy, to_plain
+from azureml_strategy.checkpoint.plain_data import WRITTEN_APART, PlainDataStrategy, run_objects, to_plain
 from azureml_strategy.control.gather import Exchange, on_rank_zero
 from azureml_strategy.control.store import StepError
 from azureml_strategy.interfaces import WriteStaged, paused
@@ -46,7 +46,7 @@ class StagedDeepSpeedStrategy(
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         self.take_edits()
-        super().save_checkpoint(to_plain(checkpoint, WRITTEN_APART), filepath, storage_options)
+        super().save_checkpoint(to_plain(checkpoint, WRITTEN_APART, run_objects(self)), filepath, storage_options)
 
     def stage_checkpoint(self, checkpoint: dict[str, Any]) -> tuple[Any, WriteStaged] | None:
         """Collect what this rank has to write. This is a collective.
