@@ -12,6 +12,7 @@ from mlflow.entities import RunTag
 from tests.reporting.example import SHARES, log_points, log_run
 
 from azureml_strategy.reporting import artifacts, stores
+from azureml_strategy.reporting.advice import facts_of
 from azureml_strategy.reporting.collect import choose_metrics, collect_run
 from azureml_strategy.reporting.stores import DatabaseStore, ReportError, ServerStore, open_store
 
@@ -60,6 +61,17 @@ def test_shares_that_do_not_add_up_are_none(client: MlflowClient, store: str, ru
     record = collect_run(run_id, store)
     assert record.shares == {"data_wait": 0.03}
     assert record.share_errors == {}
+
+
+@pytest.mark.parametrize(
+    ("hosts", "device", "is_one"), [("aa", "cpu", True), ("ab", "cpu", False), ("aa", "cuda:0", False), ("", "", False)]
+)
+def test_a_page_accuses_no_network_where_all_ranks_share_a_machine(
+    client: MlflowClient, store: str, run_id: str, hosts: str, device: str, is_one: bool
+) -> None:
+    ranks = [{"rank": rank, "host": host, "node": 0, "device": device} for rank, host in enumerate(hosts)]
+    client.log_dict(run_id, {"ranks": ranks, "windows": []}, "ranks/attempt_0.json")
+    assert facts_of(collect_run(run_id, store)).one_machine == is_one
 
 
 def test_times_are_added_up_over_attempts(store: str) -> None:

@@ -10,6 +10,8 @@ import torch
 
 from azureml_strategy.tracking.remedies import FUSED, SETTINGS, RunFacts
 from azureml_strategy.tracking.report import has_compiled_parts
+from azureml_strategy.tracking.step_meters import STEP_PARTS, Part
+from azureml_strategy.tracking.summary import Totals, summarize
 from azureml_strategy.tracking.verdict import NAMES, PHASES, judge, mfu_text
 
 BUSY = {"data_wait": 0.01, "forward": 0.33, "backward": 0.62, "optimizer": 0.02, "other": 0.02}
@@ -275,6 +277,18 @@ def test_shares_that_are_not_a_whole_step_judge_nothing(shares: dict[str, float]
     assert judge({}, {"training": 500.0, "validation": 500.0}) == judge(
         shares, {"training": 500.0, "validation": 500.0}
     )
+
+
+@pytest.mark.parametrize("reduced_s", [0.0, 0.25])
+def test_a_part_with_a_span_of_its_own_counts_also_where_no_meter_tells_it_apart(reduced_s: float) -> None:
+    """A pipeline's reduction on a GPU: without it the shares would be no whole step, and the run not measured."""
+    seconds = {Part.FORWARD: 0.25, Part.BACKWARD: 0.5, Part.COMMUNICATION: reduced_s}
+    parts = tuple(seconds.get(part, 0.0) for part in STEP_PARTS)
+    totals = Totals(1.0, 8.0, sum(parts), 0.0, 0.0, parts)
+    found = summarize(totals, [sum(parts)], ranks=1, replicas=1, unknown=frozenset({Part.COMMUNICATION})).shares
+    assert sum(found.values()) == pytest.approx(1)
+    assert found.get("communication", 0.0) == pytest.approx(reduced_s / sum(parts))
+    assert ("communication" in found) == bool(reduced_s)
 
 
 @pytest.mark.parametrize("transport", ["socket", "ib", ""])

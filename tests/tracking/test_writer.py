@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,8 +13,10 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
 from mlflow.tracking import MlflowClient
 
-from azureml_strategy.tracking.batch import Metrics, Params, Record, Tags, TextFile
+from azureml_strategy.tracking import sender as sending
+from azureml_strategy.tracking.batch import Batch, DiskFile, Metrics, Params, Record, Tags, TextFile, make_batches
 from azureml_strategy.tracking.run import OpenRun, RunRequest, join_run
+from azureml_strategy.tracking.sender import Sender
 from azureml_strategy.tracking.spool import Spool, find_spools
 from azureml_strategy.tracking.store import StoreAwayError
 from azureml_strategy.tracking.writer import BatchWriter
@@ -250,3 +253,75 @@ def test_what_the_store_has_not_taken(strict: StrictClient, make_writer: Callabl
     writer.put(Metrics({"loss": 0.125}, 3, 9))
     kept = [(each.key, each.value, each.step, each.timestamp) for each in writer.pending_metrics()]
     assert kept == [("loss", 0.25, 2, 8), ("top1", 0.1, 2, 8), ("loss", 0.125, 3, 9)]
+
+
+def _again(sender: Sender, times: int) -> None:
+    """Send a point that may stand already, and a parameter, as often as this."""
+    for _ in range(times):
+        for batch in make_batches([Metrics({"loss": 0.5}, 1, 7), Params({"lr": "0.1"})]):
+            batch.doubtful = True
+            with suppress(StoreAwayError):
+                sender.send(batch)
+
+
+def test_a_store_that_can_only_be_read_makes_no_progress(strict: StrictClient, store: str, run_id: str) -> None:
+    """The end of a run waits while there is progress: for a full disk of the store's it would wait for ever."""
+    sender = Sender(join_run(store, run_id, client=strict))
+    strict.away = True
+    _again(sender, 5)
+    before = sender.answers
+    _again(sender, 5)
+    assert sender.answers == before
+    strict.away = False
+    _again(sender, 1)
+    assert sender.answers > before
+
+
+def test_after_an_outage_a_new_batch_is_one_request(
+    strict: StrictClient, store: str, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender = Sender(join_run(store, run_id, client=strict))
+    strict.away = True
+    _again(sender, 1)
+    sender._asks_between, strict.away = True, False
+    monkeypatch.setattr(strict, "get_run", lambda run_id: pytest.fail("a question that nothing is to be learned from"))
+    for batch in make_batches([Metrics({"loss": 0.25}, 2, 8)]):
+        sender.send(batch)
+    assert len(history(strict, run_id, "loss")) == 1
+
+
+def test_a_storage_of_files_that_takes_long_to_refuse_is_asked_once(
+    strict: StrictClient, store: str, run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uploads: list[str] = []
+
+    def away(*arguments: Any) -> None:
+        uploads.append(str(arguments))
+        raise StoreAwayError("no answer for two minutes")
+
+    sender = Sender(join_run(store, run_id, client=strict), second_look_s=0.0)
+    monkeypatch.setattr(sending, "send_file", away)
+    monkeypatch.setattr(sending, "_REFUSALS_S", -1.0)
+    sender.send(Batch("artifacts", [DiskFile("page.html", str(tmp_path / "page.html"))]))
+    with pytest.warns(UserWarning, match="does not take"):
+        sender.look_again()
+    assert len(uploads) == 2
+
+
+def test_the_file_of_what_is_left_stays_while_it_is_counted(
+    strict: StrictClient, make_writer: Callable[..., BatchWriter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = make_writer()
+    strict.away = True
+    with pytest.warns(UserWarning, match="is kept in"):
+        assert not flushed(writer, Metrics({"loss": 0.5}, 1, 7))
+    batches, held = Spool.batches, []
+
+    def reading(spool: Spool, start: int = 0) -> Any:
+        held.append(writer._moving._is_owned())  # type: ignore[attr-defined]
+        return batches(spool, start)
+
+    monkeypatch.setattr(Spool, "batches", reading)
+    with pytest.warns(UserWarning, match="1 points of metrics of run"):
+        writer._warn_of_rest()
+    assert held == [True]

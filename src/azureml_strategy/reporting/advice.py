@@ -51,11 +51,20 @@ def facts_of(record: RunRecord) -> RunFacts:
         slow_ranks=slow,
         slow_share=share,
         steps=record.steps if steps is None else round(steps),
-        one_machine=record.run.tags.get("azureml_strategy.emulated") == "true",
+        one_machine=_is_on_one_machine(record),
         settings=_settings(record),
         cost=record.metric("cost/run"),
         currency=record.run.tags.get("cost.currency", "USD"),
     )
+
+
+def _is_on_one_machine(record: RunRecord) -> bool:
+    """Whether all ranks shared the cores of one machine: an emulated run, or one on the CPU of one node."""
+    if record.run.tags.get("azureml_strategy.emulated") == "true":
+        return True
+    ranks = record.ranks[-1].ranks if record.ranks else []
+    places = {tuple(str(each.get(name)) for name in ("host", "node", "device")) for each in ranks}
+    return len(places) == 1 and all(device == "cpu" for _, _, device in places)
 
 
 def _settings(record: RunRecord) -> frozenset[str]:

@@ -6,6 +6,7 @@ import math
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +25,10 @@ SECOND_LOOK_S = 5.0
 # How often in a row a store must refuse an item: one that refuses every other request, or some at random, takes it in
 # between.
 _REFUSALS_IN_A_ROW = 5
+# No longer than so many seconds: a storage of artifacts that is away may take minutes to say so.
+_REFUSALS_S = 2.0
+# How often the answer to one question counts while the store takes nothing: one that can only be read is away.
+_ANSWERS_THAT_COUNT = 3
 # If the store took a request this recently, such as the other half of a bisected batch, it takes others.
 _LATELY_S = 0.2
 # Sent to see whether a store takes anything, if there is no accepted metric that could be sent again.
@@ -57,7 +62,8 @@ class Sender:
         second_look_s: seconds until a refused item is sent again.
 
     Attributes:
-        answers: number of requests that the store has taken or answered.
+        answers: number of requests that the store has taken or answered; of answers to one question, only the first few
+            until it takes something.
         left_out: number of items that the store has been shown to refuse.
         logged_before: what previous attempts have logged and this one must not log again.
     """
@@ -66,6 +72,7 @@ class Sender:
         self._run = run
         self._second_look_s = second_look_s
         self.answers = 0
+        self._answered: Counter[str] = Counter()
         self.left_out = 0
         self.logged_before: LoggedMetrics | None = None
         self.suspects: list[_Suspect] = []
@@ -86,13 +93,22 @@ class Sender:
                 batch.drop([item for item in batch.items if item in self.logged_before])
             if batch.doubtful:
                 batch.drop(self._standing.among(batch))
-        if self._asks_between:
+        if self._asks_between and batch.doubtful:
             # Behind one address there may be two servers in turns, of which one is broken. A write that comes after a
             # question that was answered would always meet the broken one.
             with suppress(Exception):
                 self._run.client.get_run(self._run.run_id)
         for part in self._parts(batch):
             self._deliver(batch, part)
+
+    def answered(self, question: str) -> None:
+        """The store has answered a question.
+
+        Args:
+            question: what tells it from others.
+        """
+        self._answered[question] += 1
+        self.answers += self._answered[question] <= _ANSWERS_THAT_COUNT
 
     def look_again(self) -> None:
         """Send the suspects that are due again, and judge those that the store refuses again.
@@ -193,12 +209,13 @@ class Sender:
             )
 
     def _write(self, kind: str, items: list[Any], tries: int = 1) -> None:
+        begun = time.monotonic()
         for left in reversed(range(tries)):
             try:
                 self._write_once(kind, items)
                 return
             except StoreRefusedError:
-                if not left:
+                if not left or time.monotonic() - begun > _REFUSALS_S:
                     raise
 
     def _write_once(self, kind: str, items: list[Any]) -> None:
@@ -212,6 +229,7 @@ class Sender:
                 arguments: dict[str, Any] = {kind: items}
                 client.log_batch(run_id, **arguments)
         self.answers += 1
+        self._answered.clear()
         self._took_at = time.monotonic()
         if kind == "metrics":
             self._known_good = items[-1]
@@ -278,14 +296,14 @@ class _Standing:
         if batch.kind == "params":
             if self._params is None:
                 self._params = dict(self._client.get_run(self._run_id).data.params)
-                self._sender.answers += 1
+                self._sender.answered("params")
             return [item for item in batch.items if self._params.get(item.key) == item.value]
         return []
 
     def _of_metric(self, name: str) -> set[tuple[int, int, float | None]]:
         if name not in self._points:
             self._points[name] = {_point(each) for each in self._client.get_metric_history(self._run_id, name)}
-            self._sender.answers += 1
+            self._sender.answered(f"metrics/{name}")
         return self._points[name]
 
 

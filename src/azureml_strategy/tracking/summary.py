@@ -182,5 +182,6 @@ def _shares(parts: Sequence[float], unknown: frozenset[Part]) -> dict[str, float
     whole = sum(parts)
     if not whole or whole == parts[Part.OTHER]:  # a script that replaces the profiler within `fit` hides the others
         return {}
-    shown = [part for part in STEP_PARTS if part not in unknown and (parts[part] or part not in _RARE)]
+    # A part that is not measured may have its own span all the same, as a pipeline's reduction has on a GPU.
+    shown = [part for part in STEP_PARTS if parts[part] or part not in unknown.union(_RARE)]
     return whole_shares({part.label: parts[part] / whole for part in shown})

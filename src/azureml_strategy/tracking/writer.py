@@ -375,15 +375,21 @@ class BatchWriter:
 
     def _warn_of_rest(self) -> None:
         run = f"run {self.run.run_id}" if self.run is not None else "a run that could not be opened yet"
-        if self._spool is not None:
-            counts = Counter({"items": 0})
-            for batch, _ in self._spool.batches(self._sent_up_to):
-                counts[_PLURALS.get(batch.kind, "items")] += len(batch.items)
-            unsent = ", ".join(f"{number:,} {name}" for name, number in counts.items() if number)
-            what = f"{unsent} of {run} lie in {self._spool.path}. Send them with: {command(self._folder)}"
+        with self._moving:  # else the thread may send and remove the file meanwhile
+            spool = self._present_spool()
+            unsent = self._unsent(spool) if spool is not None else ""
+        if spool is not None and unsent:
+            what = f"{unsent} of {run} lie in {spool.path}. Send them with: {command(self._folder)}"
         elif self._backlog:
             what = f"{len(self._backlog)} batches of {run} are lost with this process, {self._disk_error}"
         else:
             return
         reason = f" ({self._away})" if self._away is not None else ""
         warnings.warn(f"MLflow did not take everything in time{reason}: {what}", stacklevel=3)
+
+    def _unsent(self, spool: Spool) -> str:
+        """What the store has not taken, in words; empty if it has taken all."""
+        counts: Counter[str] = Counter()
+        for batch, _ in spool.batches(self._sent_up_to):
+            counts[_PLURALS.get(batch.kind, "items")] += len(batch.items)
+        return ", ".join(f"{number:,} {name}" for name, number in counts.items() if number)

@@ -91,12 +91,13 @@ class TrialBench:
         Raises:
             RefusalError: a step fails on some rank, or nothing is trained by this batch.
         """
-        told = self._together(lambda: self._alone(steps), "a trial without communication has failed")
-        if not all(has_loss for has_loss, _, _ in told):
+        what = "a trial without communication has failed"
+        told = self._together(self._tried, what)
+        if not all(has_loss for has_loss, _ in told):
             raise RefusalError("training_step returned no loss for this batch")
-        if not all(trains for _, trains, _ in told):
+        if not all(trains for _, trains in told):
             raise RefusalError("a copy of the module does not train its own parameters")
-        return [min(seconds) for _, _, seconds in told]
+        return [min(seconds) for seconds in self._together(lambda: self._alone(steps), what)]
 
     def measure(self, settings: Settings, steps: int) -> Sequence[float]:
         """Seconds of each step, by the slowest rank; the same on all ranks.
@@ -138,18 +139,27 @@ class TrialBench:
         assert self._trials.group is not None
         return self._trials.group
 
-    def _alone(self, steps: int) -> tuple[bool, bool, list[float]]:
-        """Whether there is a loss, whether its backward pass trains the copy, and the seconds of steps."""
+    def _tried(self) -> tuple[bool, bool]:
+        """Whether there is a loss, and whether its backward pass trains the copy.
+
+        A rank on which there is none takes no step, for which the others would wait: so all must know it before.
+        """
         ddp = self._wrap(self._the_copy, Settings(), self._group)
         with ddp.no_sync():
             self.steps += 1
             loss = _loss(self._forward(ddp, self._the_copy, *copy.deepcopy(self._given)))
             if loss is not None:
                 self._the_copy.backward(loss)
-            trains = any(each.grad is not None for each in self._the_copy.parameters())
-            seconds = [self._step(ddp) for _ in range(steps)] if trains else []
         _release(ddp)
-        return loss is not None, trains, seconds
+        return loss is not None, any(each.grad is not None for each in self._the_copy.parameters())
+
+    def _alone(self, steps: int) -> list[float]:
+        """Seconds of this rank's steps without communication."""
+        ddp = self._wrap(self._the_copy, Settings(), self._group)
+        with ddp.no_sync():
+            seconds = [self._step(ddp) for _ in range(steps)]
+        _release(ddp)
+        return seconds
 
     def _measured(self, settings: Settings, steps: int) -> list[float]:
         """Seconds of this rank's steps, without the warm-up."""
