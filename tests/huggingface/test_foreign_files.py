@@ -109,5 +109,5 @@ def test_a_header_makes_no_room_for_more_than_the_file(facts: Any, tmp_path: Pat
         assert torch.equal(found["weight"][...], torch.ones(2))
     told = json.dumps({"weight": facts}).encode()
     file.write_bytes(struct.pack("<Q", len(told)) + told + bytes(8))
-    with pytest.raises(OSError, match="has a damaged header"), open_slices([file]):
-        pass
+    with pytest.raises(OSError, match=r"has a damaged header|The file ends"), open_slices([file]) as found:
+        _ = found["weight"][...]
