@@ -10,17 +10,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from tests.checkpoint.saving import QUIET
+from tests.memory import peak_of
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from azureml_strategy.checkpoint.checkpoint_io import AtomicCheckpointIO
-from azureml_strategy.checkpoint.plain_coding import decode, encode
+from azureml_strategy.checkpoint.plain_coding import decode, encode, require_decodable
 from azureml_strategy.checkpoint.plain_data import (
     PlainDataStrategy,
     UnrestorableStateError,
@@ -264,6 +266,14 @@ def test_a_restart_calls_nothing_that_the_file_names(place: str, tmp_path: Path)
     with pytest.raises(UnrestorableStateError, match=r"the file names .*test_plain_names\.run, .*add_safe_globals"):
         fit(tmp_path, Unsaved(halve), 1, 2, ckpt_path=tmp_path / "last.ckpt")
     assert ran == []
+
+
+def test_what_is_written_is_tried_without_a_copy_of_it() -> None:
+    plain = encode({"replay": [np.zeros(2**28, np.uint8)], "generator": np.random.default_rng(1)})
+    with peak_of(16 * 2**20):
+        require_decodable(plain, Names())
+    with pytest.raises(NameRefusedError):
+        require_decodable(encode({"replay": [np.zeros(2**21, np.uint8)], "run": run}), Names())
 
 
 class Unheld(Keeps):

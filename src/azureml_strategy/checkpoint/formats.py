@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from typing_extensions import override
 
 from azureml_strategy.checkpoint.plain_coding import is_plain
+from azureml_strategy.checkpoint.plain_kinds import PLAIN
 from azureml_strategy.inside import name_within
 
 # DeepSpeed's files hold objects of these modules: its loss scaler, its enums, learning rates that numpy computed. No
@@ -410,7 +411,7 @@ def find_unloadable(state: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[t
     if isinstance(state, dict) or type(state) in (list, tuple):
         for key, each in state.items() if isinstance(state, dict) else enumerate(state):
             yield from find_unloadable(each, (*place, str(key)))
-    elif not isinstance(state, (Tensor, np.generic)):
+    elif type(state) not in PLAIN and not isinstance(state, (Tensor, np.generic)):
         with _safe_list, _numbers_of_numpy():
             if not is_plain(state):
                 yield place, state

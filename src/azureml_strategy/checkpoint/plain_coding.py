@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import inspect
 import io
+import math
 import operator
 import pickle
 import types
@@ -40,6 +41,8 @@ from azureml_strategy.checkpoint.plain_names import Names
 _CONTAINERS = {kind: name for name, kind in (SEQUENCES | MAPPINGS).items()}
 # The longest integer that torch's weights-only unpickler takes has 255 bytes.
 _LONGEST_BITS = 255 * 8 - 1
+# Larger arrays are not made on trial; those that a random generator is made of are.
+_CHECKED_BYTES = 1 << 20
 
 _KINDS = {kind.name: kind for kind in KINDS.values()}
 # Kinds that may hold values of any kind: the index of the part that holds them, or None for the whole, and its type.
@@ -242,9 +245,19 @@ def decode(encoded: Encoded, names: Names | None = None) -> Any:
     return _Decoder(names or Names()).decode(encoded)
 
 
+def require_decodable(encoded: Encoded, names: Names) -> None:
+    """Raise what `decode` would raise, without a copy of large arrays.
+
+    Args:
+        encoded: what `encode` gave.
+        names: which functions and classes it may name.
+    """
+    _Decoder(names, _CHECKED_BYTES).decode(encoded)
+
+
 class _Decoder:
-    def __init__(self, names: Names) -> None:
-        self._names = names
+    def __init__(self, names: Names, largest: float = math.inf) -> None:
+        self._names, self._largest = names, largest
         self._seen: list[Any] = []
 
     def decode(self, encoded: Encoded) -> Any:
@@ -305,6 +318,8 @@ class _Decoder:
         dtype = np.lib.format.descr_to_dtype(descriptor)
         if dtype.hasobject:
             raise ValueError("addresses of objects as numbers")
+        if data.numel() > self._largest:
+            return np.empty(0, dtype)
         return np.ndarray(shape, dtype, data.numpy().tobytes()).copy()
 
     def _numpy_objects(self, content: Any) -> Any:

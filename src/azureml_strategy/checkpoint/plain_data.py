@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from azureml_strategy.checkpoint.module_record import module_entry
-from azureml_strategy.checkpoint.plain_coding import NotEncodableError, decode, encode, is_plain
+from azureml_strategy.checkpoint.plain_coding import NotEncodableError, decode, encode, is_plain, require_decodable
 from azureml_strategy.checkpoint.plain_names import NameRefusedError, Names
 from azureml_strategy.checkpoint.restored_parts import FreshScheduler, RestoredParts
 from azureml_strategy.lightning_internals import trainer_of
@@ -182,7 +182,7 @@ def _warn_of_refused(moved: Sequence[Any], run: Sequence[object]) -> None:
         seen.add(place)
         names = names or Names(run)  # of all that the run holds, which takes a while
         try:
-            decode(each["value"], names)
+            require_decodable(each["value"], names)
         except Exception as error:  # as in `from_plain`
             text = " → ".join(map(str, place))
             rank_zero_warn(f"A restart will not take {text} of the checkpoints, and so none of them: {error}.")
