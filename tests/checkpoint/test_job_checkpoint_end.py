@@ -175,7 +175,27 @@ class _LogsInAHook(Noisy):
         self.log("at_end", 1.0)
 
 
-@pytest.mark.parametrize(("module", "monitor"), [(_LogsAtTheEnd, "of_epoch"), (_LogsInAHook, "at_end")])
+class _LogsTwice(Noisy):
+    """Lightning calls the value of the epoch `twice_epoch`."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("twice", 1.0, on_step=True, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+class _LoggingCallback(Callback):
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        pl_module.log("by_callback", 1.0)
+
+
+def test_a_metric_that_a_callback_logs_at_the_end_of_the_epoch_is_waited_for(tmp_path: Path) -> None:
+    saver = train(tmp_path, _LoggingCallback(), checkpoint={"monitor": "by_callback"}, max_epochs=2)
+    assert saver.best_model_score == 1.0
+
+
+@pytest.mark.parametrize(
+    ("module", "monitor"), [(_LogsAtTheEnd, "of_epoch"), (_LogsInAHook, "at_end"), (_LogsTwice, "twice_epoch")]
+)
 def test_a_metric_that_comes_at_the_end_of_the_epoch_is_waited_for(
     tmp_path: Path, module: type[Noisy], monitor: str
 ) -> None:

@@ -324,6 +324,12 @@ def test_nobody_is_told_to_set_what_is_set(keys: frozenset[str] | None) -> None:
     assert "Compress" not in told(("gradient_compression",))
 
 
+def test_a_recipe_without_a_key_to_pin_memory_is_not_told_to_pin_it() -> None:
+    (found,) = judge(with_share("copy", 0.5), facts=RunFacts(keys=RECIPE)).advice
+    assert "pin_memory" not in found.action
+    assert "Send smaller data" in found.action
+
+
 def test_a_script_is_not_told_a_recipes_keys() -> None:
     texts = [each.action for each in judge({}, dict.fromkeys(PHASES, 900.0)).advice]
     assert "every_minutes of JobCheckpoint" in " ".join(texts)

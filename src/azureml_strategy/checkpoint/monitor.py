@@ -10,11 +10,14 @@ import difflib
 import math
 from collections.abc import Collection
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from azureml_strategy.lightning_internals import epoch_results
+
+# Their callbacks log nothing there that ranks checkpoints.
+_LIBRARIES = ("lightning", "azureml_strategy")
 
 FALLBACK, FALLBACK_MODE = "val/loss", "min"
 """What ranks checkpoints where nobody logs a shipped recipe's monitor, as most models log it."""
@@ -66,8 +69,18 @@ def is_absent(trainer: Trainer, monitor: str) -> bool:
         return False
     if trainer.is_last_batch:
         return True
-    pending = {each.meta.name for each in epoch_results(trainer).values()}
-    return monitor not in pending and not is_overridden("on_train_epoch_end", trainer.lightning_module)
+    # With on_step=True as well, the value of the epoch is `NAME_epoch`.
+    pending = {f"{each.meta.name}{end}" for each in epoch_results(trainer).values() for end in ("", "_epoch")}
+    return monitor not in pending and not _logs_at_the_end(trainer)
+
+
+def _logs_at_the_end(trainer: Trainer) -> bool:
+    """Whether the module or a callback of the user's has code for the end of an epoch, which may log."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    own = [each for each in callbacks if type(each).__module__.partition(".")[0] not in _LIBRARIES]
+    return is_overridden("on_train_epoch_end", trainer.lightning_module) or any(
+        is_overridden("on_train_epoch_end", each, Callback) for each in own
+    )
 
 
 def say_unranked(monitor: str, why: str) -> str:

@@ -91,7 +91,7 @@ def _data_wait(facts: RunFacts) -> tuple[str, str]:
 
 def _copy(facts: RunFacts) -> tuple[str, str]:
     why = "Batches are copied while nothing computes."
-    if "pin_memory" in facts.settings:
+    if "pin_memory" in facts.settings or not facts.can("data.pin_memory"):  # our data modules pin by themselves
         return why, "Send smaller data: uint8 images, normalized on the device."
     pin = facts.way("data.pin_memory", "true", "pin_memory=True in the DataLoader")
     return why, f"Set {pin}, and send smaller data: uint8 images, normalized on the device."

@@ -22,6 +22,7 @@ from azureml_strategy.checkpoint import ResumeError
 from azureml_strategy.cluster import Launch, LaunchError
 from azureml_strategy.cluster.launch import PartialLaunch
 from azureml_strategy.cluster.launchers import detect_ranks
+from azureml_strategy.cluster.redaction import redact_text
 from azureml_strategy.command_line import is_override, with_lists
 from azureml_strategy.tracking import TrackingError
 from azureml_strategy.tracking.source import command_text
@@ -154,7 +155,7 @@ def _noted(config: DictConfig, runs: list[SweepRun]) -> Iterator[dict[str, float
     if HydraConfig.get().mode is not RunMode.MULTIRUN:
         yield {}
         return
-    overrides = " ".join(HydraConfig.get().overrides.task)
+    overrides = redact_text(" ".join(HydraConfig.get().overrides.task))
     metrics: dict[str, float] = {}
     try:
         yield metrics
