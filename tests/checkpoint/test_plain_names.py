@@ -117,7 +117,7 @@ HARMLESS = [
 ]
 
 
-@pytest.mark.parametrize("value", HARMLESS, ids=str)
+@pytest.mark.parametrize("value", HARMLESS, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_what_only_computes_or_holds_data_needs_no_run(value: Any) -> None:
     assert decode(encode({"deep": [value]}))["deep"] == [value]
 
