@@ -51,7 +51,7 @@ def test_the_line_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
     assert job["inputs"]["images"] == {"type": "uri_folder", "mode": "ro_mount", "path": "azureml:imagenet@latest"}
     assert job["outputs"]["run"] == {"type": "uri_folder", "mode": "rw_mount"}
     assert job["tags"]["program"] == "train"
-    assert "code: ., 1 files" in told
+    assert "code: ., 1 file, " in told
 
 
 def test_a_script_in_a_git_work_tree_runs_where_it_runs_here(
