@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _SOON_S = 1.0, 30.0, 0.1
 # How long the end of a run waits for a store that is known to be away; everything is in the file already.
 _PATIENCE_S = 10.0
-
-
+# What the kinds of items are called where the end of a run counts what is left.
 _PLURALS = {
     "metrics": "points of metrics",
     "params": "parameters",
