@@ -36,8 +36,10 @@ def test_a_recipe_is_tuned_by_two_nodes_and_trained_with_what_was_found(
     two_nodes = [COMMAND, "emulate", "--nodes", "2", "--", COMMAND]
     done = run(*two_nodes, "tune", "resnet50_ddp", "--lossy", "bf16", *_SMALL, "--output", "here/it.json")
     assert "Communication settings of DDP (2 ranks" in done.stdout
-    assert "gradients rounded to 8 bits of mantissa" in done.stdout
     found = json.loads((tmp_path / "here" / "it.json").read_text())
+    # On a busy machine a step may seem to wait for hardly any communication, of which the report says nothing more.
+    is_searched = "hardly any communication" not in found["why"]
+    assert ("gradients rounded to 8 bits of mantissa" in done.stdout) == is_searched
     assert found["conditions"]["world_size"] == 2
     assert found["request"]["lossy"] == ["bf16"]
     assert not list(tmp_path.rglob("*.ckpt")), "the model of a measurement is worth nothing"

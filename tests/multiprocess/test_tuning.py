@@ -47,8 +47,8 @@ def check_pick(run: dict[str, Any]) -> None:
     assert not run["pick"]["static_graph"]
     assert run["bucket_bytes"] >= 2**20
     assert run["rows"] >= 3
-    # On a busy machine, a rank is looked at twice without communication (22 passes), and eight pairs decide (64).
-    assert run["passes"] <= 130
+    # On a busy machine ranks are looked at again without communication (17 passes each time), and eight pairs decide.
+    assert run["passes"] <= 150
     assert "tune/speedup" in run["metrics"]
 
 

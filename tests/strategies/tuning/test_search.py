@@ -138,6 +138,13 @@ def test_where_nothing_is_waited_for_nothing_is_searched() -> None:
     assert "hardly any communication" in found.why
 
 
+def test_where_a_busy_machine_made_all_steps_alone_slow_they_are_looked_at_again() -> None:
+    model, looks = Model({("bucket", 98): 0.5}), []
+    found = Search(model, Request(Settings()), 98 * MIB, floor_s=1.3, look_again=lambda: looks.append(1) or 0.3)
+    assert found.run().bucket_cap_mb == 98
+    assert looks == [1]
+
+
 def test_what_a_user_has_switched_off_stays_off() -> None:
     """Gradients are not made views of the buckets for a user who had them copied."""
     found = search(Model({}), Request(Settings(gradient_as_bucket_view=False)))

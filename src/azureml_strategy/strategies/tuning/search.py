@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -74,6 +75,7 @@ class Search:
         request: the settings to beat, and what may be picked.
         gradient_bytes: of all gradients of the module.
         floor_s: seconds of a step without communication, which no settings can beat.
+        look_again: measures `floor_s` again, over more steps: on a busy machine all of a few may be slow.
         tell: receives a line about each trial, and before them about their number.
 
     Attributes:
@@ -87,6 +89,7 @@ class Search:
         request: Request,
         gradient_bytes: int,
         floor_s: float = 0.0,
+        look_again: Callable[[], float] = lambda: math.inf,
         tell: Callable[[str], object] = lambda line: None,
     ) -> None:
         self._measure = measure
@@ -94,6 +97,7 @@ class Search:
         self._default = request.default
         self._gradient_bytes = gradient_bytes
         self._floor_s = floor_s
+        self._look_again = look_again
         self._tell = tell
         self._number = 0
         self.trials = Trials()
@@ -107,7 +111,9 @@ class Search:
             f"{2 * _WINS_IN_A_ROW} to {2 * _PAIRS} more if any settings are faster:"
         )
         self._try(best)
-        if self.trials.median(best) < (1 + _LEAST_GAIN) * self._floor_s:
+        if self._is_at_floor(best):
+            self._floor_s = min(self._floor_s, self._look_again())
+        if self._is_at_floor(best):
             self.why = "a step waits for hardly any communication, so that no settings can save much"
             return best
         if self._request.lossy:
@@ -120,6 +126,9 @@ class Search:
         if best == self._default:
             self.why = "no other settings were faster than the default"
         return best if best == self._default or self._wins(best) else self._default
+
+    def _is_at_floor(self, settings: Settings) -> bool:
+        return self.trials.median(settings) < (1 + _LEAST_GAIN) * self._floor_s
 
     def _best(self, candidates: list[Settings]) -> Settings:
         """Halve the candidates until one is left. The first one has been measured before."""

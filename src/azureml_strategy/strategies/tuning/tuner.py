@@ -136,12 +136,17 @@ def _search(request: Request, module: LightningModule, bench: TrialBench, here: 
         )
     with bench.opened():
         alone = bench.alone(_ALONE_STEPS)
+
+        def look_again() -> float:
+            alone[:] = map(min, alone, bench.alone(_MORE_STEPS))
+            return max(alone)
+
         if straggler(alone) is not None:  # or a busy machine
-            alone = list(map(min, alone, bench.alone(_MORE_STEPS)))
+            look_again()
             refuse_straggler(alone)
         say(f"Without communication a step takes {1e3 * max(alone):,.1f} ms.")
         gradient_bytes = sum(each.nbytes for each in module.parameters() if each.requires_grad)
-        search = Search(bench.measure, request, gradient_bytes, floor_s=max(alone), tell=say)
+        search = Search(bench.measure, request, gradient_bytes, max(alone), look_again, say)
         pick = search.run()
     return tuning_of(here, request, pick, search.why, search.trials, alone, bench.steps)
 
