@@ -29,6 +29,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # has waited for five seconds, which is resolv.conf's default; a busy name server loses one question in a hundred.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
+# A worker of a data loader that is forked from here does not collect what earlier tests have left: the end of one of
+# gloo's process groups joins its threads, which a forked process does not have, and would wait for ever.
+os.register_at_fork(after_in_child=gc.freeze)
+
 # pytest and hypothesis write these themselves.
 _OWN_VARIABLES = {"PYTEST_CURRENT_TEST", "COLUMNS", "LINES"}
 # Set once for the process by a library at import or first use, harmless to a later test.
