@@ -75,7 +75,7 @@ class Ours(JobCheckpoint):
         if len(self.watch.turns) > self.begun:
             self.begun += 1
             self.watch.add(super().on_step_boundary, trainer)
-            assert self._saving.under_way
+            assert self._background.under_way
         else:
             super().on_step_boundary(trainer)
 
@@ -108,25 +108,35 @@ class Nobody:
     def remove(self) -> None: ...
 
 
+class NotingIO(TorchCheckpointIO):
+    """Notes that a checkpoint is written."""
+
+    def __init__(self) -> None:
+        self.written = threading.Event()
+
+    def save_checkpoint(self, *arguments: Any, **options: Any) -> None:
+        super().save_checkpoint(*arguments, **options)
+        self.written.set()
+
+
 class Lightnings:
     """Lightning's own way to write behind the training."""
 
     def __init__(self, folder: Path) -> None:
         self.file = folder / "lightning.ckpt"
         self.watch = Stopwatch()
-        self.io = AsyncCheckpointIO(TorchCheckpointIO())
-        self.last: Future[None] | None = None
+        self.writer = NotingIO()
+        self.io = AsyncCheckpointIO(self.writer)
 
     def save(self, trainer: Trainer) -> None:
+        self.writer.written.clear()
         usual = trainer.strategy.checkpoint_io
         trainer.strategy.checkpoint_io = self.io
         trainer.save_checkpoint(self.file)
         trainer.strategy.checkpoint_io = usual
-        assert self.io._executor is not None
-        self.last = self.io._executor.submit(lambda: None)  # its one thread comes to this when it has written
 
     def done(self) -> bool:
-        return self.last is not None and self.last.done()
+        return self.writer.written.is_set()
 
     def wait(self) -> None:
         self.io.teardown()

@@ -92,10 +92,10 @@ class TimedData(SyntheticDataModule):
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan.batch_size, plan.pixels, CLASSES, steps_per_epoch=plan.warmup + plan.steps + 1)
-        self._plan = plan
+        self.plan = plan
 
     def train_dataloader(self) -> TimedBatches:
-        self.timed = TimedBatches(super().train_dataloader(), self._plan)
+        self.timed = TimedBatches(super().train_dataloader(), self.plan)
         return self.timed
 
 

@@ -33,7 +33,7 @@ from azureml_strategy.data.node_cache.client import CacheSettings, NodeCache
 from azureml_strategy.data.readers import FolderReader
 from azureml_strategy.data.shard_index import INDEX_NAME
 from azureml_strategy.data.tar_index import index_tars
-from azureml_strategy.emulator.nodes import IsolatedNodes
+from azureml_strategy.emulator.nodes import EmulationError, IsolatedNodes
 
 ACCOUNT = "devstoreaccount1"
 # In Azurite's documentation.
@@ -227,7 +227,10 @@ def main() -> None:
     elif options.host:
         run_inside(options)
     else:
-        found = figures(run_nodes(options))
+        try:
+            found = figures(run_nodes(options))
+        except EmulationError as error:
+            raise SystemExit(str(error)) from None
         rows = [[name, found[name].text(digits=3), str(TARGETS.get(name, ""))] for name in (*TARGETS, "fetched_of_set")]
         rows += [["requests in later passes", str(found["later_requests"]), "0"]]
         rows += [[f"{name}, MB/s", rate.text(), ""] for name, rate in found["MB_per_s"].items()]

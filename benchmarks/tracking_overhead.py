@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 
 import torch
-from harness import differences, interleave, ratios, save, show, spread
+from harness import RESULTS, differences, interleave, ratios, save, show, spread
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.loggers import MLFlowLogger
@@ -113,7 +113,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=400, help="of the tiny model, in a fit")
     parser.add_argument("--sleeping-steps", type=int, default=60, help="of 50 ms, in a fit")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write tracking_overhead.json into")
     options = parser.parse_args()
+    results = options.results.resolve()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     figures: dict[str, Any] = {}
@@ -124,7 +126,8 @@ def main() -> None:
             for every in (1, 50):
                 fit = partial(time_fit, every=every, steps=steps, sleep_s=sleep_s, store=store)
                 figures[f"{kind} step, log every {every}"] = compare(fit, options.rounds)
-    save("tracking_overhead", vars(options), figures)
+    settings = {name: value for name, value in vars(options).items() if name != "results"}
+    save("tracking_overhead", settings, figures, results)
     rows = [
         [
             name,

@@ -3,23 +3,40 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.faults import network
 
 pytestmark = pytest.mark.exhaustive
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+ROOT = Path(__file__).parents[1]
+BENCHMARKS = ROOT / "benchmarks"
+AZURITE = Path(sys.prefix, "azurite", "node_modules")
+
+
+@pytest.fixture
+def isolated_nodes() -> None:
+    """Skip where there can be none."""
+    reason = network.why_not()
+    if reason:
+        pytest.skip(reason)
+
+
+def start(script: Path, *arguments: str) -> None:
+    """Run a script to its end."""
+    command = [sys.executable, str(script), *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    assert done.returncode == 0, done.stdout
 
 
 def run(script: str, results: Path, *arguments: str) -> dict[str, Any]:
     """Run a script and read what it wrote."""
-    command = [sys.executable, str(BENCHMARKS / f"{script}.py"), "--results", str(results), *arguments]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    assert done.returncode == 0, done.stdout
+    start(BENCHMARKS / f"{script}.py", "--results", str(results), *arguments)
     written = json.loads((results / f"{script}.json").read_text())
     assert written["benchmark"] == script
     assert {"cpu", "gpus", "packages"} <= written["machine"].keys()
@@ -244,8 +261,119 @@ def test_soak(tmp_path: Path) -> None:
     assert sum(each["injected"] for each in figures["scripts"].values()) == figures["faults"]["all"]["injected"]
 
 
-def test_nccl_gpu_says_that_it_needs_a_gpu(tmp_path: Path) -> None:
+def test_nccl_gpu(tmp_path: Path) -> None:
+    """On the CPU, by gloo; without a GPU and `--smoke` it says what it needs."""
+    figures = run("nccl_gpu", tmp_path, "--smoke")
+    job = figures["two_processes_on_the_cpu"]
+    assert job["exit_codes"] == [0, 0]
+    assert job["record"]["right_sum"] is True
+    assert job["record"]["network"]["backend"] == "gloo"
+    assert (tmp_path / "nccl_gpu.two_processes_on_the_cpu.log").is_file()
     command = [sys.executable, str(BENCHMARKS / "nccl_gpu.py"), "--results", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "needs an NVIDIA GPU" in done.stderr
+
+
+def test_on_a_gpu(tmp_path: Path) -> None:
+    figures = run("on_a_gpu", tmp_path, "--smoke")
+    assert {name: each["became"] for name, each in figures.items()} == {"test_gpu": "ok", "resnet50_gpu": "ok"}
+
+
+@pytest.mark.root
+@pytest.mark.usefixtures("isolated_nodes")
+def test_bench_line_rate(tmp_path: Path) -> None:
+    figures = run("bench_line_rate", tmp_path, "--rounds=1", "--times=1", "--size=65536")
+    assert figures["share_of_line_rate"].keys() == figures["ratio_to_stream"].keys() > {"one TCP stream", "all-reduce"}
+    assert figures["ratio_to_stream"]["one TCP stream"]["median"] == 1
+    assert figures["target"]["met"].keys() == {"all-reduce", "send-receive"}
+
+
+@pytest.mark.root
+@pytest.mark.usefixtures("isolated_nodes")
+def test_breakdown_accuracy(tmp_path: Path) -> None:
+    found = run("breakdown_accuracy", tmp_path, "--rounds=1", "--rates=10gbit")["10gbit"]
+    assert found["share"].keys() == found["points_from_torch.profiler"].keys() > {"communication", "data_wait"}
+    assert sum(share["median"] for share in found["share"].values()) == pytest.approx(1, abs=0.01)
+    assert found["points_from_reducer"]["count"] == 1
+
+
+def test_breakdown_overhead(tmp_path: Path) -> None:
+    figures = run("breakdown_overhead", tmp_path, "--rounds=1", "--steps=100")
+    assert figures.keys() == {"1 rank", "2 ranks"}
+    for found in figures.values():
+        assert found["step_s"].keys() >= {"bare", "bare again", "idle callbacks", "ours", "simple"}
+        assert found["added_s"]["bare"] == 0
+        assert found["target"]["added_s_at_most"] == 60e-6
+
+
+@pytest.mark.root
+@pytest.mark.usefixtures("isolated_nodes")
+def test_slow_ranks(tmp_path: Path) -> None:
+    """What is said of so few steps, nobody promises."""
+    tiny = ["--trials=1", "--steps=15", "--causes", "link", "--excesses", "0.3"]
+    figures = run("slow_ranks", tmp_path, *tiny)
+    assert figures["trials"].keys() == figures["step_s"].keys() == {"undisturbed", "link 30%"}
+    assert all(sum(said.values()) == 1 for said in figures["trials"].values())
+
+
+@pytest.mark.root
+@pytest.mark.usefixtures("isolated_nodes")
+@pytest.mark.skipif(not AZURITE.is_dir(), reason="Azurite is not installed")
+def test_stream_rate(tmp_path: Path) -> None:
+    figures = run("stream_rate", tmp_path, "--samples=64", "--rounds=1", "--bandwidth=10gbit")
+    assert figures["fetched_of_set"]["median"] > 0.9
+    assert figures["later_requests"] == 0
+    assert figures["targets"].keys() < figures.keys()
+    assert figures["MB_per_s"].keys() == {"line", "first", "later", "local", "webdataset"}
+
+
+def test_cache_hits(tmp_path: Path) -> None:
+    figures = run("cache_hits", tmp_path, "--samples=200", "--epochs=2")
+    assert [(each["window"], each["ranks"]) for each in figures["cases"]] == [(0, 1), (0, 4), (0.1, 1), (0.1, 4)]
+    for each in figures["cases"]:
+        assert each["hits"] == pytest.approx(each["of_optimum"] * each["optimum"])
+
+
+def test_decode_images(tmp_path: Path) -> None:
+    figures = run("decode_images", tmp_path, "--rounds=1", "--batch-size=2", "--batches=1")
+    assert figures.keys() > {"before", "torchvision", "pillow", "simplejpeg", "pixels, window"}
+    assert figures["before"]["to_before"]["median"] == figures["torchvision"]["to_torchvision"]["median"] == 1
+
+
+def test_head_space(tmp_path: Path) -> None:
+    figures = run("head_space", tmp_path, "--rounds=1", "--steps=2")
+    for name in ("no workers", "two workers"):
+        memory_s = figures[name]["memory_s"]["median"]
+        assert figures[name]["to_synthetic"]["median"] == pytest.approx(memory_s / figures["synthetic_s"]["median"])
+
+
+def test_open_index(tmp_path: Path) -> None:
+    figures = run("open_index", tmp_path, "--rounds=1", "--samples=2000", "--shards=4")
+    assert "index.npz" in figures
+    assert all(each.keys() == {"seconds", "added_mb", "process_mb"} for each in figures.values())
+
+
+def test_tracking_overhead(tmp_path: Path) -> None:
+    figures = run("tracking_overhead", tmp_path, "--rounds=1", "--steps=4", "--sleeping-steps=2")
+    assert figures.keys() == {f"{kind} step, log every {every}" for kind in ("tiny", "50 ms") for every in (1, 50)}
+    for each in figures.values():
+        assert each["step_s"].keys() == each["end_of_run_s"].keys() == {"none", "lightning", "ours"}
+
+
+def test_worker_memory(tmp_path: Path) -> None:
+    figures = run("worker_memory", tmp_path, "--epochs=2", "--batches=2")
+    assert figures["last_to_second_epoch"] == {"packed": 1, "lists of Python objects": 1}
+    assert all(len(each) == 2 and each[0] > 0 for each in figures["megabytes_by_epoch"].values())
+
+
+def test_figures(tmp_path: Path) -> None:
+    """In a copy of the pages, which it writes as they are."""
+    shutil.copytree(BENCHMARKS, tmp_path / "benchmarks")
+    (tmp_path / "docs").mkdir()
+    shutil.copy(ROOT / "docs" / "gpu.md", tmp_path / "docs")
+    page = tmp_path / "benchmarks" / "README.md"
+    page.write_text(page.read_text().replace("at most 1.01 |", "something else |"))
+    start(tmp_path / "benchmarks" / "figures.py")
+    for name in ("benchmarks/README.md", "docs/gpu.md"):
+        assert (tmp_path / name).read_text() == (ROOT / name).read_text()

@@ -24,6 +24,7 @@ from azureml_strategy.strategies import deepspeed_internals
 # Programs, and a script that only Azure ML's inference server can run.
 NOT_IMPORTED = ("__main__", ".serving.online")
 SOURCES = Path(azureml_strategy.__file__).parent
+BENCHMARKS = sorted((Path(__file__).parents[1] / "benchmarks").glob("*.py"))
 LIBRARIES = ("lightning", "lightning_utilities", "pytorch_lightning", "deepspeed", "azure", "transformers", "peft")
 LISTED = {
     Path(str(house.__file__)): house.INTERNALS
@@ -31,7 +32,7 @@ LISTED = {
 }
 # Private names of others, which stand where they are used.
 OTHERS = {
-    "python": {"_SubParsersAction", "_Hash", "_current_frames", "_exit", "_getframe", "_replace"},
+    "python": {"_SubParsersAction", "_Hash", "_asdict", "_current_frames", "_exit", "_getframe", "_replace"},
     "torch": {
         *(
             "_BatchNorm",
@@ -46,6 +47,7 @@ OTHERS = {
             "_MEM_FORMAT_ENCODING",
             "_StorageInfo",
             "_StoragePrefix",
+            "_base",
             "_buffers",
             "_get_layout",
             "_neg_view",
@@ -100,8 +102,26 @@ def test_a_name_that_is_listed_has_a_reason_and_is_used(house: Path) -> None:
 
 def test_other_files_use_no_private_name_of_a_library() -> None:
     """A new one is to be listed in its library's file, and used by a function or class from there."""
-    found = [f"{path.relative_to(SOURCES)}:{line} {name}" for path in _files() for line, name in _foreign(path)]
+    found = [f"{path}:{line} {name}" for path in [*_files(), *BENCHMARKS] for line, name in _foreign(path)]
     assert found == []
+
+
+@pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
+def test_what_a_benchmark_asks_of_the_package_exists(path: Path) -> None:
+    """What it imports; and each private name in a class that extends one of the package's.
+
+    One that the package no longer has ends the benchmark, or is set and overridden without any effect.
+    """
+    ours = _imported(_tree(path))
+    gone = {
+        f"{kind.name}.{name}"
+        for kind in ast.walk(_tree(path))
+        if isinstance(kind, ast.ClassDef)
+        for base in kind.bases
+        if ast.unparse(base) in ours
+        for name in _private_names(kind) - _members(ours[ast.unparse(base)])
+    }
+    assert gone == set()
 
 
 def test_a_private_name_that_a_subclass_shares_with_its_base_is_listed() -> None:
@@ -157,10 +177,25 @@ def _used_on_itself(kind: type) -> set[str]:
     """The private names that a class of the package uses of itself or its bases, or overrides."""
     if not kind.__module__.startswith(azureml_strategy.__name__):
         return set()
-    tree = _source(kind)
+    return _private_names(_source(kind))
+
+
+def _private_names(tree: ast.AST) -> set[str]:
+    """The private names that a class uses of itself or its bases, or overrides."""
     attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     read = {node.attr for node in attributes if _is_private(node.attr) and _is_of_itself(node, tree)}
     return read | set(filter(_is_private, _defined(tree)))
+
+
+def _imported(tree: ast.AST) -> dict[str, Any]:
+    """What a file imports from the package, by the names that it gives them."""
+    lines = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    ours = [node for node in lines if str(node.module).partition(".")[0] == azureml_strategy.__name__]
+    return {
+        each.asname or each.name: pkgutil.resolve_name(f"{node.module}.{each.name}")
+        for node in ours
+        for each in node.names
+    }
 
 
 def _members(owner: ModuleType | type) -> set[str]:
