@@ -187,7 +187,7 @@ def fit() -> dict[str, Any]:
 def run_rank(options: argparse.Namespace) -> list[dict[str, Any]]:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
-    return interleave({"fit": fit}, options.rounds)["fit"]
+    return interleave({"fit": fit}, options.rounds, options.warmup)["fit"]
 
 
 def figures_of(found: list[dict[str, Any]]) -> Figures:
@@ -214,6 +214,7 @@ def measure(options: argparse.Namespace) -> Figures:
 def main() -> None:
     made = parser(__doc__, NAME)
     made.add_argument("--rounds", type=int, default=5)
+    made.add_argument("--warmup", type=int, default=1, help="rounds before them, which do not count")
     made.add_argument("--rates", nargs="+", default=["10gbit", "1gbit", "500mbit"])
     made.add_argument("--bandwidth", help=argparse.SUPPRESS)  # given to the job's processes
     options = made.parse_args()

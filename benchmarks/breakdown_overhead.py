@@ -145,7 +145,7 @@ def run_rank(options: argparse.Namespace) -> dict[str, list[Steps]]:
     cases: dict[str, Callable[[], Steps]] = {
         who: partial(fit, who, options.steps) for who in (*CASES, *([TRACEML] if find_spec("traceml_ai") else []))
     }
-    return interleave(cases, options.rounds)
+    return interleave(cases, options.rounds, options.warmup)
 
 
 def figures_of(measured: dict[str, list[Steps]]) -> Figures:
@@ -168,6 +168,7 @@ def measure(options: argparse.Namespace) -> Figures:
 def main() -> None:
     made = parser(__doc__, NAME)
     made.add_argument("--rounds", type=int, default=20)
+    made.add_argument("--warmup", type=int, default=1, help="rounds before them, which do not count")
     made.add_argument("--steps", type=int, default=200, help="in a fit")
     options = made.parse_args()
     figures = run(NAME, options, run_rank, measure)

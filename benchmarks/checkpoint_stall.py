@@ -44,7 +44,6 @@ from azureml_strategy.models import GPTConfig, LanguageModel
 TARGET = 1.0
 OURS, NONE = "JobCheckpoint", "no checkpoint"
 WRITER = "checkpoint-writer"
-TOUCHED_BYTES = 4 << 30
 
 
 class Stopwatch:
@@ -252,12 +251,15 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--length", type=int, default=16, help="tokens of a sample")
     parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument(
+        "--touched", type=float, default=4.0, help="GiB of memory that are touched before the first fit"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     seed_everything(1, verbose=False)
-    np.ones(TOUCHED_BYTES, dtype=np.uint8)
+    np.ones(int(options.touched * 2**30), dtype=np.uint8)
     fits = []
     for number in range(options.fits):
         with tempfile.TemporaryDirectory() as folder:

@@ -98,6 +98,7 @@ def on_synthetic_data(steps: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--warmup", type=int, default=1, help="rounds before them, which do not count")
     parser.add_argument("--steps", type=int, default=30, help="in each turn")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -105,7 +106,9 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     names = {"no workers": (0.0005, 0), "two workers": (0.001, 2)}
     cases = {name: partial(with_head_space, options.steps, *case) for name, case in names.items()}
-    measured = interleave({"synthetic": partial(on_synthetic_data, options.steps), **cases}, options.rounds)
+    measured = interleave(
+        {"synthetic": partial(on_synthetic_data, options.steps), **cases}, options.rounds, options.warmup
+    )
     synthetic = [each["memory_s"] for each in measured["synthetic"]]
     figures: dict[str, Any] = {
         name: {

@@ -63,7 +63,7 @@ def run_rank(options: argparse.Namespace) -> None:
             "prepare_s": prepared - began,
             "first_collective_s": connected - prepared,
             "observe_s": observed - connected,
-            "log": session.plan.effective["NCCL_DEBUG_FILE"],
+            "log": session.plan.effective.get("NCCL_DEBUG_FILE"),
         }
         (options.folder / "record.json").write_text(json.dumps(found))
 

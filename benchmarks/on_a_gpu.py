@@ -87,17 +87,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON files")
     parser.add_argument("--smoke", action="store_true", help="tiny numbers, on a CPU")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="programs by the names of their JSON files")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the program that runs is ended, too
     results = options.results.resolve()
     results.mkdir(parents=True, exist_ok=True)
     rows, figures = [], {}
     for program in programs(options.smoke):
+        if options.only and program.name not in options.only:
+            continue
         (results / f"{program.name}.json").unlink(missing_ok=True)  # one of another day is no result of this one
         became, seconds = run(program, results)
         rows.append([program.name, became, f"{seconds:.0f} s"])
         figures[program.name] = {"became": became, "seconds": round(seconds, 1)}
-    save("on_a_gpu", {"smoke": options.smoke}, figures, results)
+    save("on_a_gpu", {"smoke": options.smoke, "only": options.only}, figures, results)
     show("On this machine", ["program", "", "time"], rows)
     sys.exit(any(each["became"] != "ok" for each in figures.values()))
 

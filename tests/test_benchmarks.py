@@ -107,15 +107,15 @@ def test_local_sgd_step(tmp_path: Path) -> None:
 def test_tune_ddp(tmp_path: Path) -> None:
     tiny = {"rounds": 1, "steps": 1, "network": "small", "pixels": 16, "batch-size": 2, "grid-steps": 1}
     options = [f"--{name}={value}" for name, value in tiny.items()]
-    figures = run("tune_ddp", tmp_path, *options, "--bandwidth=none", "--grid-at=none", "--grid-most=12")["none"]
+    figures = run("tune_ddp", tmp_path, *options, "--bandwidth=none", "--grid-at=none", "--grid-most=4")["none"]
     cases = {"default", "tuned, lossless", "tuned, bf16 allowed", "tuned, all allowed"}
     assert figures["step_s"].keys() == figures["picks"].keys() == cases
     assert figures["speedup_over_default"]["default"]["median"] == 1
     assert figures["kept_the_default"]["default"] is True
     assert all(passes > 5 for passes in figures["passes"].values())
     grid = figures["grid"]
-    assert grid["settings"] == len(grid["step_s"]) == 12
-    assert 12 * 3 <= grid["passes"] <= 12 * 4
+    assert grid["settings"] == len(grid["step_s"]) == 4
+    assert 4 * 3 <= grid["passes"] <= 4 * 4
     assert {grid["best"], grid["pick"], figures["picks"]["default"]} <= grid["final_step_s"].keys()
     assert grid["pick"] == figures["picks"]["tuned, all allowed"]
     steps = {name: step["median"] for name, step in grid["final_step_s"].items()}
@@ -125,11 +125,11 @@ def test_tune_ddp(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_local_sgd_accuracy(tmp_path: Path) -> None:
-    options = ["--seeds", "0", "1", "--cases", "DiLoCo", "--tasks", "gpt", "--gpt-length", "20"]
+    options = ["--seeds", "0", "1", "--cases", "DiLoCo", "--tasks", "gpt", "--gpt-length", "8"]
     gpt = run("local_sgd_accuracy", tmp_path, *options)["gpt"]
     cases = {"azureml_ddp", "DiLoCo"}
     assert gpt["mean"].keys() == gpt["standard_deviation"].keys() == cases
-    assert gpt["optimizer_steps"] == 20
+    assert gpt["optimizer_steps"] == 8
     assert gpt["strategy"]["azureml_ddp"] == {}
     assert {"period", "warmup_steps", "outer_learning_rate"} < gpt["strategy"]["DiLoCo"].keys()
     for case, values in gpt["by_seed"].items():
@@ -142,7 +142,7 @@ def test_local_sgd_accuracy(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_checkpoint_stall(tmp_path: Path) -> None:
-    tiny = {"fits": 1, "rounds": 2, "window": 2, "vocabulary": 64, "layers": 1, "width": 64, "length": 8}
+    tiny = {"fits": 1, "rounds": 2, "window": 2, "vocabulary": 64, "layers": 1, "width": 64, "length": 8, "touched": 0}
     figures = run("checkpoint_stall", tmp_path, *(f"--{name}={value}" for name, value in tiny.items()))
     peers = {"AsyncCheckpointIO", "async_save", "async_save, stager kept"}
     assert figures["cost_s"].keys() == figures["first_cost_s"].keys() == peers | {"JobCheckpoint"}
@@ -158,7 +158,7 @@ def test_checkpoint_stall(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_replica_check(tmp_path: Path) -> None:
-    figures = run("replica_check", tmp_path, "--rounds", "1", "--steps", "20")
+    figures = run("replica_check", tmp_path, "--rounds", "1", "--steps", "4")
     assert figures.keys() == {"all", "comparison", "target"}
     for name in ("all", "comparison"):
         each = figures[name]
@@ -167,7 +167,7 @@ def test_replica_check(tmp_path: Path) -> None:
 
 
 def test_agreement(tmp_path: Path) -> None:
-    figures = run("agreement", tmp_path, "--rounds", "1", "--steps", "50")
+    figures = run("agreement", tmp_path, "--rounds", "1", "--steps", "4")
     assert figures["step_s"].keys() == {"with", "without"}
     assert figures["hooks_s"].keys() > {"HangWatch.on_train_batch_end", "TerminateTogether.on_step_boundary"}
     assert figures["main_thread_s_per_step"]["median"] > 0
@@ -177,13 +177,13 @@ def test_agreement(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_termination(tmp_path: Path) -> None:
-    figures = run("termination", tmp_path, "--smoke", "--rounds", "1", "--warmup", "0", "--pixels", "16")
-    ours = {name: each for name, each in figures["jobs"].items() if name.startswith("azureml_ddp")}
-    assert len(ours) == 2
-    for each in ours.values():
-        assert each["jobs_that_saved"] == each["jobs"] == 1
-        assert each["exit_codes"] == [143]
-        assert each["saved_after_s"]["median"] > 0
+    ours, lightnings = "azureml_ddp, rank 1 told", "ddp, rank 1 told"
+    tiny = ["--smoke", "--rounds", "1", "--warmup", "0", "--pixels", "16", "--cases", ours, lightnings]
+    jobs = run("termination", tmp_path, *tiny)["jobs"]
+    assert jobs.keys() == {ours, lightnings}
+    assert jobs[ours]["jobs_that_saved"] == jobs[ours]["jobs"] == 1
+    assert jobs[ours]["exit_codes"] == [143]
+    assert jobs[ours]["saved_after_s"]["median"] > 0
 
 
 @pytest.mark.slow
@@ -207,8 +207,8 @@ def test_pretrained_memory(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_sequence_memory(tmp_path: Path) -> None:
     figures = run("sequence_memory", tmp_path, "--tokens=64", "--layers=1", "--width=32")
-    losses = {rank["sequence_parallel_size=2"]["loss"] for rank in figures["ranks"]}
-    assert losses == {pytest.approx(sum(rank["azureml_ddp"]["loss"] for rank in figures["ranks"]) / 2, rel=1e-5)}
+    (loss,) = {rank["sequence_parallel_size=2"]["loss"] for rank in figures["ranks"]}
+    assert loss == pytest.approx(sum(rank["azureml_ddp"]["loss"] for rank in figures["ranks"]) / 2, rel=1e-5)
     assert figures["ratio"] < 0.6
 
 
@@ -276,8 +276,8 @@ def test_nccl_gpu(tmp_path: Path) -> None:
 
 
 def test_on_a_gpu(tmp_path: Path) -> None:
-    figures = run("on_a_gpu", tmp_path, "--smoke")
-    assert {name: each["became"] for name, each in figures.items()} == {"test_gpu": "ok", "resnet50_gpu": "ok"}
+    figures = run("on_a_gpu", tmp_path, "--smoke", "--only", "test_gpu")
+    assert {name: each["became"] for name, each in figures.items()} == {"test_gpu": "ok"}
 
 
 @pytest.mark.root
@@ -292,14 +292,14 @@ def test_bench_line_rate(tmp_path: Path) -> None:
 @pytest.mark.root
 @pytest.mark.usefixtures("isolated_nodes")
 def test_breakdown_accuracy(tmp_path: Path) -> None:
-    found = run("breakdown_accuracy", tmp_path, "--rounds=1", "--rates=10gbit")["10gbit"]
+    found = run("breakdown_accuracy", tmp_path, "--rounds=1", "--warmup=0", "--rates=10gbit")["10gbit"]
     assert found["share"].keys() == found["points_from_torch.profiler"].keys() > {"communication", "data_wait"}
     assert sum(share["median"] for share in found["share"].values()) == pytest.approx(1, abs=0.01)
     assert found["points_from_reducer"]["count"] == 1
 
 
 def test_breakdown_overhead(tmp_path: Path) -> None:
-    figures = run("breakdown_overhead", tmp_path, "--rounds=1", "--steps=100")
+    figures = run("breakdown_overhead", tmp_path, "--rounds=1", "--warmup=0", "--steps=100")
     assert figures.keys() == {"1 rank", "2 ranks"}
     for found in figures.values():
         assert found["step_s"].keys() >= {"bare", "bare again", "idle callbacks", "ours", "simple"}
@@ -342,7 +342,7 @@ def test_decode_images(tmp_path: Path) -> None:
 
 
 def test_head_space(tmp_path: Path) -> None:
-    figures = run("head_space", tmp_path, "--rounds=1", "--steps=2")
+    figures = run("head_space", tmp_path, "--rounds=1", "--warmup=0", "--steps=2")
     for name in ("no workers", "two workers"):
         memory_s = figures[name]["memory_s"]["median"]
         assert figures[name]["to_synthetic"]["median"] == pytest.approx(memory_s / figures["synthetic_s"]["median"])
