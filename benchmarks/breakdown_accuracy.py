@@ -22,6 +22,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+import torch.distributed as dist
 from harness import interleave, show, spread
 from job_harness import Figures, parser, run, run_job
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -187,7 +188,9 @@ def fit() -> dict[str, Any]:
 def run_rank(options: argparse.Namespace) -> list[dict[str, Any]]:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
-    return interleave({"fit": fit}, options.rounds, options.warmup)["fit"]
+    found = interleave({"fit": fit}, options.rounds, options.warmup)["fit"]
+    dist.destroy_process_group()
+    return found
 
 
 def figures_of(found: list[dict[str, Any]]) -> Figures:

@@ -32,6 +32,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+import torch.distributed as dist
 from harness import differences, interleave, show, spread
 from job_harness import Figures, parser, run, run_job
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -145,7 +146,9 @@ def run_rank(options: argparse.Namespace) -> dict[str, list[Steps]]:
     cases: dict[str, Callable[[], Steps]] = {
         who: partial(fit, who, options.steps) for who in (*CASES, *([TRACEML] if find_spec("traceml_ai") else []))
     }
-    return interleave(cases, options.rounds, options.warmup)
+    measured = interleave(cases, options.rounds, options.warmup)
+    dist.destroy_process_group()
+    return measured
 
 
 def figures_of(measured: dict[str, list[Steps]]) -> Figures:

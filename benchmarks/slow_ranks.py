@@ -23,6 +23,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+import torch.distributed as dist
 from harness import show, spread
 from job_harness import Figures, parser, run, run_job
 from lightning.pytorch import LightningModule, Trainer
@@ -129,6 +130,7 @@ def run_rank(options: argparse.Namespace) -> list[dict[str, Any]]:
         found.append({"cause": cause, "excess": excess, "slow": slow, **measured})
         if rank == 0:
             print({**found[-1], "named": [text[:110] for text in measured["named"]]}, flush=True)
+    dist.destroy_process_group()
     return found
 
 

@@ -131,7 +131,7 @@ def test_tune_ddp(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_local_sgd_accuracy(tmp_path: Path) -> None:
-    options = ["--seeds", "0", "1", "--cases", "DiLoCo", "--tasks", "gpt", "--gpt-length", "20"]
+    options = ["--seeds", "0", "--cases", "DiLoCo", "--tasks", "gpt", "--gpt-length", "20"]
     gpt = run("local_sgd_accuracy", tmp_path, *options)["gpt"]
     cases = {"azureml_ddp", "DiLoCo"}
     assert gpt["mean"].keys() == gpt["standard_deviation"].keys() == cases
@@ -139,8 +139,7 @@ def test_local_sgd_accuracy(tmp_path: Path) -> None:
     assert gpt["strategy"]["azureml_ddp"] == {}
     assert {"period", "warmup_steps", "outer_learning_rate"} < gpt["strategy"]["DiLoCo"].keys()
     for case, values in gpt["by_seed"].items():
-        assert len(values) == 2
-        assert gpt["mean"][case] == pytest.approx(sum(values) / 2)
+        assert gpt["mean"][case] == pytest.approx(*values)
     assert gpt["worse_by"]["DiLoCo"] == pytest.approx(gpt["mean"]["DiLoCo"] - gpt["mean"]["azureml_ddp"])
     again = run("local_sgd_accuracy", tmp_path, *options, "--go-on")["gpt"]
     assert again == gpt, "what was written is kept"
