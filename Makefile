@@ -128,6 +128,4 @@ release-check: lint-workflows
 	touch $@
 
 clean:
-	rm -rf .venv .venv-test .venv-release build dist outputs multirun mlflow.db mlruns
-
-	rm -rf .venv .venv-test .venv-versions build dist outputs multirun mlflow.db mlruns
+	rm -rf .venv .venv-test .venv-release .venv-versions build dist outputs multirun mlflow.db mlruns

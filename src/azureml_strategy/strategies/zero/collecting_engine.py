@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -73,22 +72,23 @@ def collect(
         The files, and a function that writes them, or a copy of them, below a path.
     """
     writes, collecting = engine.checkpoint_engine, CollectingEngine()
-    # On rank 0, DeepSpeed writes a few small files without that engine. Keep them in memory, as /tmp may be full.
-    scratch = TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
     engine.checkpoint_engine = collecting
-    try:
-        save(scratch.name)
-    finally:
-        engine.checkpoint_engine = writes
+    # On rank 0, DeepSpeed writes a few small files without that engine: in memory, as /tmp may be full. They are read
+    # at once, since a rank that is killed leaves its folder there.
+    with TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as scratch:
+        try:
+            save(scratch)
+        finally:
+            engine.checkpoint_engine = writes
+        small_files = {each.name: each.read_bytes() for each in Path(scratch).iterdir()}
 
     def write(files: StagedFiles, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
         for name, content in files:
             (path / name).parent.mkdir(exist_ok=True)
             writes.save(content, str(path / name))
-        with scratch:
-            for small in Path(scratch.name).iterdir():
-                shutil.copyfile(small, path / small.name)
+        for name, small in small_files.items():
+            (path / name).write_bytes(small)
 
     return collecting.files, write
 
