@@ -108,14 +108,16 @@ class Nobody:
 
 
 class NotingIO(TorchCheckpointIO):
-    """Notes that a checkpoint is written."""
+    """Notes that a checkpoint is written, or could not be: AsyncCheckpointIO raises that when it ends."""
 
     def __init__(self) -> None:
         self.written = threading.Event()
 
     def save_checkpoint(self, *arguments: Any, **options: Any) -> None:
-        super().save_checkpoint(*arguments, **options)
-        self.written.set()
+        try:
+            super().save_checkpoint(*arguments, **options)
+        finally:
+            self.written.set()
 
 
 class Lightnings:
