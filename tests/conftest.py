@@ -14,7 +14,13 @@ from pathlib import Path
 import psutil
 import pytest
 from hypothesis import HealthCheck, settings
-from tests import uncollected  # noqa: F401  # until all tests are imported
+from tests import (
+    times,
+    uncollected,  # noqa: F401  # until all tests are imported
+    workers,
+)
+
+_PLUGINS = (workers, times)
 
 # How long an example takes says something about the machine only. `make test` tries the same ones each time.
 settings.register_profile("random", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -71,6 +77,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--gpu", action="store_true", help="run the tests marked cuda, and only those, on this machine's GPUs"
     )
+    for plugin in _PLUGINS:
+        plugin.pytest_addoption(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -89,6 +97,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Making a page takes seconds of a process of its own; the tests of the page turn it on again.
     os.environ["AZUREML_STRATEGY_PAGE"] = "off"
     os.environ["PYTHONWARNINGS"] = "ignore::FutureWarning"
+    for plugin in _PLUGINS:
+        config.pluginmanager.register(plugin)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -168,8 +178,8 @@ def _leaves_no_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
     added = [each for each in sys.path if each not in path and not each.startswith(sys.prefix)]
     sys.path[:] = [each for each in sys.path if each not in added]
     # A worker of torch's data loader that is slow to end is told to, and not waited for.
-    ending = [child for child in psutil.Process().children(recursive=True) if _counts(child)]
-    _, children = psutil.wait_procs(ending, timeout=10)
+    ending = [child for child in map(_process, _descendants(os.getpid())) if child and _counts(child)]
+    _, children = psutil.wait_procs(ending, timeout=10) if ending else ([], [])
     for child in children:
         with suppress(psutil.NoSuchProcess):
             child.kill()
@@ -200,6 +210,21 @@ def _as_the_process_was() -> Iterator[None]:
     own = zero and getattr(zero.InsertPostInitMethodToModuleSubClasses, "linear_bk", None)
     if own:
         sys.modules["torch.nn.functional"].linear = own  # type: ignore[attr-defined]
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    """As psutil's `children(recursive=True)`, which reads all processes of the machine, and that after each test."""
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # the thread or the process has ended
+            for child in map(int, file.read_text().split()):
+                yield child
+                yield from _descendants(child)
+
+
+def _process(pid: int) -> psutil.Process | None:
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid)
+    return None
 
 
 def _counts(child: psutil.Process) -> bool:

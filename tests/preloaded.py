@@ -15,6 +15,7 @@ import os
 import runpy
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -23,9 +24,12 @@ import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
 from io import TextIOWrapper
-from itertools import takewhile
+from itertools import chain, takewhile
 from multiprocessing import forkserver
+from multiprocessing.connection import arbitrary_address
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from subprocess import CompletedProcess, TimeoutExpired
@@ -148,8 +152,9 @@ class _Popen(subprocess.Popen[Any]):
 def _fork(command: Sequence[str], environ: Mapping[str, str], folder: str, output: int, group: int = 0) -> Any:
     """The process that runs a script; the leader of a process group, or one of another's."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_IMPORTED_ONCE)
-    forkserver.ensure_running()
+    if not isinstance(forkserver._forkserver, _Shared):
+        context.set_forkserver_preload(_IMPORTED_ONCE)
+        forkserver.ensure_running()
     server = forkserver._forkserver._forkserver_address
     arguments = (list(command), dict(environ), folder, _Inherited(output), server, group)
     process = context.Process(target=_run_script, args=arguments)
@@ -158,6 +163,95 @@ def _fork(command: Sequence[str], environ: Mapping[str, str], folder: str, outpu
     process.start()
     sys.modules["__main__"] = program
     return process
+
+
+class _Shared(forkserver.ForkServer):
+    """A fork server that another process has started."""
+
+    def __init__(self, address: str, alive: int | None = None) -> None:
+        super().__init__()
+        self._forkserver_address, self._forkserver_alive_fd = address, alive
+
+    def ensure_running(self) -> None:
+        """It runs as long as those who use it."""
+
+    def use(self) -> None:
+        """Have this process's programs forked there."""
+        forkserver._forkserver = self  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class Server:
+    """A fork server of one worker's own: what its programs take is then known.
+
+    Args:
+        alive: the end of a pipe; the server ends when nobody has it open.
+    """
+
+    pid: int
+    address: str
+    alive: int
+
+    def use(self) -> None:
+        _Shared(self.address, self.alive).use()
+
+
+class Servers:
+    """Fork servers that import once: one interpreter does, and is then forked itself.
+
+    Args:
+        count: how many.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._listeners = [socket.socket(socket.AF_UNIX) for _ in range(count)]
+        for listener in self._listeners:
+            listener.bind(arbitrary_address("AF_UNIX"))
+            listener.listen()
+        pipes = [os.pipe() for _ in range(count)]
+        self._reader, writer = os.pipe()
+        self._alive = [alive for _, alive in pipes]
+        ends = [(listener.fileno(), end) for listener, (end, _) in zip(self._listeners, pipes, strict=True)]
+        program = f"import sys; sys.path[:] = {sys.path}; from tests.preloaded import serve; serve({ends}, {writer})"
+        self._root = subprocess.Popen([sys.executable, "-c", program], pass_fds=[writer, *chain.from_iterable(ends)])
+        for end in [writer, *(end for _, end in ends)]:
+            os.close(end)
+
+    def ready(self) -> list[Server]:
+        """The servers, as soon as they have imported."""
+        with os.fdopen(self._reader) as told:
+            pids = [int(line) for line in told]
+        assert len(pids) == len(self._alive), "the fork servers did not start: their errors are above"
+        addresses = [str(listener.getsockname()) for listener in self._listeners]
+        return [Server(*each) for each in zip(pids, addresses, self._alive, strict=True)]
+
+    def close(self) -> None:
+        """End them, once nobody else uses them."""
+        for alive in self._alive:
+            os.close(alive)
+        for listener in self._listeners:
+            os.unlink(listener.getsockname())
+            listener.close()
+        self._root.wait(60)
+
+
+def serve(ends: Sequence[tuple[int, int]], told: int) -> None:
+    """The program of the fork servers; each has a listening socket, and a pipe that is closed when it is to end."""
+    for name in _IMPORTED_ONCE:
+        import_module(name)
+    pids = []
+    for listener, alive in ends:
+        pid = os.fork()
+        if not pid:
+            os.close(told)
+            with suppress(SystemExit):
+                forkserver.main(listener, alive, [])
+            os._exit(0)
+        pids.append(pid)
+    os.write(told, "".join(f"{pid}\n" for pid in pids).encode())
+    os.close(told)
+    for pid in pids:
+        os.waitpid(pid, 0)
 
 
 class _Inherited:
@@ -259,8 +353,6 @@ def _set_environ(environ: Mapping[str, str]) -> None:
 
 def _share(server: str) -> None:
     """An emulated job's ranks come from the same server as the emulator."""
-    ours: Any = forkserver._forkserver
-    ours._forkserver_address = server
-    ours.ensure_running = forkserver.ensure_running = lambda: None
+    _Shared(server, forkserver._forkserver._forkserver_alive_fd).use()
     processes._start = start_forked
     subprocess.Popen = _Popen  # type: ignore[misc]
