@@ -20,7 +20,6 @@ from tests import (
     workers,
 )
 
-_PLUGINS = (workers, times)
 
 # How long an example takes says something about the machine only. `make test` tries the same ones each time.
 settings.register_profile("random", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -73,12 +72,12 @@ _OF_A_SHELL = ("FORCE_COLOR", "CLICOLOR_FORCE", "NO_COLOR", "TTY_COMPATIBLE", "P
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "TF_CONFIG")
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     parser.addoption(
         "--gpu", action="store_true", help="run the tests marked cuda, and only those, on this machine's GPUs"
     )
-    for plugin in _PLUGINS:
-        plugin.pytest_addoption(parser)
+    for plugin in (workers, times):
+        pluginmanager.register(plugin)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -97,8 +96,6 @@ def pytest_configure(config: pytest.Config) -> None:
     # Making a page takes seconds of a process of its own; the tests of the page turn it on again.
     os.environ["AZUREML_STRATEGY_PAGE"] = "off"
     os.environ["PYTHONWARNINGS"] = "ignore::FutureWarning"
-    for plugin in _PLUGINS:
-        config.pluginmanager.register(plugin)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
