@@ -6,10 +6,19 @@ PIP_INSTALL = install --quiet --disable-pip-version-check --no-compile -c constr
 SOAK =
 # `make test-versions VERSIONS="--only lowest --python 3.12"`: its options.
 VERSIONS =
-# A file's tests stay together, for what they share, and the longest files come first, as tests/conftest.py sorts them.
-# Three at once, also on two cores, as some tests wait; more would be in each other's way.
-# xdist runs a test again that has ended its process; one that does so each time must not go on for ever.
-EVERY_CORE = -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 1
+# Tests that mostly wait are beside others that compute: see tests/workers.py.
+WORKERS = 8
+PYTEST = .venv-test/bin/python -m pytest --workers=$(WORKERS)
+# What chooses the share of the exhaustive tests that runs each time: see tests/rota.py.
+COMMIT = $(shell git rev-parse HEAD 2> /dev/null || echo none)
+# The three layers of ARCHITECTURE.md: what runs in a job, recipes, and what a person at a desk uses.
+JOB = $(addprefix tests/,checkpoint cluster control hang_detection huggingface multiprocess network preemption profiling \
+	situations strategies tracking test_forks.py test_import_hook.py test_mpi.py test_plugin.py test_pytorch_lightning.py \
+	test_sequence_parallel.py)
+RECIPES = $(addprefix tests/,data gpu models training hydra_plugins)
+DESK = $(addprefix tests/,bench cli documentation emulator examples faults jobs reporting serving study test_benchmark_scripts.py \
+	test_benchmarks.py test_cli.py test_command_line.py test_docs.py test_fuzz.py test_hidden_gpus.py test_inside.py test_internals.py \
+	test_lazy.py test_lint.py test_packaging.py test_release.py test_suite.py)
 SOURCES = pyproject.toml constraints.txt
 # The tests start hundreds of processes, which need not compile the project each.
 export PYTHONDONTWRITEBYTECODE =
@@ -28,14 +37,27 @@ GPU =
 WITH_PROJECT = if $(PYTHON) -c "import azureml_strategy, lightning, pytest" 2> /dev/null; then python=$(PYTHON); \
 	else $(MAKE) --no-print-directory .venv-test/installed && python=.venv-test/bin/python; fi
 
-.PHONY: demo test test-gpu gpu test-oldest test-all test-docs test-versions soak lint lint-workflows docs licenses release-check clean
+.PHONY: demo test test-job test-recipes test-desk test-gpu gpu test-oldest test-all test-docs test-versions soak lint lint-workflows docs licenses release-check clean
 
 demo: .venv/installed
 	.venv/bin/azureml-strategy emulate --nodes 2 -- .venv/bin/azureml-strategy train resnet50_ddp
 
-test: .venv-test/oldest/installed .venv-test/azurite/installed .venv-test/inference/installed
-	@$(MAKE) --no-print-directory --jobs 2 lint test-oldest
-	.venv-test/bin/python -m pytest $(EVERY_CORE) --durations 25
+# The oldest versions, only where something they depend on has changed since they passed.
+test: test-set-up
+	@.venv-test/bin/python -m tests.oldest || $(MAKE) --no-print-directory test-oldest
+	$(PYTEST) --rota=$(COMMIT) --durations 25
+
+test-job: test-set-up
+	$(PYTEST) $(JOB)
+
+test-recipes: test-set-up
+	$(PYTEST) $(RECIPES)
+
+test-desk: test-set-up
+	$(PYTEST) $(DESK)
+
+.PHONY: test-set-up
+test-set-up: .venv-test/azurite/installed .venv-test/inference/installed
 
 # One NVIDIA GPU, five minutes: what no CPU can show. `make test` hides GPUs, and so is the same on every machine.
 test-gpu:
@@ -45,16 +67,18 @@ test-gpu:
 gpu:
 	@$(WITH_PROJECT); $$python benchmarks/on_a_gpu.py $(GPU)
 
-# The oldest versions that pyproject.toml allows come first on the path. In one process: lint has the other core.
+# The oldest versions that pyproject.toml allows come first on the path.
 test-oldest: .venv-test/oldest/installed
-	PYTHONPATH=$(CURDIR)/.venv-test/oldest .venv-test/bin/python -m pytest -q -W ignore $(OLDEST_TESTS)
+	PYTHONPATH=$(CURDIR)/.venv-test/oldest $(PYTEST) -q -W ignore $(OLDEST_TESTS)
+	.venv-test/bin/python -m tests.oldest --passed
 
-test-all: lint .venv-test/azurite/installed .venv-test/inference/installed
-	.venv-test/bin/python -m pytest $(EVERY_CORE) -m "" --hypothesis-profile random -o faulthandler_timeout=3600
+# Everything, and how long it took: build/times.json.
+test-all: test-set-up
+	$(PYTEST) -m "" --hypothesis-profile random -o faulthandler_timeout=3600 --times=build/times.json
 
 # Every block of the pages that can run here; `make test` runs those of some pages.
 test-docs: .venv-test/installed
-	.venv-test/bin/python -m pytest -n 2 -m "" tests/documentation tests/test_docs.py
+	$(PYTEST) -m "" tests/documentation tests/test_docs.py
 
 # Gigabytes of downloads, and a long time: see docs/versions.md.
 test-versions: .venv-test/installed

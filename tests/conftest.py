@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 import logging
+import multiprocessing.util
 import os
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -15,11 +18,11 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 from tests import (
+    rota,
     times,
     uncollected,  # noqa: F401  # until all tests are imported
     workers,
 )
-
 
 # How long an example takes says something about the machine only. `make test` tries the same ones each time.
 settings.register_profile("random", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -57,16 +60,6 @@ _TAKEN_BACK = {"CUDA_DEVICE_ORDER"}
 _JOB_PREFIXES = ("AZUREML_", "AZ_BATCH", "OMPI_", "PMI_", "PMIX_", "SLURM_", "MLFLOW_", "TORCHELASTIC_", "AMLARC_")
 # Settings that the plugin finds, keeps and tells of. GPUs may need a machine's own.
 _NETWORK_PREFIXES = ("NCCL_", "RCCL_", "TORCH_NCCL_", "TORCH_FR_", "GLOO_", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_ORDER")
-# Files that take longest, by processor or by waiting: one of them must not be left alone on a core at the end.
-_LONGEST = (
-    *("multiprocess/test_hangs.py", "faults/test_trials.py", "multiprocess/test_model_parallel.py"),
-    *("multiprocess/test_preemption.py", "multiprocess/test_zero.py", "multiprocess/test_pipeline.py"),
-    *("multiprocess/test_stock_lightning_rows.py", "multiprocess/test_elastic.py", "training/test_resume.py"),
-    *("training/test_gpt.py", "training/test_own_modules.py", "multiprocess/test_own_resume.py"),
-    *("training/test_preempted.py", "study/test_run.py", "test_packaging.py", "test_plugin.py"),
-)
-# Folders whose tests start processes.
-_STARTS_PROCESSES = {"multiprocess", "faults", "training", "emulator", "examples", "cli", "study"}
 # How a shell wants all programs to print, or Lightning to be seeded.
 _OF_A_SHELL = ("FORCE_COLOR", "CLICOLOR_FORCE", "NO_COLOR", "TTY_COMPATIBLE", "PL_GLOBAL_SEED", "PL_SEED_WORKERS")
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "TF_CONFIG")
@@ -76,11 +69,13 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     parser.addoption(
         "--gpu", action="store_true", help="run the tests marked cuda, and only those, on this machine's GPUs"
     )
-    for plugin in (workers, times):
+    for plugin in (workers, times, rota):
         pluginmanager.register(plugin)
 
 
+@pytest.hookimpl(tryfirst=True)  # before fork servers and workers take over what is set here
 def pytest_configure(config: pytest.Config) -> None:
+    _use_scratch_folder(config)
     # The other tests are of CPUs, also where there are GPUs: two ranks would share one, and NCCL refuses that. All
     # processes that a test starts inherit it.
     prefixes = _JOB_PREFIXES
@@ -98,9 +93,22 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["PYTHONWARNINGS"] = "ignore::FutureWarning"
 
 
+def _use_scratch_folder(config: pytest.Config) -> None:
+    """What tests and their programs leave in the folder for temporary files goes at the end; pytest's own stays."""
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    folder, before = tempfile.mkdtemp(prefix="tests-"), os.environ.get("TMPDIR")
+    os.environ["TMPDIR"], tempfile.tempdir = folder, None
+
+    def remove() -> None:
+        multiprocessing.util._exit_function()  # type: ignore[attr-defined]  # it has a folder of its own there
+        shutil.rmtree(folder, ignore_errors=True)
+        os.environ["TMPDIR"], tempfile.tempdir = before or "", None
+
+    config.add_cleanup(remove)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Long files come first, then those whose tests start processes; GPUs are for the tests that ask for them."""
-    items.sort(key=_place)
+    """GPUs are for the tests that ask for them."""
     if config.getoption("--gpu"):
         others = [item for item in items if item.get_closest_marker("cuda") is None]
         config.hook.pytest_deselected(items=others)
@@ -119,13 +127,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
     if torch.cuda.device_count() < needed:
         pytest.skip(f"needs {needed} NVIDIA GPU(s), and {torch.cuda.device_count()} is here")
-
-
-def _place(item: pytest.Item) -> int:
-    name = item.path.relative_to(Path(__file__).parent)
-    if name.as_posix() in _LONGEST:
-        return _LONGEST.index(name.as_posix())
-    return len(_LONGEST) + (0 if _STARTS_PROCESSES.intersection(name.parts) else 1)
 
 
 def pytest_collection_finish() -> None:

@@ -75,7 +75,10 @@ class Times:
         for test, (wall, processor) in self.tests.items():
             files[test.partition("::")[0]][0] += wall
             files[test.partition("::")[0]][1] += processor
-        return {"tests": _table(self.tests), "files": _table({name: (each[0], each[1]) for name, each in files.items()})}
+        return {
+            "tests": _table(self.tests),
+            "files": _table({name: (each[0], each[1]) for name, each in files.items()}),
+        }
 
 
 def _table(times: dict[str, tuple[float, float]]) -> dict[str, dict[str, float]]:
@@ -108,7 +111,9 @@ class Expected:
 
 def keep(measured: Path, kept: Path = _KEPT) -> None:
     """Write what is worth knowing of a measurement: each long test, and the mean of a file's others."""
-    tests = {name: (each["wall"], each["processor"]) for name, each in json.loads(measured.read_text())["tests"].items()}
+    tests = {
+        name: (each["wall"], each["processor"]) for name, each in json.loads(measured.read_text())["tests"].items()
+    }
     long = {name: taken for name, taken in tests.items() if max(taken) >= _WORTH_KEEPING}
     others: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for name, taken in tests.items():

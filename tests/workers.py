@@ -18,7 +18,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from multiprocessing.connection import Connection, Pipe, wait
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,8 +78,6 @@ class Pool:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         if session.testsfailed and not session.config.option.continue_on_collection_errors:
             raise session.Interrupted(f"{session.testsfailed} error(s) during collection")
-        if session.config.option.collectonly:
-            return True
         waiting = units(session.items)
         multiprocessing.resource_tracker.ensure_running()  # type: ignore[attr-defined]
         try:
@@ -236,7 +233,7 @@ def _be_a_worker(config: pytest.Config, pipe: Connection) -> None:
     """Output, temporary folders and reports of its own: those of the process it was forked from are shared."""
     plugins = config.pluginmanager
     capture: Any = plugins.getplugin("capturemanager")
-    if capture.is_globally_capturing() or capture._global_capturing is not None:
+    if capture._global_capturing is not None:
         capture.stop_global_capturing()
         capture.start_global_capturing()
         capture.suspend_global_capture()
@@ -277,23 +274,12 @@ def _shares(item: pytest.Item) -> bool:
     return any(each.scope in _SHARED_SCOPES for found in definitions for each in found)
 
 
-def workers_asked(config: pytest.Config) -> int:
-    """How many workers this session is to have; none where it looks at one test, or only collects."""
-    if config.option.usepdb or config.option.collectonly:
-        return 0
-    return int(config.getoption("--workers"))
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--workers", type=int, default=0, metavar="N", help="run tests in N forked workers")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    count = workers_asked(config)
-    if count:
+    """A debugger and a list of tests need none."""
+    count = config.getoption("--workers")
+    if count and not config.option.usepdb and not config.option.collectonly:
         config.pluginmanager.register(Pool(config, count), "workers")
-
-
-def scratch_root() -> Path:
-    """Where tests leave what they leave: torch's, Lightning's and multiprocessing's temporary folders."""
-    return Path(os.environ["TMPDIR"])

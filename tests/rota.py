@@ -1,0 +1,67 @@
+"""`pytest --rota=COMMIT` also runs a share of the tests marked `exhaustive`, chosen by the commit.
+
+A hash of the commit puts them in an order, and the first that fit into a minute of one worker are run: the same for the
+same commit, and others for the next. `make test` does so, for nothing to rot that only `make test-all` runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import pytest
+from tests.times import Expected
+
+SECONDS = 60.0  # of one worker
+_KEY = pytest.StashKey[set[str]]()
+
+
+def share(tests: Iterable[str], commit: str, expected: Expected, seconds: float = SECONDS) -> set[str]:
+    """Those that are this commit's.
+
+    Args:
+        tests: names of tests, in any order.
+        commit: what a hash is made of, with each name.
+        expected: what tests take. One whose time is not known yet is taken for short.
+        seconds: what those that are chosen take together at most, as expected.
+    """
+    chosen, left = set(), seconds
+    for test in sorted(tests, key=lambda test: hashlib.sha256(f"{commit} {test}".encode()).digest()):
+        takes = expected.of(test)[0]
+        if takes <= left:
+            chosen.add(test)
+            left -= takes
+    return chosen
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--rota", metavar="COMMIT", help="run a share of the exhaustive tests as well, this commit's")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "rota: an exhaustive test that is this commit's")
+    if config.getoption("--rota"):
+        config.option.markexpr = f"({config.option.markexpr or 'True'}) or rota"
+
+
+@pytest.hookimpl(tryfirst=True)  # before those that no marker selects are taken out
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    commit = config.getoption("--rota")
+    if not commit:
+        return
+    exhaustive = {item.nodeid: item for item in items if item.get_closest_marker("exhaustive")}
+    chosen = share(exhaustive, commit, Expected.read())
+    for test in chosen:
+        exhaustive[test].add_marker("rota")
+    config.stash[_KEY] = chosen
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """How many there were, and the line that repeats one that failed."""
+    chosen = config.stash.get(_KEY, None)
+    if chosen is None:
+        return
+    terminalreporter.section(f"rota of {config.getoption('--rota')[:12]}: {len(chosen)} of the exhaustive tests")
+    for report in terminalreporter.getreports("failed") + terminalreporter.getreports("error"):
+        if report.nodeid in chosen:
+            terminalreporter.line(f'{report.nodeid} failed. Again: python -m pytest -m "" "{report.nodeid}"')

@@ -1,0 +1,114 @@
+"""What runs these tests: workers, their times, the rota, the layers, and when the oldest versions are due."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tests import oldest, rota
+from tests.times import Expected
+
+ROOT = Path(__file__).parents[1]
+_OF_ALL_KINDS = """
+import os, signal, sys, time, warnings
+from pathlib import Path
+import pytest
+from tests.preloaded import run_forked
+
+@pytest.fixture(scope="module")
+def made_once(tmp_path_factory):
+    Path("{folder}/made").open("a").write("x")
+    yield
+    Path("{folder}/ended").open("a").write("x")
+
+def test_first(made_once):
+    print("said by a test that passes")
+
+def test_second(made_once):
+    warnings.warn("a warning of a test")
+
+def test_fails():
+    print("said by a test that fails")
+    assert 1 == 2
+
+def test_is_killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def test_after_it(tmp_path):
+    assert not list(tmp_path.iterdir())
+
+def test_skips():
+    pytest.skip("for a reason")
+
+def test_computes_elsewhere(tmp_path):
+    (tmp_path / "some.py").write_text("import time\\nwhile time.process_time() < 1: pass")
+    assert run_forked([str(tmp_path / "some.py")], dict(os.environ), 60).returncode == 0
+
+def test_waits():
+    time.sleep(1)
+"""
+
+
+def test_forked_workers_tell_all_that_one_process_tells(tmp_path: Path) -> None:
+    """What passes, fails, warns and dies; a fixture of a file is made once; a forked program's time counts."""
+    (tmp_path / "test_some.py").write_text(_OF_ALL_KINDS.replace("{folder}", str(tmp_path)))
+    plugins = ["-p", "tests.workers", "-p", "tests.times", "--workers=2", f"--times={tmp_path}/times.json"]
+    command = [sys.executable, "-m", "pytest", "-c", "/dev/null", "--rootdir", tmp_path, *plugins, "-rs"]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
+    done = subprocess.run([*command, tmp_path / "test_some.py"], env=environ, capture_output=True, text=True)
+    told = done.stdout
+    assert done.returncode == 1, told + done.stderr
+    assert not done.stderr
+    assert "2 failed, 5 passed, 1 skipped, 1 warning" in told
+    assert "said by a test that fails" in told
+    assert "said by a test that passes" not in told
+    assert "UserWarning: a warning of a test" in told
+    assert "for a reason" in told
+    assert "the worker that ran test_some.py::test_is_killed was killed by SIGKILL" in told
+    assert (tmp_path / "made").read_text() == (tmp_path / "ended").read_text() == "x"
+    times = json.loads((tmp_path / "times.json").read_text())
+    assert times["tests"]["test_some.py::test_computes_elsewhere"]["processor"] > 0.9
+    assert times["tests"]["test_some.py::test_waits"]["waiting"] > 0.8
+    assert times["files"]["test_some.py"]["wall"] > 2
+
+
+def test_the_rota_is_the_commits_and_comes_to_each_test() -> None:
+    names = [f"test_{number}.py::test" for number in range(100)]
+    expected = Expected({name: (5.0 + number % 20, 1.0) for number, name in enumerate(names)}, {})
+    shares = [rota.share(names, f"commit {number}", expected) for number in range(200)]
+    assert rota.share(reversed(names), "commit 7", expected) == shares[7] != shares[8]
+    assert all(sum(expected.of(name)[0] for name in share) <= rota.SECONDS for share in shares)
+    assert set().union(*shares) == set(names)
+
+
+def test_the_oldest_versions_are_due_where_something_they_depend_on_has_changed(tmp_path: Path) -> None:
+    for name in (
+        "pyproject.toml",
+        "constraints.txt",
+        "tests/oldest.txt",
+        "src/azureml_strategy/lightning_internals.py",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    assert not oldest.tested(tmp_path)
+    (tmp_path / "tests" / "oldest.tested").write_text(oldest.state(tmp_path) + "\n")
+    assert oldest.tested(tmp_path)
+    (tmp_path / "README.md").write_text("Other words.")
+    assert oldest.tested(tmp_path)
+    with (tmp_path / "src/azureml_strategy/lightning_internals.py").open("a") as file:
+        file.write("# changed\n")
+    assert not oldest.tested(tmp_path)
+
+
+def test_each_test_is_in_one_layer() -> None:
+    """`make test-job`, `test-recipes` and `test-desk` are all of `make test`."""
+    say = "layers: ; @echo $(JOB) $(RECIPES) $(DESK)"
+    said = subprocess.run(["make", "--eval", say, "layers"], cwd=ROOT, capture_output=True, text=True, check=True)
+    entries = [
+        path for path in (ROOT / "tests").iterdir() if path.name.startswith("test_") or any(path.rglob("test_*.py"))
+    ]
+    assert sorted(said.stdout.split()) == sorted(f"tests/{path.name}" for path in entries)
