@@ -94,14 +94,14 @@ def test_the_oldest_versions_are_due_where_something_they_depend_on_has_changed(
     ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
-    assert not oldest.tested(tmp_path)
+    assert not oldest.have_passed(tmp_path)
     (tmp_path / "tests" / "oldest.tested").write_text(oldest.state(tmp_path) + "\n")
-    assert oldest.tested(tmp_path)
+    assert oldest.have_passed(tmp_path)
     (tmp_path / "README.md").write_text("Other words.")
-    assert oldest.tested(tmp_path)
+    assert oldest.have_passed(tmp_path)
     with (tmp_path / "src/azureml_strategy/lightning_internals.py").open("a") as file:
         file.write("# changed\n")
-    assert not oldest.tested(tmp_path)
+    assert not oldest.have_passed(tmp_path)
 
 
 def test_each_test_is_in_one_layer() -> None:

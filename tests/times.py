@@ -70,11 +70,11 @@ class Times:
         self.tests[test] = (wall, processor)
 
     def as_json(self) -> dict[str, object]:
-        """`{"tests": {name: {"wall": s, "processor": s, "waiting": s}}, "files": {...}}`, those that take most first."""
-        files: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        """`{"tests": {name: {"wall": s, "processor": s, "waiting": s}}, "files": {...}}`, what computes most first."""
+        files: dict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
         for test, (wall, processor) in self.tests.items():
-            files[test.partition("::")[0]][0] += wall
-            files[test.partition("::")[0]][1] += processor
+            file = test.partition("::")[0]
+            files[file] = (files[file][0] + wall, files[file][1] + processor)
         return {
             "tests": _table(self.tests),
             "files": _table({name: (each[0], each[1]) for name, each in files.items()}),
