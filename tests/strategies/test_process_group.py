@@ -116,13 +116,23 @@ def test_a_rank_that_has_not_failed_destroys_nccls(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.usefixtures("group")
-def test_what_never_ends_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(process_group, "_END_SECONDS", 0.1)
-    others_come = threading.Event()
-    monkeypatch.setattr(dist, "destroy_process_group", lambda: others_come.wait())
+@pytest.mark.parametrize(("ranks", "failed", "others"), [(2, False, True), (1, False, False), (2, True, False)])
+def test_what_never_ends_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ranks: int, failed: bool, others: bool
+) -> None:
+    """Other ranks are named only where the end waits for some: an abort of NCCL's waits for none, nor does one rank."""
+    for limit in ("_END_SECONDS", "_ABORT_SECONDS"):
+        monkeypatch.setattr(process_group, limit, 0.1)
+    over = threading.Event()
+    monkeypatch.setattr(dist, "get_backend", lambda group=None: "nccl")
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: ranks)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: over.wait())
+    monkeypatch.setattr(process_group, "_abort_process_group", lambda: over.wait())
+    note_failure(failed)
     end_process_group()
-    others_come.set()
-    assert "could not be destroyed within 0 s: other ranks are still at work" in caplog.text
+    over.set()
+    assert "could not be destroyed within 0 s" in caplog.text
+    assert ("other ranks are still at work" in caplog.text) is others
 
 
 @pytest.mark.usefixtures("group")

@@ -86,9 +86,10 @@ def end_process_group() -> None:
     if not owns_process_group():
         return
     if _has_failed() and _is_nccl(None):
-        _try(_abort_process_group, _ABORT_SECONDS)
+        _try(_abort_process_group, _ABORT_SECONDS, waits=False)
     else:
-        _try(dist.destroy_process_group, _ABORT_SECONDS if _has_failed() else _END_SECONDS)
+        seconds = _ABORT_SECONDS if _has_failed() else _END_SECONDS
+        _try(dist.destroy_process_group, seconds, waits=dist.get_world_size() > 1)
 
 
 def end_subgroup(group: dist.ProcessGroup) -> None:
@@ -118,7 +119,9 @@ def _is_nccl(group: dist.ProcessGroup | None) -> bool:
     return "nccl" in dist.get_backend(group)
 
 
-def _try(end: Callable[[], None], seconds: float) -> None:
+def _try(end: Callable[[], None], seconds: float, waits: bool) -> None:
+    """End the group, or leave it; `waits` tells whether that needs other ranks."""
+
     def ended() -> bool:
         try:
             end()
@@ -131,8 +134,7 @@ def _try(end: Callable[[], None], seconds: float) -> None:
     except RuntimeError:  # from 3.12.0 on, some Pythons start no thread once the interpreter ends
         in_time = ended()
     if not in_time:
+        why = ": other ranks are still at work, or have ended in the middle of a collective" if waits else ""
         log.warning(
-            "The process group could not be destroyed within %.0f s: other ranks are still at work, or have ended in "
-            "the middle of a collective. This process ends without it.",
-            seconds,
+            "The process group could not be destroyed within %.0f s%s. This process ends without it.", seconds, why
         )
