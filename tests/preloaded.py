@@ -152,9 +152,8 @@ class _Popen(subprocess.Popen[Any]):
 def _fork(command: Sequence[str], environ: Mapping[str, str], folder: str, output: int, group: int = 0) -> Any:
     """The process that runs a script; the leader of a process group, or one of another's."""
     context = multiprocessing.get_context("forkserver")
-    if not isinstance(forkserver._forkserver, _Shared):
-        context.set_forkserver_preload(_IMPORTED_ONCE)
-        forkserver.ensure_running()
+    context.set_forkserver_preload(_IMPORTED_ONCE)
+    forkserver.ensure_running()
     server = forkserver._forkserver._forkserver_address
     arguments = (list(command), dict(environ), folder, _Inherited(output), server, group)
     process = context.Process(target=_run_script, args=arguments)
@@ -165,19 +164,11 @@ def _fork(command: Sequence[str], environ: Mapping[str, str], folder: str, outpu
     return process
 
 
-class _Shared(forkserver.ForkServer):
-    """A fork server that another process has started."""
-
-    def __init__(self, address: str, alive: int | None = None) -> None:
-        super().__init__()
-        self._forkserver_address, self._forkserver_alive_fd = address, alive
-
-    def ensure_running(self) -> None:
-        """It runs as long as those who use it."""
-
-    def use(self) -> None:
-        """Have this process's programs forked there."""
-        forkserver._forkserver = self  # type: ignore[assignment]
+def _use(address: str, alive: int | None) -> None:
+    """Have this process's programs forked by a server that another process has started."""
+    ours: Any = forkserver._forkserver
+    ours._forkserver_address, ours._forkserver_alive_fd = address, alive
+    ours.ensure_running = forkserver.ensure_running = lambda: None
 
 
 @dataclass(frozen=True)
@@ -193,7 +184,8 @@ class Server:
     alive: int
 
     def use(self) -> None:
-        _Shared(self.address, self.alive).use()
+        """Have this process's programs forked there."""
+        _use(self.address, self.alive)
 
 
 class Servers:
@@ -353,6 +345,6 @@ def _set_environ(environ: Mapping[str, str]) -> None:
 
 def _share(server: str) -> None:
     """An emulated job's ranks come from the same server as the emulator."""
-    _Shared(server, forkserver._forkserver._forkserver_alive_fd).use()
+    _use(server, forkserver._forkserver._forkserver_alive_fd)
     processes._start = start_forked
     subprocess.Popen = _Popen  # type: ignore[misc]
