@@ -35,7 +35,7 @@ def alone(model: Path) -> Facts:
         return {"logged": averages.logged("auto"), **learned}
 
 
-@pytest.mark.parametrize("ranks", _NAMES)
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_every_mean_is_that_of_one_process(run_job: RunJob, model: Path, alone: Facts, ranks: int) -> None:
     fabric = _FABRIC if ranks == 2 else ()
     job = run_job("averages.py", ranks, model, *_NAMES[ranks], *fabric, processes_per_node=ranks)

@@ -21,16 +21,16 @@ TWO = {"accumulate_grad_batches": 2}
 # Strategy, what the Trainer is given, and the attempts: how many ranks, and the step before which all of them die.
 DEFAULT = [
     pytest.param("ddp", TWO, [(2, 3), (1, 11), (2, None)], id="ddp-2-1-2"),
-    pytest.param("pipeline", PIPELINE, [(4, 5), (2, None)], id="pipeline-4-2"),
+    pytest.param("model_parallel", TWO, [(2, 11), (1, None)], id="model_parallel-2-1"),
 ]
 EXHAUSTIVE = [
+    pytest.param("pipeline", PIPELINE, [(4, 5), (2, None)], id="pipeline-4-2"),
     pytest.param("ddp", {"accumulate_grad_batches": 4}, [(1, 3), (2, None)], id="ddp-1-2"),
     pytest.param("ddp", {"val_check_interval": 3}, [(4, 4), (2, 10), (4, None)], id="ddp-4-2-4"),
     pytest.param("lightning_ddp", TWO, [(2, 11), (1, None)], id="lightning_ddp-2-1"),
     pytest.param("zero", WHOLE_STEPS, [(2, 11), (1, None)], id="zero-2-1"),
     pytest.param("zero", WHOLE_STEPS, [(2, 3), (4, 9), (2, None)], id="zero-2-4-2"),
     pytest.param("zero_config", WHOLE_STEPS, [(2, 11), (1, None)], id="zero_config-2-1"),
-    pytest.param("model_parallel", TWO, [(2, 11), (1, None)], id="model_parallel-2-1"),
     pytest.param("model_parallel", WHOLE_STEPS, [(2, 3), (4, None)], id="model_parallel-2-4"),
     pytest.param("tensor_parallel", TWO, [(4, 3), (2, None)], id="tensor_parallel-4-2"),
     pytest.param("pipeline", {**PIPELINE, "batch_size": 8}, [(2, 3), (4, None)], id="pipeline-2-4"),

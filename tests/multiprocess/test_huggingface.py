@@ -79,7 +79,7 @@ def save(families: Any, names: tuple[str, ...], folder: Path) -> None:
 ALONE = ("local_sgd", "diloco", "zero_1", "zero_2", "offload")
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_each_strategy_trains_two_families(run_job: RunJob, families: Any, tmp_path: Path, processes: int) -> None:
     """One with tied weights, normalised heads and two kinds of attention; one without a plan."""
     names, steps = ("gemma3", "gpt2"), 3

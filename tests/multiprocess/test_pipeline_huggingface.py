@@ -49,6 +49,7 @@ def check(first: dict[str, Any], last: dict[str, Any], alone: dict[str, Any], na
     assert max(first["parameters"], last["parameters"]) < 0.8 * alone["parameters"], name
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 def test_two_stages_of_two_replicas(run_job: RunJob) -> None:
     job = run_job("pipeline_huggingface.py", "four_processes", nodes=2, processes_per_node=2)

@@ -76,7 +76,7 @@ def test_what_does_not_train_is_named_by_the_ranks_that_see_it(run_job: RunJob, 
     assert all("network.0" not in line for each in job.results.values() for line in each.get("second group", []))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_the_recipes_models_are_not_accused(run_job: RunJob, tmp_path: Path, ranks: int) -> None:
     config = transformers.LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2

@@ -117,7 +117,7 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_tables_and_statistics_stay_precise(run_job: RunJob, folders: Path, others: Path, ranks: int) -> None:
     job = run_job("true_precision.py", "models", folders, others, processes_per_node=ranks)
     assert job.exit_code == 0, job.output

@@ -14,7 +14,7 @@ from tests.situations.running import ALONE, SITUATIONS
 SCRIPT = Path(__file__).parent / "running.py"
 JUDGED = ("ddp", "local_sgd", "fsdp2", "tensor_parallel", "zero_1", "zero_2", "zero_3", "pipeline")
 # How many processes, and which situations of a layout: each has another share of them in `make test`.
-SHARES = 4
+SHARES = 8
 PARTS = [
     pytest.param(2, "some", id="2-some"),
     *(pytest.param(world, "all", id=f"{world}-all", marks=pytest.mark.exhaustive) for world in (1, 2, 4)),

@@ -57,7 +57,7 @@ def test_ten_per_cent_are_seen_but_not_named() -> None:
     assert slow.seen()[0].excess == pytest.approx(0.1, abs=0.03)
 
 
-@pytest.mark.parametrize("number", [2, 4, 512])
+@pytest.mark.parametrize("number", [2, 4, pytest.param(512, marks=pytest.mark.exhaustive)])
 def test_equal_ranks_are_not_named_nor_seen(number: int) -> None:
     for _ in range(5):
         slow = SlowRanks()

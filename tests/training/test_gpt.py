@@ -103,7 +103,9 @@ def test_sequences_are_as_long_as_the_model_allows(composed: Compose) -> None:
         assert composed("gpt_ddp", override).data.sequence_length == length
 
 
-@pytest.mark.parametrize("recipe", ["gpt_zero3", "gpt_tensor_parallel", "gpt_pipeline"])
+@pytest.mark.parametrize(
+    "recipe", [pytest.param("gpt_zero3", marks=pytest.mark.exhaustive), "gpt_tensor_parallel", "gpt_pipeline"]
+)
 def test_a_model_over_two_nodes_learns_and_counts_its_tokens_once(recipe: str, store: MlflowClient) -> None:
     small = [override for override in SMALL if "layers" not in override and "val_check" not in override]
     train = [COMMAND, "train", recipe, "trainer=cpu", "trainer.devices=1", *small, "model.network.layers=2"]

@@ -275,10 +275,22 @@ def _say(line: str) -> None:
     log.info(line)
 
 
+# What was last found, and for which job of Hydra's: to find it takes as long as composing the recipe.
+_found: tuple[object, Written] | None = None
+
+
 def written_keys() -> Written | None:
     """Tell the user's keys from ours; None where no application of Hydra's is running."""
+    global _found
     if not HydraConfig.initialized() or not GlobalHydra.instance().is_initialized():
         return None
+    job = HydraConfig.instance().cfg
+    if _found is None or _found[0] is not job:
+        _found = (job, _written())
+    return _found[1]
+
+
+def _written() -> Written:
     hydra = HydraConfig.get()
     overrides = [*hydra.overrides.task, *hydra.overrides.hydra]
     loader = GlobalHydra.instance().config_loader()
@@ -288,10 +300,9 @@ def written_keys() -> Written | None:
         if found is not None:
             provider, file = found
             text = OmegaConf.create(file.read_text(encoding="utf-8"))
+            keys = _keys(OmegaConf.to_container(text), default.package or "")
             ours = written.groups if default.package else written.recipes
-            (ours if provider == _SHIPPED else written.own).update(
-                _keys(OmegaConf.to_container(text), default.package or "")
-            )
+            (ours if provider == _SHIPPED else written.own).update(keys)
     for override in OverridesParser.create().parse_overrides(list(hydra.overrides.task)):
         written.own.update(_keys(override.value(), override.key_or_group))
     return written
