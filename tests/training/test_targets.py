@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from lightning.pytorch.callbacks import LearningRateMonitor
 from omegaconf import DictConfig, OmegaConf
 
@@ -17,7 +18,7 @@ from azureml_strategy.training import run as running
 from azureml_strategy.training.app import run_recipe
 from azureml_strategy.training.checks import check_config, target_nodes
 from azureml_strategy.training.recipes import RecipeError, shipped_recipes
-from azureml_strategy.training.targets import locate, loggers_and_callbacks
+from azureml_strategy.training.targets import locate, loggers_and_callbacks, written_keys
 
 PARTS = """\
 from azureml_strategy.models import ImageClassifier
@@ -147,6 +148,25 @@ def test_no_shipped_recipe_loses_a_key(look: Look, capsys: pytest.CaptureFixture
             needed = ["model.path=folder"] if each.name == "finetune_lm" else []
             look(lambda config: None, "", *needed, recipe=each.name)
     assert "left out" not in capsys.readouterr().out
+
+
+def test_the_files_of_a_job_are_read_once_and_again_for_the_next(look: Look, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To find whose keys are whose takes as long as to compose the recipe."""
+    read: list[object] = []
+    wanted = ConfigLoaderImpl.compute_defaults_list
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        read.append(arguments)
+        return wanted(*arguments, **options)
+
+    monkeypatch.setattr(ConfigLoaderImpl, "compute_defaults_list", counted)
+
+    own = []
+    for number, key in enumerate(("seed", "+vars.other"), 1):
+        written = look(lambda config: written_keys(), OWN, f"{key}=3")
+        assert len(read) == number, "for the keys that were dropped, and for these"
+        own.append("seed" in written.own)
+    assert own == [True, False]
 
 
 @pytest.mark.parametrize("tracking", ["console", "tensorboard", "wandb"])
