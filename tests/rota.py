@@ -13,6 +13,7 @@ import pytest
 from tests.times import Expected
 
 SECONDS = 60.0  # of one worker
+_UNKNOWN = (10.0, 10.0)
 _KEY = pytest.StashKey[set[str]]()
 
 
@@ -22,12 +23,12 @@ def share(tests: Iterable[str], commit: str, expected: Expected, seconds: float 
     Args:
         tests: names of tests, in any order.
         commit: what a hash is made of, with each name.
-        expected: what tests take. One whose time is not known yet is taken for short.
+        expected: what tests take. One whose own time is not known is taken for one of ten seconds.
         seconds: what those that are chosen take together at most, as expected.
     """
     chosen, left = set(), seconds
     for test in sorted(tests, key=lambda test: hashlib.sha256(f"{commit} {test}".encode()).digest()):
-        takes = expected.of(test)[0]
+        takes, _ = expected.tests.get(test, _UNKNOWN)
         if takes <= left:
             chosen.add(test)
             left -= takes

@@ -14,7 +14,7 @@ from tests.times import Expected
 
 ROOT = Path(__file__).parents[1]
 _OF_ALL_KINDS = """
-import os, signal, sys, time, warnings
+import os, time, warnings
 from pathlib import Path
 import pytest
 from tests.preloaded import run_forked
@@ -35,12 +35,6 @@ def test_fails():
     print("said by a test that fails")
     assert 1 == 2
 
-def test_is_killed():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-def test_after_it(tmp_path):
-    assert not list(tmp_path.iterdir())
-
 def test_skips():
     pytest.skip("for a reason")
 
@@ -51,15 +45,25 @@ def test_computes_elsewhere(tmp_path):
 def test_waits():
     time.sleep(1)
 """
+_THAT_DIES = """
+import os, signal
+
+def test_is_killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def test_after_it(tmp_path):
+    assert not list(tmp_path.iterdir())
+"""
 
 
 def test_forked_workers_tell_all_that_one_process_tells(tmp_path: Path) -> None:
     """What passes, fails, warns and dies; a fixture of a file is made once; a forked program's time counts."""
     (tmp_path / "test_some.py").write_text(_OF_ALL_KINDS.replace("{folder}", str(tmp_path)))
+    (tmp_path / "test_other.py").write_text(_THAT_DIES)
     plugins = ["-p", "tests.workers", "-p", "tests.times", "--workers=2", f"--times={tmp_path}/times.json"]
     command = [sys.executable, "-m", "pytest", "-c", "/dev/null", "--rootdir", tmp_path, *plugins, "-rs"]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
-    done = subprocess.run([*command, tmp_path / "test_some.py"], env=environ, capture_output=True, text=True)
+    done = subprocess.run([*command, tmp_path], env=environ, capture_output=True, text=True)
     told = done.stdout
     assert done.returncode == 1, told + done.stderr
     assert not done.stderr
@@ -68,7 +72,7 @@ def test_forked_workers_tell_all_that_one_process_tells(tmp_path: Path) -> None:
     assert "said by a test that passes" not in told
     assert "UserWarning: a warning of a test" in told
     assert "for a reason" in told
-    assert "the worker that ran test_some.py::test_is_killed was killed by SIGKILL" in told
+    assert "the worker that ran test_other.py::test_is_killed was killed by SIGKILL" in told
     assert (tmp_path / "made").read_text() == (tmp_path / "ended").read_text() == "x"
     times = json.loads((tmp_path / "times.json").read_text())
     assert times["tests"]["test_some.py::test_computes_elsewhere"]["processor"] > 0.9

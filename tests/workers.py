@@ -85,6 +85,10 @@ class Pool:
             for server in self._servers.ready():
                 self._workers.append(self._fork(session, server))
             self._run(session, waiting)
+        except BaseException:  # Ctrl-C, or as many failures as were asked for: nobody waits for the others
+            for worker in self._workers:
+                os.kill(worker.pid, signal.SIGINT)
+            raise
         finally:
             self._end()
         return True
@@ -166,6 +170,8 @@ class Pool:
             for other in self._workers:  # or one would not learn that the others' other end is gone
                 other.pipe.close()
             _work(session, theirs, server)
+        except KeyboardInterrupt:
+            os._exit(2)
         except BaseException:
             sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
             os._exit(3)
@@ -209,17 +215,19 @@ def _work(session: pytest.Session, pipe: Connection, server: preloaded.Server) -
     server.use()
     meter = times.Meter(server.pid)
     following: Any = _Next(session)
-    while places := _received(pipe):
-        for place, after in zip(places, [*places[1:], None], strict=True):
-            item = session.items[place]
-            meter.start()
-            config.hook.pytest_runtest_protocol(
-                item=item, nextitem=following if after is None else session.items[after]
-            )
-            pipe.send(("test", (place, (item.nodeid, *meter.stop()))))
-        pipe.send(("unit", None))
-    session._setupstate.teardown_exact(None)
-    multiprocessing.util._exit_function()  # type: ignore[attr-defined]
+    try:
+        while places := _received(pipe):
+            for place, after in zip(places, [*places[1:], None], strict=True):
+                item = session.items[place]
+                meter.start()
+                config.hook.pytest_runtest_protocol(
+                    item=item, nextitem=following if after is None else session.items[after]
+                )
+                pipe.send(("test", (place, (item.nodeid, *meter.stop()))))
+            pipe.send(("unit", None))
+    finally:  # what several tests share, such as a server, ends with the worker
+        session._setupstate.teardown_exact(None)
+        multiprocessing.util._exit_function()  # type: ignore[attr-defined]
 
 
 def _received(pipe: Connection) -> list[int] | None:
