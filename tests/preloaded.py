@@ -36,6 +36,8 @@ from subprocess import CompletedProcess, TimeoutExpired
 from types import ModuleType
 from typing import IO, Any
 
+from tests import empty_store
+
 from azureml_strategy.cluster import environ as cluster_environ
 from azureml_strategy.emulator import processes
 
@@ -231,6 +233,7 @@ def serve(ends: Sequence[tuple[int, int]], told: int) -> None:
     """The program of the fork servers; each has a listening socket, and a pipe that is closed when it is to end."""
     for name in _IMPORTED_ONCE:
         import_module(name)
+    empty_store.make()
     pids = []
     for listener, alive in ends:
         pid = os.fork()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -78,6 +80,19 @@ def test_forked_workers_tell_all_that_one_process_tells(tmp_path: Path) -> None:
     assert times["tests"]["test_some.py::test_computes_elsewhere"]["processor"] > 0.9
     assert times["tests"]["test_some.py::test_waits"]["waiting"] > 0.8
     assert times["files"]["test_some.py"]["wall"] > 2
+
+
+def test_a_store_is_as_mlflow_makes_it(tmp_path: Path) -> None:
+    """Both in processes of their own: this one may have been told how already."""
+    ours = "from tests import empty_store; empty_store.make()"
+    for name, before in (("own", "pass"), ("copied", ours)):
+        script = f"{before}\nfrom mlflow import MlflowClient as C\nC('sqlite:///{name}.db').create_experiment('x')"
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")]), "PYTHONHASHSEED": "0"}
+        subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environ, check=True, capture_output=True)
+    own, copied = ([*sqlite3.connect(tmp_path / f"{name}.db").iterdump()] for name in ("own", "copied"))
+    times = re.compile(r"'active',\d+,\d+")
+    assert sorted(times.sub("", each) for each in own) == sorted(times.sub("", each) for each in copied)
+    assert len(own) > 100
 
 
 def test_the_rota_is_the_commits_and_comes_to_each_test() -> None:
