@@ -10,6 +10,7 @@ import logging
 import os
 import sqlite3
 import tempfile
+import warnings
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -37,7 +38,8 @@ def make() -> None:
 def _of_mlflow() -> list[str]:
     from mlflow import MlflowClient
 
-    logging.getLogger("mlflow").setLevel(logging.WARNING)  # here: a child's own
+    logging.getLogger("mlflow").setLevel(logging.WARNING)  # in a process of its own
+    warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "mlflow.db"
         MlflowClient(f"sqlite:///{path}").search_experiments()

@@ -126,7 +126,9 @@ def test_the_oldest_versions_are_due_where_something_they_depend_on_has_changed(
 def test_each_test_is_in_one_layer() -> None:
     """`make test-job`, `test-recipes` and `test-desk` are all of `make test`."""
     say = "layers: ; @echo $(JOB) $(RECIPES) $(DESK)"
-    said = subprocess.run(["make", "--eval", say, "layers"], cwd=ROOT, capture_output=True, text=True, check=True)
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}  # `make test`'s own
+    command = ["make", "--eval", say, "layers"]
+    said = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=True)
     entries = [
         path for path in (ROOT / "tests").iterdir() if path.name.startswith("test_") or any(path.rglob("test_*.py"))
     ]
