@@ -92,10 +92,7 @@ docs: .venv-test/installed
 	DS_ACCELERATOR=cpu .venv-test/bin/python -m sphinx -c docs -b html -d build/doctrees -W --keep-going -n . build/site
 
 lint: .venv-test/installed
-	.venv-test/bin/ruff check .
-	.venv-test/bin/ruff format --check .
-	.venv-test/bin/mypy
-	.venv-test/bin/lint-imports
+	.venv-test/bin/python -m pytest -q tests/test_lint.py
 
 # zizmor looks for what an attacker could do with a workflow; the schemas are GitHub's.
 lint-workflows: .venv-release/installed

@@ -102,7 +102,11 @@ def _use_scratch_folder(config: pytest.Config) -> None:
     def remove() -> None:
         multiprocessing.util._exit_function()  # type: ignore[attr-defined]  # it has a folder of its own there
         shutil.rmtree(folder, ignore_errors=True)
-        os.environ["TMPDIR"], tempfile.tempdir = before or "", None
+        tempfile.tempdir = None
+        if before is None:
+            del os.environ["TMPDIR"]
+        else:
+            os.environ["TMPDIR"] = before
 
     config.add_cleanup(remove)
 

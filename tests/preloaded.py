@@ -204,7 +204,7 @@ class Servers:
             listener.listen()
         pipes = [os.pipe() for _ in range(count)]
         self._reader, writer = os.pipe()
-        self._alive = [alive for _, alive in pipes]
+        self._alive, self._pids = [alive for _, alive in pipes], list[int]()
         ends = [(listener.fileno(), end) for listener, (end, _) in zip(self._listeners, pipes, strict=True)]
         program = f"import sys; sys.path[:] = {sys.path}; from tests.preloaded import serve; serve({ends}, {writer})"
         self._root = subprocess.Popen([sys.executable, "-c", program], pass_fds=[writer, *chain.from_iterable(ends)])
@@ -216,13 +216,17 @@ class Servers:
         with os.fdopen(self._reader) as told:
             pids = [int(line) for line in told]
         assert len(pids) == len(self._alive), "the fork servers did not start: their errors are above"
+        self._pids = pids
         addresses = [str(listener.getsockname()) for listener in self._listeners]
         return [Server(*each) for each in zip(pids, addresses, self._alive, strict=True)]
 
     def close(self) -> None:
-        """End them, once nobody else uses them."""
+        """End them: a program that a test left behind may have their pipes open still."""
         for alive in self._alive:
             os.close(alive)
+        for pid in self._pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
         for listener in self._listeners:
             os.unlink(listener.getsockname())
             listener.close()

@@ -1,7 +1,7 @@
 """`pytest --workers=8` runs tests in workers forked from the process that collected them, and keeps two cores busy.
 
 Collecting 7,800 tests takes longer than most of them run, so it is done once. A unit is one test that takes long, a
-file's short tests, or tests that share a fixture of their file. The units that compute most are handed out first, as
+file's short tests, or tests that share a fixture of their file. The units that take longest are handed out first, as
 long as their processes are expected to use no more processors than there are; one that mostly waits takes a place
 beside them. What they are expected to use is in tests/times.json: see tests/times.py.
 """
@@ -14,7 +14,6 @@ import signal
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from multiprocessing.connection import Connection, Pipe, wait
@@ -49,6 +48,7 @@ class _Worker:
     pid: int
     pipe: Connection
     server: preloaded.Server
+    ended: int  # can be read once the process is no more; a child of its own may still hold the pipe
     unit: Unit | None = None
     done: list[int] = field(default_factory=list)
 
@@ -89,19 +89,22 @@ class Pool:
         except BaseException:  # Ctrl-C, or as many failures as were asked for: nobody waits for the others
             for worker in self._workers:
                 os.kill(worker.pid, signal.SIGINT)
-            raise
-        finally:
             self._end()
+            raise
+        for name in self._end():
+            text = "it could not end what its tests share: what it wrote to standard error says why"
+            self._report(pytest.TestReport(name, (name, None, name), {}, "failed", text, "teardown"))
         return True
 
     def _run(self, session: pytest.Session, waiting: list[Unit]) -> None:
         while waiting or any(worker.unit for worker in self._workers):
             self._hand_out(waiting)
-            for pipe in wait([worker.pipe for worker in self._workers if worker.unit]):
-                worker = next(each for each in self._workers if each.pipe is pipe)
-                try:
-                    self._receive(worker, worker.pipe.recv())
-                except (EOFError, ConnectionResetError):
+            busy = [worker for worker in self._workers if worker.unit]
+            ready = wait([each for worker in busy for each in (worker.pipe, worker.ended)])
+            for worker in busy:
+                if worker.pipe in ready:
+                    self._receive_from(session, worker)
+                elif worker.ended in ready:
                     self._replace(session, worker)
             if session.shouldfail:
                 raise session.Failed(session.shouldfail)
@@ -124,11 +127,15 @@ class Pool:
             worker.done = []
             worker.pipe.send(unit.tests)
 
-    def _receive(self, worker: _Worker, message: tuple[str, Any]) -> None:
-        kind, value = message
+    def _receive_from(self, session: pytest.Session, worker: _Worker) -> None:
+        try:
+            kind, value = worker.pipe.recv()
+        except (EOFError, ConnectionResetError):
+            self._replace(session, worker)
+            return
         hook = self._config.hook
         if kind == "report":
-            hook.pytest_runtest_logreport(report=hook.pytest_report_from_serializable(config=self._config, data=value))
+            self._report(hook.pytest_report_from_serializable(config=self._config, data=value))
         elif kind == "warning":
             shown = warnings.WarningMessage(UserWarning(value.pop("message")), UserWarning, "", 0)
             hook.pytest_warning_recorded.call_historic(kwargs={"warning_message": shown, **value})
@@ -139,19 +146,19 @@ class Pool:
         else:
             worker.unit = None
 
+    def _report(self, report: pytest.TestReport) -> None:
+        self._config.hook.pytest_runtest_logreport(report=report)
+
     def _replace(self, session: pytest.Session, worker: _Worker) -> None:
         """The test that a worker died in has failed; another worker runs those that were to follow."""
-        _, status = os.waitpid(worker.pid, 0)
+        code = self._left(worker)
         assert worker.unit is not None
         left = [place for place in worker.unit.tests if place not in worker.done]
-        code = os.waitstatus_to_exitcode(status)
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with {code}"
         item = session.items[left[0]] if left else session.items[worker.unit.tests[-1]]
         text = f"the worker that ran {item.nodeid} {how}"
-        report = pytest.TestReport(item.nodeid, item.location, {}, "failed", text, "call")
-        self._config.hook.pytest_runtest_logreport(report=report)
+        self._report(pytest.TestReport(item.nodeid, item.location, {}, "failed", text, "call"))
         self._workers.remove(worker)
-        worker.pipe.close()
         again = self._fork(session, worker.server)
         self._workers.append(again)
         if left[1:]:
@@ -165,7 +172,7 @@ class Pool:
         pid = os.fork()
         if pid:
             theirs.close()
-            return _Worker(pid, ours, server)
+            return _Worker(pid, ours, server, os.pidfd_open(pid))
         try:
             ours.close()
             for other in self._workers:  # or one would not learn that the others' other end is gone
@@ -178,13 +185,20 @@ class Pool:
             os._exit(3)
         os._exit(0)
 
-    def _end(self) -> None:
-        for worker in self._workers:
+    def _end(self) -> list[str]:
+        """The workers that could not end as they should."""
+        workers, self._workers = self._workers, []
+        for worker in workers:
             worker.pipe.close()  # it ends what it shares among tests, and leaves
-        for worker in self._workers:
-            with suppress(ChildProcessError):
-                os.waitpid(worker.pid, 0)
-        self._workers = []
+        return [f"worker {worker.pid}" for worker in workers if self._left(worker)]
+
+    @staticmethod
+    def _left(worker: _Worker) -> int:
+        """The exit code of a worker that leaves, or minus the signal that ended it."""
+        _, status = os.waitpid(worker.pid, 0)
+        os.close(worker.ended)
+        worker.pipe.close()
+        return os.waitstatus_to_exitcode(status)
 
     def pytest_sessionfinish(self) -> None:
         if self._servers is not None:
