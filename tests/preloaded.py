@@ -22,6 +22,7 @@ import threading
 import time
 import traceback
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -237,6 +238,9 @@ def serve(ends: Sequence[tuple[int, int]], told: int) -> None:
     """The program of the fork servers; each has a listening socket, and a pipe that is closed when it is to end."""
     for name in _IMPORTED_ONCE:
         import_module(name)
+    # Torch's libraries would take back what they registered, and copy 40 MB of shared memory, as each program ends.
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
     empty_store.make()
     pids = []
     for listener, alive in ends:
