@@ -55,12 +55,16 @@ def test_a_rank_that_stalls_is_named(run_job: RunJob, tmp_path: Path, strategy: 
 )
 @pytest.mark.parametrize("machines", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_a_rank_that_is_killed_is_named(run_job: RunJob, rank: int, fate: str, machines: bool) -> None:
-    """Also one of which nothing was heard yet, or that dies before the watches meet."""
+    """Also one of which nothing was heard yet, or that dies before the watches meet.
+
+    Until then, another machine knows no port to ask for a process; that rank 0's store has ended it sees.
+    """
     job = run(run_job, rank, fate, machines=machines)
     assert job.exit_code == 1, job.output
-    assert f"rank {rank} (node {rank}, host {HOST}) is gone" in job.output
+    unseen = machines and rank == 1 and fate == "killed before"
+    assert (f"rank {rank} (node {rank}, host {HOST}) is gone" in job.output) != unseen
     assert job.results[1 - rank]["exception"] == "RuntimeError"
-    assert any(f"rank {rank} (" in note for note in job.results[1 - rank]["notes"]) or NO_NOTES
+    assert any(f"rank {rank} (" in note for note in job.results[1 - rank]["notes"]) != unseen or NO_NOTES
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
