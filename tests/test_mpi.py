@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import importlib
 import os
-import subprocess
-import sys
 
 import pytest
+from tests.preloaded import run_forked
 
 from azureml_strategy.cluster.emulated import EmulatedRun, azure_variables
 from azureml_strategy.cluster.environ import LAUNCH_SWITCH, THROUGHPUT_SWITCH, TRACKING_SWITCH
@@ -19,6 +18,7 @@ pytest.importorskip("pytorch_lightning")
 STARTED_MPI = 77
 FAKE = f"import os\nos._exit({STARTED_MPI})  # as Open MPI's MPI_Init without ssh\n"
 SCRIPT = """
+import gc
 import os
 import socket
 import sys
@@ -26,8 +26,6 @@ import sys
 import torch
 import deepspeed
 import lightning.pytorch
-import networkx
-import torch._inductor.compile_fx
 import pytorch_lightning
 from lightning.fabric import Fabric
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -59,6 +57,7 @@ def fit(**arguments):
     print(trainer.global_step)
 
 
+gc.freeze()
 # Each job is another process, which need not import all anew.
 for environ, call in eval(sys.argv[1]):
     sys.stdout.flush()
@@ -118,11 +117,10 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
     calls = [(job, f"(print('call'), {call})") for call, (jobs, _) in CASES.items() for job in jobs]
-    environ = {**os.environ, "PYTHONPATH": str(folder), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-c", SCRIPT, repr(calls)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environ, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    last = iter([part.splitlines()[-1] if part else done.stderr for part in done.stdout.split("call\n")[1:]])
+    (folder / "script.py").write_text(SCRIPT)
+    done = run_forked([str(folder / "script.py"), repr(calls)], {**os.environ, "PYTHONPATH": str(folder)}, 500)
+    assert done.returncode == 0, done.stdout
+    last = iter([part.splitlines()[-1] if part else done.stdout for part in done.stdout.split("call\n")[1:]])
     return {call: [next(last) for _ in jobs] for call, (jobs, _) in CASES.items()}
 
 

@@ -302,11 +302,14 @@ def command_line(environ: dict[str, str], *arguments: str) -> subprocess.Complet
     return subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=200)
 
 
-def test_what_needs_no_extra_works_and_what_does_says_which(without_extras: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_what_needs_no_extra_works_and_what_does_says_which(
+    without_extras: dict[str, str], tmp_path: Path, nodes: int
+) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    done = command_line(without_extras, "emulate", "--nodes", "2", "--", sys.executable, "train.py")
+    done = command_line(without_extras, "emulate", "--nodes", str(nodes), "--", sys.executable, "train.py")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "processes: 2" in done.stdout
+    assert f"processes: {nodes}" in done.stdout
     metrics = MlflowClient("sqlite:///mlflow.db").search_runs(["1"])[0].data.metrics
     assert {"loss", "summary/samples_per_second"} <= metrics.keys()
     assert list((tmp_path / "checkpoints").glob("*.ckpt"))

@@ -62,6 +62,19 @@ def test_is_killed():
 def test_after_it(tmp_path):
     assert not list(tmp_path.iterdir())
 """
+# Run by every interpreter of that run: what its fork servers import otherwise, which takes seconds, it has no use for.
+_NOTHING_PRELOADED = """
+from tests import empty_store, preloaded
+
+preloaded._IMPORTED_ONCE.clear()
+empty_store.make = lambda: None
+"""
+
+
+def _environ(folder: Path) -> dict[str, str]:
+    """The variables of a run of the tests in a folder."""
+    (folder / "sitecustomize.py").write_text(_NOTHING_PRELOADED)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT), str(ROOT / "src")])}
 
 
 def test_forked_workers_tell_all_that_one_process_tells(tmp_path: Path) -> None:
@@ -70,9 +83,8 @@ def test_forked_workers_tell_all_that_one_process_tells(tmp_path: Path) -> None:
     (tmp_path / "test_other.py").write_text(_THAT_DIES.replace("{folder}", str(tmp_path)))
     plugins = ["-p", "tests.workers", "-p", "tests.times", "--workers=2", f"--times={tmp_path}/times.json"]
     command = [sys.executable, "-m", "pytest", "-c", "/dev/null", "--rootdir", tmp_path, *plugins, "-rs"]
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
     with (tmp_path / "told").open("w") as output, (tmp_path / "errors").open("w") as errors:
-        done = subprocess.run([*command, tmp_path], env=environ, stdout=output, stderr=errors)
+        done = subprocess.run([*command, tmp_path], env=_environ(tmp_path), stdout=output, stderr=errors)
     os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)  # the run did not wait for it
     told, wrong = (tmp_path / "told").read_text(), (tmp_path / "errors").read_text()
     assert done.returncode == 1, told + wrong
@@ -94,8 +106,8 @@ def test_what_a_worker_cannot_end_fails_the_run(tmp_path: Path) -> None:
     text = "import pytest\n@pytest.fixture(scope='session')\ndef one():\n    yield\n    assert 1 == 2, 'not ended'\n"
     (tmp_path / "test_some.py").write_text(text + "def test_of_it(one):\n    pass\n")
     command = [sys.executable, "-m", "pytest", "-c", "/dev/null", "--rootdir", tmp_path, "-p", "tests.workers"]
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
-    done = subprocess.run([*command, "--workers=1", tmp_path], env=environ, capture_output=True, text=True)
+    command += ["--workers=1", tmp_path]
+    done = subprocess.run(command, env=_environ(tmp_path), capture_output=True, text=True)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "1 passed, 1 error" in done.stdout
     assert "it could not end what its tests share" in done.stdout

@@ -21,25 +21,23 @@ from tests.faults.agent import Agent, enter_namespace
 from tests.multiprocess.scripts.common import report
 from tests.multiprocess.scripts.noisy import Curve, Tokens, fit
 
+from azureml_strategy import strategies
 from azureml_strategy.models import GPTConfig, LanguageModel
 from azureml_strategy.preemption.termination import TerminateTogether
-from azureml_strategy.strategies import (
-    AzureMLDDPStrategy,
-    AzureMLDeepSpeedStrategy,
-    AzureMLModelParallelStrategy,
-    PipelineStrategy,
-)
 from azureml_strategy.tracking import JobMLFlowLogger
 
 # How long a collective waits for a rank that the network no longer reaches; half an hour by default.
 TIMEOUT = timedelta(seconds=float(os.environ.get("FAULTS_TIMEOUT_S", "60")))
+# Each is imported where it trains: a process of DDP need not import DeepSpeed.
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     # torch's DDP sorts its buckets anew after the first step of each process, and more than two ranks add up what lies
     # elsewhere in a bucket in another order: equal but for the last bits. It does not where parameters may be unused.
-    "ddp": lambda: AzureMLDDPStrategy(timeout=TIMEOUT, find_unused_parameters=int(os.environ["WORLD_SIZE"]) > 2),
-    "zero": lambda: AzureMLDeepSpeedStrategy(stage=3, timeout=TIMEOUT),
-    "pipeline": lambda: PipelineStrategy(micro_batches=2, timeout=TIMEOUT),
-    "model_parallel": lambda: AzureMLModelParallelStrategy(timeout=TIMEOUT),
+    "ddp": lambda: strategies.AzureMLDDPStrategy(
+        timeout=TIMEOUT, find_unused_parameters=int(os.environ["WORLD_SIZE"]) > 2
+    ),
+    "zero": lambda: strategies.AzureMLDeepSpeedStrategy(stage=3, timeout=TIMEOUT),
+    "pipeline": lambda: strategies.PipelineStrategy(micro_batches=2, timeout=TIMEOUT),
+    "model_parallel": lambda: strategies.AzureMLModelParallelStrategy(timeout=TIMEOUT),
 }
 # DeepSpeed divides a batch by the number of its micro-batches itself.
 OPTIONS: dict[str, Any] = {"pipeline": {"accumulate_grad_batches": 1, "val_check_interval": 16}}

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 import pytest
+from tests.preloaded import run_forked
+from torch.distributed.flight_recorder import fr_trace
 
 from azureml_strategy.hang_detection import flight_recorder
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The folder of a process that has recorded, and what it says."""
+    """The folder of a process that has recorded, and what it says at the end."""
     folder = tmp_path_factory.mktemp("recorded")
-    command = [sys.executable, str(Path(__file__).with_name("recorded.py")), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return folder, done.stdout
+    done = run_forked([str(Path(__file__).with_name("recorded.py")), str(folder)], os.environ, timeout=100)
+    assert done.returncode == 0, done.stdout
+    return folder, done.stdout.splitlines()[-1]
 
 
 def test_collectives_of_each_group(recorded: tuple[Path, str]) -> None:
@@ -34,10 +34,7 @@ def test_collectives_of_each_group(recorded: tuple[Path, str]) -> None:
 
 
 def test_the_trace_is_what_torchs_analyser_reads(recorded: tuple[Path, str]) -> None:
-    program = "from torch.distributed.flight_recorder.fr_trace import main; main()"
-    read = [sys.executable, "-c", program, str(recorded[0] / "traces")]
-    done = subprocess.run(read, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    fr_trace.main([str(recorded[0] / "traces")])
 
 
 def test_no_recorder_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,12 @@
 """Runs training loops of Fabric under a strategy, in the processes of a job, and writes the weights they end with.
 
-    python tests/situations/fabric.py OUTPUT LAYOUT[,LAYOUT...] [LOOP...]
+    python tests/situations/fabric.py OUTPUT LAYOUT[,LAYOUT...] [[LAYOUT/]LOOP...]
 
-`alone` is the layout of one process without a strategy: the oracle.
+`alone` is the layout of one process without a strategy: the oracle. A loop with a layout is of that one alone.
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 import traceback
@@ -23,7 +22,7 @@ from lightning.fabric.strategies import Strategy
 from tests.multiprocess.scripts.strategies import BUCKETS
 from tests.situations.loops import LOOPS, Loop, batches
 from tests.situations.refused_by_fabric import LEFT_OUT, REFUSED
-from tests.situations.running import ACCELERATOR, ALONE, RANK, WORLD, prepare, process_group, whole
+from tests.situations.running import ACCELERATOR, ALONE, RANK, WORLD, collect, of_layout, prepare, process_group, whole
 
 from azureml_strategy.strategies.errors import ConfigurationError
 from azureml_strategy.strategies.fabric import (
@@ -97,11 +96,10 @@ def _is_told(layout: str, name: str, error: str) -> bool:
 def main() -> None:
     output, layouts, names = Path(sys.argv[1]), sys.argv[2].split(","), sys.argv[3:] or list(LOOPS)
     prepare()
-    gc.freeze()  # what is imported: a collection after each loop would go through it
     output.mkdir(parents=True, exist_ok=True)
     with (output / f"{RANK}.jsonl").open("a") as results:
         for layout in layouts:
-            for name in [each for each in names if each not in LEFT_OUT.get(layout, ())]:
+            for name in [each for each in of_layout(layout, names) if each not in LEFT_OUT.get(layout, ())]:
                 print(f"{layout}/{name}", flush=True)
                 result = train(layout, LOOPS[name])
                 print(json.dumps([f"{layout}/{name}", result]), file=results, flush=True)
@@ -112,7 +110,7 @@ def main() -> None:
                     and not _is_told(layout, name, result["error"])
                 ):
                     return  # the ranks may be in different collectives, and nothing after it would mean anything
-                gc.collect()
+                collect()
     if dist.is_initialized():
         dist.destroy_process_group()
 

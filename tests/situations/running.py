@@ -1,8 +1,8 @@
 """Trains situations under a strategy, in the processes of a job, and writes the weights and losses that they end with.
 
-    python tests/situations/running.py OUTPUT LAYOUT[,LAYOUT...] [SITUATION...]
+    python tests/situations/running.py OUTPUT LAYOUT[,LAYOUT...] [[LAYOUT/]SITUATION...]
 
-`alone` is the layout of one process without a strategy: the oracle.
+`alone` is the layout of one process without a strategy: the oracle. A situation with a layout is of that one alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -143,6 +143,17 @@ def differences(found: Mapping[str, Any], oracle: Mapping[str, Any]) -> list[str
     return words
 
 
+def of_layout(layout: str, names: Iterable[str]) -> list[str]:
+    """Those of the names that are for all layouts, `NAME`, or for this one, `LAYOUT/NAME`."""
+    return [name for each in names if "/" not in (name := each.removeprefix(f"{layout}/"))]
+
+
+def collect() -> None:
+    """Free what a training has left, and have the next collections, DeepSpeed's own too, not visit all libraries."""
+    gc.collect()
+    gc.freeze()
+
+
 def prepare() -> None:
     os.environ.setdefault("DS_ACCELERATOR", ACCELERATOR)
     torch.set_num_threads(1)
@@ -157,13 +168,13 @@ def main() -> None:
     output.mkdir(parents=True, exist_ok=True)
     with (output / f"{RANK}.jsonl").open("a") as results:
         for layout in layouts:
-            for name in names:
+            for name in of_layout(layout, names):
                 print(f"{layout}/{name}", flush=True)
                 result = train(layout, SITUATIONS[name])
                 print(json.dumps([f"{layout}/{name}", result]), file=results, flush=True)
                 if WORLD > 1 and result["steps"] and "error" in result and not result["refused"]:
                     return  # the ranks may be in different collectives, and nothing after it would mean anything
-                gc.collect()
+                collect()
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -17,7 +17,7 @@ from tests.preloaded import Forked
 from tests.tracking.server import Server
 
 from azureml_strategy.cli import main
-from azureml_strategy.tracking import JobMLFlowLogger, RunReport, TrackingError
+from azureml_strategy.tracking import JobMLFlowLogger, RunReport, TrackingError, writer
 from azureml_strategy.tracking.batch import Batch, TextFile, param, tag
 from azureml_strategy.tracking.run import RunRequest
 from azureml_strategy.tracking.spool import Spool, find_spools
@@ -190,13 +190,18 @@ def test_a_password_is_never_shown(
 
 
 def test_a_file_of_this_machine_is_sent_once_the_server_is_back(
-    away: Server, client: MlflowClient, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    away: Server,
+    client: MlflowClient,
+    make_logger: MakeLogger,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     file, gone = tmp_path / "trace.json.gz", tmp_path / "gone.json.gz"
     for each in (file, gone):
         each.write_bytes(bytes(range(256)))
-    logger = JobMLFlowLogger("away", run_name="first", folder=tmp_path, flush_interval_s=0.05)
-    with warnings.catch_warnings(record=True):
+    logger = make_logger(experiment_name="away", run_name="first", folder=tmp_path, flush_interval_s=0.05)
+    with warnings.catch_warnings(record=True), monkeypatch.context() as patched:
+        patched.setattr(writer, "_PATIENCE_S", 0.5)
         logger.log_file(file, "profile")
         logger.log_file(gone, "profile")
         logger.finalize()
@@ -205,7 +210,8 @@ def test_a_file_of_this_machine_is_sent_once_the_server_is_back(
     gone.unlink()
     away.start()
     with pytest.warns(UserWarning, match=r"gone\.json\.gz is no longer there"):
-        _upload_all(capsys, tmp_path)
+        assert logger.flush()  # the file is its thread's, as long as this process lives
+    assert find_spools(tmp_path) == []
     (run,) = client.search_runs([each.experiment_id for each in client.search_experiments()])
     kept = client.download_artifacts(run.info.run_id, "profile/trace.json.gz")
     assert Path(kept).read_bytes() == bytes(range(256))
@@ -218,8 +224,3 @@ def test_a_file_that_another_process_removes_meanwhile_is_none(tmp_path: Path) -
     sent = Spool(tmp_path / "mlflow-2.unsent.jsonl")
     assert not sent.hold()
     assert not sent.path.exists()
-
-
-def _upload_all(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-    while find_spools(folder):  # the logger's thread may be faster than the command
-        _upload(capsys, str(folder))

@@ -21,16 +21,16 @@ from tests.faults.training import TIMEOUT
 from tests.multiprocess.scripts.common import report
 from tests.multiprocess.scripts.noisy import Curve
 
+from azureml_strategy import strategies
 from azureml_strategy.checkpoint import JobCheckpoint
 from azureml_strategy.checkpoint.resume import checkpoint_to_resume
 from azureml_strategy.preemption.termination import TerminateTogether
-from azureml_strategy.strategies import AzureMLDDPStrategy, AzureMLDeepSpeedStrategy
 
 # What the script adds goes to DDP only. ONE_PROCESS is for `chain.py`: it needs no process group.
 ONE_PROCESS = "auto"
 STRATEGIES: dict[str, Callable[..., Any]] = {
-    DDP: lambda **added: AzureMLDDPStrategy(timeout=TIMEOUT, **added),
-    ZERO: lambda **added: AzureMLDeepSpeedStrategy(stage=2, timeout=TIMEOUT),
+    DDP: lambda **added: strategies.AzureMLDDPStrategy(timeout=TIMEOUT, **added),
+    ZERO: lambda **added: strategies.AzureMLDeepSpeedStrategy(stage=2, timeout=TIMEOUT),
     ONE_PROCESS: lambda **added: "auto",
 }
 

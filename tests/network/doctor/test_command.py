@@ -7,9 +7,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
+from tests.emulator.conftest import _empty_store as _empty_store
+from tests.emulator.conftest import store as store
+
+from azureml_strategy.emulator import EmulatedJob, emulate
 
 COMMAND = [sys.executable, "-m", "azureml_strategy.cli", "doctor"]
 LOG = "host:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/IB/0/GDRDMA\n"
@@ -34,14 +37,17 @@ def test_this_machine() -> None:
     assert {"launch", "job", "node", "plan", "versions"} < document.keys()
 
 
-def test_an_emulated_job_has_no_problem_of_its_own(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("store")
+def test_an_emulated_job_has_no_problem_of_its_own(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The emulator's nodes meet on the loopback interface, which is wrong only between machines."""
-    emulate = [sys.executable, "-m", "azureml_strategy.cli", "emulate", "--nodes", "2", "--", *COMMAND]
-    environ = {**os.environ, "COLUMNS": "80"}
-    done = subprocess.run(emulate, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
-    assert done.stdout.count("2 node(s) x 1 process(es)") >= 1
-    assert "SOCKET_IFNAME" not in "".join(line for line in done.stdout.splitlines() if "PROBLEM" in line)
+    monkeypatch.setenv("COLUMNS", "80")
+    exit_code = emulate(EmulatedJob(COMMAND, nodes=2))
+    told = capsys.readouterr().out
+    assert exit_code == 0, told
+    assert told.count("2 node(s) x 1 process(es)") >= 1
+    assert "SOCKET_IFNAME" not in "".join(line for line in told.splitlines() if "PROBLEM" in line)
 
 
 def test_in_a_job(job: Callable[..., dict[str, str]]) -> None:
