@@ -62,9 +62,8 @@ def samples(output: Path, ranks_of_attempt: list[int]) -> Samples:
 CACHE = {"cache": "cache", "cache_limit": "1MB"}
 DEFAULT = [
     (1, "folder", {"num_workers": 0}),
-    (2, "blob", {"num_workers": 0}),
-    (4, "blob with faults", {"num_workers": 2, **CACHE}),  # cold
-    (2, "blob", {"num_workers": 4, **CACHE}),  # warm
+    (2, "blob with faults", {"num_workers": 2, **CACHE}),  # cold
+    (4, "blob", {"num_workers": 0, **CACHE}),  # warm
     (1, "folder", {"num_workers": 2, **CACHE, "cache_limit": "20KB"}),
 ]
 EVERY = [
