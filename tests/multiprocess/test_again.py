@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tests.multiprocess.conftest import RunJob
+from tests.situations.running import LAYOUTS
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
@@ -20,16 +21,23 @@ def of_mesh(layout: str) -> int:
     return int(layout in ("fsdp2", "tensor_parallel"))
 
 
-def test_nothing_of_a_training_outlives_it(run_job: RunJob) -> None:
+@pytest.mark.parametrize(
+    ("trainings", "layouts"),
+    [
+        pytest.param(1, [each for each in LAYOUTS if each != "zero_1"], id="one of each kind"),
+        pytest.param(2, list(LAYOUTS), id="all", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_nothing_of_a_training_outlives_it(run_job: RunJob, trainings: int, layouts: list[str]) -> None:
     """Hooks of a first engine would take part in a second training, and keep the optimizer's state on the GPU."""
-    job = run_job("let_go.py", nodes=2)
+    job = run_job("let_go.py", trainings, *layouts, nodes=2)
     assert job.exit_code == 0, job.output
     for left in job.each("left"):
-        assert left == {layout: {"hooks": 0, "alive": []} for layout in left}
+        assert left == {layout: {"hooks": 0, "alive": []} for layout in layouts}
     assert job.each("error") == ["ValueError: an error of the user's"] * 2
     # Each of NCCL's holds memory of the GPU until the process ends. DTensors of a former training use those of a mesh.
     for groups in job.each("groups"):
-        assert groups == {layout: [of_mesh(layout)] * 2 for layout in groups}
+        assert groups == {layout: [of_mesh(layout)] * trainings for layout in layouts}
     # That of a model made in configure_model is the GPU, on which no generator of the user's shuffles.
     for loaders in job.each("loaders"):
         assert loaders == dict.fromkeys(loaders, "cpu")

@@ -14,26 +14,40 @@ from azureml_strategy.checkpoint.consolidate import consolidate
 pytestmark = pytest.mark.usefixtures("nan_in_fresh_memory")
 
 BY_HAND, VALIDATED, OWN = 9, 12, 14
+# The first three are one of each kind; from these, other numbers of ranks go on.
+RULES = (
+    *("outer", "under way", "int8, outer, fragments"),
+    *("plain", "int8", "staleness one", "mixing", "in the warm-up", "own schedule"),
+)
 TOLERANCE = 1e-12
 
 
 @pytest.mark.slow
-def test_checkpoints(run_job: RunJob, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "rules",
+    [
+        pytest.param(RULES[:3], id="one of each kind"),
+        pytest.param(RULES, id="all", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_checkpoints(run_job: RunJob, tmp_path: Path, rules: tuple[str, ...]) -> None:
     """One test, as all go on from what one job has written."""
-    job = run_job("local_sgd_checkpoints.py", "write", nodes=2)
+    job = run_job("local_sgd_checkpoints.py", "write", *rules, nodes=2)
     assert job.exit_code == 0, job.output
-    for name in job.results[0]["write"]["rules"]:
+    for name in rules:
         check_exact(name, [rank["rules"][name] for rank in job.each("write")])
     check_exact("job checkpoint", [rank["job checkpoint"] for rank in job.each("write")])
-    check_averages(job, tmp_path / "saved")
+    for name in set(rules) & {"plain", "outer", "under way"}:
+        check_averages(job, tmp_path / "saved", name)
     check_others(job)
     check_refused(job)
     for ranks in (1, 3):
-        elsewhere = run_job("local_sgd_checkpoints.py", "elsewhere", nodes=ranks)
+        elsewhere = run_job("local_sgd_checkpoints.py", "elsewhere", *rules[:3], nodes=ranks)
         assert elsewhere.exit_code == 0, elsewhere.output
         check_elsewhere(job, [elsewhere.results[rank]["elsewhere"] for rank in range(ranks)])
-    # One rank has nothing to sort, three have, where gradients are summed.
-    assert elsewhere.results[0]["elsewhere"]["warned"] == {"apart": False, "in the warm-up": True, "ddp": True}
+        # One rank has nothing to sort, three have, where gradients are summed.
+        summed = {"in the warm-up": ranks > 1, "ddp": ranks > 1}
+        assert elsewhere.results[0]["elsewhere"]["warned"] == {"apart": False, **summed}
 
 
 def mean(lists: list[list[float]]) -> Any:
@@ -51,19 +65,18 @@ def check_exact(name: str, ranks: list[dict[str, Any]]) -> None:
             assert resumed["final"] == undisturbed["final"], f"{name}, from step {step}"
 
 
-def check_averages(job: Job, folder: Path) -> None:
+def check_averages(job: Job, folder: Path, name: str) -> None:
     """`averaged.ckpt` is an ordinary file with the means, also when `consolidate` has made it."""
     with scripts_on_path():
         from replicas import Replica, values
-    for name in ("plain", "under way"):
-        own = [rank["rules"][name]["saving"]["weights"] for rank in job.each("write")]
-        for step, place in ((BY_HAND, ""), (VALIDATED, "validated"), (OWN, "")):
-            path = folder / name / place / f"step={step}.ckpt"
-            loaded = Replica.load_from_checkpoint(path / "averaged.ckpt", batch_norm=True)
-            assert values(loaded) == mean([rank[str(step)] for rank in own]), f"{name}, step {step}"
-            assert sorted(file.name for file in path.iterdir()) == ["averaged.ckpt", "rank_00000.pt", "rank_00001.pt"]
-        consolidate(path, folder / f"{name}.ckpt")
-        assert values(Replica.load_from_checkpoint(folder / f"{name}.ckpt", batch_norm=True)) == values(loaded)
+    own = [rank["rules"][name]["saving"]["weights"] for rank in job.each("write")]
+    for step, place in ((BY_HAND, ""), (VALIDATED, "validated"), (OWN, "")):
+        path = folder / name / place / f"step={step}.ckpt"
+        loaded = Replica.load_from_checkpoint(path / "averaged.ckpt", batch_norm=True)
+        assert values(loaded) == mean([rank[str(step)] for rank in own]), f"{name}, step {step}"
+        assert sorted(file.name for file in path.iterdir()) == ["averaged.ckpt", "rank_00000.pt", "rank_00001.pt"]
+    consolidate(path, folder / f"{name}.ckpt")
+    assert values(Replica.load_from_checkpoint(folder / f"{name}.ckpt", batch_norm=True)) == values(loaded)
 
 
 def check_others(job: Job) -> None:

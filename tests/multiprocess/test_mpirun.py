@@ -19,8 +19,9 @@ def own_port() -> dict[str, str]:
     return {"MASTER_PORT": str(free_port())}
 
 
-def test_ranks_come_from_mpirun(run_job: RunJob) -> None:
-    job = run_job("under_mpirun.py", 2, {"strategy": "azureml_ddp"}, distribution="none", extra=own_port())
+@pytest.mark.parametrize("how", ["forked", pytest.param("started", marks=pytest.mark.exhaustive)])
+def test_ranks_come_from_mpirun(run_job: RunJob, how: str) -> None:
+    job = run_job("under_mpirun.py", how, 2, {"strategy": "azureml_ddp"}, distribution="none", extra=own_port())
     assert job.exit_code == 0, job.output
     assert job.each("world_size") == [2, 2]
     assert sorted(row for rows in job.each("read") for row in rows) == list(range(64))
@@ -28,7 +29,8 @@ def test_ranks_come_from_mpirun(run_job: RunJob) -> None:
 
 @pytest.mark.exhaustive
 def test_a_stock_trainer_is_guarded(run_job: RunJob) -> None:
-    job = run_job("under_mpirun.py", 2, {"strategy": "auto", "plugin": False}, distribution="none", extra=own_port())
+    arguments = {"strategy": "auto", "plugin": False}
+    job = run_job("under_mpirun.py", "started", 2, arguments, distribution="none", extra=own_port())
     assert job.exit_code != 0
     assert "LaunchError" in job.output
     assert not job.results

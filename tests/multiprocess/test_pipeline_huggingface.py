@@ -14,17 +14,24 @@ VARIANTS = ("in_init", "weighted", "own_head", "classifier")
 
 
 @pytest.mark.timeout(600)
-def test_two_stages_give_the_numbers_of_transformers_alone(run_job: RunJob) -> None:
-    job = run_job("pipeline_huggingface.py", "two_processes", nodes=2)
+@pytest.mark.parametrize(
+    "families",
+    [
+        pytest.param(("gemma3_text", "gpt2"), id="one of each kind"),  # the modules below are of the others
+        pytest.param(FAMILIES, id="all", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_two_stages_give_the_numbers_of_transformers_alone(run_job: RunJob, families: tuple[str, ...]) -> None:
+    job = run_job("pipeline_huggingface.py", "two_processes", *families, nodes=2)
     assert job.exit_code == 0, job.output
     first, last = job.results[0], job.results[1]
     both = {**first, **last}
-    for name in (*FAMILIES, *VARIANTS):
+    for name in (*families, *VARIANTS):
         check(first[name], last[name], both[f"{name} alone"], name)
-    for family in FAMILIES:
+    for family in families:
         assert sum(both[f"{family} consolidated"]) / 2 == pytest.approx(first[family]["val"], rel=1e-6), family
-    half = len(first["llama"]["losses"]) // 2
-    assert first["again"]["losses"] == first["llama"]["losses"][half:]
+    half = len(first["gpt2"]["losses"]) // 2
+    assert first["again"]["losses"] == first["gpt2"]["losses"][half:]
     for stage in (first, last):
         assert stage["loaded"]["losses"] == stage["gemma3_text"]["losses"][:half]
         assert stage["loaded"]["parameters"] == stage["gemma3_text"]["parameters"]
@@ -42,7 +49,7 @@ def test_two_stages_give_the_numbers_of_transformers_alone(run_job: RunJob) -> N
 def check(first: dict[str, Any], last: dict[str, Any], alone: dict[str, Any], name: str) -> None:
     assert first["losses"] == pytest.approx(alone["losses"], rel=1e-5), name
     assert first["losses"] == last["losses"], name
-    assert len(first["losses"]) in (10, 20), name
+    assert len(first["losses"]) in (5, 10), name
     if name in FAMILIES:
         assert first["val"] == last["val"] == pytest.approx(alone["val"], rel=1e-5), name
     # no process holds the whole model

@@ -13,11 +13,17 @@ pytest.importorskip("transformers")
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_models_train_as_by_transformers_alone(run_job: RunJob, nodes: int) -> None:
-    job = run_job("zero_huggingface.py", nodes=nodes)
+@pytest.mark.parametrize(
+    "models",
+    [
+        pytest.param(("gpt2", "nanogpt", "llama_from_pretrained", "mixtral_loaded"), id="one of each kind"),
+        pytest.param((), id="all", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_models_train_as_by_transformers_alone(run_job: RunJob, nodes: int, models: tuple[str, ...]) -> None:
+    job = run_job("zero_huggingface.py", *models, nodes=nodes)
     assert job.exit_code == 0, job.output
     oracle, ranks = job.results[0]["oracle"], job.each("losses")
-    oracle |= dict.fromkeys(("gpt2_stage_2", "gpt2_offload"), oracle["gpt2"])
     assert oracle["gpt2"][0] == pytest.approx(4.85, abs=0.1), "the logarithm of 128 tokens: it knows nothing yet"
     names = oracle.keys()
     means = {name: [sum(each) / nodes for each in zip(*(rank[name] for rank in ranks), strict=True)] for name in names}

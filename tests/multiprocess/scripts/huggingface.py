@@ -63,7 +63,7 @@ def train_manually(strategy: str, family: str, steps: int, folder: Path | None) 
 
 def main(strategies: str, families: str, steps: str, folders: str, lora: str) -> None:
     results: dict[str, Any] = {}
-    for strategy in (each for each in strategies.split(",") if each != "details"):
+    for strategy in (each for each in strategies.split(",") if each in STRATEGIES):
         for family in families.split(","):
             folder = Path(folders) / family if folders else None
             results[f"{strategy} {family}"] = train(strategy, family, int(steps), folder, bool(lora))
@@ -71,7 +71,7 @@ def main(strategies: str, families: str, steps: str, folders: str, lora: str) ->
         folder = Path(folders) / families.split(",")[0] if folders else None
         results["manual"] = train_manually("tensor", families.split(",")[0], int(steps), folder)
     if "details" in strategies.split(","):
-        results["details"] = details(Path(folders))
+        results["details"] = details(Path(folders), "more" in strategies.split(","))
     report(int(os.environ["RANK"]), **results)
 
 

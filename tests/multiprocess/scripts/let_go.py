@@ -1,9 +1,15 @@
-"""Trains under each strategy and lets go of all: what is still there? And where does a module make its own loader?"""
+"""Trains under each strategy and lets go of all: what is still there? And where does a module make its own loader?
+
+    python let_go.py TRAININGS LAYOUT...
+
+So many trainings under each layout follow a first one, to see the groups that they make.
+"""
 
 from __future__ import annotations
 
 import gc
 import os
+import sys
 import time
 import weakref
 from itertools import pairwise
@@ -13,7 +19,7 @@ import torch
 import torch.distributed as dist
 from common import report
 from tests.situations.modules import Regression, loader
-from tests.situations.running import LAYOUTS, make_trainer, prepare, replica
+from tests.situations.running import make_trainer, prepare, replica
 from torch import nn
 
 
@@ -64,9 +70,9 @@ def left_of(layout: str) -> dict[str, Any]:
 
 
 def new_groups(layout: str) -> list[int]:
-    """How many process groups a second and a third training make, and leave."""
-    numbers = []
-    for _ in range(3):
+    """How many process groups each further training makes, and leaves."""
+    numbers = [len(dist.distributed_c10d._world.pg_map)]
+    for _ in range(int(sys.argv[1])):
         make_trainer(layout).fit(Regression(), loader(*replica(layout)))
         numbers.append(len(dist.distributed_c10d._world.pg_map))
     return [after - before for before, after in pairwise(numbers)]
@@ -79,10 +85,11 @@ def device_of_loader(layout: str) -> str:
 
 
 prepare()
+layouts = sys.argv[2:]
 report(
     int(os.environ["RANK"]),
-    left={layout: left_of(layout) for layout in LAYOUTS},
+    left={layout: left_of(layout) for layout in layouts},
     error=error_of_unfinished(),
-    groups={layout: new_groups(layout) for layout in LAYOUTS},
-    loaders={layout: device_of_loader(layout) for layout in ("zero_1", "zero_2", "zero_3")},
+    groups={layout: new_groups(layout) for layout in layouts},
+    loaders={layout: device_of_loader(layout) for layout in layouts if layout.startswith("zero")},
 )

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 from common import quiet_trainer, report
 from lightning.pytorch import Callback, LightningModule, Trainer
-from local_sgd_cases import CASES, IN_PARTS, OUTER
+from local_sgd_cases import CASES, CHOSEN, OUTER
 from own_sockets import own_connections
 from replicas import Case, Notes, train, train_ddp
 from torch import Tensor, nn
@@ -31,9 +31,10 @@ PUBLISHED = Path(__file__).parents[2] / "strategies" / "local_sgd" / "fixtures" 
 
 def numbers() -> dict[str, Any]:
     """Each case, and some again with fragments that are too large for one exchange."""
-    found = {name: train(case) for name, case in CASES.items()}
+    names, in_parts = CHOSEN[sys.argv[1]]
+    found = {name: train(CASES[name]) for name in names}
     with patch.object(parts, "_MOST_ELEMENTS", 7):
-        return {**found, **{f"{name}, in parts": train(CASES[name]) for name in IN_PARTS}}
+        return {**found, **{f"{name}, in parts": train(CASES[name]) for name in in_parts}}
 
 
 def equalities() -> dict[str, Any]:
@@ -45,7 +46,6 @@ def equalities() -> dict[str, Any]:
         "every step": train(plain),
         "ddp": train_ddp(plain),
         "same rows": train(same),
-        "same rows, outer": train(Case({"period": 4, **OUTER}, same.trainer, adamw, same_rows=True)),
         "all in warm-up": train(Case({"period": 4, "warmup_steps": 12}, {}, adamw)),
         "ddp, adamw": train_ddp(Case({}, {}, adamw)),
     }
@@ -107,7 +107,7 @@ def _of_connection(connection: socket.socket) -> int:
 
 def sent(strategy: Any) -> list[int]:
     counted = Sent()
-    trainer = quiet_trainer(strategy=strategy, max_steps=64, max_epochs=-1, callbacks=[counted])
+    trainer = quiet_trainer(strategy=strategy, max_steps=32, max_epochs=-1, callbacks=[counted])
     trainer.fit(Wide(), DataLoader(torch.randn(512, 8, generator=torch.Generator().manual_seed(1)), batch_size=4))
     return counted.bytes
 
@@ -124,6 +124,6 @@ def traffic() -> dict[str, Any]:
 
 
 PARTS = {"numbers": numbers, "equalities": equalities, "torchft": torchft, "traffic": traffic}
-results = {name: PARTS[name]() for name in sys.argv[1:]}
+results = {name: PARTS[name]() for name in sys.argv[2:]}
 report(torch.distributed.get_rank(), **results)
 torch.distributed.destroy_process_group()

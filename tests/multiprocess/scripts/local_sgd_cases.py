@@ -31,3 +31,14 @@ CASES: dict[str, Case] = {
 }
 # The fragments of these are exchanged in several parts, too.
 IN_PARTS = ("plain", "warm-up", "diloco", "fragments and delay", "mixing", "outer, staleness one")
+# Of each kind one, plain and in parts: the other cases are like these.
+CHOSEN: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "one of each kind": (
+        (
+            *("plain", "accumulation", "uneven last batches", "diloco after warm-up", "fragments and delay", "mixing"),
+            *("outer, staleness one", "outer without momentum"),
+        ),
+        ("plain", "fragments and delay"),
+    ),
+    "all": (tuple(CASES), IN_PARTS),
+}

@@ -1,6 +1,6 @@
 """Trainings of replicas that are saved in the middle of a period, and that go on from there.
 
-Argument: `write`, on two ranks, or `elsewhere`, on another number of them.
+Arguments: `write`, on two ranks, or `elsewhere`, on another number of them; and the names of rules.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ FOLDER = Path(os.environ["RESULTS"]).parent / "saved"
 ENTRY = "azureml_strategy_local_sgd"
 # Steps with a checkpoint: by a callback's call, after a validation, and by the Trainer's own.
 BY_HAND, VALIDATED, OWN = 9, 12, 14
+VALIDATES: dict[str, Any] = {"check_val_every_n_epoch": None, "val_check_interval": VALIDATED}
 parts._MOST_ELEMENTS = 7  # so that large fragments are exchanged in several parts
 OUTER: dict[str, Any] = {"outer_learning_rate": 0.7, "outer_momentum": 0.9}
 
@@ -131,9 +132,10 @@ def place(name: str, step: int) -> Path:
 
 def write() -> dict[str, Any]:
     results: dict[str, Any] = {}
-    for name, (rules, steps) in RULES.items():
+    for name in sys.argv[2:]:
+        rules, steps = RULES[name]
         undisturbed = fit(rules, limit_val_batches=0)
-        saving = fit(rules, *savers(FOLDER / name), val_check_interval=4, enable_checkpointing=True)
+        saving = fit(rules, *savers(FOLDER / name), **VALIDATES, enable_checkpointing=True)
         resumed = {step: fit(rules, path=place(name, step), limit_val_batches=0) for step in steps}
         results[name] = {"undisturbed": undisturbed, "saving": saving, "resumed": resumed}
     return {"rules": results, "job checkpoint": job_checkpoint(), "others": others(), "refused": refused()}
@@ -143,11 +145,11 @@ def job_checkpoint() -> dict[str, Any]:
     """With random numbers of each rank, in a thread that writes while the ranks train."""
     rules, folder = RULES["under way"][0], FOLDER / "job"
     saver = JobCheckpoint(folder, "{step}", every_n_train_steps=5, keep_last=9)
-    saving = fit(rules, saver, module=Dropped(), enable_checkpointing=True)
+    saving = fit(rules, saver, module=Dropped(), enable_checkpointing=True, limit_val_batches=0)
     again = JobCheckpoint(folder, "{step}", every_n_train_steps=100)
     path = folder / "step=15.ckpt"
-    resumed = fit(rules, again, path=path, module=Dropped(), enable_checkpointing=True)
-    undisturbed = fit(rules, module=Dropped())
+    resumed = fit(rules, again, path=path, module=Dropped(), enable_checkpointing=True, limit_val_batches=0)
+    undisturbed = fit(rules, module=Dropped(), limit_val_batches=0)
     return {"undisturbed": undisturbed, "saving": saving, "resumed": {15: resumed}}
 
 
@@ -189,7 +191,7 @@ def refusal(path: Path) -> str:
 
 
 def elsewhere() -> dict[str, Any]:
-    names = ("outer", "under way", "int8, outer, fragments")
+    names = sys.argv[2:]
     resumed = {name: fit(RULES[name][0], path=place(name, OWN), limit_val_batches=0) for name in names}
     saved = {name: torch.load(place(name, OWN) / "averaged.ckpt", weights_only=True)[ENTRY] for name in names}
     common = {name: {kind: flat(each[kind]) for kind in ("anchor", "momentum")} for name, each in saved.items()}

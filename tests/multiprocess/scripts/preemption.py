@@ -1,13 +1,14 @@
 """A `fit` whose node is about to be taken away, under any strategy; what happens then is the test's to play.
 
 Files tell the test how far it is: `training`, from the fourth batch of rank 0 on, and `pid.RANK`.
-With `"threaded": true` the `fit` runs off the main thread.
+With `"threaded": true` the `fit` runs off the main thread; with `"twice": true` one that is told nothing comes first.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import threading
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from common import quiet_trainer, report
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -34,7 +36,8 @@ RANK = int(os.environ.get("RANK", "0"))
 class Story(Callback):
     """Trains slowly enough for somebody to intervene, and records losses and how the fit ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, undisturbed: list[float]) -> None:
+        self.undisturbed = undisturbed
         self.losses: list[float] = []
         self.longest = 0.0
         self.last = time.monotonic()
@@ -62,7 +65,8 @@ class Story(Callback):
 
     def _report(self, trainer: Trainer, exception: BaseException | None) -> None:
         code = getattr(exception, "code", 0)
-        report(trainer.global_rank, step=trainer.global_step, losses=self.losses, code=code, longest=self.longest)
+        told = {"losses": self.losses, "undisturbed": self.undisturbed, "longest": self.longest}
+        report(trainer.global_rank, step=trainer.global_step, code=code, **told)
 
 
 def strategy(name: str) -> Strategy | str:
@@ -84,34 +88,51 @@ def main(
     saver: str = "lightning",
     validated: bool = False,
     short: bool = False,
-) -> None:
-    """Train under a strategy; `short`: each batch is an epoch; `validated`: after each epoch."""
+    undisturbed: list[float] | None = None,
+    watched: bool = True,
+) -> list[float]:
+    """Train under a strategy, and return the losses; `short`: each batch is an epoch; `validated`: after each epoch."""
     network = GPTConfig(TOKENS, LENGTH, 2, 32, heads=4, mlp_width=64)
     module = LanguageModel(network, learning_rate=5e-3, warmup_steps=4, seed=3)
     tokens = torch.randint(TOKENS, (8 * STEPS * 2, LENGTH + 1), generator=torch.Generator().manual_seed(1))
     batches = DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:].clone()), batch_size=4)
     # Only the last rank's node is told, as on Azure.
-    events = None if int(os.environ.get("WORLD_SIZE", "1")) - 1 == RANK else "off"
+    events = None if watched and int(os.environ.get("WORLD_SIZE", "1")) - 1 == RANK else "off"
     savers = {
         "lightning": lambda: ModelCheckpoint(FOLDER / "saved", "{step}", save_on_exception=True, every_n_epochs=10**6),
         "job": lambda: JobCheckpoint(FOLDER / "saved", "{step}", every_n_epochs=10**6),
     }
     limits = {"limit_train_batches": 1} if short else {}
+    noted = Story(undisturbed or [])
     trainer = quiet_trainer(
         strategy=strategy(name),
         devices=devices,
         max_epochs=STEPS,
         max_steps=STEPS,
-        callbacks=[Story(), TerminateTogether(events, poll_s=0.05, agree_s=0.05), savers[saver]()],
+        callbacks=[noted, TerminateTogether(events, poll_s=0.05, agree_s=0.05), savers[saver]()],
         enable_checkpointing=True,
         accumulate_grad_batches=accumulate,
         limit_val_batches=int(validated),
         **limits,
     )
     trainer.fit(module, batches, batches)
+    return noted.losses
+
+
+def undisturbed(**story: Any) -> list[float]:
+    """The losses of a training that is told nothing, of which no file is left."""
+    losses = main(sys.argv[1], watched=False, **story)
+    dist.barrier()
+    if RANK == 0:
+        (FOLDER / "training").unlink()
+        shutil.rmtree(FOLDER / "saved")  # the checkpoint of its end
+    dist.barrier()
+    return losses
 
 
 story = json.loads(sys.argv[2])
+if story.pop("twice", False):
+    story["undisturbed"] = undisturbed(**story)
 if story.pop("threaded", False):
     thread = threading.Thread(target=main, args=(sys.argv[1],), kwargs=story)
     thread.start()

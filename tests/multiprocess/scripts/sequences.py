@@ -161,11 +161,8 @@ class Refused(Module):
                 self.words[name] = str(error)
 
 
-def restored() -> dict[str, Any]:
+def restored(module: Watched) -> dict[str, Any]:
     """A model of this process's own has its attention and its hooks back when the training has ended."""
-    module = Watched()
-    trainer = quiet_trainer(strategy=shared(), max_steps=1, limit_val_batches=0)
-    trainer.fit(module)
     hooks = [
         hook for each in module.model.modules() for hook in each._forward_pre_hooks.values() if "Shared" in repr(hook)
     ]
@@ -196,30 +193,36 @@ class Plain(Watched):
         self.model = torch.nn.Linear(2, 2)
 
 
-def details(folder: Path) -> dict[str, Any]:
+def details(folder: Path, more: bool) -> dict[str, Any]:
     watched, random = Watched(), RandomBatches()
-    ddp = fit(AzureMLDDPStrategy(), Watched())
     result = {
-        "ddp": ddp,
+        "ddp": fit(AzureMLDDPStrategy(), Watched()),
         "labels": fit(shared(), watched),
         "logits": fit(shared(), LossOfItsOwn("gpt2")),
         "logits_ddp": fit(AzureMLDDPStrategy(), LossOfItsOwn("gpt2")),
-        "recomputed": fit(shared(activation_checkpointing=True), Watched()),
-        "bf16": fit(shared(), Watched(), precision="bf16-mixed"),
         "gpt": gpt(shared(), 1, folder),
         "gpt_ddp": gpt(AzureMLDDPStrategy(), 2),
         "gpt_resumed": gpt(shared(), 1, folder, resume=True),
-        "gpt_learned": gpt(shared(), 1, positions="learned", checkpoint_activations=True),
-        "gpt_learned_ddp": gpt(AzureMLDDPStrategy(), 2, positions="learned"),
         "gpt_summed": gpt(shared(), 1, kind=SummedLoss),
         "gpt_summed_ddp": gpt(AzureMLDDPStrategy(), 2, kind=SummedLoss),
-        "fine_tuned": fine_tuned(shared(), 1, folder),
-        "fine_tuned_ddp": fine_tuned(AzureMLDDPStrategy(), 2, folder),
-        "restored": restored(),
+        "restored": restored(watched),
         "refused": refused(),
     }
+    if more:
+        result |= more_details(folder)
     fit(shared(), random)
     result["random"] = random.first
     module = Refused()
     quiet_trainer(strategy=shared(), max_steps=1).fit(module)
     return {**result, "calls": module.words}
+
+
+def more_details(folder: Path) -> dict[str, Any]:
+    return {
+        "recomputed": fit(shared(activation_checkpointing=True), Watched()),
+        "bf16": fit(shared(), Watched(), precision="bf16-mixed"),
+        "gpt_learned": gpt(shared(), 1, positions="learned", checkpoint_activations=True),
+        "gpt_learned_ddp": gpt(AzureMLDDPStrategy(), 2, positions="learned"),
+        "fine_tuned": fine_tuned(shared(), 1, folder),
+        "fine_tuned_ddp": fine_tuned(AzureMLDDPStrategy(), 2, folder),
+    }
