@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from tests.tiny_model import save_tiny_model
 
-# One interpreter imports for both processes. The tests' own server cannot: it has imported the library of the hub, which
-# reads the variables then.
+# One interpreter imports for both processes. The tests' own server cannot: it has imported the library of the hub, and
+# that reads the variables once.
 FIND = """
 import os
 import huggingface_hub
