@@ -19,6 +19,13 @@ _SMALL = (
     *("trainer=cpu", "trainer.devices=1", "data.batch_size=2", "data.image_size=8", "data.num_workers=0"),
     *("tracking.progress_bar=null",),
 )
+# Some matrices in place of ResNet-50: as much to send for what there is to compute.
+_MATRIX = "{_target_: torch.nn.Linear, in_features: %d, out_features: %d}"
+_LAYERS = [_MATRIX % sizes for sizes in ((3 * 8 * 8, 1024), *[(1024, 1024)] * 4, (1024, 10))]
+_MATRICES = (
+    "model.network._target_=torch.nn.Sequential",
+    f"++model.network._args_=[{{_target_: torch.nn.Flatten}}, {', '.join(_LAYERS)}]",
+)
 _BORING = "lightning.pytorch.demos.boring_classes"
 # What shipped recipes leave to their users. Nothing is read before a fit.
 _LEFT_TO_THE_USER = {
@@ -34,7 +41,7 @@ def test_a_recipe_is_tuned_by_two_nodes_and_trained_with_what_was_found(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     two_nodes = [COMMAND, "emulate", "--nodes", "2", "--", COMMAND]
-    done = run(*two_nodes, "tune", "resnet50_ddp", "--lossy", "bf16", *_SMALL, "--output", "here/it.json")
+    done = run(*two_nodes, "tune", "resnet50_ddp", "--lossy", "bf16", *_SMALL, *_MATRICES, "--output", "here/it.json")
     assert "Communication settings of DDP (2 ranks" in done.stdout
     found = json.loads((tmp_path / "here" / "it.json").read_text())
     # On a busy machine a step may seem to wait for hardly any communication, of which the report says nothing more.
@@ -44,7 +51,7 @@ def test_a_recipe_is_tuned_by_two_nodes_and_trained_with_what_was_found(
     assert found["request"]["lossy"] == ["bf16"]
     assert not list(tmp_path.rglob("*.ckpt")), "the model of a measurement is worth nothing"
     few = ("++trainer.max_steps=2", "++trainer.limit_val_batches=1", "checkpoint=none")
-    run(*two_nodes, "train", "resnet50_ddp", *_SMALL, "strategy.tuned=here/it.json", *few)
+    run(*two_nodes, "train", "resnet50_ddp", *_SMALL, *_MATRICES, "strategy.tuned=here/it.json", *few)
 
 
 def test_what_a_run_finds_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

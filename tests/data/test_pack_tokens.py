@@ -86,9 +86,9 @@ def both(tmp_path: Path, name: str | None = None, end: str | None = None, **sett
     return modules
 
 
-@pytest.mark.parametrize("length", [7, 128, RUN_BYTES + 5])
-def test_the_batches_are_those_of_the_text(tmp_path: Path, length: int) -> None:
-    compare(both(tmp_path, sequence_length=length, batch_size=2))
+@pytest.mark.parametrize(("length", "batch_size"), [(7, 100), (128, 2), (RUN_BYTES + 5, 2)])
+def test_the_batches_are_those_of_the_text(tmp_path: Path, length: int, batch_size: int) -> None:
+    compare(both(tmp_path, sequence_length=length, batch_size=batch_size))
 
 
 def test_the_batches_are_those_of_the_text_by_a_tokenizer_in_workers(tmp_path: Path) -> None:

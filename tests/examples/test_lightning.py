@@ -26,10 +26,14 @@ SCRIPT = str(Path(__file__).parents[2] / "examples/lightning/train.py")
 ARGUMENTS = ["--lr", "0.2", "--epochs", "2"]
 
 
-def alone(folder: Path) -> list[float]:
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The losses of one process outside of a job, which Lightning writes into a file: of TensorBoard, if installed."""
+    folder = tmp_path_factory.mktemp("alone")
     command = [SCRIPT, *ARGUMENTS, "--batch-size", "32"]
-    done = run_forked(command, without_job_variables(os.environ), timeout=100)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        done = run_forked(command, without_job_variables(os.environ), timeout=100)
     assert done.returncode == 0, done.stdout
     logs = folder / "lightning_logs/version_0"
     if find_spec("tensorboard"):
@@ -47,18 +51,18 @@ def recorded(store: MlflowClient) -> tuple[Run, list[float]]:
 
 
 def test_two_nodes_record_the_losses_of_one_process(
+    alone: list[float],
     store: MlflowClient,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    expected = alone(tmp_path)
     monkeypatch.setattr("azureml_strategy.emulator.processes._start", start_forked)
     job = EmulatedJob([sys.executable, SCRIPT, *ARGUMENTS, "--batch-size", "16"], nodes=2)
     assert emulate(job) == 0, capsys.readouterr().out
     run, losses = recorded(store)
-    assert losses == pytest.approx(expected, abs=1e-6)
+    assert losses == pytest.approx(alone, abs=1e-6)
     assert len(losses) == 32
     assert run.data.metrics["val/accuracy"] > 0.9
     assert run.data.metrics["summary/nodes"] == 2
@@ -66,13 +70,12 @@ def test_two_nodes_record_the_losses_of_one_process(
 
 
 def test_the_command_that_submit_renders_trains_to_the_same_losses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    alone: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A real shell runs it in the folder of code, on an emulated node; on two the script itself is tried above."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    expected = alone(tmp_path)
     (tmp_path / "it's mine/.git").mkdir(parents=True)
     (tmp_path / "it's mine/my code").mkdir()
     (tmp_path / "it's mine/my code/train $1.py").write_text(Path(SCRIPT).read_text())
@@ -84,7 +87,7 @@ def test_the_command_that_submit_renders_trains_to_the_same_losses(
     monkeypatch.chdir(job["code"])
     assert emulate(EmulatedJob(["bash", "-c", job["command"]], nodes=1)) == 0, capfd.readouterr().out
     _, losses = recorded(MlflowClient(f"sqlite:///{job['code']}/mlflow.db"))
-    assert losses == pytest.approx(expected, abs=1e-6)
+    assert losses == pytest.approx(alone, abs=1e-6)
     assert len(losses) == 32
 
 

@@ -41,6 +41,7 @@ from azureml_strategy.strategies import (
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 TIMEOUT = timedelta(seconds=60)  # a rank that waits for one that has failed
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed")
+_OF_CPUS = PRECISIONS[:3]  # there Lightning makes bf16-mixed of 16-mixed
 ORACLE = "lightning_ddp"
 Results = Mapping[str, Any]
 # The scale of gradients in float16. With the usual 65,536 some would overflow, and DeepSpeed steps over more of the
@@ -59,7 +60,7 @@ LAYOUTS: dict[str, Callable[..., Strategy]] = {
     "fsdp2_recomputing": partial(AzureMLModelParallelStrategy, activation_checkpointing=True),
     "pipeline": partial(PipelineStrategy, num_stages=WORLD, micro_batches=1),
 }
-_VARIANTS = ("zero_2", "zero_3_offload", "fsdp2_recomputing")
+_VARIANTS = ("zero_2", "zero_3_offload", "fsdp2_recomputing")  # another one stands for each
 # Cells that cannot be, and who says so.
 REFUSED = {
     ("fsdp2", "16-mixed"): "Lightning scales no gradients for FSDP2",
@@ -70,22 +71,33 @@ Cells = list[tuple[str, str, str]]
 
 
 def cells(layouts: Sequence[str], accelerator: str, few: bool = False) -> Cells:
-    """Layout, precision and model of each cell. On CPUs Lightning makes bf16-mixed of 16-mixed.
+    """Layout, precision and model of each cell.
 
     Args:
         layouts: of `LAYOUTS`.
         accelerator: of the Trainer.
-        few: leave out what costs most and differs least: compiling but with bf16-mixed, and the other precisions of
-            layouts that another one stands for.
+        few: see `_is_among_few`.
     """
-    precisions = [each for each in PRECISIONS if accelerator != "cpu" or each != "16-mixed"]
+    precisions = _OF_CPUS if accelerator == "cpu" else PRECISIONS
     return [
         (layout, precision, model)
         for layout, precision in product(layouts, precisions)
         for model in (MODELS[:1] if (layout, precision) in REFUSED else MODELS)
-        if not few or precision == "bf16-mixed" or not (layout in _VARIANTS or model == "compiled")
-        if not few or not (layout in _VARIANTS and model == "compiled")
+        if not few or _is_among_few(layout, precision, model)
     ]
+
+
+def _is_among_few(layout: str, precision: str, model: str) -> bool:
+    """Whether a cell is among those that meet any two of layout, precision and model once.
+
+    Compiling costs most, under ZeRO-3 as much as all else, and is there with bf16-mixed alone.
+    """
+    if layout in _VARIANTS:
+        return False
+    if model == "compiled":
+        return precision == "bf16-mixed" and layout != "zero_3"
+    turn = [*LAYOUTS].index(layout) + MODELS.index(model)
+    return layout == ORACLE or precision == _OF_CPUS[turn % len(_OF_CPUS)]
 
 
 def read(folder: Path, world: int) -> list[Results]:
@@ -171,7 +183,7 @@ def parse(description: str | None) -> argparse.Namespace:
     parser.add_argument("output", type=Path, help="folder for a file of each rank; its cells are not run again")
     parser.add_argument("--accelerator", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
-    parser.add_argument("--few", action="store_true", help="leave out what costs most and differs least")
+    parser.add_argument("--few", action="store_true", help="those that differ most")
     return parser.parse_args()
 
 

@@ -61,8 +61,11 @@ def test_one_that_fails_fails_the_sweep_after_the_others(
     assert "Traceback" not in printed.err
 
 
-def test_no_waiting(sweep: Sweep, azure_service: AzureService) -> None:
-    sweep("seed=1,2", "hydra.launcher.wait=false")
+def test_no_waiting_and_a_folder_that_jobs_share_with_a_place_for_each(
+    sweep: Sweep, azure_service: AzureService
+) -> None:
+    path = r"job.outputs.run.path='azureml://datastores/a/paths/\${{name}}'"
+    sweep("seed=1,2", path, "hydra.launcher.wait=false")
     assert len(azure_service.jobs) == 2
     assert not azure_service.asked("GET", r"/jobs/sweep")
 
@@ -93,7 +96,7 @@ def test_if_the_first_cannot_be_submitted_none_is(
 ) -> None:
     azure_service.fail("PUT", r"/jobs/", 403, "AuthorizationFailed", "No permission.", times=9)
     with pytest.raises(SystemExit):
-        sweep("seed=1,2,3")
+        sweep("seed=1,2")
     assert len(azure_service.asked("PUT", r"/jobs/")) == 1
     printed = capsys.readouterr()
     assert "AuthorizationFailed" in printed.err
@@ -131,12 +134,6 @@ def test_without_the_extra_azure(
     printed = capsys.readouterr().err
     assert "pip install -c constraints.txt '.[azure]'" in printed
     assert "Traceback" not in printed
-
-
-def test_jobs_may_share_a_folder_with_a_place_for_each(sweep: Sweep, azure_service: AzureService) -> None:
-    path = r"job.outputs.run.path='azureml://datastores/a/paths/\${{name}}'"
-    sweep("seed=1,2", path, "hydra.launcher.wait=false")
-    assert len(azure_service.jobs) == 2
 
 
 def test_refused_inside_a_job(

@@ -11,12 +11,16 @@ from tests.jobs.azure_service.exchange import Reply, Request
 from tests.jobs.azure_service.service import AzureService
 from tests.preloaded import start_forked
 from tests.study.conftest import MakeRun, rename_run
+from tests.training.conftest import MATRIX
 
 from azureml_strategy.cli import main
 from azureml_strategy.study import StudyOptions
 from azureml_strategy.study.run import threads_per_process
 
-TINY = ("data.image_size=32", "data.batch_size=2", "tracking.throughput.warmup_steps=1", "trainer.precision=32-true")
+TINY = (
+    *(*MATRIX, "data.image_size=32", "data.batch_size=2"),
+    *("tracking.throughput.warmup_steps=1", "trainer.precision=32-true"),
+)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
-from tests.training.conftest import COMMAND, TINY, files, run, the_run
+from tests.training.conftest import COMMAND, RESNET, TINY, files, run, the_run
 
 EMULATE = [COMMAND, "emulate", "--nodes", "2", "--"]
 # What tells the number of nodes, or the node, beside the variables that Azure ML's own page lists.
@@ -24,7 +24,7 @@ def test_a_recipe_of_the_users_by_path(store: MlflowClient) -> None:
     (folder / "mine.yaml").write_text(
         "# Mine.\ndefaults: [resnet50_synthetic, _self_]\nvars: {rate: 0.05}\nmodel: {learning_rate: '${vars.rate}'}\n"
     )
-    output = run(COMMAND, "train", folder / "mine.yaml", "trainer.max_steps=2", *TINY).stdout
+    output = run(COMMAND, "train", folder / "mine.yaml", "trainer.max_steps=2", *RESNET).stdout
     (recorded,) = files("**/.hydra/config.yaml")
     assert re.fullmatch(r"outputs/\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d/\.hydra/config\.yaml", recorded)
     mine = the_run(store)
@@ -94,7 +94,7 @@ def test_a_sweep_under_the_emulator_is_one_sweep(store: MlflowClient) -> None:
 
 @pytest.mark.exhaustive
 def test_resnet50_in_two_stages(store: MlflowClient) -> None:
-    small = ["data=synthetic", *TINY, "data.batch_size=8", "trainer.max_epochs=1"]
+    small = ["data=synthetic", *RESNET, "data.batch_size=8", "trainer.max_epochs=1"]
     run(*EMULATE, COMMAND, "train", "resnet50_pipeline", *small)
     job = the_run(store)
     assert job.info.status == "FINISHED"

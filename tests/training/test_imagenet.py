@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from mlflow import MlflowClient
 from PIL import Image
-from tests.training.conftest import COMMAND, Compose, run, the_run
+from tests.training.conftest import COMMAND, MATRIX, Compose, run, the_run
 
 CLASSES = ("n01440764", "n01443537", "n02084071")
 SMALL = [
     *("num_classes=3", "data.image_size=32", "data.batch_size=4", "data.num_workers=1", "trainer.precision=32-true"),
     *("trainer.accelerator=cpu", "trainer.max_epochs=1", "trainer.log_every_n_steps=1", "model.warmup_epochs=0"),
+    *MATRIX,
 ]
 
 
@@ -48,7 +49,13 @@ def test_it_trains_on_class_folders(imagenet: Path, store: MlflowClient) -> None
     assert "unreadable" not in output
 
 
-@pytest.mark.parametrize("pack", [["--resize", "48"], ["--resize", "48", "--raw"]], ids=["jpeg", "raw"])
+@pytest.mark.parametrize(
+    "pack",
+    [
+        pytest.param(["--resize", "48"], id="jpeg"),
+        pytest.param(["--resize", "48", "--raw"], id="raw", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_it_trains_on_packed_shards(imagenet: Path, tmp_path: Path, store: MlflowClient, pack: list[str]) -> None:
     packed, cache = tmp_path / "packed", tmp_path / "cache"
     run(COMMAND, "data", "pack", imagenet, packed, "--shard-size", "40KB", *pack)
