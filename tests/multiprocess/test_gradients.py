@@ -11,13 +11,24 @@ from tests.multiprocess.conftest import RunJob, scripts_on_path
 Numbers = dict[str, Any]
 
 
+# Strategies, or one of their cases each: stages 2 and 3 of ZeRO share code, as do FSDP2 and tensor parallelism.
+SOME = (
+    "ddp;zero_2 helped;zero_2 norm;zero_2 accumulating;zero_3;"
+    "fsdp2;tensor_parallel helped;tensor_parallel norm;tensor_parallel value;local_sgd helped;pipeline pipeline"
+)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "ranks", [pytest.param(1, marks=pytest.mark.exhaustive), 2, pytest.param(4, marks=pytest.mark.exhaustive)]
+    ("ranks", "cases"),
+    [
+        pytest.param(2, SOME, id="2"),
+        *(pytest.param(ranks, "", id=f"{ranks}-all", marks=pytest.mark.exhaustive) for ranks in (1, 2, 4)),
+    ],
 )
-def test_gradients_are_those_of_one_process(run_job: RunJob, ranks: int) -> None:
+def test_gradients_are_those_of_one_process(run_job: RunJob, ranks: int, cases: str) -> None:
     """Norms, clipping, edits and whole gradients, of the helpers, torch, Lightning and its hooks."""
-    job = run_job("gradients.py", processes_per_node=ranks)
+    job = run_job("gradients.py", cases, processes_per_node=ranks)
     assert job.exit_code == 0, job.output
     with scripts_on_path():
         from gradients import CASES, oracle

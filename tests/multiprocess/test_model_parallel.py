@@ -13,6 +13,9 @@ from torch.utils.data import DistributedSampler
 
 from azureml_strategy.checkpoint.consolidate import consolidate
 
+CASES = pytest.mark.parametrize("cases", ["one of each kind", pytest.param("all", marks=pytest.mark.exhaustive)])
+EPOCH = 3  # steps
+
 
 def one_process() -> tuple[list[float], list[float], Any]:
     """A bare loop over the same rows with torch alone: losses, parameters after it, and the model."""
@@ -40,7 +43,7 @@ def one_process() -> tuple[list[float], list[float], Any]:
 
 
 def assert_agrees(result: dict[str, Any], losses: list[float], parameters: list[float]) -> None:
-    assert len(result["losses"]) == 10
+    assert len(result["losses"]) == 2 * EPOCH
     assert result["losses"] == pytest.approx(losses, rel=1e-5)
     assert result["parameters"] == pytest.approx(parameters, abs=1e-4)
 
@@ -51,54 +54,57 @@ def assert_equal_on_all_ranks(job: Job, *names: str) -> None:
         assert all(other == first for other in others), name
 
 
-def test_two_ranks(run_job: RunJob, tmp_path: Path) -> None:
-    job = run_job("model_parallel.py", "two_ranks", tmp_path, processes_per_node=2)
+@CASES
+def test_two_ranks(run_job: RunJob, tmp_path: Path, cases: str) -> None:
+    job = run_job("model_parallel.py", "two_ranks", tmp_path, cases, processes_per_node=2)
     assert job.exit_code == 0, job.output
     results = job.results[0]
     losses, parameters, model = one_process()
     assert losses[-1] < losses[0]
-    for name in ("ddp", "fsdp", "tensor", "file", "activation_checkpointing"):
+    more = {"activation_checkpointing"} & results.keys()  # in all cases
+    for name in ("ddp", "fsdp", "tensor", "file", *more):
         assert_agrees(results[name], losses, parameters)
         assert results[name]["val_loss"] == pytest.approx(results["ddp"]["val_loss"], rel=1e-5), name
-    assert_equal_on_all_ranks(job, "fsdp", "tensor", "activation_checkpointing", "bf16_tensor")
+    assert_equal_on_all_ranks(job, "fsdp", "tensor", *more, "bf16_tensor")
     assert_resumes_exactly(results)
     for name in ("from_ddp", "to_ddp"):
-        assert results[name]["losses"] == pytest.approx(losses[5:], rel=1e-5), name
-    assert results["accumulation"]["losses"] == pytest.approx(results["accumulation_ddp"]["losses"], rel=1e-5)
+        assert results[name]["losses"] == pytest.approx(losses[EPOCH:], rel=1e-5), name
     assert_bfloat16(results)
     assert (results["fsdp"]["replicas"], results["tensor"]["replicas"]) == (2, 1)
     validated_by_ddp, validated = (one[0] for one in results["validated"])
     assert validated == pytest.approx(validated_by_ddp, rel=1e-5)
     assert job.results[1]["noisy"]["seen"] == results["noisy"]["seen"]
     assert results["itself"] == results["itself_stock"]
-    assert_gpt(results["gpt"])
+    if cases == "all":
+        assert results["accumulation"]["losses"] == pytest.approx(results["accumulation_ddp"]["losses"], rel=1e-5)
+        assert_gpt(results["gpt"])
     assert_memory(job)
     assert_refused(results["refused"])
     assert_consolidates(tmp_path, model)
-    alone = run_job("model_parallel.py", "resume_alone", tmp_path, in_job=False)
+    alone = run_job("model_parallel.py", "resume_alone", tmp_path, cases, in_job=False)
     assert alone.exit_code == 0, alone.output
-    assert alone.results[0]["alone"]["losses"] == pytest.approx(losses[5:], rel=1e-5)
+    assert alone.results[0]["alone"]["losses"] == pytest.approx(losses[EPOCH:], rel=1e-5)
 
 
 def assert_one_process(results: dict[str, Any], losses: list[float], parameters: list[float]) -> None:
     for name in ("alone", "sizes", "file", "recomputing"):
         assert_agrees(results[name], losses, parameters)
     for name in ("alone", "file"):
-        assert results[f"{name}_resumed"]["losses"] == results[name]["losses"][5:], f"{name}: not bit for bit"
+        assert results[f"{name}_resumed"]["losses"] == results[name]["losses"][EPOCH:], f"{name}: not bit for bit"
         assert results[f"{name}_resumed"]["parameters"] == results[name]["parameters"], name
     assert results["bf16"]["losses"] == pytest.approx(results["bf16_ddp"]["losses"], rel=2e-2)
 
 
 def assert_resumes_exactly(results: dict[str, Any]) -> None:
-    for name in ("fsdp", "tensor", "file"):
-        resumed = results[f"{name}_resumed"]
-        assert resumed["losses"] == results[name]["losses"][5:], name
-        assert resumed["parameters"] == results[name]["parameters"], name
+    for resumed in {"fsdp_resumed", "tensor_resumed", "file_resumed"} & results.keys():
+        name = resumed.removesuffix("_resumed")
+        assert results[resumed]["losses"] == results[name]["losses"][EPOCH:], name
+        assert results[resumed]["parameters"] == results[name]["parameters"], name
 
 
 def assert_bfloat16(results: dict[str, Any]) -> None:
     """Eight bits of mantissa: 0.4 % a rounding."""
-    for name in ("bf16", "bf16_tensor"):
+    for name in {"bf16", "bf16_tensor"} & results.keys():
         assert results[name]["losses"] == pytest.approx(results["bf16_ddp"]["losses"], rel=2e-2), name
         assert results[name]["losses"] != results["bf16_ddp"]["losses"], name
     assert results["bf16_true"]["losses"] == pytest.approx(results["ddp"]["losses"], rel=5e-2)
@@ -106,7 +112,7 @@ def assert_bfloat16(results: dict[str, Any]) -> None:
 
 def assert_gpt(runs: list[dict[str, Any]]) -> None:
     ddp, *others = (run["losses"] for run in runs)
-    assert len(ddp) == 10
+    assert len(ddp) == 2 * EPOCH
     for losses in others:
         assert losses == pytest.approx(ddp, rel=1e-5)
 
@@ -135,20 +141,22 @@ def assert_consolidates(folder: Path, model: Any) -> None:
         torch.testing.assert_close(one, weights["fsdp"], rtol=0, atol=1e-4)
 
 
-def test_four_ranks(run_job: RunJob, tmp_path: Path) -> None:
-    alone = run_job("model_parallel.py", "save_alone", tmp_path, in_job=False)
+@CASES
+def test_four_ranks(run_job: RunJob, tmp_path: Path, cases: str) -> None:
+    alone = run_job("model_parallel.py", "save_alone", tmp_path, cases, in_job=False)
     assert alone.exit_code == 0, alone.output
-    job = run_job("model_parallel.py", "four_ranks", tmp_path, nodes=2, processes_per_node=2)
+    job = run_job("model_parallel.py", "four_ranks", tmp_path, cases, nodes=2, processes_per_node=2)
     assert job.exit_code == 0, job.output
     losses, parameters, _ = one_process()
     for result in (job.results[0]["both"], job.results[0]["ddp"]):
         assert_agrees(result, losses, parameters)
     assert_one_process(alone.results[0], losses, parameters)
-    for name in ("from_one", "as_fsdp"):
-        assert job.results[0][name]["losses"] == pytest.approx(losses[5:], rel=1e-5), name
+    for name in {"from_one", "as_fsdp"} & job.results[0].keys():
+        assert job.results[0][name]["losses"] == pytest.approx(losses[EPOCH:], rel=1e-5), name
     assert_equal_on_all_ranks(job, "both", "from_one")
     assert [result["replicas"] for result in job.each("both")] == [2, 2, 2, 2]
-    assert_gpt(job.results[0]["gpt"])
+    if cases == "all":
+        assert_gpt(job.results[0]["gpt"])
     seen = [result["seen"] for result in job.each("both")]
     assert seen[0] == seen[1] != seen[2] == seen[3]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.multiprocess.conftest import Job, RunJob
 
-# float32 sums in another order, over 12 optimizer steps
+# float32 sums in another order, over 6 optimizer steps
 LOSSES, WEIGHTS = {"rel": 1e-5}, {"rel": 1e-4, "abs": 1e-5}
 
 
@@ -19,13 +19,14 @@ def mean_losses(job: Job, name: str, ranks: tuple[int, ...]) -> list[float]:
 
 
 @pytest.mark.timeout(900)
-def test_pipelines_give_the_numbers_of_one_process(run_job: RunJob, tmp_path: Path) -> None:
-    oracle = run_job("pipeline.py", "one_process")
+@pytest.mark.parametrize("cases", ["one of each kind", pytest.param("all", marks=pytest.mark.exhaustive)])
+def test_pipelines_give_the_numbers_of_one_process(run_job: RunJob, tmp_path: Path, cases: str) -> None:
+    oracle = run_job("pipeline.py", "one_process", cases)
     assert oracle.exit_code == 0, oracle.output
-    two = run_job("pipeline.py", "two_processes", nodes=2)
+    two = run_job("pipeline.py", "two_processes", cases, nodes=2)
     assert two.exit_code == 0, two.output
     check_two_stages(two, oracle.results[0], tmp_path)
-    four = run_job("pipeline.py", "four_processes", nodes=2, processes_per_node=2)
+    four = run_job("pipeline.py", "four_processes", cases, nodes=2, processes_per_node=2)
     assert four.exit_code == 0, four.output
     check_two_replicas(four, oracle.results[0]["plain"])
 
@@ -40,7 +41,7 @@ def check_two_stages(job: Job, oracle: dict[str, Any], folder: Path) -> None:
     check_refusals(first["refused"])
     assert first["refused"] == last["refused"]
     # the second epoch alone, from the checkpoint of the first: the same to the last bit
-    assert first["pipeline again"]["losses"] == first["pipeline"]["losses"][6:]
+    assert first["pipeline again"]["losses"] == first["pipeline"]["losses"][3:]
     assert (first["stopped"]["epochs"], last["stopped"]["epochs"]) == (2, 2)
     assert first["pipeline"]["best"] == last["pipeline"]["best"] == oracle["plain"]["best"]
     assert first["max_steps"] == 5
@@ -49,12 +50,12 @@ def check_two_stages(job: Job, oracle: dict[str, Any], folder: Path) -> None:
 def check_numbers(job: Job, oracle: dict[str, Any]) -> None:
     """Clipping, a schedule by step and tied embeddings in all of them; by epoch and untied in one."""
     plain = oracle["plain"]
-    assert len(plain["losses"]) == 12
-    assert sum(plain["losses"][-4:]) < 0.95 * sum(plain["losses"][:4])
+    assert len(plain["losses"]) == 6
+    assert sum(plain["losses"][-2:]) < 0.95 * sum(plain["losses"][:2])
     assert mean_losses(job, "ddp", (0, 1)) == pytest.approx(plain["losses"], **LOSSES)
     check_one_stage(oracle)
     first, last = job.results[0], job.results[1]
-    for name in ("pipeline", "zero", "by kind"):
+    for name in {"pipeline", "zero", "by kind"} & first.keys():
         assert first[name]["losses"] == pytest.approx(plain["losses"], **LOSSES), name
         assert first[name]["losses"] == last[name]["losses"], name
         assert first[name]["weights"] == pytest.approx(plain["weights"], **WEIGHTS), name
@@ -71,11 +72,12 @@ def check_numbers(job: Job, oracle: dict[str, Any]) -> None:
 def check_one_stage(oracle: dict[str, Any]) -> None:
     """A pipeline of one process, which has one stage unless told otherwise."""
     plain = oracle["plain"]
-    for name in ("one stage", "one stage, zero"):
+    for name in {"one stage", "one stage, zero"} & oracle.keys():
         assert oracle[name]["losses"] == pytest.approx(plain["losses"], **LOSSES), name
         assert oracle[name]["weights"] == pytest.approx(plain["weights"], **WEIGHTS), name
-    assert oracle["one stage again"]["losses"] == oracle["one stage"]["losses"][6:]
-    assert oracle["one stage, bf16"]["losses"] == pytest.approx(plain["losses"], rel=4e-3)
+    assert oracle["one stage again"]["losses"] == oracle["one stage"]["losses"][3:]
+    if "one stage, bf16" in oracle:
+        assert oracle["one stage, bf16"]["losses"] == pytest.approx(plain["losses"], rel=4e-3)
     by_epoch, alone = oracle["one stage, by epoch"], oracle["by epoch"]
     assert by_epoch["losses"] == pytest.approx(alone["losses"], **LOSSES)
     shared = {metric: by_epoch["metrics"][metric] for metric in alone["metrics"]}
@@ -97,13 +99,13 @@ def check_logs(first: dict[str, Any], last: dict[str, Any], oracle: dict[str, An
     (file,) = (folder / "logs").rglob("metrics.csv")
     with file.open() as rows:
         hits = [float(row["hits_step"]) for row in csv.DictReader(rows) if row["hits_step"]]
-    assert len(hits) == 4  # every third step
+    assert len(hits) == 2  # every third step
     assert hits[-1] == first["by epoch"]["metrics"]["hits_step"]
 
 
 def check_hooks(first: dict[str, Any]) -> None:
-    assert first["pipeline"]["hooks"] == ["after_backward", "before_optimizer_step"] * 12
-    assert first["pipeline"]["global_steps"] == list(range(1, 13))
+    assert first["pipeline"]["hooks"] == ["after_backward", "before_optimizer_step"] * 6
+    assert first["pipeline"]["global_steps"] == list(range(1, 7))
 
 
 def check_memory(first: dict[str, Any], last: dict[str, Any], oracle: dict[str, Any]) -> None:
@@ -151,6 +153,7 @@ def check_two_replicas(job: Job, plain: dict[str, Any]) -> None:
         val_losses = [rank["metrics"]["val/loss"] for rank in ranks]
         assert val_losses == pytest.approx([plain["metrics"]["val/loss"]] * 4, **LOSSES), name
     assert len({rank["uneven"] for rank in job.results.values()}) == 1
-    assert mean_losses(job, "four stages", (0, 3)) == pytest.approx(plain["losses"], **LOSSES)
-    assert job.results[0]["four stages"]["weights"] == pytest.approx(plain["weights"], **WEIGHTS)
     assert all(job.results[rank]["zero"]["bytes"] < job.results[rank]["plain"]["bytes"] for rank in range(4))
+    if "four stages" in job.results[0]:
+        assert mean_losses(job, "four stages", (0, 3)) == pytest.approx(plain["losses"], **LOSSES)
+        assert job.results[0]["four stages"]["weights"] == pytest.approx(plain["weights"], **WEIGHTS)

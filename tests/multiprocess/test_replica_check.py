@@ -87,4 +87,4 @@ def test_the_recipes_models_are_not_accused(run_job: RunJob, tmp_path: Path, ran
     assert job.exit_code == 0, job.output
     found = job.results[0]
     assert {case: lines for case, lines in found["said"].items() if lines} == {}
-    assert set(found["steps"].values()) == {10}
+    assert set(found["steps"].values()) == {6}

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from common import quiet_trainer, report
 from lightning.fabric import Fabric
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from tests.multiprocess.scripts.strategies import BUCKETS
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -237,7 +238,7 @@ def _pipeline() -> Any:
 def _zero(**arguments: Any) -> Any:
     from azureml_strategy.strategies import AzureMLDeepSpeedStrategy
 
-    return AzureMLDeepSpeedStrategy(**arguments)
+    return AzureMLDeepSpeedStrategy(**arguments, **BUCKETS)
 
 
 def _parallel(**arguments: Any) -> Any:

@@ -21,7 +21,7 @@ from azureml_strategy.models import Bottleneck, FineTuner, GPTConfig, ImageClass
 from azureml_strategy.strategies import AzureMLDDPStrategy, AzureMLLocalSGDStrategy, AzureMLModelParallelStrategy
 
 WORLD = int(os.environ["WORLD_SIZE"])
-STEPS, LENGTH, VOCABULARY = 10, 8, 32
+STEPS, LENGTH, VOCABULARY = 6, 8, 32
 ROWS = STEPS * 2 * WORLD
 
 

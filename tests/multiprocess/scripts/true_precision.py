@@ -19,6 +19,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from lightning.pytorch.strategies import Strategy
 from tests.multiprocess.scripts.common import quiet_trainer, report
+from tests.multiprocess.scripts.strategies import BUCKETS
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
@@ -45,15 +46,15 @@ WORLD = int(os.environ["WORLD_SIZE"])
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "ddp": AzureMLDDPStrategy,
     "local_sgd": partial(AzureMLLocalSGDStrategy, period=1),
-    "zero_1": partial(AzureMLDeepSpeedStrategy, stage=1),
-    "zero_3": partial(AzureMLDeepSpeedStrategy, stage=3),
+    "zero_1": partial(AzureMLDeepSpeedStrategy, stage=1, **BUCKETS),
+    "zero_3": partial(AzureMLDeepSpeedStrategy, stage=3, **BUCKETS),
     "fsdp2": AzureMLModelParallelStrategy,
     "tensor": partial(AzureMLModelParallelStrategy, tensor_parallel_size=WORLD),
     "pipeline": partial(PipelineStrategy, num_stages=WORLD, micro_batches=1),
 }
 FABRIC: dict[str, Callable[[], Any]] = {
     "ddp": FabricDDPStrategy,
-    "zero_3": partial(FabricDeepSpeedStrategy, stage=3),
+    "zero_3": partial(FabricDeepSpeedStrategy, stage=3, **BUCKETS),
     "fsdp2": FabricModelParallelStrategy,
 }
 STEPS = 20
@@ -327,7 +328,7 @@ def sums() -> dict[str, Any]:
     for stage in (2, 3):
         module = Added()
         trainer = quiet_trainer(
-            strategy=AzureMLDeepSpeedStrategy(stage=stage),
+            strategy=AzureMLDeepSpeedStrategy(stage=stage, **BUCKETS),
             precision="bf16-mixed",
             max_steps=1,
             accumulate_grad_batches=17,
@@ -374,7 +375,7 @@ def tables() -> dict[str, Any]:
     return found
 
 
-def stock(folders: Path) -> dict[str, Any]:
+def stock(folders: Path, every: bool) -> dict[str, Any]:
     """What `from_pretrained` in `configure_model` gives, and which parameters stay float32."""
     import transformers
 
@@ -383,7 +384,7 @@ def stock(folders: Path) -> dict[str, Any]:
         kind, dtype, known, row = torch.load(folder / "known.pt")
         precision = {torch.bfloat16: "bf16-true", torch.float16: "16-true"}[dtype]
         for name in ("ddp", "fsdp2") if dtype == torch.float16 else ("ddp", "zero_1", "zero_3", "fsdp2"):
-            for asked in (None, dtype):
+            for asked in (None, dtype) if every else (None,):
                 build = partial(getattr(transformers, kind).from_pretrained, folder, dtype=asked or "auto")
                 module = Stock(build, known)
                 trainer = quiet_trainer(strategy=STRATEGIES[name](), precision=precision, max_steps=1)
@@ -402,7 +403,6 @@ def _note(module: Normalised, seen: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    folders, others = map(Path, sys.argv[2:])
     if sys.argv[1] == "sums":
         found = {
             "tables": tables(),
@@ -412,13 +412,14 @@ def main() -> None:
             "stochastic": stochastic(),
         }
     else:
+        folders, others = map(Path, sys.argv[2:4])
         found = {
             "strategies": {name: difference(folders / "llama", make()) for name, make in STRATEGIES.items()},
             "early": difference(folders / "llama", AzureMLDDPStrategy(), late=False),
             "families": {each.name: difference(each, AzureMLDDPStrategy()) for each in sorted(folders.iterdir())},
             "statistics": statistics(),
             "modes": modes(),
-            "stock": stock(others),
+            "stock": stock(others, every=sys.argv[4] == "all"),
         }
     report(int(os.environ["RANK"]), **found)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from common import Losses, live_bytes, quiet_trainer, report
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import Strategy
+from tests.multiprocess.scripts.strategies import BUCKETS
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -20,18 +22,19 @@ from azureml_strategy.checkpoint.consolidate import consolidate
 from azureml_strategy.models import GPTConfig, LanguageModel
 from azureml_strategy.strategies import AzureMLDDPStrategy, AzureMLDeepSpeedStrategy
 
-SEQUENCES, LENGTH, TOKENS = 64, 16, 64
-GLOBAL_BATCH = 16  # sequences of a step over all processes: 4 steps an epoch, and 2 epochs
+SEQUENCES, LENGTH, TOKENS = 48, 16, 64
+GLOBAL_BATCH = 16  # sequences of a step over all processes: 3 steps an epoch, and 2 epochs
 VALIDATED = 32  # sequences
 FOLDER = Path(os.environ["RESULTS"]).parent
 WORLD = int(os.environ["WORLD_SIZE"])
+LAYOUTS = sys.argv[2].split(";")
 
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "ddp": AzureMLDDPStrategy,
-    "stage_1": lambda: AzureMLDeepSpeedStrategy(stage=1),
-    "stage_2": AzureMLDeepSpeedStrategy,
-    "stage_3": lambda: AzureMLDeepSpeedStrategy(stage=3),
-    "offload": lambda: AzureMLDeepSpeedStrategy(stage=3, offload_optimizer=True, offload_parameters=True),
+    "stage_1": partial(AzureMLDeepSpeedStrategy, stage=1, **BUCKETS),
+    "stage_2": partial(AzureMLDeepSpeedStrategy, **BUCKETS),
+    "stage_3": partial(AzureMLDeepSpeedStrategy, stage=3, **BUCKETS),
+    "offload": partial(AzureMLDeepSpeedStrategy, stage=3, offload_optimizer=True, offload_parameters=True, **BUCKETS),
 }
 # Two batches a step, and a norm that most gradients exceed.
 STEP: dict[str, Any] = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
@@ -121,18 +124,21 @@ def refusal(saved: Path) -> str:
 
 def one_process() -> dict[str, Any]:
     """DDP, the oracle, reads in one batch what two processes read in two; so do the others, which leave checkpoints."""
-    return {name: fit(name, strategy()) for name, strategy in STRATEGIES.items()}
+    return {name: fit(name, STRATEGIES[name]()) for name in LAYOUTS}
 
 
 def two_processes() -> dict[str, Any]:
-    results = {name: {**fit(name, strategy()), "weights": weights(name)} for name, strategy in STRATEGIES.items()}
-    resumed = {f"{name}_from_{world}": resume(name, world) for name in ("stage_1", "stage_3") for world in (1, 2)}
-    return {**results, **resumed, **others(), **memory()}
+    results = {name: {**fit(name, STRATEGIES[name]()), "weights": weights(name)} for name in LAYOUTS}
+    return {**results, **resumed(), **others(), **memory()}
 
 
 def one_process_again() -> dict[str, Any]:
-    resumed = {f"{name}_from_{world}": resume(name, world) for name in ("stage_1", "stage_3") for world in (1, 2)}
-    return {**resumed, "validated": validate(checkpoint("stage_3", WORLD, 1))}
+    return {**resumed(), "validated": validate(checkpoint("stage_3", WORLD, 1))}
+
+
+def resumed() -> dict[str, Any]:
+    names = [name for name in ("stage_1", "stage_3") if name in LAYOUTS]
+    return {f"{name}_from_{world}": resume(name, world) for name in names for world in (1, 2)}
 
 
 def resume(name: str, world: int) -> dict[str, Any]:
@@ -142,7 +148,7 @@ def resume(name: str, world: int) -> dict[str, Any]:
 def others() -> dict[str, Any]:
     return {
         "bf16": fit("bf16", STRATEGIES["stage_2"](), precision="bf16-mixed"),
-        "tensor_parallel": fit("tp", AzureMLDeepSpeedStrategy(stage=1, tensor_parallel_size=2), replicas=1),
+        "tensor_parallel": fit("tp", AzureMLDeepSpeedStrategy(stage=1, tensor_parallel_size=2, **BUCKETS), replicas=1),
         "json": fit("json", AzureMLDeepSpeedStrategy(config=JSON)),
         "validated": validate(checkpoint("stage_3", WORLD, 1)),
         "refused": refusal(checkpoint("ddp", WORLD, 1)),
