@@ -48,8 +48,8 @@ _IMPORTED_ONCE = [
     *("mlflow", "mlflow.store.tracking.sqlalchemy_store", "git"),
     # DeepSpeed's engine imports these when it starts, which takes longer than many a test's training.
     *("torch._inductor.compile_fx", "networkx"),
-    # What each training of a recipe, or of a Hugging Face model, begins with.
-    *("azureml_strategy.training.app", "transformers.modeling_utils"),
+    # What each training of a Hugging Face model begins with.
+    "transformers.modeling_utils",
 ]
 _start_interpreter = processes._start
 # A program that has this variable begins with `fill_fresh_memory`.

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import pytest
+from omegaconf import OmegaConf
 
-from azureml_strategy.command_line import is_override, with_lists
+from azureml_strategy.command_line import as_typed, is_override, with_lists
 
 
 @pytest.mark.parametrize(
@@ -14,6 +15,12 @@ from azureml_strategy.command_line import is_override, with_lists
 )
 def test_overrides_are_told_from_flags(argument: str, expected: bool) -> None:
     assert is_override(argument) is expected
+
+
+def test_overrides_of_a_running_job_are_as_typed() -> None:
+    """Ranks that this one starts, the command to go on and the run's tags have the reference, not what it refers to."""
+    typed = ["a=[{b: '${classes}'}]", "key=${oc.env:NOT_THERE}", "c=1"]
+    assert as_typed(OmegaConf.create({"classes": 2, "overrides": typed}).overrides) == typed
 
 
 @pytest.mark.parametrize(

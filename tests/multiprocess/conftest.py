@@ -89,6 +89,11 @@ def run_job(
     return run
 
 
+def chosen(cases: str, some: Sequence[str], more: Sequence[str]) -> list[str]:
+    """The names of results that a test looks at: some of them, and more where it has `all` cases."""
+    return [*some, *more] if cases == "all" else [*some]
+
+
 @contextmanager
 def scripts_on_path() -> Iterator[None]:
     """Let a test import what its script imports, for an oracle."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.multiprocess.conftest import Job, RunJob
+from tests.multiprocess.conftest import Job, RunJob, chosen
 
 # float32 sums in another order, over 6 optimizer steps
 LOSSES, WEIGHTS = {"rel": 1e-5}, {"rel": 1e-4, "abs": 1e-5}
@@ -25,15 +25,15 @@ def test_pipelines_give_the_numbers_of_one_process(run_job: RunJob, tmp_path: Pa
     assert oracle.exit_code == 0, oracle.output
     two = run_job("pipeline.py", "two_processes", cases, nodes=2)
     assert two.exit_code == 0, two.output
-    check_two_stages(two, oracle.results[0], tmp_path)
+    check_two_stages(cases, two, oracle.results[0], tmp_path)
     four = run_job("pipeline.py", "four_processes", cases, nodes=2, processes_per_node=2)
     assert four.exit_code == 0, four.output
-    check_two_replicas(four, oracle.results[0]["plain"])
+    check_two_replicas(cases, four, oracle.results[0]["plain"])
 
 
-def check_two_stages(job: Job, oracle: dict[str, Any], folder: Path) -> None:
+def check_two_stages(cases: str, job: Job, oracle: dict[str, Any], folder: Path) -> None:
     first, last = job.results[0], job.results[1]
-    check_numbers(job, oracle)
+    check_numbers(cases, job, oracle)
     check_logs(first, last, oracle, folder)
     check_hooks(first)
     check_memory(first, last, oracle)
@@ -47,15 +47,15 @@ def check_two_stages(job: Job, oracle: dict[str, Any], folder: Path) -> None:
     assert first["max_steps"] == 5
 
 
-def check_numbers(job: Job, oracle: dict[str, Any]) -> None:
+def check_numbers(cases: str, job: Job, oracle: dict[str, Any]) -> None:
     """Clipping, a schedule by step and tied embeddings in all of them; by epoch and untied in one."""
     plain = oracle["plain"]
     assert len(plain["losses"]) == 6
     assert sum(plain["losses"][-2:]) < 0.95 * sum(plain["losses"][:2])
     assert mean_losses(job, "ddp", (0, 1)) == pytest.approx(plain["losses"], **LOSSES)
-    check_one_stage(oracle)
+    check_one_stage(cases, oracle)
     first, last = job.results[0], job.results[1]
-    for name in {"pipeline", "zero", "by kind"} & first.keys():
+    for name in chosen(cases, ("pipeline", "by kind"), ("zero",)):
         assert first[name]["losses"] == pytest.approx(plain["losses"], **LOSSES), name
         assert first[name]["losses"] == last[name]["losses"], name
         assert first[name]["weights"] == pytest.approx(plain["weights"], **WEIGHTS), name
@@ -69,14 +69,14 @@ def check_numbers(job: Job, oracle: dict[str, Any]) -> None:
     assert first["bf16"]["losses"] != first["pipeline"]["losses"]
 
 
-def check_one_stage(oracle: dict[str, Any]) -> None:
+def check_one_stage(cases: str, oracle: dict[str, Any]) -> None:
     """A pipeline of one process, which has one stage unless told otherwise."""
     plain = oracle["plain"]
-    for name in {"one stage", "one stage, zero"} & oracle.keys():
+    for name in chosen(cases, ("one stage",), ("one stage, zero",)):
         assert oracle[name]["losses"] == pytest.approx(plain["losses"], **LOSSES), name
         assert oracle[name]["weights"] == pytest.approx(plain["weights"], **WEIGHTS), name
     assert oracle["one stage again"]["losses"] == oracle["one stage"]["losses"][3:]
-    if "one stage, bf16" in oracle:
+    if cases == "all":
         assert oracle["one stage, bf16"]["losses"] == pytest.approx(plain["losses"], rel=4e-3)
     by_epoch, alone = oracle["one stage, by epoch"], oracle["by epoch"]
     assert by_epoch["losses"] == pytest.approx(alone["losses"], **LOSSES)
@@ -142,7 +142,7 @@ def check_refusals(refused: dict[str, str]) -> None:
             assert word in refused[case], case
 
 
-def check_two_replicas(job: Job, plain: dict[str, Any]) -> None:
+def check_two_replicas(cases: str, job: Job, plain: dict[str, Any]) -> None:
     for name in ("plain", "zero"):
         ranks = [job.results[rank][name] for rank in range(4)]
         # ranks 0 and 1 are the first stages of two replicas, 2 and 3 their last ones
@@ -154,6 +154,6 @@ def check_two_replicas(job: Job, plain: dict[str, Any]) -> None:
         assert val_losses == pytest.approx([plain["metrics"]["val/loss"]] * 4, **LOSSES), name
     assert len({rank["uneven"] for rank in job.results.values()}) == 1
     assert all(job.results[rank]["zero"]["bytes"] < job.results[rank]["plain"]["bytes"] for rank in range(4))
-    if "four stages" in job.results[0]:
+    if cases == "all":
         assert mean_losses(job, "four stages", (0, 3)) == pytest.approx(plain["losses"], **LOSSES)
         assert job.results[0]["four stages"]["weights"] == pytest.approx(plain["weights"], **WEIGHTS)

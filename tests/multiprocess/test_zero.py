@@ -38,7 +38,7 @@ def test_zero(run_job: RunJob, layouts: str) -> None:
     assert again.exit_code == 0, again.output
     ranks, oracle = [two.results[0], two.results[1]], alone.results[0]
     check_losses(layouts.split(";"), ranks, oracle)
-    check_resuming(ranks, oracle, again.results[0])
+    check_resuming(layouts.split(";"), ranks, oracle, again.results[0])
     check_others(ranks, oracle)
     check_memory(ranks)
 
@@ -65,9 +65,9 @@ def check_losses(layouts: list[str], ranks: list[Results], oracle: Results) -> N
             assert rank[name]["weights"] == pytest.approx(rank["ddp"]["weights"], rel=1e-4, abs=1e-5), name
 
 
-def check_resuming(ranks: list[Results], oracle: Results, again: Results) -> None:
+def check_resuming(layouts: list[str], ranks: list[Results], oracle: Results, again: Results) -> None:
     """The second epoch from the first one's checkpoint: the same losses as without a break."""
-    for name in {"stage_1", "stage_3"} & oracle.keys():
+    for name in [each for each in layouts if each in ("stage_1", "stage_3")]:
         for rank in ranks:
             assert rank[f"{name}_from_2"]["losses"] == close(rank[name]["losses"][BATCHES:], 1e-7), name
         assert again[f"{name}_from_1"]["losses"] == oracle[name]["losses"][BATCHES:], f"{name}: not bit for bit"

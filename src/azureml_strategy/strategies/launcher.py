@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from azureml_strategy.cluster.environment import AzureMLEnvironment
 from azureml_strategy.cluster.launchers import local
-from azureml_strategy.command_line import is_override
+from azureml_strategy.command_line import as_typed, is_override
 from azureml_strategy.lightning_internals import SubprocessScriptLauncher
 
 
@@ -65,8 +65,8 @@ def _command() -> tuple[Sequence[str], str | None]:
     return [
         *program,
         *(option for option in options if option not in ("-m", "--multirun")),
-        *config.overrides.task,
-        *config.overrides.hydra,
+        *as_typed(config.overrides.task),
+        *as_typed(config.overrides.hydra),
         "hydra.mode=RUN",
         f"hydra.run.dir='{config.runtime.output_dir}'",
         "hydra.output_subdir=null",

@@ -23,7 +23,7 @@ from azureml_strategy.cluster import Launch, LaunchError
 from azureml_strategy.cluster.launch import PartialLaunch
 from azureml_strategy.cluster.launchers import detect_ranks
 from azureml_strategy.cluster.redaction import redact_text
-from azureml_strategy.command_line import is_override, with_lists
+from azureml_strategy.command_line import as_typed, is_override, with_lists
 from azureml_strategy.tracking import TrackingError
 from azureml_strategy.tracking.source import command_text
 from azureml_strategy.training.checks import check_overrides
@@ -57,7 +57,9 @@ def _command_to_go_on(recipe: str, arguments: Sequence[str], config: DictConfig)
 def _words_to_repeat(recipe: str, arguments: Sequence[str]) -> list[str]:
     """The words of the command line that does this run, or this job of a sweep, once more, in a folder of its own."""
     options = [each for each in arguments if not is_override(each) and each not in ("-m", "--multirun")]
-    kept = [each for each in HydraConfig.get().overrides.task if not each.startswith(("output_dir=", "resume="))]
+    kept = [
+        each for each in as_typed(HydraConfig.get().overrides.task) if not each.startswith(("output_dir=", "resume="))
+    ]
     return ["azureml-strategy", "train", recipe, *options, *kept]
 
 
@@ -155,7 +157,7 @@ def _noted(config: DictConfig, runs: list[SweepRun]) -> Iterator[dict[str, float
     if HydraConfig.get().mode is not RunMode.MULTIRUN:
         yield {}
         return
-    overrides = redact_text(" ".join(HydraConfig.get().overrides.task))
+    overrides = redact_text(" ".join(as_typed(HydraConfig.get().overrides.task)))
     metrics: dict[str, float] = {}
     try:
         yield metrics

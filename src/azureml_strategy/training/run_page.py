@@ -10,6 +10,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from azureml_strategy.cluster.redaction import redact
+from azureml_strategy.command_line import as_typed
 from azureml_strategy.tracking.source import (
     COMMAND_TAG,
     OVERRIDES_TAG,
@@ -29,7 +30,7 @@ def page_name() -> str:
     if not HydraConfig.initialized():
         return script_run_name()
     hydra = HydraConfig.get()
-    return recipe_run_name(str(hydra.job.config_name), list(hydra.overrides.task))
+    return recipe_run_name(str(hydra.job.config_name), as_typed(hydra.overrides.task))
 
 
 def page_tags(command: str | None) -> dict[str, str]:
@@ -43,7 +44,7 @@ def page_tags(command: str | None) -> dict[str, str]:
     hydra = HydraConfig.get()
     return {
         RECIPE_TAG: str(hydra.job.config_name),
-        OVERRIDES_TAG: command_text(list(hydra.overrides.task)),
+        OVERRIDES_TAG: command_text(as_typed(hydra.overrides.task)),
         COMMAND_TAG: command or script_command(),
         **_git_tags(hydra),
     }

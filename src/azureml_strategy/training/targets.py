@@ -31,6 +31,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from azureml_strategy.command_line import as_typed
 from azureml_strategy.training.recipes import RecipeError, near_matches
 
 HYDRA_OWN = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")
@@ -292,7 +293,7 @@ def written_keys() -> Written | None:
 
 def _written() -> Written:
     hydra = HydraConfig.get()
-    overrides = [*hydra.overrides.task, *hydra.overrides.hydra]
+    overrides = [*as_typed(hydra.overrides.task), *as_typed(hydra.overrides.hydra)]
     loader = GlobalHydra.instance().config_loader()
     written = Written(set(), set(), set())
     for default in loader.compute_defaults_list(hydra.job.config_name, overrides, RunMode.RUN).defaults:
@@ -303,7 +304,7 @@ def _written() -> Written:
             keys = _keys(OmegaConf.to_container(text), default.package or "")
             ours = written.groups if default.package else written.recipes
             (ours if provider == _SHIPPED else written.own).update(keys)
-    for override in OverridesParser.create().parse_overrides(list(hydra.overrides.task)):
+    for override in OverridesParser.create().parse_overrides(as_typed(hydra.overrides.task)):
         written.own.update(_keys(override.value(), override.key_or_group))
     return written
 

@@ -127,8 +127,9 @@ def _recipe(config: DictConfig) -> str:
 
 def _passed_on(config: DictConfig) -> list[str]:
     """Return the overrides of Hydra's own settings that the jobs need."""
-    given = map(str, config.hydra.overrides.hydra)
-    return [each for each in given if not each.lstrip("+").startswith(_OF_THE_SWEEP)]
+    from azureml_strategy.command_line import as_typed
+
+    return [each for each in as_typed(config.hydra.overrides.hydra) if not each.lstrip("+").startswith(_OF_THE_SWEEP)]
 
 
 @contextmanager
