@@ -4,7 +4,7 @@ The processor's are those of a test's process, of the children it has waited for
 server has forked and seen the end of: /proc/PID/stat counts these for the server. With `--workers`, what several tests
 do at the same time takes longer than alone.
 
-`python -m tests.times FILE` keeps of it in tests/times.json what tests/workers.py plans with.
+`python -m tests.times FILE...` keeps of them in tests/times.json what tests/workers.py and tests/rota.py plan with.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import resource
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -109,11 +110,12 @@ class Expected:
         return self.tests.get(test) or self.files.get(test.partition("::")[0]) or _UNKNOWN
 
 
-def keep(measured: Path, kept: Path = _KEPT) -> None:
-    """Write what is worth knowing of a measurement: each long test, and the mean of a file's others."""
-    tests = {
-        name: (each["wall"], each["processor"]) for name, each in json.loads(measured.read_text())["tests"].items()
-    }
+def keep(measured: Sequence[Path], kept: Path = _KEPT) -> None:
+    """Write what is worth knowing of measurements: each long test, and the mean of a file's others."""
+    tests: dict[str, tuple[float, float]] = {}
+    for path in measured:
+        found = json.loads(path.read_text())["tests"]
+        tests |= {name: (each["wall"], each["processor"]) for name, each in found.items()}
     long = {name: taken for name, taken in tests.items() if max(taken) >= _WORTH_KEEPING}
     others: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for name, taken in tests.items():
@@ -171,4 +173,4 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 if __name__ == "__main__":
-    keep(Path(sys.argv[1]))
+    keep([Path(each) for each in sys.argv[1:]])
