@@ -12,7 +12,7 @@ from azureml_strategy.training import app
 
 
 def test_a_secret_among_the_overrides_does_not_reach_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    overrides = SimpleNamespace(task=["seed=1", "data.token=abcdef1234567"])
+    overrides = SimpleNamespace(task=OmegaConf.create(["seed=1", "data.token=abcdef1234567"]))
     running = SimpleNamespace(get=lambda: SimpleNamespace(mode=RunMode.MULTIRUN, overrides=overrides))
     monkeypatch.setattr(app, "HydraConfig", running)
     runs: list[app.SweepRun] = []
