@@ -16,8 +16,7 @@ ROOT = Path(__file__).parents[1]
 def test_nothing_is_found(command: str) -> None:
     program, *arguments = command.split()
     path = Path(sys.executable).with_name(program)
-    if not path.exists():
-        pytest.skip(f"{program} is not installed: pip install -e '.[dev]'")
+    assert path.exists(), f"{program} is not installed: pip install -e '.[dev]'"
     # As in a shell at the project's folder; two of them read sys.path to know what is imported.
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     found = subprocess.run([path, *arguments], cwd=ROOT, env=environ, capture_output=True, text=True)

@@ -151,6 +151,7 @@ class Pool:
 
     def _replace(self, session: pytest.Session, worker: _Worker) -> None:
         """The test that a worker died in has failed; another worker runs those that were to follow."""
+        self._workers.remove(worker)  # first: Ctrl-C ends those that are there, and this one is not
         code = self._left(worker)
         assert worker.unit is not None
         left = [place for place in worker.unit.tests if place not in worker.done]
@@ -158,7 +159,6 @@ class Pool:
         item = session.items[left[0]] if left else session.items[worker.unit.tests[-1]]
         text = f"the worker that ran {item.nodeid} {how}"
         self._report(pytest.TestReport(item.nodeid, item.location, {}, "failed", text, "call"))
-        self._workers.remove(worker)
         again = self._fork(session, worker.server)
         self._workers.append(again)
         if left[1:]:

@@ -125,9 +125,10 @@ class TestSomethingIsBroken:
 
     pytestmark = pytest.mark.slow
 
-    def test_random_numbers(self, tmp_path: Path, references: Path) -> None:
+    @pytest.mark.parametrize("faults", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+    def test_random_numbers(self, tmp_path: Path, references: Path, faults: int) -> None:
         script = FAULTS / "broken" / "forgets_random_numbers.py"
-        verdict = run(Trial("signals", SIGNALS, 1, script=script), tmp_path, references)
+        verdict = run(Trial("signals", SIGNALS, faults, script=script), tmp_path, references)
         assert "weights of rank 0" in verdict["lost"], verdict["output"]
         assert any("other values, such as ('train/loss'" in each for each in verdict["lost"])
 

@@ -69,7 +69,7 @@ DEFAULT = [
 EVERY = [
     (ranks, place, {"num_workers": workers, **cache})
     for ranks, workers, place, cache in product((1, 2, 4), (0, 2, 4), ("folder", "blob with faults"), ({}, CACHE))
-]
+] + [(2, "blob", {"num_workers": 4, **CACHE})]  # nothing fails on the way to a warm cache
 
 
 @pytest.mark.parametrize(
@@ -115,14 +115,15 @@ def test_one_order(
     assert all(each == validated[0] for each in validated[1:])
 
 
+@pytest.mark.parametrize("last", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_killed_anywhere_it_goes_on_with_the_next_sample(
-    run_job: RunJob, tmp_path: Path, packed: Path, azurite: Azurite
+    run_job: RunJob, tmp_path: Path, packed: Path, azurite: Azurite, last: int
 ) -> None:
     blob = azurite.upload(packed)
     whole = train(run_job, tmp_path / "whole", 1, root=str(packed), num_workers=0, shuffle="window", window=2)
     assert whole.exit_code == 0, whole.output
     options = {"root": blob, "shuffle": "window", "window": 2, "cache": str(tmp_path / "cache"), "cache_limit": "30KB"}
-    attempts = [(2, 3, 2), (4, 7, 0), (1, None, 2)]
+    attempts = [(2, 3, 2), (4, 7, 0), (last, None, 2)]
     for attempt, (ranks, die_at, workers) in enumerate(attempts):
         more = {"num_workers": workers, "attempt": attempt} | ({} if die_at is None else {"die_at": die_at})
         job = train(run_job, tmp_path / "killed", ranks, azurite.environment, **options, **more)

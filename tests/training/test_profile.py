@@ -38,15 +38,20 @@ def _recipe() -> None:
 
 
 def test_steps_and_ranks_as_people_type_them(store: MlflowClient) -> None:
-    done = run(*TRAIN, "profile.steps=3-4", "profile.ranks=0,1", "output_dir=here")
+    """In one folder, though rank 1 starts at another time; the page has overrides as typed, not what they refer to."""
+    typed = ["output_dir='here/${now:%H%M%S%f}'", "+vars.hint=${oc.env:HINT}"]
+    done = run(*TRAIN, "profile.steps=3-4", "profile.ranks=0,1", *typed, variables={"HINT": "of nobody's business"})
+    (here,) = Path("here").iterdir()
     for rank in (0, 1):
-        summary = json.loads(Path(f"here/profile/summary_rank_{rank}.json").read_text())
+        summary = json.loads((here / f"profile/summary_rank_{rank}.json").read_text())
         assert summary["steps"] == [3, 4]
         assert [each["name"] for each in summary["collectives"]].count("all_reduce") == 1
     assert done.stdout.count("Profile of steps 3-4 on rank 0") == 1
     found = the_run(store)
     assert len(store.list_artifacts(found.info.run_id, "profile")) == 4
     assert not [name for name in found.data.params if name.startswith("profile")]
+    assert "${oc.env:HINT}" in str(found.data.tags)
+    assert "of nobody" not in str(found.to_dictionary())
 
 
 @pytest.mark.parametrize(
