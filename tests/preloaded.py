@@ -50,6 +50,10 @@ _IMPORTED_ONCE = [
     *("torch._inductor.compile_fx", "networkx"),
     # What each training of a Hugging Face model begins with.
     "transformers.modeling_utils",
+    # What every training of ours begins with.
+    *("azureml_strategy.strategies.ddp", "azureml_strategy.tracking.job_tracking", "azureml_strategy.hang_detection"),
+    *("azureml_strategy.profiling", "azureml_strategy.strategies.replica_check", "azureml_strategy.preemption"),
+    *("azureml_strategy.reporting.callback", "azureml_strategy.checkpoint", "torch.distributed.tensor"),
 ]
 _start_interpreter = processes._start
 # A program that has this variable begins with `fill_fresh_memory`.

@@ -53,6 +53,7 @@ def test_the_last_node_is_told_and_lost_and_the_run_starts_again(run_code: RunCo
     assert surviving == "told to end"
     (event,) = read_events(announced.encode())
     assert (event.kind, event.not_before is not None) == ("Preempt", True)
+    assert json.loads(announced)["Events"][0]["NotBefore"].endswith(" GMT"), "as Azure writes it"
     jobs = [read_job(json.loads(line)) for line in (first_again, second_again)]
     assert [(each.attempt, each.priority) for each in jobs if each] == [(1, "low-priority")] * 2
     assert len({each.run_id for each in jobs if each}) == 1
