@@ -185,6 +185,10 @@ def _leaves_no_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
     for child in children:
         with suppress(psutil.NoSuchProcess):
             child.kill()
+    programs = multiprocessing.active_children()  # of a fork server: see tests/preloaded.py
+    for program in programs:
+        program.kill()
+        program.join()
     group = _destroy_process_group()
     _be_rank_zero_again()
     sigterm, _ = signal.getsignal(signal.SIGTERM), signal.signal(signal.SIGTERM, handler)
@@ -192,6 +196,7 @@ def _leaves_no_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
     assert not changed, f"environment variables changed by the test: {sorted(changed)}"
     assert not added, f"folders left on Python's path by the test: {added}"
     assert not children, f"processes left behind by the test: {children}"
+    assert not programs, f"programs left behind by the test: {programs}"
     assert not group, "the test left a torch.distributed process group behind"
     assert sigterm == handler, "the test left a SIGTERM handler behind"
 

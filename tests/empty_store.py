@@ -10,6 +10,7 @@ import logging
 import os
 import sqlite3
 import tempfile
+import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import closing
@@ -24,14 +25,19 @@ def make() -> None:
     reader, writer = os.pipe()
     child = os.fork()  # what MLflow keeps of a store does not stay here
     if not child:
-        os.close(reader)
-        with os.fdopen(writer, "w") as told:
-            json.dump(_of_mlflow(), told)
+        try:
+            os.close(reader)
+            with os.fdopen(writer, "w") as told:
+                json.dump(_of_mlflow(), told)
+        except BaseException:
+            traceback.print_exc()
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as told:
-        _statements[:] = json.load(told)
+        _statements[:] = json.loads(told.read() or "[]")
     os.waitpid(child, 0)
+    if not _statements:
+        raise RuntimeError("MLflow made no store: its error is above")
     _use()
 
 

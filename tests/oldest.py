@@ -1,7 +1,8 @@
 """Whether the oldest versions that pyproject.toml allows have been tested as things are: tests/oldest.tested says so.
 
-`python -m tests.oldest` leaves with 0 if so; `python -m tests.oldest --passed` writes that they just passed. What
-counts is what names versions, and the files that know libraries from inside.
+`python -m tests.oldest` leaves with 0 if so, and prints the state of things; `--passed STATE` writes that they passed
+in that one. What counts is what names versions, and the files that know libraries from inside. A change elsewhere that
+an old version does not bear is found at the next change of these, or by `make test-oldest`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def have_passed(root: Path = ROOT) -> bool:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--passed"]:
-        TESTED.write_text(state() + "\n")
-    elif not have_passed():
-        sys.exit(1)
+    if sys.argv[1:2] == ["--passed"]:
+        TESTED.write_text(sys.argv[2] + "\n")
+    else:
+        print(state())
+        sys.exit(0 if have_passed() else 1)

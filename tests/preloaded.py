@@ -47,13 +47,19 @@ _IMPORTED_ONCE = [
     *("torch", "torch._dynamo", "torch.distributed.checkpoint", "lightning.pytorch", "hydra", "omegaconf"),
     *("mlflow", "mlflow.store.tracking.sqlalchemy_store", "git"),
     # DeepSpeed's engine imports these when it starts, which takes longer than many a test's training.
-    *("torch._inductor.compile_fx", "networkx"),
+    *("tests.deepspeed_on_cpu", "torch._inductor.compile_fx", "networkx"),
     # What each training of a Hugging Face model begins with.
     "transformers.modeling_utils",
     # What every training of ours begins with.
-    *("azureml_strategy.strategies.ddp", "azureml_strategy.tracking.job_tracking", "azureml_strategy.hang_detection"),
-    *("azureml_strategy.profiling", "azureml_strategy.strategies.replica_check", "azureml_strategy.preemption"),
-    *("azureml_strategy.reporting.callback", "azureml_strategy.checkpoint", "torch.distributed.tensor"),
+    *("azureml_strategy.strategies.ddp", "azureml_strategy.strategies.model_parallel.strategy"),
+    *("azureml_strategy.strategies.zero.strategy", "azureml_strategy.strategies.local_sgd.strategy"),
+    *("azureml_strategy.tracking.job_tracking", "azureml_strategy.hang_detection.callback"),
+    *("azureml_strategy.profiling.callback", "azureml_strategy.strategies.replica_check.callback"),
+    *("azureml_strategy.preemption.termination", "azureml_strategy.reporting.callback"),
+    *("azureml_strategy.checkpoint.job_checkpoint", "azureml_strategy.models.classifier"),
+    *("azureml_strategy.training.app", "azureml_strategy.training.run"),
+    # MLflow's, when a run begins.
+    *("IPython", "sqlalchemy.dialects.sqlite", "sqlalchemy.dialects.mssql", "sqlalchemy.dialects.mysql"),
 ]
 _start_interpreter = processes._start
 # A program that has this variable begins with `fill_fresh_memory`.

@@ -62,6 +62,26 @@ def test_is_killed():
 def test_after_it(tmp_path):
     assert not list(tmp_path.iterdir())
 """
+_THAT_LEAVE = """
+import os, time
+import pytest
+from tests.preloaded import Forked
+
+def test_forks():
+    if os.fork():
+        os.wait()
+
+def test_fails_after_it():
+    assert 1 == 2
+
+@pytest.mark.timeout(0.5)
+def test_takes_too_long():
+    time.sleep(60)
+
+def test_leaves_a_program(tmp_path):
+    (tmp_path / "some.py").write_text("import time; time.sleep(300)")
+    Forked([str(tmp_path / "some.py")], dict(os.environ))
+"""
 # Run by every interpreter of that run: what its fork servers import otherwise, which takes seconds, it has no use for.
 _NOTHING_PRELOADED = """
 from tests import empty_store, preloaded
@@ -100,6 +120,18 @@ def test_forked_workers_tell_all_that_one_process_tells(tmp_path: Path) -> None:
     assert times["tests"]["test_some.py::test_computes_elsewhere"]["processor"] > 0.9
     assert times["tests"]["test_some.py::test_waits"]["waiting"] > 0.8
     assert times["files"]["test_some.py"]["wall"] > 2
+
+
+def test_what_a_test_leaves_takes_nothing_from_the_others(tmp_path: Path) -> None:
+    """A child that comes back from its test, one that takes too long, and a program that nobody waits for."""
+    (tmp_path / "test_some.py").write_text(_THAT_LEAVE)
+    command = [sys.executable, "-m", "pytest", "-c", "/dev/null", "--rootdir", tmp_path, "-p", "tests.workers"]
+    command += ["--workers=1", tmp_path]
+    done = subprocess.run(command, env=_environ(tmp_path), capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "2 failed, 2 passed" in done.stdout
+    assert "FAILED test_some.py::test_fails_after_it - assert 1 == 2" in done.stdout
+    assert "FAILED test_some.py::test_takes_too_long - Failed: Timeout" in done.stdout
 
 
 def test_what_a_worker_cannot_end_fails_the_run(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import resource
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -70,14 +70,19 @@ class Times:
     def add(self, test: str, wall: float, processor: float) -> None:
         self.tests[test] = (wall, processor)
 
-    def as_json(self) -> dict[str, object]:
-        """`{"tests": {name: {"wall": s, "processor": s, "waiting": s}}, "files": {...}}`, what computes most first."""
+    def as_json(self, exhaustive: Collection[str] = ()) -> dict[str, object]:
+        """`{"tests": {name: {"wall": s, "processor": s, "waiting": s}}, "files": {...}}`, what computes most first.
+
+        Args:
+            exhaustive: names of tests that are not always run; these are listed.
+        """
         files: dict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
         for test, (wall, processor) in self.tests.items():
             file = test.partition("::")[0]
             files[file] = (files[file][0] + wall, files[file][1] + processor)
         return {
             "tests": _table(self.tests),
+            "exhaustive": sorted(self.tests.keys() & set(exhaustive)),
             "files": _table({name: (each[0], each[1]) for name, each in files.items()}),
         }
 
@@ -111,12 +116,14 @@ class Expected:
 
 
 def keep(measured: Sequence[Path], kept: Path = _KEPT) -> None:
-    """Write what is worth knowing of measurements: each long test, and the mean of a file's others."""
+    """Write what is worth knowing of measurements: each long or exhaustive test, and the mean of a file's others."""
     tests: dict[str, tuple[float, float]] = {}
+    exhaustive = set[str]()
     for path in measured:
-        found = json.loads(path.read_text())["tests"]
-        tests |= {name: (each["wall"], each["processor"]) for name, each in found.items()}
-    long = {name: taken for name, taken in tests.items() if max(taken) >= _WORTH_KEEPING}
+        found = json.loads(path.read_text())
+        exhaustive |= set(found["exhaustive"])
+        tests |= {name: (each["wall"], each["processor"]) for name, each in found["tests"].items()}
+    long = {name: taken for name, taken in tests.items() if max(taken) >= _WORTH_KEEPING or name in exhaustive}
     others: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for name, taken in tests.items():
         if name not in long:
@@ -169,8 +176,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     path = session.config.getoption("--times")
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(of(session.config).as_json(), indent=1) + "\n")
+        exhaustive = [item.nodeid for item in session.items if item.get_closest_marker("exhaustive")]
+        path.write_text(json.dumps(of(session.config).as_json(exhaustive), indent=1) + "\n")
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit("Name the files that `pytest --times=FILE` has written.")
     keep([Path(each) for each in sys.argv[1:]])

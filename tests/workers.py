@@ -8,6 +8,7 @@ beside them. What they are expected to use is in tests/times.json: see tests/tim
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing.util
 import os
 import signal
@@ -20,12 +21,15 @@ from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
 import pytest
+from _pytest.config import create_terminal_writer
 from tests import empty_store, preloaded, times
 
 # What a unit's tests are expected to take together, in seconds of one worker, unless they share a fixture.
 _LONG = 1.0
 # Of all processors. Expected use is an average, and was measured on a busy machine.
 _FULL = 1.0
+# What a worker may take at its end, in seconds, for what its tests share.
+_ENDING = 200.0
 # What those share that are in one unit: a fixture that lives longer than a test, but not as long as the worker.
 _SHARED_SCOPES = {"class", "module", "package"}
 
@@ -51,6 +55,7 @@ class _Worker:
     ended: int  # can be read once the process is no more; a child of its own may still hold the pipe
     unit: Unit | None = None
     done: list[int] = field(default_factory=list)
+    before: int | None = None  # the test that it ran last, of this unit or an earlier one
 
 
 class _Next:
@@ -98,7 +103,7 @@ class Pool:
 
     def _run(self, session: pytest.Session, waiting: list[Unit]) -> None:
         while waiting or any(worker.unit for worker in self._workers):
-            self._hand_out(waiting)
+            self._hand_out(session, waiting)
             busy = [worker for worker in self._workers if worker.unit]
             ready = wait([each for worker in busy for each in (worker.pipe, worker.ended)])
             for worker in busy:
@@ -111,9 +116,9 @@ class Pool:
             if session.shouldstop:
                 raise session.Interrupted(session.shouldstop)
 
-    def _hand_out(self, waiting: list[Unit]) -> None:
+    def _hand_out(self, session: pytest.Session, waiting: list[Unit]) -> None:
         cores = len(os.sched_getaffinity(0))
-        for worker in self._workers:
+        for worker in list(self._workers):
             if worker.unit or not waiting:
                 continue
             used = sum(each.unit.processors for each in self._workers if each.unit)
@@ -125,14 +130,15 @@ class Pool:
             waiting.remove(unit)
             worker.unit = unit
             worker.done = []
-            worker.pipe.send(unit.tests)
+            if not _sent(worker.pipe, unit.tests):  # it has died since its last test
+                self._replace(session, worker)
 
     def _receive_from(self, session: pytest.Session, worker: _Worker) -> None:
-        try:
-            kind, value = worker.pipe.recv()
-        except (EOFError, ConnectionResetError):
+        received = _received(worker.pipe)
+        if received is None:
             self._replace(session, worker)
             return
+        kind, value = received
         hook = self._config.hook
         if kind == "report":
             self._report(hook.pytest_report_from_serializable(config=self._config, data=value))
@@ -142,8 +148,11 @@ class Pool:
         elif kind == "test":
             place, taken = value
             worker.done.append(place)
+            worker.before = place
             times.of(self._config).add(*taken)
         else:
+            assert worker.unit is not None
+            assert worker.done == worker.unit.tests, "a unit has ended, but not all of its tests"
             worker.unit = None
 
     def _report(self, report: pytest.TestReport) -> None:
@@ -157,7 +166,8 @@ class Pool:
         left = [place for place in worker.unit.tests if place not in worker.done]
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with {code}"
         item = session.items[left[0]] if left else session.items[worker.unit.tests[-1]]
-        text = f"the worker that ran {item.nodeid} {how}"
+        after = "" if worker.before is None else f", after {session.items[worker.before].nodeid},"
+        text = f"the worker that ran {item.nodeid}{after} {how}"
         self._report(pytest.TestReport(item.nodeid, item.location, {}, "failed", text, "call"))
         again = self._fork(session, worker.server)
         self._workers.append(again)
@@ -178,7 +188,7 @@ class Pool:
             for other in self._workers:  # or one would not learn that the others' other end is gone
                 other.pipe.close()
             _work(session, theirs, server)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, BrokenPipeError):  # the process that would hear of it ends
             os._exit(2)
         except BaseException:
             sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
@@ -218,6 +228,8 @@ class _Telling:
     def pytest_warning_recorded(
         self, warning_message: warnings.WarningMessage, when: str, nodeid: str, location: Any
     ) -> None:
+        if when != "runtest":  # it has been told before this process was forked
+            return
         message = f"{warning_message.category.__name__}: {warning_message.message}"
         message = f"{warning_message.filename}:{warning_message.lineno}: {message}"
         value = {"message": message, "when": when, "nodeid": nodeid, "location": location}
@@ -240,16 +252,30 @@ def _work(session: pytest.Session, pipe: Connection, server: preloaded.Server) -
                 )
                 pipe.send(("test", (place, (item.nodeid, *meter.stop()))))
             pipe.send(("unit", None))
-    finally:  # what several tests share, such as a server, ends with the worker
+    finally:  # what several tests share, such as a server, ends with the worker, whoever is in a hurry
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        faulthandler.dump_traceback_later(_ENDING, exit=True)
+        for program in multiprocessing.active_children():  # its own end would wait for them
+            program.kill()
         session._setupstate.teardown_exact(None)
         multiprocessing.util._exit_function()  # type: ignore[attr-defined]
 
 
-def _received(pipe: Connection) -> list[int] | None:
+def _received(pipe: Connection) -> Any:
+    """What the other end has sent; None if it is gone."""
     try:
-        return list(pipe.recv())
+        return pipe.recv()
     except (EOFError, ConnectionResetError):
         return None
+
+
+def _sent(pipe: Connection, what: Any) -> bool:
+    """Whether the other end is still there to get it."""
+    try:
+        pipe.send(what)
+    except (BrokenPipeError, ConnectionResetError):
+        return False
+    return True
 
 
 def _be_a_worker(config: pytest.Config, pipe: Connection) -> None:
@@ -263,6 +289,9 @@ def _be_a_worker(config: pytest.Config, pipe: Connection) -> None:
     for name in ("terminalreporter", "junitxml"):
         if plugin := plugins.getplugin(name):
             plugins.unregister(plugin)
+    writer = create_terminal_writer(config, sys.stderr)  # pytest-timeout writes all stacks there
+    config.get_terminal_writer = lambda: writer  # type: ignore[method-assign]
+    os.register_at_fork(after_in_child=pipe.close)  # a child that comes back from its test speaks for no worker
     plugins.register(_Telling(config, pipe))
     factory: Any = config._tmp_path_factory  # type: ignore[attr-defined]
     factory._basetemp = factory.getbasetemp() / f"worker-{os.getpid()}"

@@ -58,7 +58,7 @@ def _job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def restart(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Act as the next attempt: another process."""
     count = iter(range(1000))
-    return lambda: monkeypatch.setattr("azureml_strategy.checkpoint.fit_resume.PROCESS", f"process {next(count)}")
+    return lambda: monkeypatch.setattr("azureml_strategy.checkpoint.fit_folder._process", f"process {next(count)}")
 
 
 def checkpoints(tmp_path: Path, name: str = "checkpoints") -> list[int]:
@@ -477,6 +477,6 @@ def test_the_strict_error_is_told_apart(tmp_path: Path, monkeypatch: pytest.Monk
     """A line of the script's own is as strict as a recipe."""
     one_fit(JobCheckpoint(resume="auto", every_n_train_steps=6))
     monkeypatch.setenv("AZUREML_RUN_ID", "job-2")
-    monkeypatch.setattr("azureml_strategy.checkpoint.fit_resume.PROCESS", "another")
+    monkeypatch.setattr("azureml_strategy.checkpoint.fit_folder._process", "another")
     with pytest.raises(ResumeError, match="of run job-1, and this is run job-2"):
         one_fit(JobCheckpoint(resume="auto"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from azureml_strategy.checkpoint.fit_folder import (
     default_folder,
     folder_of_fit,
     is_of_this_run,
+    this_process,
     warn_of_own_disk,
 )
 
@@ -53,6 +55,19 @@ def test_it_is_said_once_and_in_a_real_job_only(
         warn_of_own_disk(tmp_path / name)
     (said,) = caplog.records
     assert "on this node's own disk" in said.getMessage()
+
+
+def test_a_forked_process_is_another_script(tmp_path: Path) -> None:
+    """One that is killed and forked again goes on in its folder; it was the same one, which begins the next fit."""
+    base, fit, context = tmp_path / "checkpoints", "A 1 at x.py:1", multiprocessing.get_context("fork")
+    for _ in range(2):
+        child = context.Process(target=lambda: folder_of_fit(base, fit, this_process(), in_place=True))
+        child.start()
+        child.join()
+        assert child.exitcode == 0
+    assert [each.name for each in tmp_path.iterdir()] == ["checkpoints"]
+    assert folder_of_fit(base, fit, this_process(), in_place=True) == base
+    assert folder_of_fit(base, fit, this_process(), in_place=True) == tmp_path / "checkpoints_2"
 
 
 def test_each_fit_finds_its_own_whatever_the_order(tmp_path: Path) -> None:

@@ -81,6 +81,18 @@ def test_a_job_of_a_sweep_is_run_once_more_and_not_the_sweep(
     assert folder == "/home/me"
 
 
+def test_a_time_and_the_number_of_the_job_are_the_same_on_all_ranks(
+    set_program: SetProgram, hydra_job: Callable[..., None]
+) -> None:
+    hydra_job("+vars.at='${now:%S%f}'", "+vars.name='${seed}'", "hydra.job.num=3", "hydra.job.id=app_3")
+    set_program("bin/app")
+    command, _ = _command()
+    assert command == _command()[0]
+    assert "+vars.name='${seed}'" in command
+    assert not [each for each in command if "now" in each]
+    assert {"hydra.job.num=3", "hydra.job.id=app_3"} <= set(command[command.index("hydra.mode=RUN") :])
+
+
 def test_in_a_job_each_process_gets_its_true_rank(enter_job: EnterJob, monkeypatch: pytest.MonkeyPatch) -> None:
     enter_job(2, 1)
     environment = AzureMLEnvironment()

@@ -32,11 +32,26 @@ OUTPUT_VARIABLE = "AZURE_ML_OUTPUT_run"
 _FIT = "fit.json"
 # What a node mounts from its own disks or memory. Mounts of storage have other types: fuse, nfs4, cifs, lustre.
 _OWN_DISKS = ("btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs")
-# Identifies the script's process. Processes that it spawns for a fit get it with the callback that has it.
-PROCESS = uuid.uuid4().hex
+_process = uuid.uuid4().hex
 # Parents of the folders that were warned of.
 _warned: set[Path] = set()
 _SKIPPED = tuple(f"{folder}{os.sep}" for folder in (Path(str(lightning.__file__)).parent, Path(__file__).parents[1]))
+
+
+def this_process() -> str:
+    """Return what identifies the script's process. Those that it spawns for a fit get it with the callback that has it.
+
+    A process that it forks, which makes callbacks of its own, is another script's: it may be the next attempt.
+    """
+    return _process
+
+
+def _forked() -> None:
+    global _process
+    _process = uuid.uuid4().hex
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def default_folder(root: str) -> Path:
@@ -115,7 +130,7 @@ def folder_of_fit(
     Args:
         base: the folder for one fit.
         fit: `name_of_fit`.
-        process: `PROCESS` of the script.
+        process: `this_process()` of the script.
         in_place: whether the place of the call counts, which changes when a script is edited.
         usable: whether a folder's content permits to use it.
 

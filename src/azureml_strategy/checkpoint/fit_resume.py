@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 
 from azureml_strategy.checkpoint.elastic import ElasticRestart
-from azureml_strategy.checkpoint.fit_folder import PROCESS, folder_of_fit, is_of_this_run, name_of_fit
+from azureml_strategy.checkpoint.fit_folder import folder_of_fit, is_of_this_run, name_of_fit, this_process
 from azureml_strategy.checkpoint.folder import this_run
 from azureml_strategy.checkpoint.resume import ANY, AUTO, ResumeError, choose_together
 from azureml_strategy.cluster.job import read_job
@@ -46,7 +46,7 @@ class FitResume:
         self._resume = resume
         self._global_batch = global_batch
         self._beside_others = beside_others
-        self._process = PROCESS
+        self._process = this_process()
         self.checkpoint: Path | None = None
         self.elastic = ElasticRestart(None, global_batch)
 

@@ -54,6 +54,7 @@ def _command() -> tuple[Sequence[str], str | None]:
     module = __main__.__spec__
     program = [sys.executable, os.path.abspath(sys.argv[0])] if module is None else [sys.executable, "-m", module.name]
     from hydra.core.hydra_config import HydraConfig
+    from omegaconf import OmegaConf
 
     if not HydraConfig.initialized():
         return [*program, *sys.argv[1:]], None
@@ -65,10 +66,17 @@ def _command() -> tuple[Sequence[str], str | None]:
     return [
         *program,
         *(option for option in options if option not in ("-m", "--multirun")),
-        *as_typed(config.overrides.task),
-        *as_typed(config.overrides.hydra),
+        *_at_one_time(config.overrides.task),
+        *_at_one_time(config.overrides.hydra),
         "hydra.mode=RUN",
+        *(f"hydra.job.{key}={config.job[key]}" for key in ("num", "id") if not OmegaConf.is_missing(config.job, key)),
         f"hydra.run.dir='{config.runtime.output_dir}'",
         "hydra.output_subdir=null",
         f"hydra.job.name={config.job.name}",
     ], config.runtime.cwd
+
+
+def _at_one_time(overrides: Sequence[str]) -> list[str]:
+    """Return overrides as they were typed, but for those with a time, which would have another value on each rank."""
+    both = zip(as_typed(overrides), overrides, strict=True)
+    return [str(read) if "${now:" in typed else typed for typed, read in both]

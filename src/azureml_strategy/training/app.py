@@ -122,6 +122,8 @@ def _train(
 
     try:
         keep_secrets(config)
+        # What a strategy gives other ranks on the command line has this run's time in place of `${now:...}`.
+        OmegaConf.copy_cache(config, HydraConfig.instance().cfg)
         return train(config, command_text(_words_to_repeat(recipe, arguments)))
     except SIGTERMException:
         if launch is None and speaks_for_all(launch):

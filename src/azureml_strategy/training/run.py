@@ -50,8 +50,6 @@ _NO_HYPERPARAMETERS = (
 )
 
 log = logging.getLogger(__name__)
-# Tells processes that a strategy starts where the one that started them writes.
-_FOLDER = "AZUREML_STRATEGY_OUTPUT_DIR"
 # How long the processes that we started may take to end after this one failed. They may wait in a collective for it.
 _GRACE_SECONDS = 5.0
 
@@ -156,8 +154,6 @@ def train(config: DictConfig, command: str | None = None) -> dict[str, float]:
     check_config(config)
     warn_of_unread_keys(config)
     launch = learn_launch()
-    if _FOLDER in os.environ:
-        config.output_dir = os.environ[_FOLDER]
     _announce(config.output_dir, launch)
     seed_everything(config.seed, workers=True, verbose=False)
     torch.set_float32_matmul_precision(config.matmul_precision)
@@ -170,7 +166,7 @@ def train(config: DictConfig, command: str | None = None) -> dict[str, float]:
     for logger in trainer.loggers:
         if isinstance(logger, JobMLFlowLogger) and _repeats(chosen, config.resume):
             logger.continue_run()
-    with _own_processes(trainer), told_to_children(chosen), _one_folder(config), _ended_record(trainer):
+    with _own_processes(trainer), told_to_children(chosen), _ended_record(trainer):
         try:
             trainer.fit(model, datamodule=data, ckpt_path=chosen)
         except BaseException:
@@ -308,19 +304,6 @@ def _say_where_checkpoints_are(trainer: Trainer) -> None:
     saver = trainer.checkpoint_callback
     if isinstance(saver, ModelCheckpoint) and saver.last_model_path and trainer.is_global_zero:
         log.info("Checkpoints: %s", Path(str(saver.dirpath)).absolute())
-
-
-@contextmanager
-def _one_folder(config: DictConfig) -> Iterator[None]:
-    """Processes that start inside the context write where this one does: `${now:...}` has another value there."""
-    if _FOLDER in os.environ:  # this is one of them
-        yield
-        return
-    os.environ[_FOLDER] = str(Path(config.output_dir).absolute())
-    try:
-        yield
-    finally:
-        os.environ.pop(_FOLDER, None)
 
 
 @contextmanager
