@@ -14,6 +14,7 @@ from tests.emulator.conftest import RunCode
 from azureml_strategy.cli import main
 from azureml_strategy.cluster.job import read_job
 from azureml_strategy.emulator import EmulatedJob, EmulationError, Preemption, processes
+from azureml_strategy.emulator.job import announced
 from azureml_strategy.preemption.scheduled_events import read_events
 
 # Waits for its node's end in the first attempt, and says what its node was told.
@@ -59,6 +60,12 @@ def test_the_last_node_is_told_and_lost_and_the_run_starts_again(run_code: RunCo
     assert len({each.run_id for each in jobs if each}) == 1
     assert jobs[0] is not None
     assert jobs[0].run_id in job.output.splitlines()[0]
+
+
+def test_the_node_goes_when_its_notice_is_over() -> None:
+    before = time.monotonic()
+    with announced(Preemption(after_s=10, notice_s=30), "node 1") as (_, power_cut):
+        assert before + 40 <= power_cut.at <= time.monotonic() + 40
 
 
 def test_it_comes_back_with_fewer_nodes(run_code: RunCode) -> None:

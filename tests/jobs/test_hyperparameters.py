@@ -96,7 +96,7 @@ def test_what_deepspeeds_autotuner_tries(capsys: pytest.CaptureFixture[str]) -> 
     job, _ = dry_run(capsys, *words)
     space = {name: each["values"] for name, each in job["search_space"].items()}
     assert space["data_batch_size"] == [4, 8, 16]
-    assert space["strategy_reduce_bucket_size"] == [50_000_000, 500_000_000, 1_000_000_000]
+    assert str(space["strategy_reduce_bucket_size"]) == "[50000000, 500000000, 1000000000]"  # no 5e7
     assert space["strategy_overlap_comm"] == [True, False]
     assert job["objective"] == {"goal": "maximize", "primary_metric": "throughput/samples_per_second"}
     command = job["trial"]["command"]

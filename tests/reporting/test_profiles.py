@@ -77,8 +77,11 @@ def test_each_rank_has_its_figures(client: MlflowClient, store: str, tmp_path: P
     for rank, exposed in ((0, 0.1), (3, 0.2)):
         changed = {**SUMMARY, "exposed_communication_s": exposed, "compute_s": 0.4 - exposed}
         profiled(tmp_path / "run", rank, json.dumps(changed))
+    (tmp_path / "run/profile/trace_rank_3_steps_20-21.json.gz").unlink()
     client.log_artifacts(run_id, str(tmp_path / "run/profile"), "profile")
     text = render(run_page(collect_run(run_id, store)))
+    assert re.search(r"<td>3</td><td[^>]*>20 to 21</td><td[^>]*>on the disk of the rank only, or nowhere</td>", text)
+    assert text.count("on the disk of the rank only") == 1
     assert "exposed communication<b>20.0% to 40.0%</b>" in text
     row = re.search(r"<td>of it all_reduce</td><td[^>]*>50</td><td[^>]*>20.0%</td><td[^>]*>4</td>", text)
     assert row is not None
