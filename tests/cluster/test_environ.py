@@ -1,15 +1,21 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import azureml_strategy
 from azureml_strategy.cluster.environ import (
     LaunchError,
+    copied,
     declared_node_rank,
     first_number,
     host_of,
@@ -197,3 +203,27 @@ def test_azure_batch_comes_first_where_the_platform_gives_no_address() -> None:
     environ = {"MASTER_ADDR": "10.0.0.5", "AZ_BATCH_MASTER_NODE": "10.0.0.4:6000"}
     assert main_address(environ, 2) == "10.0.0.4"
     assert main_address({"MASTER_ADDR": "10.0.0.5"}, 2) == "10.0.0.5"
+
+
+class _Changed(dict[str, str]):
+    """Variables of which another thread removes one while they are read."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["KEPT", "REMOVED"])
+
+    def items(self) -> Any:
+        return [(name, self[name]) for name in self]
+
+
+def test_a_copy_of_variables_that_another_thread_changes() -> None:
+    changed = _Changed(KEPT="1")
+    with pytest.raises(KeyError):
+        dict(changed.items())
+    assert copied(changed) == {"KEPT": "1"}
+    assert copied(os.environ) == dict(os.environ)
+
+
+def test_no_file_copies_this_processs_variables_otherwise() -> None:
+    files = Path(azureml_strategy.__file__).parent.rglob("*.py")
+    otherwise = re.compile(r"environ\.items\(\)|environ\.copy\(\)|dict\(os\.environ|\*\*os\.environ")
+    assert [each for file in files for each in otherwise.findall(file.read_text(encoding="utf-8"))] == []

@@ -10,6 +10,7 @@ from mlflow import MlflowClient
 from tests.training.conftest import COMMAND, run, the_run
 
 MODULE = """
+import os
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch.utils.data import DataLoader, TensorDataset
@@ -19,6 +20,7 @@ class Model(LightningModule):
         super().__init__()
         self.layer = torch.nn.Linear(4, 2)
     def training_step(self, batch, batch_idx):
+        assert "AZUREML_STRATEGY_RESUME" not in os.environ, "what this process starts would take it for its own"
         return self.layer(batch[0]).square().mean()
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)

@@ -294,6 +294,14 @@ def told_to_children(chosen: Path | None) -> Iterator[None]:
         os.environ.pop(_CHOICE, None)
 
 
+def forget_what_was_told() -> None:
+    """Have this process choose for itself from now on, as has what it starts, such as a run within a run.
+
+    Call it in a callback's `setup`: the processes of the fit have started then.
+    """
+    os.environ.pop(_CHOICE, None)
+
+
 def _alone(manifest: Manifest, folder: Path) -> str | None:
     return content_fault(folder, manifest.files)
 

@@ -12,6 +12,7 @@ from azureml_strategy.cluster.environ import (
     EVENTS_VARIABLE,
     PLANNED_VARIABLES,
     SWITCHES,
+    copied,
     in_azure_ml,
 )
 from azureml_strategy.cluster.launch import Launch
@@ -118,7 +119,7 @@ def without_job_variables(environ: Mapping[str, str]) -> dict[str, str]:
     families += [_OF_MPIRUN] * ("OMPI_COMM_WORLD_RANK" in environ)
     return {
         name: value
-        for name, value in environ.items()
+        for name, value in copied(environ).items()
         if name in _KEPT or not (name in _NAMES or any(family.fullmatch(name) for family in families))
     }
 

@@ -97,6 +97,15 @@ def seen(environ: Mapping[str, str], names: Iterable[str]) -> str:
     return ", ".join(f"{name}={environ[name]!r}" if name in environ else f"{name} is not set" for name in names)
 
 
+def copied(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return a copy of a process's variables, which another thread may remove meanwhile, as MLflow's does.
+
+    To make a dictionary of them then fails, and with it whatever asked.
+    """
+    found = ((name, environ.get(name)) for name in list(environ))
+    return {name: value for name, value in found if value is not None}
+
+
 def own_environ() -> Mapping[str, str]:
     """Return this process's environment, repaired if Lightning has removed WORLD_SIZE but left RANK.
 
@@ -108,10 +117,10 @@ def own_environ() -> Mapping[str, str]:
         return os.environ
     initial = initial_environ()
     if "RANK" not in initial:
-        return {name: value for name, value in os.environ.items() if name != "RANK"}
+        return {name: value for name, value in copied(os.environ).items() if name != "RANK"}
     if "WORLD_SIZE" not in initial or initial["RANK"] != os.environ["RANK"]:
         return os.environ
-    return {**os.environ, "WORLD_SIZE": initial["WORLD_SIZE"]}
+    return {**copied(os.environ), "WORLD_SIZE": initial["WORLD_SIZE"]}
 
 
 def initial_environ() -> dict[str, str]:

@@ -10,6 +10,7 @@ from azureml_strategy.cluster.environ import (
     HANG_WATCH_SWITCH,
     PLANNED_VARIABLES,
     SWITCHES,
+    copied,
 )
 from azureml_strategy.cluster.job import read_price
 
@@ -30,7 +31,7 @@ _MEANS_ON = ("", "on", "1", "true", "yes")
 
 def variables_without_effect(environ: Mapping[str, str]) -> list[str]:
     """Return a sentence for each variable `AZUREML_STRATEGY_*` that is set and does nothing."""
-    found = []
+    environ, found = copied(environ), []
     for name in sorted(name for name in environ if name.upper().startswith(_PREFIX)):
         value = environ[name]
         if name not in KNOWN:

@@ -17,6 +17,8 @@ from itertools import pairwise
 from typing import Any
 from urllib.parse import quote, unquote
 
+from azureml_strategy.cluster.environ import copied
+
 REDACTED = "<redacted>"
 
 # One of these words makes a name secret.
@@ -259,7 +261,7 @@ def _without_named(text: str) -> Iterator[str]:
 def _values_of(environ: Mapping[str, str], *, private: bool) -> re.Pattern[str] | None:
     """A pattern of the values of the secret variables, the passwords in addresses, and the remembered secrets."""
     known = is_private_name if private else is_secret_name
-    items = list(environ.items())
+    items = copied(environ).items()
     values = tuple(value for name, value in items if known(name) and not _is_harmless(name, value))
     addresses = tuple(value for _, value in items if "://" in value and "@" in value)
     return _pattern((*values, *_remembered), addresses)

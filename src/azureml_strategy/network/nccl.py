@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from azureml_strategy.cluster.environ import PLANNED_VARIABLES
+from azureml_strategy.cluster.environ import PLANNED_VARIABLES, copied
 from azureml_strategy.inside import OutsideError, private_folder
 from azureml_strategy.network.conflicts import find_conflicts
 from azureml_strategy.network.findings import Finding, find_faults
@@ -61,7 +61,7 @@ def configured_settings(
     files = [Path(root) / f"etc/{library}.conf", Path(environ.get("NCCL_CONF_FILE") or home)]
     settings = {name: (value, str(path)) for path in files for name, value in _read(path).items()}
     planned = planned_before(environ)
-    given = {name: (value, "environment") for name, value in environ.items() if planned.get(name) != value}
+    given = {name: (value, "environment") for name, value in copied(environ).items() if planned.get(name) != value}
     return {name: found for name, found in (settings | given).items() if _is_ours_to_read(name)}
 
 

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_only
 from typing_extensions import override
 
-from azureml_strategy.cluster.environ import PAGE_SWITCH, switched_off
+from azureml_strategy.cluster.environ import PAGE_SWITCH, copied, switched_off
 from azureml_strategy.cluster.isolation import IsolatedCallback
 from azureml_strategy.cluster.job import read_job
 from azureml_strategy.lazy import install_line
@@ -129,7 +129,7 @@ def _make(run_id: str, tracking_uri: str, status: str, longest_s: float) -> str:
         command = [sys.executable, "-m", "azureml_strategy.cli", "report", run_id, "--output", str(page)]
         options = ["--status", status, "--seconds", str(longest_s / 3)]
         # The store's address may hold a password, which a command line would show to everybody.
-        environ = {**os.environ, "MLFLOW_TRACKING_URI": tracking_uri}
+        environ = {**copied(os.environ), "MLFLOW_TRACKING_URI": tracking_uri}
         done = subprocess.run(
             [*command, *options],
             env=environ,

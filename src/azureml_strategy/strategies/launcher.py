@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import Any, cast
 
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from typing_extensions import override
 
+from azureml_strategy.cluster.environ import copied
 from azureml_strategy.cluster.environment import AzureMLEnvironment
 from azureml_strategy.cluster.launchers import local
 from azureml_strategy.command_line import as_typed, is_override
 from azureml_strategy.lightning_internals import SubprocessScriptLauncher
+
+_TIME = re.compile(r"\$\{now:[^{}]*\}")
 
 
 class NodeLauncher(SubprocessScriptLauncher):
@@ -29,7 +34,7 @@ class NodeLauncher(SubprocessScriptLauncher):
         os.environ.update(self._variables(local_rank=0))
         command, folder = _command()
         self.procs = [
-            subprocess.Popen(command, env={**os.environ, **self._variables(local_rank)}, cwd=folder)
+            subprocess.Popen(command, env={**copied(os.environ), **self._variables(local_rank)}, cwd=folder)
             for local_rank in range(1, self.num_processes)
         ]
 
@@ -54,7 +59,6 @@ def _command() -> tuple[Sequence[str], str | None]:
     module = __main__.__spec__
     program = [sys.executable, os.path.abspath(sys.argv[0])] if module is None else [sys.executable, "-m", module.name]
     from hydra.core.hydra_config import HydraConfig
-    from omegaconf import OmegaConf
 
     if not HydraConfig.initialized():
         return [*program, *sys.argv[1:]], None
@@ -69,7 +73,7 @@ def _command() -> tuple[Sequence[str], str | None]:
         *_at_one_time(config.overrides.task),
         *_at_one_time(config.overrides.hydra),
         "hydra.mode=RUN",
-        *(f"hydra.job.{key}={config.job[key]}" for key in ("num", "id") if not OmegaConf.is_missing(config.job, key)),
+        *_number_in_a_sweep(config.job),
         f"hydra.run.dir='{config.runtime.output_dir}'",
         "hydra.output_subdir=null",
         f"hydra.job.name={config.job.name}",
@@ -77,6 +81,24 @@ def _command() -> tuple[Sequence[str], str | None]:
 
 
 def _at_one_time(overrides: Sequence[str]) -> list[str]:
-    """Return overrides as they were typed, but for those with a time, which would have another value on each rank."""
-    both = zip(as_typed(overrides), overrides, strict=True)
-    return [str(read) if "${now:" in typed else typed for typed, read in both]
+    """Return overrides as they were typed, but with this process's time: each rank has another one for `${now:...}`."""
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import OmegaConf
+
+    times, job = OmegaConf.create(), cast(Any, HydraConfig.instance().cfg)
+    OmegaConf.copy_cache(job, times)  # a time that was asked for before is the same
+
+    def read(found: re.Match[str]) -> str:
+        times.time = found[0]
+        return str(times.time)
+
+    found = [_TIME.sub(read, each) for each in as_typed(overrides)]
+    OmegaConf.copy_cache(times, job)
+    return found
+
+
+def _number_in_a_sweep(job: Any) -> list[str]:
+    """Return what gives another process `${hydra:job.num}` and `${hydra:job.id}`, which a run outside a sweep lacks."""
+    from omegaconf import OmegaConf
+
+    return [f"hydra.job.{key}={job[key]}" for key in ("num", "id") if not OmegaConf.is_missing(job, key)]

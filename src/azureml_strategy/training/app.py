@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -123,7 +124,7 @@ def _train(
     try:
         keep_secrets(config)
         # What a strategy gives other ranks on the command line has this run's time in place of `${now:...}`.
-        OmegaConf.copy_cache(config, HydraConfig.instance().cfg)
+        OmegaConf.copy_cache(config, cast(Any, HydraConfig.instance().cfg))
         return train(config, command_text(_words_to_repeat(recipe, arguments)))
     except SIGTERMException:
         if launch is None and speaks_for_all(launch):

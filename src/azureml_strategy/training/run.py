@@ -27,9 +27,9 @@ from azureml_strategy.checkpoint import JobCheckpoint
 from azureml_strategy.checkpoint.automatic import RestartNotice
 from azureml_strategy.checkpoint.elastic import ElasticRestart
 from azureml_strategy.checkpoint.module_record import remember_config
-from azureml_strategy.checkpoint.resume import ANY, AUTO, checkpoint_to_resume, told_to_children
+from azureml_strategy.checkpoint.resume import ANY, AUTO, checkpoint_to_resume, forget_what_was_told, told_to_children
 from azureml_strategy.cluster import Launch, learn_launch, read_job
-from azureml_strategy.cluster.environ import TERMINATION_SWITCH, switched_off
+from azureml_strategy.cluster.environ import TERMINATION_SWITCH, copied, switched_off
 from azureml_strategy.cluster.launch import PartialLaunch
 from azureml_strategy.cluster.redaction import redact, remember_secrets
 from azureml_strategy.preemption.termination import TerminateTogether
@@ -231,6 +231,7 @@ def _trainer(config: DictConfig, chosen: Path | None, launch: Launch | None) -> 
             strategy=strategy,
             logger=loggers or False,
             callbacks=[
+                _Started(),
                 _CheckpointPlace(),
                 *callbacks,
                 *_termination(launch),
@@ -292,6 +293,14 @@ def speaks_for_all(launch: Launch | PartialLaunch | None) -> bool:
     return launch.rank == 0 if launch is not None else os.environ.get("LOCAL_RANK", "0") == "0"
 
 
+class _Started(Callback):
+    """Ends what is said to the processes that the strategy starts: they have read it."""
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        forget_what_was_told()
+
+
 class _CheckpointPlace(Callback):
     """Says where the checkpoints are when the training has ended; the run's page, which comes later, is named last."""
 
@@ -313,7 +322,7 @@ def _own_processes(trainer: Trainer) -> Iterator[None]:
     Otherwise the next run of a sweep would take their variables for those of running processes. Ranks that the platform
     started stay, and keep their process group for the next run.
     """
-    environ = dict(os.environ)
+    environ = copied(os.environ)
     failed = True
     try:
         yield

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 
 from typing_extensions import override
 
+from azureml_strategy.cluster.environ import copied
+
 # What this package reads, azure-identity (`EnvironmentVariables` of azure.identity._constants), and azure-ai-ml's own
 # credential for the user of a job.
 _READ = re.compile(r"(?:AZURE|AZUREML|MSI|IDENTITY|OBO|DEFAULT_IDENTITY)_\w+|IMDS_ENDPOINT|OID|TID")
@@ -35,4 +37,4 @@ def storage_variables(environ: Mapping[str, str]) -> Variables:
     Args:
         environ: environment variables.
     """
-    return Variables({name: value for name, value in environ.items() if _READ.fullmatch(name)})
+    return Variables({name: value for name, value in copied(environ).items() if _READ.fullmatch(name)})
