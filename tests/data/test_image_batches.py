@@ -186,7 +186,7 @@ def test_an_error_of_the_source_is_named_and_counted_once_in_a_batch() -> None:
     images = EvaluationImages(source, image_size=8)
     with pytest.warns(RuntimeWarning, match=r"shard-0\.tar#3 \(OSError: the record is damaged\)\. 1 of 4") as caught:
         batch = images.__getitems__([3, 0, 3, 4])
-    assert len(caught) == 1
+    assert sum("shard-0.tar#3" in str(each.message) for each in caught) == 1
     assert batch.labels.tolist() == [-100, 0, -100, -100]
     assert not batch.images[[0, 2, 3]].any()
     assert batch.images[1].any()

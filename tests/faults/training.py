@@ -80,6 +80,9 @@ def main(strategy: str, output: Path, tracked: bool) -> None:
     announced = Announced()
     loggers = [Curve(output / "curve.jsonl")] if rank == 0 else []
     loggers += [JobMLFlowLogger(flush_interval_s=0.1)] if tracked else []
+    options = {"val_check_interval": 8} | OPTIONS.get(strategy, {})
+    if int(os.environ["WORLD_SIZE"]) > 2:
+        options["val_check_interval"] //= 2  # their epochs are shorter
     result = fit(
         output,
         agent,
@@ -89,8 +92,7 @@ def main(strategy: str, output: Path, tracked: bool) -> None:
         max_epochs=3 * int(os.environ["WORLD_SIZE"]) // 2,  # the fewer samples each rank has, the more often
         logger=loggers or False,
         **({} if strategy == "ddp" else {"module": tiny_gpt(), "data": Tokens()}),
-        **OPTIONS.get(strategy, {}),
-        **({"val_check_interval": 4} if int(os.environ["WORLD_SIZE"]) > 2 else {}),  # their epochs are shorter
+        **options,
     )
     report(rank, **result, announced=announced.lines)
 

@@ -87,7 +87,7 @@ def test_different_names_are_different_metrics_and_are_warned_of_once(
         warnings.simplefilter("always")
         for step in range(3):
             logger.log_metrics({"hit@1": 1.0, "hit1": 2.0, "准确率": 3.0, "损失": 4.0, "//": 5.0}, step)
-    changed = [str(each.message) for each in caught]
+    changed = [str(each.message) for each in caught if "MLflow does not take" in str(each.message)]
     assert changed == [
         "MLflow does not take the name 'p-hit@1'; it is logged as 'p-hit_x40-1'.",
         "MLflow does not take the name 'p-//'; it is logged as 'p-/_x2f-'.",

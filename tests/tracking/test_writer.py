@@ -126,8 +126,8 @@ def test_an_outage_loses_nothing(strict: StrictClient, run_id: str, make_writer:
     strict.away = True
     with pytest.warns(UserWarning, match="is kept in .* and tried again") as warned:
         assert not flushed(writer, Metrics({"loss": 1.0}, 0, 0))
-    assert len(warned) == 1
-    assert "secret" not in str(warned[0].message)
+    (said,) = [str(each.message) for each in warned if "tried again" in str(each.message)]  # others are of any thread
+    assert "secret" not in said
     writer.put(Metrics({"loss": 2.0}, 1, 0))
     strict.away = False
     assert writer.close()
@@ -144,7 +144,7 @@ def test_memory_is_bounded_and_the_rest_is_in_a_file(
         writer.put(Metrics({"loss": float(step)}, step, 0))
     with pytest.warns(UserWarning, match="jobs upload-metrics /.*/unsent") as warned:
         assert not writer.close(timeout_s=0.1)
-    assert "secret" not in str(warned[-1].message)
+    assert not any("secret" in str(each.message) for each in warned)
     (spool,) = find_spools(tmp_path)
     assert [item.step for batch, _ in spool.batches() for item in batch.items] == list(range(35))
     strict.away = False
@@ -210,7 +210,7 @@ def test_a_refused_value_takes_only_itself_along(
         writer.put(Metrics({"loss": math.nan if step in (3, 5) else float(step), "lr": 0.1}, step, 0))
     with pytest.warns(UserWarning, match="does not take loss=nan") as warned:
         assert writer.flush()
-    assert len(warned) == 1
+    assert sum("does not take" in str(each.message) for each in warned) == 1
     assert [metric.step for metric in history(strict, run_id, "loss")] == [0, 1, 2, 4, 6, 7]
     assert len(history(strict, run_id, "lr")) == 8
     strict.refuses_nan = False
