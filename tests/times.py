@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import sys
 import time
@@ -129,16 +130,12 @@ def keep(measured: Sequence[Path], kept: Path = _KEPT) -> None:
         if name not in long:
             others[name.partition("::")[0]].append(taken)
     means = {name: [sum(part) / len(part) for part in zip(*taken, strict=True)] for name, taken in others.items()}
-    kept.write_text(
-        json.dumps(
-            {
-                "tests": {name: [round(part, 2) for part in long[name]] for name in sorted(long)},
-                "other_tests_of": {name: [round(part, 3) for part in means[name]] for name in sorted(means)},
-            },
-            indent=0,
-        )
-        + "\n"
-    )
+    table = {
+        "tests": {name: [round(part, 2) for part in long[name]] for name in sorted(long)},
+        "other_tests_of": {name: [round(part, 3) for part in means[name]] for name in sorted(means)},
+    }
+    lines = re.sub(r"\[\s+([\d.]+),\s+([\d.]+)\s+\]", r"[\1, \2]", json.dumps(table, indent=0))  # one for each test
+    kept.write_text(lines + "\n")
 
 
 def of(config: pytest.Config) -> Times:
