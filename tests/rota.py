@@ -7,13 +7,14 @@ the same commit, and others for the next. `make test` does so, for nothing to ro
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Iterable
 
 import pytest
 from tests.times import Expected
 
 SECONDS = 2 * 60.0  # of a processor
-_UNKNOWN = (10.0, 10.0)
+_UNKNOWN = 10.0
 _KEY = pytest.StashKey[set[str]]()
 
 
@@ -23,17 +24,26 @@ def share(tests: Iterable[str], commit: str, expected: Expected, seconds: float 
     Args:
         tests: names of tests, in any order.
         commit: what a hash is made of, with each name.
-        expected: what tests take. One whose own time is not known is taken for one of ten seconds.
+        expected: what tests take. One whose own time is not known takes what those of its file do, or ten seconds.
         seconds: processor seconds that those that are chosen take together at most, as expected; the first is chosen
             whatever it takes, or the longest would have no turn.
     """
-    chosen, left = set[str](), seconds
+    chosen, left, tests = set[str](), seconds, list(tests)
+    of_files: dict[str, list[float]] = defaultdict(list)
+    for test in tests:
+        if test in expected.tests:
+            of_files[_file(test)].append(expected.tests[test][1])
     for test in sorted(tests, key=lambda test: hashlib.sha256(f"{commit} {test}".encode()).digest()):
-        _, takes = expected.tests.get(test, _UNKNOWN)
+        others = of_files[_file(test)] or [_UNKNOWN]
+        takes = expected.tests[test][1] if test in expected.tests else sum(others) / len(others)
         if takes <= left or not chosen:
             chosen.add(test)
             left -= takes
     return chosen
+
+
+def _file(test: str) -> str:
+    return test.partition("::")[0]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
