@@ -82,6 +82,20 @@ def test_leaves_a_program(tmp_path):
     (tmp_path / "some.py").write_text("import time; time.sleep(300)")
     Forked([str(tmp_path / "some.py")], dict(os.environ))
 """
+_DIES_BETWEEN_TWO_FILES = """
+import os
+from tests import workers
+
+own, sent = workers._sent, []
+
+def late(pipe, what):
+    sent.append(what)
+    if len(sent) == 2:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+    return own(pipe, what)
+
+workers._sent = late
+"""
 # Run by every interpreter of that run: what its fork servers import otherwise, which takes seconds, it has no use for.
 _NOTHING_PRELOADED = """
 from tests import empty_store, preloaded
@@ -132,6 +146,18 @@ def test_what_a_test_leaves_takes_nothing_from_the_others(tmp_path: Path) -> Non
     assert "2 failed, 2 passed" in done.stdout
     assert "FAILED test_some.py::test_fails_after_it - assert 1 == 2" in done.stdout
     assert "FAILED test_some.py::test_takes_too_long - Failed: Timeout" in done.stdout
+
+
+def test_a_worker_that_dies_between_two_files_is_told_and_the_rest_runs(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(_DIES_BETWEEN_TWO_FILES)
+    for name, does in (("a", "threading.Timer(0.5, os._exit, [7]).start()"), ("b", "pass"), ("c", "pass")):
+        (tmp_path / f"test_{name}.py").write_text(f"import os, threading\ndef test_it():\n    {does}\n")
+    command = [sys.executable, "-m", "pytest", "-c", "/dev/null", "--rootdir", tmp_path, "-p", "tests.workers"]
+    command += ["--workers=1", tmp_path]
+    done = subprocess.run(command, env=_environ(tmp_path), capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "1 failed, 2 passed" in done.stdout
+    assert "the worker that ran test_b.py::test_it, after test_a.py::test_it, left with 7" in done.stdout
 
 
 def test_what_a_worker_cannot_end_fails_the_run(tmp_path: Path) -> None:

@@ -105,6 +105,8 @@ class Pool:
         while waiting or any(worker.unit for worker in self._workers):
             self._hand_out(session, waiting)
             busy = [worker for worker in self._workers if worker.unit]
+            if not busy:  # the one that was given something had died
+                continue
             ready = wait([each for worker in busy for each in (worker.pipe, worker.ended)])
             for worker in busy:
                 if worker.pipe in ready:

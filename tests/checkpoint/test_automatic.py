@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from azureml_strategy.checkpoint import JobCheckpoint, ResumeError, automatic
 from azureml_strategy.checkpoint.automatic import AutomaticCheckpoint, ForgivingCheckpoint
-from azureml_strategy.checkpoint.fit_folder import OUTPUT_VARIABLE
+from azureml_strategy.checkpoint.fit_folder import OUTPUT_VARIABLE, this_process
 from azureml_strategy.checkpoint.folder import CheckpointFolder
 from azureml_strategy.cluster.environ import CHECKPOINT_SWITCH
 from azureml_strategy.preemption.termination import TerminateTogether
@@ -480,3 +481,22 @@ def test_the_strict_error_is_told_apart(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("azureml_strategy.checkpoint.fit_folder._process", "another")
     with pytest.raises(ResumeError, match="of run job-1, and this is run job-2"):
         one_fit(JobCheckpoint(resume="auto"))
+
+
+def test_what_is_forked_for_each_fit_is_one_script(tmp_path: Path) -> None:
+    """Fits of a notebook are forked. As scripts of their own, the second would go on from the first."""
+    trainer, adds = Trainer(**QUIET, default_root_dir=tmp_path), AutomaticCheckpoint("auto")
+    reader, writer = multiprocessing.Pipe()
+
+    def fit() -> None:
+        adds.setup(trainer, Noisy(), "fit")
+        (saver,) = [each for each in trainer.checkpoint_callbacks if isinstance(each, ForgivingCheckpoint)]
+        assert saver._fit_resume is not None
+        writer.send(saver._fit_resume._process)
+
+    for _ in range(2):
+        child = multiprocessing.get_context("fork").Process(target=fit)
+        child.start()
+        child.join()
+        assert child.exitcode == 0
+        assert reader.recv() == this_process()

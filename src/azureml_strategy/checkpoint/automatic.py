@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
+from azureml_strategy.checkpoint.fit_folder import this_process
 from azureml_strategy.checkpoint.fit_resume import FitResume, searches_only
 from azureml_strategy.checkpoint.job_checkpoint import JobCheckpoint
 from azureml_strategy.checkpoint.plain_data import UnsavableStateError
@@ -50,13 +51,14 @@ class AutomaticCheckpoint(IsolatedCallback):
 
     def __init__(self, resume: str) -> None:
         self._resume = resume
+        self._process = this_process()  # a strategy may fork or spawn another for each fit
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._take_away(trainer)  # a fit that failed early may have left one
         if stage == "fit" and self._is_wanted(trainer):
             # Lightning is going through this very list, and calls its `setup` last.
-            _callbacks(trainer).append(ForgivingCheckpoint(self._resume))
+            _callbacks(trainer).append(ForgivingCheckpoint(self._resume, self._process))
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -153,11 +155,12 @@ class ForgivingCheckpoint(JobCheckpoint):
 
     Args:
         resume: `auto`, `any` or `never`, as in `JobCheckpoint`.
+        process: `this_process()` of the script; by default, of this process.
     """
 
-    def __init__(self, resume: str) -> None:
+    def __init__(self, resume: str, process: str | None = None) -> None:
         super().__init__(every_minutes=_MINUTES, every_n_epochs=0, resume=resume)
-        self._fit_resume = FitResume(resume, beside_others=True)
+        self._fit_resume = FitResume(resume, beside_others=True, process=process)
         self._given_up = False
         self._saving = False
 

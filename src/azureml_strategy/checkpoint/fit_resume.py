@@ -32,6 +32,7 @@ class FitResume:
         resume: as in `checkpoint_to_resume`: `auto`, `any`, `never`, or the path of a checkpoint.
         global_batch: as in `ElasticRestart`.
         beside_others: pass over folders with another run's checkpoints, where `auto` would refuse to start.
+        process: `this_process()` of the script, where a process that it forked or spawned for the fit makes this.
 
     Attributes:
         checkpoint: what this fit resumes from; None if it starts anew, or was given a path.
@@ -41,12 +42,16 @@ class FitResume:
     """
 
     def __init__(
-        self, resume: str, global_batch: Literal["keep", "change"] = "keep", beside_others: bool = False
+        self,
+        resume: str,
+        global_batch: Literal["keep", "change"] = "keep",
+        beside_others: bool = False,
+        process: str | None = None,
     ) -> None:
         self._resume = resume
         self._global_batch = global_batch
         self._beside_others = beside_others
-        self._process = this_process()
+        self._process = process or this_process()
         self.checkpoint: Path | None = None
         self.elastic = ElasticRestart(None, global_batch)
 
