@@ -148,7 +148,6 @@ def main(
     loader = DataLoader(data, batch_size=batch)
     began = time.perf_counter()
     trainer.fit(model, loader, DataLoader(Tokens(64, 64, 0.0), batch_size=batch) if validate else None)
-    fit_s = time.perf_counter() - began
     summary, wall, slowest = throughput.summary(), throughput.wall_clock(), throughput.slowest_rank()
     assert summary is not None
     assert wall is not None
@@ -157,7 +156,7 @@ def main(
         shares=summary.shares,
         step_s=summary.seconds / summary.steps,
         wall=wall.as_metrics(),
-        fit_s=fit_s,
+        trained_s=clock.ended - began,
         training_s=clock.ended - clock.started,
         validation_s=clock.validation_s,
         slowest=slowest.text if slowest else "",
