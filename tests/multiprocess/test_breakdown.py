@@ -34,9 +34,9 @@ def test_the_parts_add_up(run_job: RunJob, strategy: str) -> None:
         assert ("bubble" in shares) == (strategy == "pipeline")
         seconds = [value for name, value in wall.items() if name.endswith("_s") and name != "time/wall_s"]
         assert sum(seconds) == pytest.approx(wall["time/wall_s"])
-        # By the test's own clock: from the call of `fit` to the last step. The wall clock encloses that: it runs from the
-        # process's start to the teardown. And its parts: on a loaded machine, a process may stand still between the
-        # two clocks.
+        # By the test's own clock: from the call of `fit` to the last step. The wall clock encloses that: it runs from
+        # the process's start to the teardown. And its parts: on a loaded machine, a process may stand still between
+        # the two clocks.
         assert wall["time/wall_s"] > result["trained_s"]
         assert wall["time/validation_s"] == pytest.approx(result["validation_s"], rel=0.05, abs=0.5)
         assert wall["time/training_s"] + wall["time/validation_s"] == pytest.approx(
