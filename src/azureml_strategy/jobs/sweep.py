@@ -1,4 +1,4 @@
-"""Runs a sweep: submits one job per combination, a few at a time, waits for them and reads their metrics."""
+"""Runs a sweep of `hydra/launcher=azureml`: submits one job per combination, a few at a time, waits, reads metrics."""
 
 from __future__ import annotations
 
@@ -6,9 +6,21 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.errors import CompactHydraException
+from hydra.types import TaskFunction
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from azureml_strategy.cluster.launchers import detect_ranks
+from azureml_strategy.command_line import as_typed
 from azureml_strategy.jobs.listing import FINAL
 from azureml_strategy.jobs.metrics import run_metrics, tracking_uri
 from azureml_strategy.jobs.render import render_job
@@ -20,6 +32,9 @@ log = logging.getLogger(__name__)
 
 # Failed status requests in a row after which a job is given up.
 _PATIENCE = 20
+_APPLICATION = "azureml_strategy.training.app"
+# Overrides that are for the sweep on this machine, not for its jobs.
+_OF_THE_SWEEP = ("hydra/launcher", "hydra.launcher", "hydra/sweeper", "hydra.sweeper", "hydra.sweep.", "hydra.mode")
 
 
 @dataclass(frozen=True)
@@ -211,3 +226,93 @@ def _in_short(metrics: dict[str, float]) -> str:
     """The train, validation and test metrics, without those of speed."""
     shown = {name: value for name, value in sorted(metrics.items()) if name.startswith(("train/", "val/", "test/"))}
     return ", ".join(f"{name} {value:.4g}" for name, value in shown.items())
+
+
+def sweep_of_application(
+    task: TaskFunction,
+    loader: ConfigLoader,
+    config: DictConfig,
+    combinations: Sequence[Sequence[str]],
+    first: int,
+    options: SweepOptions,
+) -> list[JobReturn]:
+    """Run the combinations of a sweep of Hydra's application as jobs, and return what its launcher has to return.
+
+    Args:
+        task: function of the application.
+        loader: composes the configuration of a combination.
+        config: of the sweep.
+        combinations: the overrides of each job.
+        first: number of the first job.
+        options: whether to wait, and how many jobs run at a time.
+
+    Returns:
+        For each job a dictionary of its name, its page in the studio, its status and its metrics, or the one number
+        that `options.metric` names; or its error.
+
+    Raises:
+        JobError: the application is not ours, this process is one of a job, a combination gives an invalid job, or the
+            first job could not be submitted.
+    """
+    _refuse_misuse(task)
+    recipe, typed = _recipe(config), as_typed(config.hydra.overrides.hydra)
+    passed_on = [each for each in typed if not each.lstrip("+").startswith(_OF_THE_SWEEP)]
+    with _hydra_set_aside():
+        jobs = plan_sweep(recipe, [[*each, *passed_on] for each in combinations], first)
+        run_sweep(recipe, jobs, options)
+    composed = [loader.load_sweep_config(config, list(each)) for each in combinations]
+    return [
+        _returned(job, options, each, list(overrides))
+        for job, each, overrides in zip(jobs, composed, combinations, strict=True)
+    ]
+
+
+def _refuse_misuse(task: TaskFunction) -> None:
+    if task.__module__ != _APPLICATION:
+        raise JobError(
+            "hydra/launcher=azureml submits recipes, and this is an application of your own, which the jobs would "
+            "not run. Type: azureml-strategy train RECIPE.yaml -m hydra/launcher=azureml ..."
+        )
+    if detect_ranks() is not None:
+        raise JobError(
+            "hydra/launcher=azureml was asked for inside a job, where each process would submit the whole sweep. "
+            "Start the sweep from your own machine, or leave hydra/launcher out to run it in this job."
+        )
+
+
+def _returned(job: SweepJob, options: SweepOptions, composed: DictConfig, overrides: list[str]) -> JobReturn:
+    with open_dict(composed):
+        composed.hydra.job.id, composed.hydra.job.num = job.name, job.number
+    returned = JobReturn(
+        overrides=overrides,
+        cfg=OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"]),
+        hydra_cfg=OmegaConf.masked_copy(composed, ["hydra"]),
+        working_dir=str(Path.cwd()),
+        task_name=composed.hydra.job.name,
+    )
+    wrong = job.problem(options)
+    returned.status = JobStatus.FAILED if wrong else JobStatus.COMPLETED
+    value: Any = {"name": job.name, "studio_url": job.studio_url, "status": job.status, "metrics": job.metrics}
+    if options.metric is not None and not wrong:
+        value = job.metrics[options.metric]
+    returned.return_value = CompactHydraException(wrong) if wrong else value
+    return returned
+
+
+def _recipe(config: DictConfig) -> str:
+    """Return the RECIPE that the user typed: the path of its file, or the name of a shipped recipe."""
+    name = f"{config.hydra.job.config_name}"
+    folders = [Path(source.path) for source in config.hydra.runtime.config_sources if source.schema == "file"]
+    found = [folder / f"{name}.yaml" for folder in folders if (folder / f"{name}.yaml").is_file()]
+    return str(found[0]) if found else name
+
+
+@contextmanager
+def _hydra_set_aside() -> Iterator[None]:
+    """Allow a recipe to be composed while a Hydra application runs; Hydra refuses that otherwise."""
+    hydra = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        yield
+    finally:
+        GlobalHydra.instance().hydra = hydra
