@@ -1,4 +1,4 @@
-"""The house as ARCHITECTURE.md draws it: three layers, and no circle of imports. Types and imports in functions count."""
+"""The house as ARCHITECTURE.md draws it: three layers, and no circle of imports, also for types and in functions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ JOB, RECIPES, DESK = range(3)
 
 def modules() -> dict[str, Path]:
     """Each module of the package with its file. Folders of data that are linked into it have none."""
-    files = (file for file in (SOURCE / PACKAGE).rglob("*.py") if not file.relative_to(SOURCE).parts[1] == "project")
+    files = (file for file in (SOURCE / PACKAGE).rglob("*.py") if file.relative_to(SOURCE).parts[1] != "project")
     return {".".join(file.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__"): file for file in files}
 
 
