@@ -10,8 +10,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from azureml_strategy.tracking.step_meters import Part
-from azureml_strategy.tracking.step_timer import Clock
+from azureml_strategy.tracking.step_meters import Clock, Part
 
 LAUNCHED = frozenset({Part.FORWARD, Part.BACKWARD})
 """The parts in which a GPU may wait for the host to launch the next kernel."""

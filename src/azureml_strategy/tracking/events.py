@@ -6,11 +6,10 @@ import json
 import time
 from collections import deque
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from azureml_strategy.cluster.job import read_job
 from azureml_strategy.cluster.redaction import redact_text
-from azureml_strategy.interfaces import RecordsEvents
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -38,6 +37,15 @@ class Event:
     text: str
     step: int
     time_ms: int = field(default_factory=lambda: int(time.time() * 1000))
+
+
+@runtime_checkable
+class RecordsEvents(Protocol):
+    """A logger that keeps events with its run, such as `JobMLFlowLogger`."""
+
+    def log_event(self, event: Event) -> None:
+        """Keep an event."""
+        ...
 
 
 class EventLog:
