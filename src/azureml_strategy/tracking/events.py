@@ -14,7 +14,8 @@ from azureml_strategy.cluster.redaction import redact_text
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-# An artifact is sent whole each time, so it must stay small. The first events tell most, and the last ones the end.
+# An artifact is sent whole each time, so it must stay small. The first events explain most, and the last ones show how
+# the run ended.
 _FIRST, _LAST = 200, 200
 # Longer texts, such as tracebacks, are cut.
 _TEXT_LENGTH = 2000
@@ -81,13 +82,7 @@ class EventLog:
 
 
 def record_event(trainer: Trainer, kind: Kind, text: str) -> None:
-    """Keep an event with the run, by each logger that records events. It does nothing on ranks other than 0.
-
-    Args:
-        trainer: of the run.
-        kind: what sort of thing.
-        text: one or two sentences.
-    """
+    """Keep an event with the run, by each logger that records events. It does nothing on ranks other than 0."""
     event = Event(kind, redact_text(text)[:_TEXT_LENGTH], trainer.global_step)
     for logger in trainer.loggers:
         if isinstance(logger, RecordsEvents):

@@ -76,7 +76,10 @@ def locate(tracking_uri: str, experiment: str, experiment_id: str, run_id: str, 
     """Describe where a run is and how to open it."""
     store = describe_store(tracking_uri)
     if store.startswith("azureml:"):
-        return RunLocation(store, experiment, run_id, run_name, _azure_command(store, run_id))
+        # Not the address of the studio's page, which holds the subscription's id.
+        found = _WORKSPACE.search(store)
+        where = f" --resource-group {found['group']} --workspace-name {found['workspace']}" if found else ""
+        return RunLocation(store, experiment, run_id, run_name, f"az ml job show --name {run_id}{where} --web")
     is_server = store.startswith(("http://", "https://"))
     # The routes of MLflow's pages lie behind `#`, in versions 2 and 3.
     page = f"{store.rstrip('/') if is_server else _LOCAL_SERVER}/#/experiments/{experiment_id}/runs/{run_id}"
@@ -88,13 +91,6 @@ def describe_store(tracking_uri: str) -> str:
     """The address of a store without secrets, with the absolute path of a SQLite file."""
     prefix, path = "sqlite:///", tracking_uri.removeprefix("sqlite:///")
     return redact_text(f"{prefix}{Path(path).absolute()}" if tracking_uri.startswith(prefix) else tracking_uri)
-
-
-def _azure_command(store: str, run_id: str) -> str:
-    # Not the address of the studio's page, which holds the subscription's id.
-    found = _WORKSPACE.search(store)
-    where = f" --resource-group {found['group']} --workspace-name {found['workspace']}" if found else ""
-    return f"az ml job show --name {run_id}{where} --web"
 
 
 class LoggedMetrics:
@@ -183,22 +179,21 @@ class RunRequest:
         client = one_attempt_client(self.tracking_uri)
         if self.run_id is not None:
             return join_run(self.tracking_uri, self.run_id, self.tags, client)
-        experiment_id = self.experiment_id or self._experiment(client)
-        run = self._opened_before(client, experiment_id) if again else None
-        if run is None:
+        experiment_id = self.experiment_id or self._find_or_create_experiment(client)
+        by_this_request = f"tags.`{_START_ID}` = '{self.start_id}'"
+        found = client.search_runs([experiment_id], by_this_request, max_results=1) if again else []
+        if found:
+            run = found[0]
+        else:
             tags = {**self.tags, _START_ID: self.start_id}
             run = client.create_run(experiment_id, start_time=self.started_ms, tags=tags, run_name=self.run_name)
         return OpenRun(client, self.tracking_uri, run, client.get_experiment(experiment_id).name, owned=True)
 
-    def _experiment(self, client: MlflowClient) -> str:
+    def _find_or_create_experiment(self, client: MlflowClient) -> str:
         found = client.get_experiment_by_name(self.experiment_name)
         if found is not None:
             return str(found.experiment_id)
         return client.create_experiment(self.experiment_name, self.artifact_location)
-
-    def _opened_before(self, client: MlflowClient, experiment_id: str) -> Run | None:
-        found = client.search_runs([experiment_id], f"tags.`{_START_ID}` = '{self.start_id}'", max_results=1)
-        return found[0] if found else None
 
 
 def request_run(
@@ -283,12 +278,6 @@ def join_run(
     tracking_uri: str, run_id: str, tags: Mapping[str, Any] | None = None, client: MlflowClient | None = None
 ) -> OpenRun:
     """Open an existing run, whatever its experiment, and add tags to it. Its name stays.
-
-    Args:
-        tracking_uri: the store.
-        run_id: the run.
-        tags: to add.
-        client: asks the store; by default MLflow's own, with its retries.
 
     Raises:
         TrackingError: the store has no such run.

@@ -102,7 +102,7 @@ class Spool:
             lines = [line for line, _ in self._lines(0) if "run" in line or "run_id" in line]
             request = RunRequest(tracking_uri, **lines[0]["run"])
             request = replace(request, run_id=lines[-1].get("run_id", request.run_id))
-            _require_texts(request)
+            _require_text_fields(request)
         except (IndexError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{self.path} is no file of unsent metrics: its first line names no run ({error})."
@@ -135,14 +135,21 @@ class Spool:
                 if batch.items and (kind != batch.kind or len(batch.items) == LIMITS[kind]):
                     yield batch, end
                     batch = Batch("", [])
-                batch = Batch(kind, [*batch.items, self._item(kind, line)], doubtful=True)
+                batch = Batch(kind, [*batch.items, self._parse_item(kind, line)], doubtful=True)
             end = after
         if batch.items or end > start:
             yield batch, end
 
-    def _item(self, kind: str, line: dict[str, Any]) -> Any:
+    def _parse_item(self, kind: str, line: dict[str, Any]) -> Any:
+        from mlflow.entities import Metric
+
         try:
-            return _from_line(kind, line)
+            key, value = line[kind], line["value"]
+            if kind == "metrics":
+                return Metric(key, float(value), line["timestamp_ms"], line["step"])
+            if kind == "end":
+                return End(value, line["timestamp_ms"])
+            return {"params": param, "tags": tag, "files": TextFile, "artifacts": DiskFile}[kind](key, value)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(
                 f"{self.path} has a damaged line of {kind} ({error!r:.100}): {json.dumps(line)[:100]}. Remove the "
@@ -182,7 +189,7 @@ class Spool:
                     yield line, file.tell()
 
 
-def _require_texts(request: RunRequest) -> None:
+def _require_text_fields(request: RunRequest) -> None:
     values = {**asdict(request), **request.tags}
     del values["tags"]
     odd = [name for name, value in values.items() if name != "started_ms" and not isinstance(value, str | None)]
@@ -191,12 +198,7 @@ def _require_texts(request: RunRequest) -> None:
 
 
 def find_spools(folder: Path, deep: bool = True) -> list[Spool]:
-    """Every such file in a folder, the oldest first.
-
-    Args:
-        folder: the folder, or one such file.
-        deep: whether to search its subfolders as well.
-    """
+    """Every such file in a folder, and if `deep` in its subfolders, the oldest first; or the one that it names."""
     paths = [folder] if folder.is_file() else folder.glob(f"{'**/' if deep else ''}*{_SUFFIX}")
     ages: dict[Path, float] = {}
     for path in paths:
@@ -214,19 +216,8 @@ def _as_line(kind: str, item: Any) -> dict[str, Any]:
     return {kind: item.key, "value": item.value}
 
 
-def _from_line(kind: str, line: dict[str, Any]) -> Any:
-    from mlflow.entities import Metric
-
-    key, value = line[kind], line["value"]
-    if kind == "metrics":
-        return Metric(key, float(value), line["timestamp_ms"], line["step"])
-    if kind == "end":
-        return End(value, line["timestamp_ms"])
-    return {"params": param, "tags": tag, "files": TextFile, "artifacts": DiskFile}[kind](key, value)
-
-
 # How often to send a refused item again while it is unclear whether the fault lies with the item.
-_LOOKS = 3
+_RETRIES = 3
 
 
 def command(folder: Path) -> str:
@@ -257,7 +248,7 @@ def upload(spool: Spool, tracking_uri: str) -> str:
     sender = Sender(run)
     for batch, _ in spool.batches():
         sender.send(batch)
-    for _ in range(_LOOKS if sender.suspects else 0):
+    for _ in range(_RETRIES if sender.suspects else 0):
         time.sleep(SECOND_LOOK_S)
         sender.look_again()
     refused = sender.left_out + len(sender.suspects)
@@ -297,51 +288,40 @@ class Leftovers:
         while self._spools:
             spool = self._spools[0]
             try:
-                self._send(spool)
+                if spool.hold():
+                    upload(spool, self._uri)
             except (ValueError, TrackingError, StoreRefusedError, OSError) as error:
                 warnings.warn(f"{error} Send it by hand: {command(spool.path)}", stacklevel=2)
+            finally:
+                spool.close()
             del self._spools[0]
 
-    def _send(self, spool: Spool) -> None:
-        if not spool.hold():
-            return
-        try:
-            upload(spool, self._uri)
-        finally:
-            spool.close()
 
+def upload_all(folder: Path, address: Callable[[str], str], print_line: Callable[[str], None]) -> bool:
+    """Send every such file in a folder and its subfolders, or the one that `folder` names; whether all were sent.
 
-def upload_all(folder: Path, address: Callable[[str], str], tell: Callable[[str], None]) -> bool:
-    """Send every such file in a folder and its subfolders.
-
-    Args:
-        folder: the folder, or one such file.
-        address: maps the store's address in a file to the address to use.
-        tell: prints a line.
-
-    Returns:
-        Whether all files were sent.
+    A file holds the address of its store; `address` maps it to the one to use.
     """
     spools = find_spools(folder)
     if not spools:
-        tell(f"There are no unsent metrics in {folder.absolute()}.")
-    sent = [_upload_and_tell(spool, address, tell) for spool in spools]
+        print_line(f"There are no unsent metrics in {folder.absolute()}.")
+    sent = [_upload_and_report(spool, address, print_line) for spool in spools]
     return all(sent)
 
 
-def _upload_and_tell(spool: Spool, address: Callable[[str], str], tell: Callable[[str], None]) -> bool:
+def _upload_and_report(spool: Spool, address: Callable[[str], str], print_line: Callable[[str], None]) -> bool:
     try:
         if not spool.hold():
-            tell(f"{spool.path}: another process writes or sends it just now, or has sent it.")
+            print_line(f"{spool.path}: another process writes or sends it just now, or has sent it.")
             return False
         _refuse_files_elsewhere(spool)
         run_id = upload(spool, address(spool.store))
     except (OSError, ValueError, TrackingError, StoreAwayError, StoreRefusedError) as error:
-        tell(f"{spool.path}: {error}")
+        print_line(f"{spool.path}: {error}")
         return False
     finally:
         spool.close()
-    tell(f"{spool.path}: all of it stands in run {run_id}; the file is removed.")
+    print_line(f"{spool.path}: all of it stands in run {run_id}; the file is removed.")
     return True
 
 

@@ -1,8 +1,8 @@
-"""Tells where the time of a run goes: each moment belongs to one part, of a step or of the run.
+"""Measures where the time of a run goes: each moment belongs to one part, of a step or of the run.
 
-Lightning wraps each hook of strategies, modules, callbacks and data in `trainer.profiler`. `SpanProfiler` stands there
-and enters and leaves a line for each name. The time since the last entry or exit belongs to the line on top, so that
-all lines add up to the wall clock, whatever the hooks call.
+Lightning wraps each hook of strategies, modules, callbacks and data in a span of `trainer.profiler`. `SpanProfiler`
+takes the profiler's place, and enters and leaves a line for each name. The time since the last entry or exit belongs to
+the line on top of the stack. So all lines add up to the wall clock, whatever the hooks call.
 """
 
 from __future__ import annotations
@@ -175,11 +175,7 @@ class Breakdown:
             each._metered = self._is_metered(each.name, each.part)
 
     def checkpoints_by(self, *callbacks: str) -> None:
-        """Count the hooks of these callbacks as checkpoints.
-
-        Args:
-            callbacks: the beginnings of their spans' names, such as `[Callback]ModelCheckpoint`.
-        """
+        """Count these callbacks' hooks as checkpoints. Their spans begin so, such as `[Callback]ModelCheckpoint`."""
         self._checkpoints = callbacks
 
     def begin(self, phase: Phase) -> None:

@@ -1,4 +1,4 @@
-"""What a step is spent on, and how a CPU's is measured: by the host's clock and the kernel's."""
+"""The parts of a step, and the meters of a CPU, which measure by the host's clock and the kernel's."""
 
 from __future__ import annotations
 
@@ -179,11 +179,7 @@ class HostMeter(PlainMeter):
 
 
 def host_meter(world_size: int) -> Meter:
-    """The meter of a rank that trains on a CPU.
-
-    Args:
-        world_size: number of ranks. One alone waits for nobody.
-    """
+    """The meter of a rank that trains on a CPU. A single rank waits for nobody."""
     if world_size > 1:
         with suppress(OSError, ValueError, IndexError):  # another system, or a container that hides it
             meter = HostMeter()
@@ -194,7 +190,9 @@ def host_meter(world_size: int) -> Meter:
 
 
 class ReducerTimes:
-    """What DDP's reducer says of its communication, on a GPU, where a step's marks cannot tell it from computing.
+    """Reads from DDP's reducer how long gradients are sent while nothing computes.
+
+    It serves GPUs, where the marks of a step cannot tell communication from computing.
 
     Args:
         model: returns the model as the strategy has wrapped it now. Tuning and local SGD wrap it anew.

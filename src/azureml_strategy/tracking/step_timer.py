@@ -42,7 +42,7 @@ class CudaClock:
     """
 
     def now(self) -> torch.cuda.Event:
-        """Record an event behind everything queued so far."""
+        """Record an event after everything queued so far."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
@@ -68,7 +68,7 @@ class Step(NamedTuple):
         seconds: from the end of the previous step to its own end.
         waited_s: the part of it that passed before its batches were ready on the device.
         flops: floating-point operations of the model on its batches; 0 if nothing counts them.
-        parts: seconds of each `Part`, in its order; empty if nothing tells them apart.
+        parts: seconds of each `Part`, in its order; empty if they are not measured.
     """
 
     samples: int
@@ -90,7 +90,7 @@ class StepRecorder:
 
     Args:
         clock: records the moments.
-        breakdown: tells what each step spent its time on.
+        breakdown: measures what each step spends its time on.
     """
 
     def __init__(self, clock: Clock, breakdown: Breakdown | None = None) -> None:

@@ -1,6 +1,6 @@
 """The background thread that writes to MLflow, so that training does not wait for it.
 
-`log_metrics` converts a point (`values`, `metric_names`) and queues it here. The thread puts queued records into
+`log_metrics` converts a point (`values`) and queues it here. The thread puts queued records into
 batches, and the `Sender` sends them to the run. While the store is away, everything queued goes to a file (`Spool`).
 Once the store is back, the file is sent before anything newer, and each of its points is looked up first, so that it is
 written only once. What is still in the file at the end stays there, for the next start or the upload command.
@@ -181,7 +181,7 @@ class BatchWriter:
                 progress, since = self._progress(), time.monotonic()
             if time.monotonic() - since > (min(timeout_s, _PATIENCE_S) if self._away else timeout_s):
                 return False
-            if self._away and time.monotonic() > asked + _FIRST_PAUSE_S:  # whoever waits here waits for no longer pause
+            if self._away and time.monotonic() > asked + _FIRST_PAUSE_S:  # do not wait out a longer pause
                 asked = time.monotonic()
                 self.wake()
             time.sleep(0.002)
@@ -240,8 +240,13 @@ class BatchWriter:
         self._drain()
         while not self._closing:
             woken = False
+            timeouts_s = [self._interval_s]
+            if self._away is not None:
+                timeouts_s.append(max(self._resume_at - time.monotonic(), 0.01))
+            if self._sender is not None and self._sender.suspects:
+                timeouts_s.append(self._second_look_s)
             with contextlib.suppress(queue.Empty):
-                self._wake.get(timeout=self._until_next())
+                self._wake.get(timeout=min(timeouts_s))
                 woken = True
             if self._closing:
                 return
@@ -251,15 +256,6 @@ class BatchWriter:
             self._busy = True
             self._keep()
             self._busy = False
-
-    def _until_next(self) -> float:
-        """Seconds until the thread has something to do by itself."""
-        soon = [self._interval_s]
-        if self._away is not None:
-            soon.append(max(self._resume_at - time.monotonic(), 0.01))
-        if self._sender is not None and self._sender.suspects:
-            soon.append(self._second_look_s)
-        return min(soon)
 
     def _drain(self) -> None:
         self._busy = True
@@ -282,7 +278,13 @@ class BatchWriter:
         self._recovering = self._spool is not None or bool(self._leftovers)
         self._leftovers.send()
         while (spool := self._present_spool()) is not None:
-            self._send_spool(sender, spool)
+            for batch, end in spool.batches(self._sent_up_to):
+                sender.send(batch)
+                self._sent_up_to = end
+            with self._moving:
+                if self._sent_up_to >= spool.size:
+                    spool.remove()
+                    self._spool, self._sent_up_to = None, 0
         self._recovering = False
         while self._backlog or self._records:
             self._send_next(sender)
@@ -298,15 +300,6 @@ class BatchWriter:
             self.skip_logged_before()
         self._tried.set()
         return self._sender
-
-    def _send_spool(self, sender: Sender, spool: Spool) -> None:
-        for batch, end in spool.batches(self._sent_up_to):
-            sender.send(batch)
-            self._sent_up_to = end
-        with self._moving:
-            if self._sent_up_to >= spool.size:
-                spool.remove()
-                self._spool, self._sent_up_to = None, 0
 
     def _send_next(self, sender: Sender) -> None:
         with self._moving:
@@ -329,10 +322,9 @@ class BatchWriter:
         self._pause_s = doubled if self._progress_at_fault == before else _SOON_S
         self._resume_at = time.monotonic() + max(self._pause_s, self._away.pause_s)
         self._keep()
-        is_told = not self._tried.is_set() and not is_remote(
-            self._request.tracking_uri
-        )  # because `wait_for_run` raises
-        if first and self.refusal is None and not is_told:
+        # The first attempt to open a file or database: `wait_for_run` raises this error.
+        is_raised = not self._tried.is_set() and not is_remote(self._request.tracking_uri)
+        if first and self.refusal is None and not is_raised:
             where = f"kept in {self._spool.path if self._spool else 'memory'}"
             warnings.warn(
                 f"MLflow is away; what is logged is {where} and tried again, training goes on: {error}", stacklevel=2
@@ -346,7 +338,7 @@ class BatchWriter:
             if not held:
                 return
             try:
-                self._spool = self._present_spool() or self._new_spool()
+                self._spool = self._present_spool() or self._create_spool()
                 self._spool.append(held)
                 self._backlog.clear()
                 self._disk_error = ""
@@ -366,7 +358,7 @@ class BatchWriter:
                 self._spool, self._sent_up_to = None, 0
             return self._spool
 
-    def _new_spool(self) -> Spool:
+    def _create_spool(self) -> Spool:
         spool = Spool.create(self._folder, self._request)
         if self.run is not None:
             spool.opened(self.run.run_id)
@@ -376,7 +368,10 @@ class BatchWriter:
         run = f"run {self.run.run_id}" if self.run is not None else "a run that could not be opened yet"
         with self._moving:  # else the thread may send and remove the file meanwhile
             spool = self._present_spool()
-            unsent = self._unsent(spool) if spool is not None else ""
+            counts: Counter[str] = Counter()
+            for batch, _ in spool.batches(self._sent_up_to) if spool is not None else ():
+                counts[_PLURALS.get(batch.kind, "items")] += len(batch.items)
+            unsent = ", ".join(f"{number:,} {name}" for name, number in counts.items() if number)
         if spool is not None and unsent:
             what = f"{unsent} of {run} lie in {spool.path}. Send them with: {command(self._folder)}"
         elif self._backlog:
@@ -385,10 +380,3 @@ class BatchWriter:
             return
         reason = f" ({self._away})" if self._away is not None else ""
         warnings.warn(f"MLflow did not take everything in time{reason}: {what}", stacklevel=3)
-
-    def _unsent(self, spool: Spool) -> str:
-        """What the store has not taken, in words; empty if it has taken all."""
-        counts: Counter[str] = Counter()
-        for batch, _ in spool.batches(self._sent_up_to):
-            counts[_PLURALS.get(batch.kind, "items")] += len(batch.items)
-        return ", ".join(f"{number:,} {name}" for name, number in counts.items() if number)
