@@ -8,7 +8,7 @@ import pickle
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning.pytorch import Trainer
@@ -23,7 +23,7 @@ from azureml_strategy.hang_detection import flight_recorder
 from azureml_strategy.hang_detection.diagnosis import Evidence, Verdict, reach_verdict
 from azureml_strategy.hang_detection.flight_recorder import Trace
 from azureml_strategy.hang_detection.main_thread import communicates, frames_of, place
-from azureml_strategy.hang_detection.peers import PASSING, Alarm, Heartbeat, Peers, Report
+from azureml_strategy.hang_detection.peers import PASSING, Alarm, Heartbeat, Message, Peers, Report
 from azureml_strategy.interfaces import RunLogger
 
 # A tracking server that does not answer must not delay the end of the process.
@@ -142,7 +142,7 @@ def store_server() -> str:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Outcome(Message):
     """The part of a verdict that all ranks read.
 
     Attributes:
@@ -167,27 +167,16 @@ class AlarmHandler:
     Args:
         store: shared by the ranks.
         peers: the heartbeats of the other ranks.
-        rank: this process's global rank.
-        world_size: number of ranks.
         main_thread: the main thread's `threading.get_ident`.
         reporter: reports the verdict, and keeps it and this rank's flight recorder.
         kill: whether any alarm on which this rank reaches the verdict ends the job.
     """
 
-    def __init__(
-        self,
-        store: ControlStore,
-        peers: Peers,
-        rank: int,
-        world_size: int,
-        main_thread: int,
-        reporter: HangReporter,
-        kill: bool,
-    ) -> None:
+    def __init__(self, store: ControlStore, peers: Peers, main_thread: int, reporter: HangReporter, kill: bool) -> None:
         self._store = store
         self._peers = peers
-        self._rank = rank
-        self._world_size = world_size
+        self._rank = store.rank
+        self._world_size = len(peers.members)
         self._main_thread = main_thread
         self._reporter = reporter
         self._kill = kill
@@ -265,7 +254,7 @@ class AlarmHandler:
         verdict = reach_verdict(Evidence(alarm, members, heartbeats, reports, self._world_size))
         verdict = replace(verdict, final=verdict.final or self._kill)
         outcome = Outcome(verdict.headline, verdict.final, self._rank)
-        self._store.set(self._key("verdict"), json.dumps(asdict(outcome)))
+        self._store.set(self._key("verdict"), outcome.to_json())
         self._reporter.report(verdict)
         return outcome
 

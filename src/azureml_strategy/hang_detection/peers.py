@@ -24,7 +24,16 @@ _MOST_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
-class Heartbeat:
+class Message:
+    """What a rank writes for the others."""
+
+    def to_json(self) -> str:
+        """Return the message as text."""
+        return json.dumps(asdict(self))
+
+
+@dataclass(frozen=True)
+class Heartbeat(Message):
     """A heartbeat of one rank.
 
     Attributes:
@@ -47,10 +56,6 @@ class Heartbeat:
     limit_s: float
     entered: dict[str, int]
 
-    def to_json(self) -> str:
-        """Return the heartbeat as text."""
-        return json.dumps(asdict(self))
-
     @classmethod
     def from_json(cls, text: str) -> Heartbeat:
         """Return the heartbeat from its text."""
@@ -58,7 +63,7 @@ class Heartbeat:
 
 
 @dataclass(frozen=True)
-class Alarm:
+class Alarm(Message):
     """What is wrong, as seen by the rank that noticed it first.
 
     Attributes:
@@ -71,10 +76,6 @@ class Alarm:
     ranks: tuple[int, ...]
     text: str
 
-    def to_json(self) -> str:
-        """Return the alarm as text."""
-        return json.dumps(asdict(self))
-
     @classmethod
     def from_json(cls, text: str) -> Alarm:
         """Return the alarm from its text."""
@@ -83,7 +84,7 @@ class Alarm:
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(Message):
     """Where a rank is at the time of an alarm.
 
     Attributes:
@@ -102,10 +103,6 @@ class Report:
     place: str
     communicates: bool
     failed: bool
-
-    def to_json(self) -> str:
-        """Return the report as text."""
-        return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Report:
@@ -132,13 +129,8 @@ class Report:
 class Peers:
     """The heartbeats of the other ranks, as one rank sees them.
 
-    All ranks have just met. This counts as the first heartbeat of each.
-
-    Args:
-        store: holds the heartbeats.
-        rank: this process's global rank.
-        members: the processes of all ranks.
-        start_limit_s: seconds that a rank may take to start.
+    All ranks have just met, which counts as the first heartbeat of each. Until its next one, a rank may take
+    `start_limit_s` to start.
     """
 
     def __init__(self, store: ControlStore, rank: int, members: Mapping[int, Member], start_limit_s: float) -> None:

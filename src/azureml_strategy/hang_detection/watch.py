@@ -99,7 +99,7 @@ class Watch:
         self._beat_s = beat_s
         self._end = end
         self._peers = Peers(store, store.rank, members, progress.limit_s)
-        self._alarm_handler = AlarmHandler(store, self._peers, store.rank, len(members), main_thread, reporter, kill)
+        self._alarm_handler = AlarmHandler(store, self._peers, main_thread, reporter, kill)
         self._member = members[store.rank]
         self._kill = kill
         # The reported hang that has not passed: time, silent ranks, whether it was a stall, whether this rank judged.

@@ -168,12 +168,7 @@ class ProfileListener:
 
 
 class SignalListener:
-    """Has a signal call a handler, if nothing else in this process uses that signal.
-
-    Args:
-        name: of the signal, such as SIGUSR2.
-        handler: to call.
-    """
+    """Has a signal, such as SIGUSR2, call a handler, if nothing else in this process uses that signal."""
 
     def __init__(self, name: str, handler: Any) -> None:
         self._number = signal.Signals[name]

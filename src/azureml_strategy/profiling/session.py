@@ -33,14 +33,9 @@ def why_busy(trainer: Trainer) -> str | None:
 
 
 class Session:
-    """A recording of some steps. Its methods must be called on the thread that trains.
+    """A recording of the steps `first` to `last`. Its methods must be called on the thread that trains.
 
-    Args:
-        first: the first step.
-        last: the last step.
-        warms_up: whether to begin one step earlier. What is recorded then is discarded, with the cost of the start.
-        details: what to record besides operators.
-        device: on which this rank trains.
+    With `warms_up` it begins one step earlier. What is recorded then is discarded, with the cost of the start.
     """
 
     def __init__(self, first: int, last: int, warms_up: bool, details: Details, device: torch.device) -> None:

@@ -32,10 +32,6 @@ class Uploader:
 
     The other ranks do not know the run's id. Rank 0 shares it through the control store. A tracking store that is a
     file can be reached from its own machine only.
-
-    Args:
-        trainer: of the run.
-        store: shared by the ranks; None if there is none.
     """
 
     def __init__(self, trainer: Trainer, store: ControlStore | None) -> None:

@@ -32,12 +32,9 @@ _writing = threading.Lock()
 
 
 class ProfileWriter:
-    """Writes the traces of one rank on threads of its own, and has a process of its own sum them up.
+    """Writes the traces of one rank on background threads, has another process sum them up, and uploads both.
 
-    Args:
-        folder: the run's; the files lie in `profile` in it.
-        rank: this process's global rank.
-        uploader: sends the files to the run's artifacts.
+    The files are in `profile` in the run's folder.
     """
 
     def __init__(self, folder: Path, rank: int, uploader: Uploader) -> None:

@@ -195,9 +195,6 @@ class DataHeadSpace(Callback):
 class _ReplayedBatches(Iterator[Any]):
     """Stands between the Trainer and its loader. It passes batches on and keeps the last ones, or repeats these.
 
-    Args:
-        size: number of batches that are kept.
-
     Attributes:
         loader: where batches come from.
         repeats: whether to give the kept batches again.

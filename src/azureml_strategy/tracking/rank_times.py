@@ -57,29 +57,25 @@ class RankTimes:
     none of them.
 
     Args:
+        trainer: of the run.
         channel: of this process.
         give_back: what to call in the end.
-        rank: this process's global rank.
-        world_size: number of ranks.
-        place: where this rank runs.
-        group: ranks with the same number do the same work.
-        one_machine: whether all ranks share the cores of one machine.
     """
 
-    def __init__(
-        self,
-        channel: Channel,
-        give_back: Callable[[], None],
-        rank: int,
-        world_size: int,
-        place: dict[str, Any],
-        group: int,
-        one_machine: bool,
-    ) -> None:
+    def __init__(self, trainer: Trainer, channel: Channel, give_back: Callable[[], None]) -> None:
+        self._rank, self._world_size = rank, world_size = trainer.global_rank, trainer.world_size
         self._store = ControlStore(channel, "azureml_strategy/rank_times", rank, [channel.id] * world_size, _CALL_S)
         self._give_back = give_back
-        self._rank, self._world_size = rank, world_size
-        self._place, self._group, self._one_machine = place, group, one_machine
+        strategy = trainer.strategy
+        self._place: dict[str, Any] = {
+            "rank": rank,
+            "host": socket.gethostname(),
+            "node": trainer.node_rank,
+            "device": str(strategy.root_device),
+        }
+        # Ranks of one group do the same work.
+        self._group = strategy.pipeline_stage if isinstance(strategy, HasStages) else 0
+        self._one_machine = shares_one_machine(trainer)
         self._own: deque[RankWindow] = deque(maxlen=_SENT_WINDOWS)
         self._changed = False
         # Rank 0's name for this fit. A store may outlive a run, with the keys of a previous attempt.
@@ -105,20 +101,7 @@ class RankTimes:
         except Exception as error:  # whatever it is, training can do without
             log.debug("The ranks are not compared: %s: %s", type(error).__name__, error)
             return None
-        if leased is None:
-            return None
-        channel, give_back = leased
-        strategy = trainer.strategy
-        place = {
-            "rank": trainer.global_rank,
-            "host": socket.gethostname(),
-            "node": trainer.node_rank,
-            "device": str(strategy.root_device),
-        }
-        group = strategy.pipeline_stage if isinstance(strategy, HasStages) else 0
-        return cls(
-            channel, give_back, trainer.global_rank, trainer.world_size, place, group, shares_one_machine(trainer)
-        )
+        return cls(trainer, *leased) if leased is not None else None
 
     def add(self, steps: Sequence[Step], step: int) -> None:
         """Keep this rank's times in a window, which ends at the same step on all ranks."""

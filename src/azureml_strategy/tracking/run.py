@@ -97,11 +97,7 @@ class LoggedMetrics:
     """The metrics that previous attempts logged: each up to its last step when this attempt first writes it.
 
     An attempt may end at any moment, but it writes the points of each metric in order, so the store has all of them up
-    to some step.
-
-    Args:
-        client: reads the history of each metric once; used on the thread of the writer.
-        run_id: the run.
+    to some step. The client reads the history of each metric once, on the thread of the writer.
     """
 
     def __init__(self, client: MlflowClient, run_id: str) -> None:
@@ -229,12 +225,7 @@ def request_run(
 
 @dataclass(frozen=True)
 class JobRun:
-    """The run that Azure ML opened for a job.
-
-    Attributes:
-        tracking_uri: its store; may hold credentials.
-        run_id: its id.
-    """
+    """The run that Azure ML opened for a job. The address of its store may hold credentials."""
 
     tracking_uri: str = field(repr=False)
     run_id: str

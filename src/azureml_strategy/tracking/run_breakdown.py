@@ -34,11 +34,7 @@ _begun: list[float] = []
 
 
 class ManualBackward(Callback):
-    """Adds the backward passes of manual optimization to a breakdown. Lightning has no span for them.
-
-    Args:
-        breakdown: of the run.
-    """
+    """Adds the backward passes of manual optimization to a breakdown. Lightning has no span for them."""
 
     def __init__(self, breakdown: Breakdown) -> None:
         self._breakdown = breakdown
@@ -53,12 +49,7 @@ class ManualBackward(Callback):
 
 
 class RunBreakdown:
-    """The breakdown of one `fit`, from `setup` on.
-
-    Args:
-        trainer: gets a profiler that reports to the breakdown what runs, until `close`.
-        clock: the host's, in seconds.
-    """
+    """The breakdown of one `fit`, from `setup` on. Until `close`, the Trainer's profiler reports to it what runs."""
 
     def __init__(self, trainer: Trainer, clock: Callable[[], float]) -> None:
         self._trainer = trainer

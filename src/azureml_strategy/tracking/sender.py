@@ -259,12 +259,7 @@ def send_file(client: MlflowClient, run_id: str, file: Path, key: str) -> None:
 
 
 class _StoredItems:
-    """What a run already has. It asks the store once for each metric.
-
-    Args:
-        sender: counts the answers.
-        run: the run.
-    """
+    """What a run already has. It asks the store once for each metric, and counts the answers with the sender."""
 
     def __init__(self, sender: Sender, run: OpenRun) -> None:
         self._sender = sender

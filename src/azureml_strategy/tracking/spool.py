@@ -35,11 +35,7 @@ _SUFFIX = ".unsent.jsonl"
 
 
 class Spool:
-    """One such file. While an object holds it, no other process writes or sends it.
-
-    Args:
-        path: of the file, which need not exist.
-    """
+    """One such file, which need not exist. While an object holds it, no other process writes or sends it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -262,12 +258,7 @@ def upload(spool: Spool, tracking_uri: str) -> str:
 
 
 class Leftovers:
-    """Files that earlier starts left in a run's folder for the same store.
-
-    Args:
-        folder: the folder of the run.
-        request: the run.
-    """
+    """Files that earlier starts left in the run's folder for the same store."""
 
     def __init__(self, folder: Path, request: RunRequest) -> None:
         self._uri = request.tracking_uri

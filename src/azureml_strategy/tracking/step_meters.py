@@ -123,9 +123,6 @@ class HostMeter(PlainMeter):
     be a file, a process or a lock, or other ranks: in a collective of the script, or of a strategy that gathers
     parameters or synchronizes buffers there. With several threads a rank and too few cores, the wait for the rank's
     other threads is not told apart either.
-
-    Args:
-        clock: the host's, in seconds.
     """
 
     parts = frozenset({Part.FORWARD, Part.BACKWARD, Part.OPTIMIZER, Part.BUBBLE, Part.COMMUNICATION})

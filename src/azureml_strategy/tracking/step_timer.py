@@ -13,11 +13,7 @@ from azureml_strategy.tracking.step_meters import Clock
 
 
 class HostClock:
-    """Moments on the host's clock, for devices whose work the host itself does, such as a CPU.
-
-    Args:
-        read: a monotonic clock, in seconds.
-    """
+    """Moments on the host's monotonic clock, for devices whose work the host itself does, such as a CPU."""
 
     def __init__(self, read: Callable[[], float]) -> None:
         self.now = read
@@ -86,11 +82,7 @@ class StepRecorder:
     """Turns the moments of a training loop into steps.
 
     A step has one batch, or several with accumulated gradients. It starts at the end of the previous one, or when
-    training resumes after something else.
-
-    Args:
-        clock: records the moments.
-        breakdown: measures what each step spends its time on.
+    training resumes after something else. A breakdown measures what each step spends its time on.
     """
 
     def __init__(self, clock: Clock, breakdown: Breakdown | None = None) -> None:
