@@ -35,7 +35,7 @@ _MOST_WAIT_S = 20.0
 _NEGLIGIBLE = 0.03
 
 
-class HeadSpace(NamedTuple):
+class LoaderHeadroom(NamedTuple):
     """What was measured, in seconds a step: medians over the rounds.
 
     Attributes:
@@ -89,7 +89,7 @@ class DataHeadSpace(Callback):
                 raise ValueError(f"{name}={value} measures nothing; give 1 or more, such as {name}=8.")
         self.steps = steps
         self.batches = batches
-        self.found: HeadSpace | None = None
+        self.found: LoaderHeadroom | None = None
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -180,7 +180,7 @@ class DataHeadSpace(Callback):
             time.sleep(min(self._prefetched * seconds / steps, _MOST_WAIT_S))
         if self._turn == 2 * _ROUNDS:
             self._replay.repeats = False
-            self.found = HeadSpace(statistics.median(self._seconds[::2]), statistics.median(self._seconds[1::2]))
+            self.found = LoaderHeadroom(statistics.median(self._seconds[::2]), statistics.median(self._seconds[1::2]))
             rank_zero_info(self.found.text())
             metrics = {
                 "summary/data_head_space": self.found.share,

@@ -23,7 +23,7 @@ from azureml_strategy.control.store import ControlStore
 from azureml_strategy.interfaces import HasStages
 from azureml_strategy.tracking.events import record_event
 from azureml_strategy.tracking.logger import JobMLFlowLogger
-from azureml_strategy.tracking.slow_ranks import Cause, RankWindow, Slowest, SlowRanks, describe, hint
+from azureml_strategy.tracking.slow_ranks import Cause, RankWindow, Slowest, StragglerDetector, describe, hint
 from azureml_strategy.tracking.step_meters import Part
 from azureml_strategy.tracking.step_timer import Step
 from azureml_strategy.tracking.tcp_links import Link, read_links
@@ -88,7 +88,7 @@ class RankTimes:
         self._busiest: tuple[float, str] | None = None
         self._lock = threading.Lock()
         self._read_links()
-        self._stragglers = SlowRanks()
+        self._stragglers = StragglerDetector()
         self.history = History()
         channel.every(max(_INTERVAL_S, world_size / _RANKS_PER_SECOND), self._exchange)
         self._channel = channel
@@ -156,7 +156,7 @@ class RankTimes:
 
     def slowest(self) -> Slowest | None:
         """The rank that took longest over the whole run, if one stands out; on rank 0."""
-        slow = self._stragglers.seen()
+        slow = self._stragglers.lasting()
         if not slow:
             return None
         worst, where = slow[0], self._where(slow[0].rank)

@@ -23,7 +23,7 @@ from azureml_strategy.tracking.span_profiler import install, remove
 from azureml_strategy.tracking.step_breakdown import Breakdown, Phase
 from azureml_strategy.tracking.step_meters import Clock, HostMeter, Meter, Part, PlainMeter, ReducerTimes, host_meter
 from azureml_strategy.tracking.step_timer import Step
-from azureml_strategy.tracking.time_budget import STEPS_DONE, TimeBudget, WallClock, process_age_s
+from azureml_strategy.tracking.time_budget import STEPS_DONE, GoodputMeter, WallClock, process_age_s
 
 # Steps between two that DDP's reducer measures, in a run that logs nothing; DDP's own default.
 _UNLOGGED_STEPS = 100
@@ -63,7 +63,7 @@ class RunBreakdown:
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         writers = [each.state_key for each in callbacks if isinstance(each, Checkpoint)]
         self.breakdown.checkpoints_by(*(f"[Callback]{name}." for name in writers))
-        self._budget = TimeBudget(self.breakdown)
+        self._goodput = GoodputMeter(self.breakdown)
         self._reducer: ReducerTimes | None = None
         self._ranks: RankTimes | None = None
         self._trains = self._is_over = False
@@ -77,7 +77,7 @@ class RunBreakdown:
         self.breakdown.measure_by(meter)
         if self._reducer is None and not isinstance(meter, HostMeter):
             self.unknown = frozenset({Part.COMMUNICATION})
-        self._budget = TimeBudget(self.breakdown, _steps_before(trainer, loggers))
+        self._goodput = GoodputMeter(self.breakdown, _steps_before(trainer, loggers))
         if trainer.world_size > 1:
             self._ranks = RankTimes.join(trainer)
         if not trainer.lightning_module.automatic_optimization:
@@ -91,8 +91,8 @@ class RunBreakdown:
 
     def step_done(self, trainer: Trainer) -> None:
         """An optimizer step is done."""
-        if self._budget.may_redo:
-            self._budget.step_done(trainer.global_step)
+        if self._goodput.may_redo:
+            self._goodput.step_done(trainer.global_step)
 
     def validation_starts(self) -> None:
         """Validation starts. The one before training belongs to the start-up."""
@@ -142,7 +142,7 @@ class RunBreakdown:
 
     def log(self, trainer: Trainer, loggers: Sequence[Logger], step: int) -> None:
         """Log what the wall clock went into, and what the ranks differ in."""
-        metrics = self._budget.read().as_metrics() | {STEPS_DONE: float(trainer.global_step)}
+        metrics = self._goodput.read().as_metrics() | {STEPS_DONE: float(trainer.global_step)}
         if self._ranks is not None:
             metrics |= self._ranks.report(trainer)
         for logger in loggers:
@@ -150,14 +150,14 @@ class RunBreakdown:
 
     def wall_clock(self) -> WallClock:
         """What the wall clock went into so far."""
-        return self._final or self._budget.read()
+        return self._final or self._goodput.read()
 
     def close(self) -> None:
         """Give the Trainer its own profiler back."""
         if self._is_over:
             return
         self._is_over = True
-        self._final = self._budget.read()
+        self._final = self._goodput.read()
         remove(self._trainer)
         callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
         self._trainer.callbacks = [each for each in callbacks if not isinstance(each, ManualBackward)]  # type: ignore[attr-defined]

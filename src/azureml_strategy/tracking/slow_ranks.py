@@ -85,7 +85,7 @@ class RankWindow:
 
 
 @dataclass(frozen=True)
-class SlowRank:
+class Straggler:
     """A rank that holds up the others.
 
     Attributes:
@@ -101,7 +101,7 @@ class SlowRank:
     peer: str = ""
 
 
-class SlowRanks:
+class StragglerDetector:
     """Compares the ranks, window by window.
 
     Args:
@@ -116,7 +116,7 @@ class SlowRanks:
         self._excesses: dict[tuple[int, Cause], list[float]] = defaultdict(list)
         self._delays: dict[tuple[int, Cause], deque[float]] = defaultdict(lambda: deque(maxlen=_NOISE_WINDOWS))
 
-    def add(self, windows: Sequence[RankWindow]) -> list[SlowRank]:
+    def add(self, windows: Sequence[RankWindow]) -> list[Straggler]:
         """Compare the ranks in one more window, given by all ranks in their order.
 
         Returns:
@@ -124,10 +124,10 @@ class SlowRanks:
             after it was not slow any more.
         """
         self._windows.update(cause for cause in _CAUSES if _is_known(windows, cause))
-        delays = {(each.slow.rank, each.slow.cause): each for each in _delays(windows)}
+        delays = {(each.straggler.rank, each.straggler.cause): each for each in _delays(windows)}
         for key, delay in delays.items():
             self._delays[key].append(delay.seconds)
-        found = {key: delay.slow for key, delay in delays.items() if delay.counts}
+        found = {key: delay.straggler for key, delay in delays.items() if delay.counts}
         for key, each in found.items():
             if each.excess >= _LASTING_EXCESS * _VISIBLE[each.cause]:
                 self._excesses[key].append(each.excess)
@@ -145,13 +145,13 @@ class SlowRanks:
         """The ranks that are slow at present, each with what it is slow at."""
         return set(self._named)
 
-    def seen(self) -> list[SlowRank]:
+    def lasting(self) -> list[Straggler]:
         """The ranks that took longer in most windows of the run, even if too little to be named; the worst first."""
         often = {
             key: each for key, each in self._excesses.items() if len(each) >= _LASTING_SHARE * self._windows[key[1]]
         }
         sure = {key: each for key, each in often.items() if self._is_sure(key, len(each))}
-        ranks = [SlowRank(rank, cause, statistics.median(each)) for (rank, cause), each in sure.items()]
+        ranks = [Straggler(rank, cause, statistics.median(each)) for (rank, cause), each in sure.items()]
         return sorted(ranks, key=lambda each: -each.excess)
 
     def _is_above_noise(self, key: tuple[int, Cause], ranks: int) -> bool:
@@ -175,21 +175,21 @@ def _noise(delays: Sequence[float]) -> float:
     return statistics.median(abs(after - before) for before, after in pairwise(delays))
 
 
-def compare(windows: Sequence[RankWindow]) -> Iterator[SlowRank]:
+def compare(windows: Sequence[RankWindow]) -> Iterator[Straggler]:
     """Yield by how much each rank exceeds the median of the other ranks of its group, where it does."""
-    return (delay.slow for delay in _delays(windows) if delay.counts)
+    return (delay.straggler for delay in _delays(windows) if delay.counts)
 
 
 class _Delay(NamedTuple):
     """By how many seconds a step a rank exceeds the others, which may be less than 0, and the rank with its excess."""
 
     seconds: float
-    slow: SlowRank
+    straggler: Straggler
 
     @property
     def counts(self) -> bool:
         """Whether it prolongs the step."""
-        return self.seconds >= _SHORTEST_S and self.slow.excess > 0
+        return self.seconds >= _SHORTEST_S and self.straggler.excess > 0
 
 
 def _delays(windows: Sequence[RankWindow]) -> Iterator[_Delay]:
@@ -215,7 +215,7 @@ def _delays_of_group(members: Sequence[tuple[int, RankWindow]]) -> Iterator[_Del
             # that rarely synchronize do not wait for each other in it.
             usual = max(whole - excess_s, _median_without(own, window.own_s))
             excess = excess_s / usual if usual > 0 else 0.0
-            yield _Delay(excess_s, SlowRank(rank, cause, excess, window.peer if cause == "link" else ""))
+            yield _Delay(excess_s, Straggler(rank, cause, excess, window.peer if cause == "link" else ""))
 
 
 def _is_known(windows: Sequence[RankWindow], cause: Cause) -> bool:
@@ -250,10 +250,11 @@ _WORDS: Mapping[Cause, str] = {
 }
 
 
-def describe(slow: SlowRank, place: str, peer: str = "") -> str:
+def describe(straggler: Straggler, place: str, peer: str = "") -> str:
     """One sentence on a slow rank at a place; for a link, `peer` is the place at its other end."""
-    link = f" to {peer or slow.peer}" if slow.cause == "link" and (peer or slow.peer) else ""
-    return f"rank {slow.rank} ({place}) holds up the others by {slow.excess:.0%} with {_WORDS[slow.cause]}{link}"
+    rank, cause, excess = straggler.rank, straggler.cause, straggler.excess
+    link = f" to {peer or straggler.peer}" if cause == "link" and (peer or straggler.peer) else ""
+    return f"rank {rank} ({place}) holds up the others by {excess:.0%} with {_WORDS[cause]}{link}"
 
 
 @dataclass(frozen=True)

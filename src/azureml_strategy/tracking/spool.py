@@ -34,7 +34,7 @@ from azureml_strategy.tracking.store import StoreAwayError, StoreRefusedError, T
 _SUFFIX = ".unsent.jsonl"
 
 
-class Spool:
+class OfflineQueue:
     """One such file, which need not exist. While an object holds it, no other process writes or sends it."""
 
     def __init__(self, path: Path) -> None:
@@ -42,20 +42,20 @@ class Spool:
         self._file: IO[bytes] | None = None
 
     @classmethod
-    def create(cls, folder: Path, request: RunRequest) -> Spool:
+    def create(cls, folder: Path, request: RunRequest) -> OfflineQueue:
         """Create the file of a run, and hold it.
 
         Raises:
             OSError: it cannot be written.
         """
-        spool = cls(folder / f"mlflow-{request.start_id}{_SUFFIX}")
+        queue = cls(folder / f"mlflow-{request.start_id}{_SUFFIX}")
         folder.mkdir(parents=True, exist_ok=True)
-        spool.path.touch()
-        spool.hold()
+        queue.path.touch()
+        queue.hold()
         run = {name: value for name, value in asdict(request).items() if name != "tracking_uri"}
         run["tags"] = {name: redact_text(value) for name, value in run["tags"].items()}
-        spool._append([{"run": run, "store": describe_store(request.tracking_uri)}])
-        return spool
+        queue._append([{"run": run, "store": describe_store(request.tracking_uri)}])
+        return queue
 
     def hold(self) -> bool:
         """Lock the file for this process; return False if it is gone, or if another process writes or sends it now."""
@@ -193,14 +193,14 @@ def _require_text_fields(request: RunRequest) -> None:
         raise TypeError(f"{', '.join(odd) or 'its start'} is no text")
 
 
-def find_spools(folder: Path, deep: bool = True) -> list[Spool]:
+def find_offline_queues(folder: Path, deep: bool = True) -> list[OfflineQueue]:
     """Every such file in a folder, and if `deep` in its subfolders, the oldest first; or the one that it names."""
     paths = [folder] if folder.is_file() else folder.glob(f"{'**/' if deep else ''}*{_SUFFIX}")
     ages: dict[Path, float] = {}
     for path in paths:
         with suppress(FileNotFoundError):  # another process has sent and removed it since
             ages[path] = path.stat().st_mtime
-    return [Spool(path) for path in sorted(ages, key=ages.__getitem__)]
+    return [OfflineQueue(path) for path in sorted(ages, key=ages.__getitem__)]
 
 
 def _as_line(kind: str, item: Any) -> dict[str, Any]:
@@ -221,11 +221,11 @@ def command(folder: Path) -> str:
     return f"azureml-strategy jobs upload-metrics {shlex.quote(str(folder.absolute()))}"
 
 
-def upload(spool: Spool, tracking_uri: str) -> str:
+def upload(queue: OfflineQueue, tracking_uri: str) -> str:
     """Send what the store does not have of a file, and delete the file once the store has all of it.
 
     Args:
-        spool: the file, held.
+        queue: the file, held.
         tracking_uri: the store.
 
     Returns:
@@ -236,13 +236,13 @@ def upload(spool: Spool, tracking_uri: str) -> str:
         TrackingError: the store does not have the run, or refuses an item; the file stays.
         StoreAwayError: the store does not answer; the file stays.
     """
-    request = spool.request(tracking_uri)
+    request = queue.request(tracking_uri)
     with store_errors():
         run = request.open(again=True)
     if request.run_id is None:
-        spool.opened(run.run_id)
+        queue.opened(run.run_id)
     sender = Sender(run)
-    for batch, _ in spool.batches():
+    for batch, _ in queue.batches():
         sender.send(batch)
     for _ in range(_RETRIES if sender.suspects else 0):
         time.sleep(SECOND_LOOK_S)
@@ -250,25 +250,25 @@ def upload(spool: Spool, tracking_uri: str) -> str:
     refused = sender.left_out + len(sender.suspects)
     if refused:
         raise TrackingError(
-            f"{refused} item(s) in {spool.path} are refused by {describe_store(tracking_uri)}; all others stand in run "
+            f"{refused} item(s) in {queue.path} are refused by {describe_store(tracking_uri)}; all others stand in run "
             f"{run.run_id}. The file stays: delete it if they do not matter."
         )
-    spool.remove()
+    queue.remove()
     return run.run_id
 
 
-class Leftovers:
+class LeftoverQueues:
     """Files that earlier starts left in the run's folder for the same store."""
 
     def __init__(self, folder: Path, request: RunRequest) -> None:
         self._uri = request.tracking_uri
-        self._spools: list[Spool] = []
+        self._queues: list[OfflineQueue] = []
         with suppress(OSError):  # an unreadable folder must not stop training
             store = describe_store(self._uri)
-            self._spools = [each for each in find_spools(folder, deep=False) if each.store == store]
+            self._queues = [each for each in find_offline_queues(folder, deep=False) if each.store == store]
 
     def __bool__(self) -> bool:
-        return bool(self._spools)
+        return bool(self._queues)
 
     def send(self) -> None:
         """Send all files. A file that cannot be sent stays, with a warning.
@@ -276,16 +276,16 @@ class Leftovers:
         Raises:
             StoreAwayError: the store does not answer. Another call sends the rest.
         """
-        while self._spools:
-            spool = self._spools[0]
+        while self._queues:
+            queue = self._queues[0]
             try:
-                if spool.hold():
-                    upload(spool, self._uri)
+                if queue.hold():
+                    upload(queue, self._uri)
             except (ValueError, TrackingError, StoreRefusedError, OSError) as error:
-                warnings.warn(f"{error} Send it by hand: {command(spool.path)}", stacklevel=2)
+                warnings.warn(f"{error} Send it by hand: {command(queue.path)}", stacklevel=2)
             finally:
-                spool.close()
-            del self._spools[0]
+                queue.close()
+            del self._queues[0]
 
 
 def upload_all(folder: Path, address: Callable[[str], str], print_line: Callable[[str], None]) -> bool:
@@ -293,30 +293,30 @@ def upload_all(folder: Path, address: Callable[[str], str], print_line: Callable
 
     A file holds the address of its store; `address` maps it to the one to use.
     """
-    spools = find_spools(folder)
-    if not spools:
+    queues = find_offline_queues(folder)
+    if not queues:
         print_line(f"There are no unsent metrics in {folder.absolute()}.")
-    sent = [_upload_and_report(spool, address, print_line) for spool in spools]
+    sent = [_upload_and_report(queue, address, print_line) for queue in queues]
     return all(sent)
 
 
-def _upload_and_report(spool: Spool, address: Callable[[str], str], print_line: Callable[[str], None]) -> bool:
+def _upload_and_report(queue: OfflineQueue, address: Callable[[str], str], print_line: Callable[[str], None]) -> bool:
     try:
-        if not spool.hold():
-            print_line(f"{spool.path}: another process writes or sends it just now, or has sent it.")
+        if not queue.hold():
+            print_line(f"{queue.path}: another process writes or sends it just now, or has sent it.")
             return False
-        _refuse_files_elsewhere(spool)
-        run_id = upload(spool, address(spool.store))
+        _refuse_files_elsewhere(queue)
+        run_id = upload(queue, address(queue.store))
     except (OSError, ValueError, TrackingError, StoreAwayError, StoreRefusedError) as error:
-        print_line(f"{spool.path}: {error}")
+        print_line(f"{queue.path}: {error}")
         return False
     finally:
-        spool.close()
-    print_line(f"{spool.path}: all of it stands in run {run_id}; the file is removed.")
+        queue.close()
+    print_line(f"{queue.path}: all of it stands in run {run_id}; the file is removed.")
     return True
 
 
-def _refuse_files_elsewhere(spool: Spool) -> None:
+def _refuse_files_elsewhere(queue: OfflineQueue) -> None:
     """Refuse to send a file of this machine that has nothing to do with the run: anyone may have written the lines.
 
     Those of the node that wrote the lines are not there on another machine, and are left out with a warning.
@@ -324,8 +324,8 @@ def _refuse_files_elsewhere(spool: Spool) -> None:
     Raises:
         ValueError: such a file is named.
     """
-    folders = (spool.path.parent.resolve(), Path.cwd())
-    named = [each.value for batch, _ in spool.batches() for each in batch.items if isinstance(each, DiskFile)]
+    folders = (queue.path.parent.resolve(), Path.cwd())
+    named = [each.value for batch, _ in queue.batches() for each in batch.items if isinstance(each, DiskFile)]
     here = [each for each in named if os.path.exists(each)]
     outside = next((each for each in here if not any(map(Path(each).resolve().is_relative_to, folders))), None)
     if outside is not None:

@@ -53,7 +53,7 @@ class WallClock:
         return {**seconds, "time/wall_s": self.wall_s, "time/goodput": self.goodput}
 
 
-class TimeBudget:
+class GoodputMeter:
     """The wall clock of an attempt so far.
 
     Args:
