@@ -49,7 +49,7 @@ from azureml_strategy.strategies.pipeline.checkpoint import PipelineLayout
 from azureml_strategy.strategies.tuning.record import read_tuning, write_tuning
 from azureml_strategy.strategies.tuning.settings import Settings
 from azureml_strategy.tracking.run import RunRequest
-from azureml_strategy.tracking.spool import Spool
+from azureml_strategy.tracking.spool import OfflineQueue
 
 MIB = 2**20
 ran: list[str] = []
@@ -180,7 +180,7 @@ def _tuned(folder: Path) -> Path:
 
 
 def _spool(folder: Path) -> Path:
-    spool = Spool.create(folder, RunRequest("http://host:5000", tags={"a": "b"}))
+    spool = OfflineQueue.create(folder, RunRequest("http://host:5000", tags={"a": "b"}))
     spool.close()
     with spool.path.open("a") as file:
         for line in (
@@ -194,7 +194,7 @@ def _spool(folder: Path) -> Path:
 
 
 def _read_spool(path: Path) -> None:
-    spool = Spool(path)
+    spool = OfflineQueue(path)
     spool.request("http://host:5000")
     assert isinstance(spool.store, str)
     for batch, _ in spool.batches():

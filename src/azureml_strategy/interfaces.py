@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from azureml_strategy.checkpoint.folder import Summed
     from azureml_strategy.control.gather import Exchange
-    from azureml_strategy.tracking.events import Event
 
 # The ranks that agree where every rank holds the same.
 ALL_RANKS = "all ranks"
@@ -100,15 +99,6 @@ class KnowsEarlierAttempts(Protocol):
 
     def tag_at_start(self, name: str) -> str | None:
         """A tag's value when the run was opened; on rank 0."""
-        ...
-
-
-@runtime_checkable
-class RecordsEvents(Protocol):
-    """A logger that keeps events with its run, such as `JobMLFlowLogger`."""
-
-    def log_event(self, event: Event) -> None:
-        """Keep an event."""
         ...
 
 

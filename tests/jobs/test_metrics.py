@@ -16,7 +16,7 @@ import pytest
 from azureml_strategy.cli import main
 from azureml_strategy.jobs.metrics import store_address
 from azureml_strategy.tracking.run import RunRequest, describe_store
-from azureml_strategy.tracking.spool import Spool, _refuse_files_elsewhere
+from azureml_strategy.tracking.spool import OfflineQueue, _refuse_files_elsewhere
 
 WORKSPACE = "/mlflow/v1.0/subscriptions/s/resourceGroups/g/providers/p/workspaces/w"
 MINE = f"azureml://westeurope.api.azureml.ms{WORKSPACE}"
@@ -111,7 +111,7 @@ def serving(heard: list[str], redirect: str = "") -> Iterator[str]:
 
 
 def spool(folder: Path, store: str, *lines: Any) -> Path:
-    made = Spool.create(folder, RunRequest(store, run_id="0" * 32))
+    made = OfflineQueue.create(folder, RunRequest(store, run_id="0" * 32))
     made.close()
     with made.path.open("a") as file:
         file.writelines(json.dumps(line) + "\n" for line in lines)
@@ -155,7 +155,7 @@ def test_files_of_the_machine_are_not_sent(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_file_of_the_node_that_wrote_the_lines_keeps_no_metric_back(tmp_path: Path) -> None:
     made = spool(tmp_path, "sqlite:////none", {"artifacts": "a/trace", "value": "/mnt/azureml/cr/j/none/trace.json"})
-    _refuse_files_elsewhere(Spool(made))
+    _refuse_files_elsewhere(OfflineQueue(made))
 
 
 @pytest.mark.parametrize(

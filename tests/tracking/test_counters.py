@@ -208,9 +208,9 @@ def test_a_store_that_is_lost_costs_the_other_nodes_counters_alone(
     sent, received = second._samples, first._samples
     wait_until(lambda: second._samples > sent + 2)  # what was sent before is read
     wait_until(lambda: first._samples > received + 2)
-    heard, received = first._heard["node_1"], first._samples
+    heard, received = first._last_sample["node_1"], first._samples
     wait_until(lambda: first._samples > received + 5)
-    assert first._heard["node_1"] == heard
+    assert first._last_sample["node_1"] == heard
     assert "system/node_0/cpu_utilization_percentage" in first.take()
     for thread in (first, second):
         thread.close()

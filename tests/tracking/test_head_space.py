@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from azureml_strategy.tracking import DataHeadSpace
-from azureml_strategy.tracking.head_space import HeadSpace
+from azureml_strategy.tracking.head_space import LoaderHeadroom
 
 
 class Rows(Dataset[dict[str, Tensor]]):
@@ -132,12 +132,12 @@ def test_nothing_to_measure(options: dict[str, int]) -> None:
 
 def test_the_sentence() -> None:
     assert (
-        HeadSpace(0.2, 0.15)
+        LoaderHeadroom(0.2, 0.15)
         .text()
         .startswith(
             "Head-space of the data: 25% of a step (0.2 s a step with its loader, 0.15 s with batches from memory). A "
             "perfect loader would make this training 1.33 times as fast"
         )
     )
-    assert "none, the loader keeps up" in HeadSpace(0.2, 0.199).text()
-    assert "none, the loader keeps up" in HeadSpace(0.2, 0.21).text()
+    assert "none, the loader keeps up" in LoaderHeadroom(0.2, 0.199).text()
+    assert "none, the loader keeps up" in LoaderHeadroom(0.2, 0.21).text()

@@ -19,7 +19,7 @@ from tests.faults.tracking import Proxy, Trouble
 from tests.tracking.server import Server
 
 from azureml_strategy.tracking import JobMLFlowLogger, writer
-from azureml_strategy.tracking.spool import find_spools
+from azureml_strategy.tracking.spool import find_offline_queues
 
 _WRITE = "/runs/log-batch"
 
@@ -83,7 +83,7 @@ def test_trouble_of_a_server_loses_no_point_and_doubles_none(
             assert _steps(client, logger.run_id, name) == list(range(1500)), case
         checks = [point for point, times in faulty.written.items() if times > 1]
         assert len(checks) <= 4, "points sent twice: only ones that showed whether the store takes anything"
-        assert find_spools(tmp_path) == []
+        assert find_offline_queues(tmp_path) == []
 
 
 def _refuses_all_for_three_seconds(faulty: Faulty, logger: JobMLFlowLogger) -> None:
@@ -168,7 +168,7 @@ def test_a_store_that_fails_every_other_request_at_the_end_has_all_of_it(
         assert client.get_run(logger.run_id).info.status == "FINISHED", (kind, chosen)
         for name in ("loss", "top1"):
             assert _steps(client, logger.run_id, name) == list(range(1500)), (kind, chosen)
-        assert find_spools(tmp_path) == []
+        assert find_offline_queues(tmp_path) == []
 
 
 def test_what_a_store_has_not_taken_at_the_end_is_counted(
@@ -183,5 +183,7 @@ def test_what_a_store_has_not_taken_at_the_end_is_counted(
     with pytest.warns(UserWarning, match="MLflow") as warned:
         logger.finalize()
     told = [str(each.message) for each in warned if "did not take everything in time" in str(each.message)]
-    assert any("280 points of metrics" in each and str(find_spools(tmp_path)[0].path) in each for each in told), told
+    assert any(
+        "280 points of metrics" in each and str(find_offline_queues(tmp_path)[0].path) in each for each in told
+    ), told
     faulty.fault = lambda path, body: ""

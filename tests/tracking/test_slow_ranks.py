@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 
 from azureml_strategy.tracking.rank_times import History
-from azureml_strategy.tracking.slow_ranks import Cause, RankWindow, SlowRanks, compare, describe, hint
+from azureml_strategy.tracking.slow_ranks import Cause, RankWindow, StragglerDetector, compare, describe, hint
 
 _NOISE = random.Random()
 USUAL = RankWindow(step=9, compute_s=0.080, data_wait_s=0.001, callbacks_s=0.001, communication_s=0.018, link_s=0.02)
@@ -42,7 +42,7 @@ def ranks(number: int, rank: int = -1, **slower: float) -> list[RankWindow]:
 def test_a_rank_is_named_with_its_cause_after_several_windows(
     number: int, cause: Cause, slower: dict[str, float]
 ) -> None:
-    slow = SlowRanks()
+    slow = StragglerDetector()
     named = [slow.add(ranks(number, number - 1, **slower)) for _ in range(12)]
     assert [bool(each) for each in named] == [False, False, True] + [False] * 9
     assert [(each.rank, each.cause) for each in named[2]] == [(number - 1, cause)]
@@ -51,28 +51,28 @@ def test_a_rank_is_named_with_its_cause_after_several_windows(
 
 
 def test_ten_per_cent_are_seen_but_not_named() -> None:
-    slow = SlowRanks()
+    slow = StragglerDetector()
     assert not any(slow.add(ranks(4, 2, compute_s=0.080 * 1.1)) for _ in range(40))
-    assert [(each.rank, each.cause) for each in slow.seen()] == [(2, "compute")]
-    assert slow.seen()[0].excess == pytest.approx(0.1, abs=0.03)
+    assert [(each.rank, each.cause) for each in slow.lasting()] == [(2, "compute")]
+    assert slow.lasting()[0].excess == pytest.approx(0.1, abs=0.03)
 
 
 @pytest.mark.parametrize("number", [2, 4, pytest.param(512, marks=pytest.mark.exhaustive)])
 def test_equal_ranks_are_not_named_nor_seen(number: int) -> None:
     for _ in range(5):
-        slow = SlowRanks()
+        slow = StragglerDetector()
         assert not any(slow.add(ranks(number)) for _ in range(30))
-        assert slow.seen() == []
+        assert slow.lasting() == []
 
 
 def test_one_slow_window_is_no_slow_rank() -> None:
-    slow = SlowRanks()
+    slow = StragglerDetector()
     assert not any(slow.add(ranks(4, 1, **({"compute_s": 0.3} if window % 4 == 0 else {}))) for window in range(40))
-    assert slow.seen() == []
+    assert slow.lasting() == []
 
 
 def test_a_rank_that_recovers_is_named_again_when_it_is_slow_again() -> None:
-    slow = SlowRanks()
+    slow = StragglerDetector()
     times = [0.12] * 5 + [0.08] * 5 + [0.12] * 5
     named = [len(slow.add(ranks(4, 1, compute_s=each))) for each in times]
     assert sum(named[:5]) == 1
@@ -82,7 +82,7 @@ def test_a_rank_that_recovers_is_named_again_when_it_is_slow_again() -> None:
 
 def test_those_who_wait_are_not_the_slow_ones() -> None:
     """Waiting ranks have a longer communication, and nothing else."""
-    slow = SlowRanks()
+    slow = StragglerDetector()
     waiting = replace(USUAL, communication_s=0.9)
     assert not any(slow.add([USUAL, waiting, waiting, waiting]) for _ in range(10))
 
@@ -96,11 +96,11 @@ def test_stages_of_a_pipeline_are_compared_with_their_like() -> None:
 
 
 def test_links_are_compared_once_they_are_known_on_all_ranks() -> None:
-    slow = SlowRanks()
+    slow = StragglerDetector()
     for known in [False] * 10 + [True] * 10:
         found = ranks(2, 1, link_s=0.030)
         slow.add(found if known else [found[0], replace(found[1], link_s=None)])
-    assert [(each.rank, each.cause) for each in slow.seen()] == [(1, "link")]
+    assert [(each.rank, each.cause) for each in slow.lasting()] == [(1, "link")]
 
 
 def test_delays_too_short_to_matter_are_left_out() -> None:
@@ -141,19 +141,19 @@ def test_ranks_of_a_loaded_machine_are_neither_named_nor_seen(number: int, most:
     """In 1,200 windows. By the share of the step alone, ten times as many would be named."""
     named = seen = 0
     for seed in range(40):
-        generator, slow = random.Random(seed), SlowRanks()
+        generator, slow = random.Random(seed), StragglerDetector()
         named += sum(len(slow.add(loaded(generator, number))) for _ in range(30))
-        seen += len(slow.seen())
+        seen += len(slow.lasting())
     assert named <= most
     assert seen == 0
 
 
 @pytest.mark.parametrize("windows", range(1, 6))
 def test_a_few_windows_are_not_a_whole_run(windows: int) -> None:
-    slow = SlowRanks()
+    slow = StragglerDetector()
     for _ in range(windows):
         slow.add(ranks(2, 1, compute_s=0.080 * 1.1))
-    assert slow.seen() == []
+    assert slow.lasting() == []
 
 
 @pytest.mark.parametrize("cause", get_args(Cause))

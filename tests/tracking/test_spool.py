@@ -20,7 +20,7 @@ from azureml_strategy.cli import main
 from azureml_strategy.tracking import JobMLFlowLogger, RunReport, TrackingError, writer
 from azureml_strategy.tracking.batch import Batch, TextFile, param, tag
 from azureml_strategy.tracking.run import RunRequest
-from azureml_strategy.tracking.spool import Spool, find_spools
+from azureml_strategy.tracking.spool import OfflineQueue, find_offline_queues
 
 MakeLogger = Callable[..., JobMLFlowLogger]
 
@@ -74,11 +74,11 @@ def test_a_run_without_server_is_uploaded_by_the_command(
     assert f"azureml-strategy jobs upload-metrics {tmp_path}" in output
     code, told = _upload(capsys, str(tmp_path))
     assert (code, "all of it stands" in told) == (1, False), "the server is still away"
-    (spool,) = find_spools(tmp_path)
+    (spool,) = find_offline_queues(tmp_path)
     content = spool.path.read_bytes()
     away.start()
     assert _upload(capsys, str(tmp_path))[0] == 0
-    assert find_spools(tmp_path) == []
+    assert find_offline_queues(tmp_path) == []
     spool.path.write_bytes(content + b'{"metrics": "lo')  # a copy, or a process that was killed in the middle of a line
     assert _upload(capsys)[0] == 0, "the same once more"
     assert _upload(capsys) == (0, f"There are no unsent metrics in {tmp_path}.\n")
@@ -103,7 +103,7 @@ def test_the_next_start_of_a_killed_job_sends_what_the_first_could_not(
     assert process.stdout is not None
     while not (line := process.stdout.readline()).startswith("logged"):
         assert line
-    while not (spools := find_spools(tmp_path)) or b'"step": 299' not in spools[0].path.read_bytes():
+    while not (spools := find_offline_queues(tmp_path)) or b'"step": 299' not in spools[0].path.read_bytes():
         assert process.poll() is None
     os.kill(process.pid, signal.SIGKILL)
     process.wait(30)
@@ -115,7 +115,7 @@ def test_the_next_start_of_a_killed_job_sends_what_the_first_could_not(
     assert logger.flush()
     _logged(client, run_id)
     assert client.get_run(run_id).data.metrics["other"] == 7.0
-    assert find_spools(tmp_path) == []
+    assert find_offline_queues(tmp_path) == []
 
 
 def test_a_server_that_comes_later_gets_all_of_it(
@@ -135,20 +135,20 @@ def test_a_server_that_comes_later_gets_all_of_it(
     logger.finalize()
     assert [metric.value for metric in client.get_metric_history(logger.run_id, "loss")] == [0.0, 1.0]
     assert client.get_run(logger.run_id).info.status == "FINISHED"
-    assert find_spools(tmp_path) == []
+    assert find_offline_queues(tmp_path) == []
 
 
 def test_a_file_is_one_json_object_a_line_without_secrets(tmp_path: Path) -> None:
     request = RunRequest("https://me:hunter2@host", tags={"source": "https://me:hunter2@git"})
-    spool = Spool.create(tmp_path, request)
+    spool = OfflineQueue.create(tmp_path, request)
     spool.append([Batch("tags", [tag("a", "1")]), Batch("params", [param("lr", "0.1"), param("b", "2")])])
     spool.append([Batch("files", [TextFile("x.txt", "line\nline")])])
-    assert not Spool(spool.path).hold(), "one process at a time"
+    assert not OfflineQueue(spool.path).hold(), "one process at a time"
     spool.close()
     text = spool.path.read_text()
     assert "hunter2" not in text
     assert [next(iter(json.loads(line))) for line in text.splitlines()] == ["run", "tags", "params", "params", "files"]
-    (again,) = find_spools(tmp_path)
+    (again,) = find_offline_queues(tmp_path)
     read = [(batch.kind, [(item.key, item.value) for item in batch.items]) for batch, _ in again.batches()]
     assert read == [
         ("tags", [("a", "1")]),
@@ -161,7 +161,7 @@ def test_a_file_is_one_json_object_a_line_without_secrets(tmp_path: Path) -> Non
 def test_a_file_of_a_store_with_a_password_needs_its_address(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Spool.create(tmp_path, RunRequest("http://me:hunter2@127.0.0.1:9", run_id="r")).close()
+    OfflineQueue.create(tmp_path, RunRequest("http://me:hunter2@127.0.0.1:9", run_id="r")).close()
     code, told = _upload(capsys, str(tmp_path))
     assert (code, "--tracking-uri URI" in told) == (1, True)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:hunter2@127.0.0.1:9")
@@ -205,13 +205,13 @@ def test_a_file_of_this_machine_is_sent_once_the_server_is_back(
         logger.log_file(file, "profile")
         logger.log_file(gone, "profile")
         logger.finalize()
-    (spool,) = find_spools(tmp_path)
+    (spool,) = find_offline_queues(tmp_path)
     assert str(file) in spool.path.read_text()
     gone.unlink()
     away.start()
     with pytest.warns(UserWarning, match=r"gone\.json\.gz is no longer there"):
         assert logger.flush()  # the file is its thread's, as long as this process lives
-    assert find_spools(tmp_path) == []
+    assert find_offline_queues(tmp_path) == []
     (run,) = client.search_runs([each.experiment_id for each in client.search_experiments()])
     kept = client.download_artifacts(run.info.run_id, "profile/trace.json.gz")
     assert Path(kept).read_bytes() == bytes(range(256))
@@ -220,7 +220,7 @@ def test_a_file_of_this_machine_is_sent_once_the_server_is_back(
 
 def test_a_file_that_another_process_removes_meanwhile_is_none(tmp_path: Path) -> None:
     (tmp_path / "mlflow-1.unsent.jsonl").symlink_to(tmp_path / "gone")
-    assert find_spools(tmp_path) == []
-    sent = Spool(tmp_path / "mlflow-2.unsent.jsonl")
+    assert find_offline_queues(tmp_path) == []
+    sent = OfflineQueue(tmp_path / "mlflow-2.unsent.jsonl")
     assert not sent.hold()
     assert not sent.path.exists()

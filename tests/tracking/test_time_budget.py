@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from azureml_strategy.tracking.step_breakdown import Breakdown, Phase
-from azureml_strategy.tracking.time_budget import TimeBudget, describe, process_age_s
+from azureml_strategy.tracking.time_budget import GoodputMeter, describe, process_age_s
 
 
 class Clock:
@@ -19,7 +19,7 @@ def test_steps_of_a_previous_attempt_are_done_again() -> None:
     """The job had done five steps when it was stopped; this attempt goes on behind the third."""
     clock = Clock()
     breakdown = Breakdown(clock=clock)
-    budget = TimeBudget(breakdown, steps_before=5)
+    budget = GoodputMeter(breakdown, steps_before=5)
     clock.time += 10
     breakdown.begin(Phase.TRAINING)
     for step in (4, 5, 6, 7):
@@ -39,7 +39,7 @@ def test_steps_of_a_previous_attempt_are_done_again() -> None:
 
 def test_without_a_previous_attempt_nothing_is_done_again() -> None:
     breakdown = Breakdown(clock=Clock())
-    budget = TimeBudget(breakdown)
+    budget = GoodputMeter(breakdown)
     budget.step_done(1)
     assert budget.read().redone_s == 0
     assert budget.read().goodput == pytest.approx(0)

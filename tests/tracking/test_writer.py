@@ -17,7 +17,7 @@ from azureml_strategy.tracking import sender as sending
 from azureml_strategy.tracking.batch import Batch, DiskFile, Metrics, Params, Record, Tags, TextFile, make_batches
 from azureml_strategy.tracking.run import OpenRun, RunRequest, join_run
 from azureml_strategy.tracking.sender import Sender
-from azureml_strategy.tracking.spool import Spool, find_spools
+from azureml_strategy.tracking.spool import OfflineQueue, find_offline_queues
 from azureml_strategy.tracking.store import StoreAwayError
 from azureml_strategy.tracking.writer import BatchWriter
 
@@ -145,30 +145,30 @@ def test_memory_is_bounded_and_the_rest_is_in_a_file(
     with pytest.warns(UserWarning, match="jobs upload-metrics /.*/unsent") as warned:
         assert not writer.close(timeout_s=0.1)
     assert not any("secret" in str(each.message) for each in warned)
-    (spool,) = find_spools(tmp_path)
+    (spool,) = find_offline_queues(tmp_path)
     assert [item.step for batch, _ in spool.batches() for item in batch.items] == list(range(35))
     strict.away = False
     assert writer.flush()
     assert [metric.step for metric in history(strict, run_id, "loss")] == list(range(35))
-    assert find_spools(tmp_path) == []
+    assert find_offline_queues(tmp_path) == []
 
 
 def test_what_is_being_moved_to_the_file_is_not_written(
     strict: StrictClient, make_writer: Callable[..., BatchWriter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer, left, create = make_writer(interval_s=0.01), list[bool](), Spool.create
+    writer, left, create = make_writer(interval_s=0.01), list[bool](), OfflineQueue.create
     writer.start()
     assert writer.flush()
 
-    def look(*arguments: Any) -> Spool:
+    def look(*arguments: Any) -> OfflineQueue:
         left.append(writer._is_anything_left())
         return create(*arguments)
 
-    monkeypatch.setattr(Spool, "create", look)
+    monkeypatch.setattr(OfflineQueue, "create", look)
     writer._away, writer._resume_at = StoreAwayError("gone"), time.monotonic() + 600  # until then records are kept
     writer.put(Metrics({"loss": 1.0}, 0, 0))
     deadline = time.monotonic() + 60
-    while not writer._spool:
+    while not writer._offline:
         assert time.monotonic() < deadline
         time.sleep(0.002)
     assert left == [True]
@@ -315,13 +315,13 @@ def test_the_file_of_what_is_left_stays_while_it_is_counted(
     strict.away = True
     with pytest.warns(UserWarning, match="is kept in"):
         assert not flushed(writer, Metrics({"loss": 0.5}, 1, 7))
-    batches, held = Spool.batches, []
+    batches, held = OfflineQueue.batches, []
 
-    def reading(spool: Spool, start: int = 0) -> Any:
+    def reading(spool: OfflineQueue, start: int = 0) -> Any:
         held.append(writer._moving._is_owned())  # type: ignore[attr-defined]
         return batches(spool, start)
 
-    monkeypatch.setattr(Spool, "batches", reading)
+    monkeypatch.setattr(OfflineQueue, "batches", reading)
     with pytest.warns(UserWarning, match="1 points of metrics of run"):
         writer._warn_of_rest()
     assert held == [True]

@@ -34,7 +34,7 @@ from azureml_strategy.emulator.processes import Outcome, PowerCut, Process, run_
 from azureml_strategy.tracking.batch import Batch, End
 from azureml_strategy.tracking.run import RunRequest
 from azureml_strategy.tracking.source import command_run_name
-from azureml_strategy.tracking.spool import Spool, command
+from azureml_strategy.tracking.spool import OfflineQueue, command
 from azureml_strategy.tracking.store import StoreAwayError, StoreRefusedError, one_attempt_client, store_errors
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class _OpenRun(EmulatedRun):
     def _keep(self, end: End) -> None:
         folder = Path.cwd()
         try:
-            spool = Spool.create(folder, RunRequest(self.tracking_uri, self.run_id))
+            spool = OfflineQueue.create(folder, RunRequest(self.tracking_uri, self.run_id))
             spool.append([Batch("end", [end])])
             spool.close()
         except OSError as error:

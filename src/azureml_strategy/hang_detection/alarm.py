@@ -8,7 +8,7 @@ import pickle
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning.pytorch import Trainer
@@ -23,7 +23,7 @@ from azureml_strategy.hang_detection import flight_recorder
 from azureml_strategy.hang_detection.diagnosis import Evidence, Verdict, reach_verdict
 from azureml_strategy.hang_detection.flight_recorder import Trace
 from azureml_strategy.hang_detection.main_thread import communicates, frames_of, place
-from azureml_strategy.hang_detection.peers import PASSING, Alarm, Heartbeat, Peers, Report
+from azureml_strategy.hang_detection.peers import PASSING, Alarm, Heartbeat, Message, Peers, Report
 from azureml_strategy.interfaces import RunLogger
 
 # A tracking server that does not answer must not delay the end of the process.
@@ -62,58 +62,43 @@ class HangReporter:
         self._folder = (root / f"hang.attempt_{self._attempt}").resolve()
 
     def report(self, verdict: Verdict) -> None:
-        """Print the verdict, write it to a file, and tag the run.
-
-        Args:
-            verdict: the verdict; if it is on an exception, no file is written.
-        """
+        """Print the verdict, write it to a file unless it is on an exception, and tag the run."""
         if verdict.kind == "ended":  # the exception itself is in the log
             say(verdict.headline)
         else:
             text = f"{verdict.text}\n{_ENDS if verdict.final else _GOES_ON}"
             say(f"{text} Kept in {self._folder}.")
             self._write("report.txt", f"{redact_text(text)}\n\n".encode(), add=True)
-        self._tag("failed" if verdict.final else "hang", verdict.headline)
+        tag = f"{'failed' if verdict.final else 'hang'}.attempt_{self._attempt}"
+        for logger in self._trainer.loggers:
+            if isinstance(logger, RunLogger):
+                logger.log_tags({tag: verdict.headline})
+                if not logger.flush(_FLUSH_SECONDS):
+                    say(f"MLflow has not taken the tag {tag} in time.")
 
     def note(self, text: str) -> None:
-        """Print a message about a hang, and add it to the file.
-
-        Args:
-            text: the message.
-        """
+        """Print a message about a hang, and add it to the file."""
         say(text)
         self._write("report.txt", f"{redact_text(text)}\n\n".encode(), add=True)
 
     def keep_trace(self, trace: Trace) -> None:
-        """Write this rank's flight recorder to a file that `torchfrtrace` finds.
-
-        Args:
-            trace: content of the flight recorder.
-        """
+        """Write this rank's flight recorder to a file that `torchfrtrace` finds."""
         self._write(f"flight_recorder/rank_{self._trainer.global_rank}", pickle.dumps(trace))
 
     def _write(self, name: str, content: bytes, add: bool = False) -> None:
         path = self._folder / name
-        if within(_WRITE_SECONDS, lambda: _try_to_write(path, content, add)) is None:
+
+        def write() -> bool:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("ab" if add else "wb") as file:
+                    file.write(content)
+            except OSError as error:
+                say(f"{path} cannot be written: {error}")
+            return True
+
+        if within(_WRITE_SECONDS, write) is None:
             say(f"{path} is not written: the file system does not answer.")
-
-    def _tag(self, what: str, headline: str) -> None:
-        name = f"{what}.attempt_{self._attempt}"
-        for logger in self._trainer.loggers:
-            if isinstance(logger, RunLogger):
-                logger.log_tags({name: headline})
-                if not logger.flush(_FLUSH_SECONDS):
-                    say(f"MLflow has not taken the tag {name} in time.")
-
-
-def _try_to_write(path: Path, content: bytes, add: bool) -> bool:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab" if add else "wb") as file:
-            file.write(content)
-    except OSError as error:
-        say(f"{path} cannot be written: {error}")
-    return True
 
 
 def run_folder(trainer: Trainer) -> Path:
@@ -133,13 +118,7 @@ def say(text: str) -> None:
 def name_ended_processes(rank: int, members: Mapping[int, Member], store_answers: Callable[[], bool]) -> str | None:
     """Name the process that has ended when no watch runs: ask the kernel, then see whether rank 0's store is there.
 
-    Args:
-        rank: this process's global rank; its connection to another rank has ended.
-        members: the processes that were at the roll call.
-        store_answers: returns whether another connection to the rendezvous store can be opened.
-
-    Returns:
-        The headline, which is also printed; None if no process is known to be gone.
+    Return the headline, which is also printed; None if no process is known to be gone.
     """
     gone: tuple[int, ...] = ()
     deadline = time.monotonic() + _DYING_SECONDS
@@ -163,7 +142,7 @@ def store_server() -> str:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Outcome(Message):
     """The part of a verdict that all ranks read.
 
     Attributes:
@@ -188,27 +167,16 @@ class AlarmHandler:
     Args:
         store: shared by the ranks.
         peers: the heartbeats of the other ranks.
-        rank: this process's global rank.
-        world_size: number of ranks.
         main_thread: the main thread's `threading.get_ident`.
         reporter: reports the verdict, and keeps it and this rank's flight recorder.
         kill: whether any alarm on which this rank reaches the verdict ends the job.
     """
 
-    def __init__(
-        self,
-        store: ControlStore,
-        peers: Peers,
-        rank: int,
-        world_size: int,
-        main_thread: int,
-        reporter: HangReporter,
-        kill: bool,
-    ) -> None:
+    def __init__(self, store: ControlStore, peers: Peers, main_thread: int, reporter: HangReporter, kill: bool) -> None:
         self._store = store
         self._peers = peers
-        self._rank = rank
-        self._world_size = world_size
+        self._rank = store.rank
+        self._world_size = len(peers.members)
         self._main_thread = main_thread
         self._reporter = reporter
         self._kill = kill
@@ -217,31 +185,19 @@ class AlarmHandler:
 
     def alarm(self) -> Alarm | None:
         """Return the alarm that another rank has raised; skip alarms that passed while this rank could not answer."""
-        while said := self._store.get(self._key("alarm")):
+        while raised := self._store.get(self._key("alarm")):
             verdict = self._store.get(self._key("verdict"))
             if verdict is None or Outcome.from_json(verdict).final:
-                return Alarm.from_json(said)
+                return Alarm.from_json(raised)
             self._number += 1
         return None
 
     def open(self, alarm: Alarm) -> Alarm:
-        """Raise an alarm, unless another rank was faster.
-
-        Args:
-            alarm: what is wrong.
-
-        Returns:
-            The alarm that was raised first.
-        """
+        """Raise an alarm unless another rank was faster; return the alarm that was raised first."""
         return Alarm.from_json(self._store.set_first(self._key("alarm"), alarm.to_json()))
 
     def hold(self, alarm: Alarm, heartbeat: Heartbeat, failed: bool) -> Outcome:
         """Report where this rank is, then reach or read the verdict.
-
-        Args:
-            alarm: what is wrong.
-            heartbeat: this rank's last heartbeat.
-            failed: whether this rank's main thread has met an exception.
 
         Raises:
             StoreLostError: the store has ended meanwhile, or does not answer.
@@ -250,26 +206,19 @@ class AlarmHandler:
         self._store.set(self._key(f"report/{self._rank}"), report.to_json())
         self._keep(alarm, trace)
         self._peers.listen()
-        there = self._there(alarm)
-        outcome = self._judge(alarm, there) if self._rank == min(there) else self._wait_for_verdict(alarm)
+        left = {rank for rank, heartbeat in self._peers.heartbeats().items() if heartbeat.over}
+        missing = set(alarm.ranks) if alarm.kind != "ended" else set()
+        answering = [rank for rank in range(self._world_size) if rank not in missing | left]
+        outcome = self._judge(alarm, answering) if self._rank == min(answering) else self._wait_for_verdict(alarm)
         self._store.set(self._key(f"read/{self._rank}"), "")
         if self._rank == 0 and outcome.final:
-            keys = [self._key(f"read/{rank}") for rank in there]
+            keys = [self._key(f"read/{rank}") for rank in answering]
             self._until(lambda: None not in self._store.get_all(keys).values(), _READ_SECONDS)
         self._number += 1
         return outcome
 
     def report_alone(self, alarm: Alarm, heartbeat: Heartbeat, failed: bool) -> str:
-        """Reach a verdict and record it when the other ranks cannot be asked.
-
-        Args:
-            alarm: what is wrong.
-            heartbeat: this rank's last heartbeat.
-            failed: whether this rank's main thread has met an exception.
-
-        Returns:
-            The verdict's headline.
-        """
+        """Reach a verdict and record it when the other ranks cannot be asked; return its headline."""
         report, trace = self._report(alarm, heartbeat, failed)
         reports = {self._rank: report}
         members, heartbeats = self._peers.members, self._peers.heartbeats()
@@ -279,25 +228,19 @@ class AlarmHandler:
         return headline
 
     def resolve(self, seconds: float) -> None:
-        """Record that the hang of the last alarm has passed.
-
-        Args:
-            seconds: seconds since the alarm.
-        """
+        """Record that the hang of the last alarm has passed, so many seconds after it."""
         self._reporter.note(f"Rank {self._rank}: the ranks go on, {seconds:.0f} s after they were reported to hang.")
 
     def _key(self, name: str) -> str:
         return f"{self._number}/{name}"
 
-    def _there(self, alarm: Alarm) -> list[int]:
-        """Return the ranks that can answer."""
-        left = {rank for rank, heartbeat in self._peers.heartbeats().items() if heartbeat.over}
-        missing = set(alarm.ranks) if alarm.kind != "ended" else set()
-        return [rank for rank in range(self._world_size) if rank not in missing | left]
-
     def _report(self, alarm: Alarm, heartbeat: Heartbeat, failed: bool) -> tuple[Report, flight_recorder.Trace | None]:
         frames = frames_of(self._main_thread)
-        trace = self._record(stacks=alarm.kind == "stalled")
+        trace = None
+        if alarm.kind == "stalled":  # frames may take too long: the main thread may hang in an import
+            trace = within(_STACKS_SECONDS, lambda: flight_recorder.record(True, self._since))
+        if trace is None:
+            trace = flight_recorder.record(False, self._since)
         shown = flight_recorder.collectives(trace) if trace is not None else []
         return Report(heartbeat, shown, frames, place(frames), communicates(frames), failed), trace
 
@@ -305,46 +248,39 @@ class AlarmHandler:
         if trace is not None and alarm.kind != "ended":
             self._reporter.keep_trace(trace)
 
-    def _record(self, stacks: bool) -> flight_recorder.Trace | None:
-        """Read the flight recorder, with frames unless these take too long: the main thread may hang in an import."""
-        if not stacks:
-            return flight_recorder.record(False, self._since)
-        return within(_STACKS_SECONDS, lambda: flight_recorder.record(True, self._since)) or flight_recorder.record(
-            False, self._since
-        )
-
-    def _judge(self, alarm: Alarm, there: list[int]) -> Outcome:
-        reports = self._collect(there)
+    def _judge(self, alarm: Alarm, answering: list[int]) -> Outcome:
+        reports = self._collect_reports(answering)
         members, heartbeats = self._peers.members, self._peers.heartbeats()
         verdict = reach_verdict(Evidence(alarm, members, heartbeats, reports, self._world_size))
         verdict = replace(verdict, final=verdict.final or self._kill)
         outcome = Outcome(verdict.headline, verdict.final, self._rank)
-        self._store.set(self._key("verdict"), json.dumps(asdict(outcome)))
+        self._store.set(self._key("verdict"), outcome.to_json())
         self._reporter.report(verdict)
         return outcome
 
-    def _collect(self, there: list[int]) -> dict[int, Report]:
-        said: dict[str, str | None] = {}
-        keys = [self._key(f"report/{rank}") for rank in there]
+    def _collect_reports(self, answering: list[int]) -> dict[int, Report]:
+        texts: dict[str, str | None] = {}
+        keys = [self._key(f"report/{rank}") for rank in answering]
 
         def complete() -> bool:
-            said.update(self._store.get_all(keys))
-            return all(said.values())
+            texts.update(self._store.get_all(keys))
+            return all(texts.values())
 
         self._until(complete, _REPORT_SECONDS)
-        return {rank: Report.from_json(text) for rank, text in zip(there, said.values(), strict=True) if text}
+        return {rank: Report.from_json(text) for rank, text in zip(answering, texts.values(), strict=True) if text}
 
     def _wait_for_verdict(self, alarm: Alarm) -> Outcome:
-        said = ""
+        verdict = ""
 
-        def spoken() -> bool:
-            nonlocal said
-            said = self._store.get(self._key("verdict")) or ""
-            return bool(said)
+        def is_reached() -> bool:
+            nonlocal verdict
+            verdict = self._store.get(self._key("verdict")) or ""
+            return bool(verdict)
 
-        self._until(spoken, 2 * _REPORT_SECONDS)
-        unsaid = Outcome("There was an alarm, but no rank has said why in time.", alarm.kind not in PASSING, -1)
-        outcome = Outcome.from_json(said) if said else unsaid
+        self._until(is_reached, 2 * _REPORT_SECONDS)
+        outcome = Outcome("There was an alarm, but no rank has said why in time.", alarm.kind not in PASSING, -1)
+        if verdict:
+            outcome = Outcome.from_json(verdict)
         if alarm.ranks != (self._rank,):  # its own message comes next
             say(f"Rank {self._rank}: {outcome.headline}")
         return outcome

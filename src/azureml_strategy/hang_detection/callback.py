@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -39,7 +38,9 @@ _MODES = ("off", "report", "kill")
 # EX_TEMPFAIL of sysexits.h. Azure ML takes any code but 0 for a failure, and nothing else uses this one.
 EXIT_CODE = 75
 # Messages of gloo, NCCL and the store when another rank has ended.
-_OF_OTHERS = re.compile(r"gloo/|nccl|connection (closed|reset|refused)|broken pipe|socket timeout|recvValue", re.I)
+_LOST_CONNECTION = re.compile(
+    r"gloo/|nccl|connection (closed|reset|refused)|broken pipe|socket timeout|recvValue", re.I
+)
 _MOST_TEXT = 500
 # Time for child processes to end by themselves.
 _CHILDREN_SECONDS = 10.0
@@ -112,7 +113,7 @@ class HangWatch(IsolatedCallback):
         try:
             met = meet("HangWatch", trainer.global_rank, trainer.world_size, ready.value, self._dead_after_s)
         except RuntimeError as error:
-            if not _OF_OTHERS.search(str(error)):
+            if not _LOST_CONNECTION.search(str(error)):
                 raise
             met = None  # a rank has ended, which the run's next collective reports as well
         ready.settle()
@@ -128,7 +129,7 @@ class HangWatch(IsolatedCallback):
                 )
             return
         begun = Attempt(lambda: self._start(trainer, store, members))
-        began = _gathered(begun.fault is None)
+        began = _gather_unless_ended(begun.fault is None)
         if began is not None and not all(began):  # None: a rank has ended, and the running watches name it
             self._close()
         begun.settle()
@@ -143,8 +144,10 @@ class HangWatch(IsolatedCallback):
             self._close()  # SIGTERM and Ctrl-C reach all ranks
             return
         text = redact_text(f"{type(exception).__name__}: {exception}")
-        of_others = isinstance(exception, RuntimeError) and bool(_OF_OTHERS.search(text))
-        cause = self._watch.fail(Failure(_shortened(text), of_others)) if self._watch is not None else None
+        of_others = isinstance(exception, RuntimeError) and bool(_LOST_CONNECTION.search(text))
+        one_line = " ".join(text.split())
+        shortened = one_line if len(one_line) <= _MOST_TEXT else f"{one_line[:_MOST_TEXT]}..."
+        cause = self._watch.fail(Failure(shortened, of_others)) if self._watch is not None else None
         if cause is None and of_others and (known := roll_call.members()) and self._acts(trainer):
             cause = _without_watch(trainer, known)  # the exception came before the watch began
         if cause is not None and sys.version_info >= (3, 11):
@@ -290,12 +293,12 @@ def _kills() -> bool:
     return value == "kill"
 
 
-def _gathered(value: Any) -> list[Any] | None:
+def _gather_unless_ended(value: Any) -> list[Any] | None:
     """Gather a value from each rank; None if a rank has ended, which the run's next collective reports as well."""
     try:
         return gather(value)
     except RuntimeError as error:
-        if not _OF_OTHERS.search(str(error)):
+        if not _LOST_CONNECTION.search(str(error)):
             raise
         return None
 
@@ -316,27 +319,18 @@ def _is_failure(exception: BaseException) -> bool:
     return isinstance(exception, Exception)
 
 
-def _shortened(text: str) -> str:
-    one_line = " ".join(text.split())
-    return one_line if len(one_line) <= _MOST_TEXT else f"{one_line[:_MOST_TEXT]}..."
-
-
 def _end_process(trainer: Trainer, idle_s: float) -> None:
     """End this process and its child processes while its main thread hangs."""
     # The first process of the node reports the failure for the processes that it started.
     code = 0 if local.MARKER in os.environ and trainer.local_rank > 0 else EXIT_CODE
     launcher = trainer.strategy.launcher
-    if isinstance(launcher, SubprocessScriptLauncher):
-        _end_children(launcher.procs)
-    did = f"its main thread has done nothing for {idle_s:.0f} s"
-    say(f"Rank {trainer.global_rank}: {did}; the process ends with exit code {code}.")
-    sys.stdout.flush()
-    os._exit(code)
-
-
-def _end_children(children: list[subprocess.Popen[bytes]]) -> None:
+    children = launcher.procs if isinstance(launcher, SubprocessScriptLauncher) else []
     deadline = time.monotonic() + _CHILDREN_SECONDS
     while any(child.poll() is None for child in children) and time.monotonic() < deadline:
         time.sleep(0.1)
     for child in children:
         child.kill()
+    did = f"its main thread has done nothing for {idle_s:.0f} s"
+    say(f"Rank {trainer.global_rank}: {did}; the process ends with exit code {code}.")
+    sys.stdout.flush()
+    os._exit(code)

@@ -18,16 +18,13 @@ _MOST_RANKS = 64  # a table of a thousand ranks is unreadable
 
 
 def held_up_by(reports: Mapping[int, Report]) -> list[int]:
-    """Return the ranks that others wait for and that wait for no other rank; empty if that cannot be told.
+    """Return the ranks that others wait for and that wait for no other rank; empty if that is unknown.
 
     A rank waits for the ranks that have not entered its current collective. If such waits form chains over several
     groups, the result is the end of each chain. Without flight recorder data, as for gloo's messages between two ranks,
     the result is the ranks whose Python code is outside of a collective while other ranks are inside one.
-
-    Args:
-        reports: the reports of all ranks that sent one.
     """
-    waits = {rank: set(_awaited(rank, reports)) for rank in reports}
+    waits = {rank: set(_ranks_waited_for(rank, reports)) for rank in reports}
     awaited = set().union(*waits.values()) if waits else set()
     ends = sorted(rank for rank in awaited if not waits.get(rank))
     if ends:
@@ -37,14 +34,7 @@ def held_up_by(reports: Mapping[int, Report]) -> list[int]:
 
 
 def disagreement(reports: Mapping[int, Report]) -> str | None:
-    """Describe two ranks that are at the same position in a group's order, but in different collectives.
-
-    Args:
-        reports: the reports of all ranks that sent one.
-
-    Returns:
-        The description; None if there are no such ranks.
-    """
+    """Describe two ranks that are at the same position in a group's order, but in different collectives; or None."""
     first: dict[tuple[str, int], tuple[int, Collective]] = {}
     entered = [(rank, each) for rank, report in sorted(reports.items()) for each in report.collectives]
     for rank, each in entered:
@@ -57,16 +47,16 @@ def disagreement(reports: Mapping[int, Report]) -> str | None:
     return None
 
 
-def _awaited(rank: int, reports: Mapping[int, Report]) -> Iterator[int]:
+def _ranks_waited_for(rank: int, reports: Mapping[int, Report]) -> Iterator[int]:
     for each in reports[rank].collectives:
         if each.over:
             continue
         for other in each.ranks:
-            if other != rank and _entered(reports.get(other), each.group) < each.number:
+            if other != rank and _newest_entered(reports.get(other), each.group) < each.number:
                 yield other
 
 
-def _entered(report: Report | None, group: str) -> int:
+def _newest_entered(report: Report | None, group: str) -> int:
     """Return the number of the newest collective that the rank has entered in the group; 0 for none."""
     found = (each.newest for each in (report.collectives if report else ()) if each.group == group)
     return max(found, default=0)
@@ -113,24 +103,18 @@ class Evidence:
 
 
 def reach_verdict(evidence: Evidence) -> Verdict:
-    """Find the ranks that the others wait for, and describe where each rank is.
-
-    Args:
-        evidence: what is known about the alarm.
-    """
+    """Find the ranks that the others wait for, and describe where each rank is."""
     alarm = evidence.alarm
     mismatch = disagreement(evidence.reports) if alarm.kind == "stalled" else None
-    found = [] if mismatch else list(alarm.ranks) or _unanswering(evidence)
+    found = [] if mismatch else list(alarm.ranks)
+    if not found and not mismatch:
+        left = {rank for rank, heartbeat in evidence.heartbeats.items() if heartbeat.over}
+        found = [rank for rank in range(evidence.world_size) if rank not in evidence.reports and rank not in left]
     if not found and not mismatch and alarm.kind == "stalled":
         found = held_up_by(evidence.reports)
     headline = _headline(evidence, found, mismatch)
     text = "\n".join([headline, *_table(evidence, found), *_stacks(evidence, found)])
     return Verdict(alarm.kind, headline, text, alarm.kind not in PASSING or mismatch is not None)
-
-
-def _unanswering(evidence: Evidence) -> list[int]:
-    left = {rank for rank, heartbeat in evidence.heartbeats.items() if heartbeat.over}
-    return [rank for rank in range(evidence.world_size) if rank not in evidence.reports and rank not in left]
 
 
 def _headline(evidence: Evidence, found: list[int], mismatch: str | None) -> str:
@@ -148,10 +132,10 @@ def _headline(evidence: Evidence, found: list[int], mismatch: str | None) -> str
         "unserved": f"is gone: the rendezvous store, which {alarm.text} serves, has ended",
         "lost": "is gone: a connection to it has ended, and nothing was heard of it since",
     }[alarm.kind]
-    return f"{names} {what}. {' '.join(_circumstances(evidence, found))}".rstrip()
+    return f"{names} {what}. {' '.join(_where_it_was(evidence, found))}".rstrip()
 
 
-def _circumstances(evidence: Evidence, found: list[int]) -> Iterator[str]:
+def _where_it_was(evidence: Evidence, found: list[int]) -> Iterator[str]:
     """Yield sentences: where the first rank found was, and where the others wait for it."""
     report, heartbeat = evidence.reports.get(found[0]), evidence.heartbeats.get(found[0])
     heartbeat = report.heartbeat if report else heartbeat
@@ -159,7 +143,7 @@ def _circumstances(evidence: Evidence, found: list[int]) -> Iterator[str]:
         yield "Nothing was heard of it."
         return
     if report is None:
-        yield f"It was {_last_sign(heartbeat)}."
+        yield f"It was {_last_heartbeat(heartbeat)}."
     else:
         where = "" if report.failed else f" at {report.place}"
         yield f"It was in step {heartbeat.step} ({heartbeat.phase}){where}."
@@ -169,7 +153,7 @@ def _circumstances(evidence: Evidence, found: list[int]) -> Iterator[str]:
     if waiting:
         rank, collective = next(iter(sorted(waiting.items())))
         assert collective is not None
-        since = f"since {_clock(collective.entered_at)}{_called(collective.place)}"
+        since = f"since {_clock(collective.entered_at)}{_called_at(collective.place)}"
         yield f"{len(waiting)} rank(s) wait for it, rank {rank} in {collective} {since}."
 
 
@@ -185,17 +169,19 @@ def _table(evidence: Evidence, found: list[int]) -> Iterator[str]:
 def _state(evidence: Evidence, rank: int) -> str:
     report, heartbeat = evidence.reports.get(rank), evidence.heartbeats.get(rank)
     if report is None:
-        return f"no answer; {_last_sign(heartbeat)}" if heartbeat else "never heard of"
+        return f"no answer; {_last_heartbeat(heartbeat)}" if heartbeat else "never heard of"
     parts = [f"step {report.heartbeat.step}, {report.heartbeat.phase}, idle for {report.heartbeat.idle_s:.0f} s"]
     if report.waits_in:
-        parts.append(f"in {report.waits_in} since {_clock(report.waits_in.entered_at)}{_called(report.waits_in.place)}")
+        parts.append(
+            f"in {report.waits_in} since {_clock(report.waits_in.entered_at)}{_called_at(report.waits_in.place)}"
+        )
     elif report.last:
         parts.append(f"last collective {report.last}, complete")
     parts.append("its exception is in its log" if report.failed else f"at {report.place}")
     return "; ".join(parts)
 
 
-def _last_sign(heartbeat: Heartbeat) -> str:
+def _last_heartbeat(heartbeat: Heartbeat) -> str:
     entered = "".join(f", {count} operations entered in group {group}" for group, count in heartbeat.entered.items())
     left = "left in order" if heartbeat.over else "last heard of"
     return f"{left} at {_clock(heartbeat.at)} in step {heartbeat.step} ({heartbeat.phase}){entered}"
@@ -209,7 +195,7 @@ def _stacks(evidence: Evidence, found: list[int]) -> Iterator[str]:
             yield from (f"     {text}" for text in lines(report.stack))
 
 
-def _called(place: str) -> str:
+def _called_at(place: str) -> str:
     return f", called at {place}" if place else ""
 
 

@@ -67,8 +67,12 @@ def record(stacks: bool, since: float) -> Trace | None:
     trace: Trace = pickle.loads(dump(includeCollectives=True, includeStackTraces=stacks, onlyActive=False))
     if "entries" not in trace:
         return None
-    # torch's analyser stops at a group that it has no name for: gloo's, and destroyed ones.
-    groups = _groups()
+    # torch's analyser needs names and ranks of the groups in this format. It stops at an entry of a group that it has
+    # no name for, such as gloo's or a destroyed one, so these are left out.
+    groups = {
+        name: {"name": name, "desc": group.group_desc, "ranks": str(dist.get_process_group_ranks(group))}
+        for group, name in distributed_c10d._world.pg_names.items()
+    }
     entered = (entry for entry in trace["entries"] if entry["time_created_ns"] >= since * 1e9)
     known = [entry for entry in entered if entry["process_group"][0] in groups]
     return trace | {"pg_config": groups, "entries": known}
@@ -84,11 +88,7 @@ def counts() -> dict[str, int]:
 
 
 def collectives(trace: Trace) -> list[Collective]:
-    """Return one collective of each group: the first that is not complete, or else the last one.
-
-    Args:
-        trace: from `record`.
-    """
+    """Return one collective of each group: the first that is not complete, or else the last one."""
     shown: dict[str, Collective] = {}
     newest: dict[str, int] = {}
     for entry in trace["entries"]:
@@ -123,14 +123,6 @@ def _collective(entry: dict[str, Any], groups: dict[str, dict[str, str]]) -> Col
 def _dumper() -> Callable[..., bytes] | None:
     nccl = dist.is_initialized() and "nccl" in dist.get_backend()
     return getattr(c10d, "_dump_nccl_trace" if nccl else "_dump_fr_trace", None)
-
-
-def _groups() -> dict[str, dict[str, str]]:
-    """Return names and ranks of the existing groups, in the format that torch's analyser needs."""
-    return {
-        name: {"name": name, "desc": group.group_desc, "ranks": str(dist.get_process_group_ranks(group))}
-        for group, name in distributed_c10d._world.pg_names.items()
-    }
 
 
 def _readable(size_bytes: int) -> str:

@@ -37,65 +37,37 @@ _GROWTH = 3
 
 
 def frames_of(thread: int) -> Frames:
-    """Return file, line and function of a thread's frames, innermost first, 64 at most; empty if it has ended.
-
-    Args:
-        thread: the thread's `threading.get_ident`.
-    """
+    """Return file, line and function of a thread's frames, innermost first, 64 at most; empty if it has ended."""
     frame = sys._current_frames().get(thread)
     summary = traceback.StackSummary.extract(traceback.walk_stack(frame), limit=64, lookup_lines=False) if frame else []
     return [(each.filename, each.lineno or 0, each.name) for each in summary]
 
 
 def trainer_frame(thread: int) -> FrameType | None:
-    """Return the frame of the innermost call of `Trainer.fit` or a similar method that a thread is in, or None.
-
-    Args:
-        thread: the thread's `threading.get_ident`.
-    """
+    """Return the frame of the innermost call of `Trainer.fit` or a similar method that a thread is in, or None."""
     return next((frame for frame in _walk(thread) if _is_entry(frame)), None)
 
 
 def is_inside(thread: int, frame: FrameType) -> bool:
-    """Whether a thread is still inside a call, directly or in a nested call.
-
-    Args:
-        thread: the thread's `threading.get_ident`.
-        frame: the frame of the call.
-    """
+    """Whether a thread is still inside the call with this frame, directly or in a nested call."""
     # A stack that changes during the walk may seem to end early, but hardly twice in a row.
     return any(each is frame for _ in range(2) for each in _walk(thread))
 
 
 def communicates(frames: Frames) -> bool:
-    """Whether the innermost frame outside of the standard library is in torch's collectives.
-
-    Args:
-        frames: from `frames_of`.
-    """
+    """Whether the innermost frame outside of the standard library is in torch's collectives."""
     below = (file for file, _, _ in frames if not _is_standard(file))
     return next(below, "").startswith(_COMMUNICATION)
 
 
 def own_place(frames: Frames) -> str:
-    """Return the innermost frame below Lightning's loops that is neither torch's nor the standard library's.
-
-    Args:
-        frames: from `frames_of`, or from a flight recorder's entry.
-
-    Returns:
-        The frame as text; empty if there is none.
-    """
+    """Return the innermost frame below Lightning's loops that is neither torch's nor the standard library's; or ""."""
     below = itertools.takewhile(lambda frame: not frame[0].startswith(_LIGHTNING), frames)
     return next((line(*frame) for frame in below if not frame[0].startswith(_TORCH) and not _is_standard(frame[0])), "")
 
 
 def place(frames: Frames) -> str:
-    """Like `own_place`, but return the innermost frame if there is none.
-
-    Args:
-        frames: from `frames_of`.
-    """
+    """Like `own_place`, but return the innermost frame if there is none."""
     return own_place(frames) or (line(*frames[0]) if frames else "?")
 
 
@@ -139,11 +111,7 @@ class Progress:
         self.phase = START
 
     def note(self, phase: str) -> None:
-        """Note progress of the main thread.
-
-        Args:
-            phase: the phase that begins or goes on.
-        """
+        """Note progress of the main thread in a phase that begins or goes on."""
         now = time.monotonic()
         if self.phase not in (START, CHECKPOINT, STOP_BARRIER):
             self._longest_s = max(self._longest_s, now - self._noted_at)

@@ -24,7 +24,16 @@ _MOST_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
-class Heartbeat:
+class Message:
+    """What a rank writes for the others."""
+
+    def to_json(self) -> str:
+        """Return the message as text."""
+        return json.dumps(asdict(self))
+
+
+@dataclass(frozen=True)
+class Heartbeat(Message):
     """A heartbeat of one rank.
 
     Attributes:
@@ -47,10 +56,6 @@ class Heartbeat:
     limit_s: float
     entered: dict[str, int]
 
-    def to_json(self) -> str:
-        """Return the heartbeat as text."""
-        return json.dumps(asdict(self))
-
     @classmethod
     def from_json(cls, text: str) -> Heartbeat:
         """Return the heartbeat from its text."""
@@ -58,7 +63,7 @@ class Heartbeat:
 
 
 @dataclass(frozen=True)
-class Alarm:
+class Alarm(Message):
     """What is wrong, as seen by the rank that noticed it first.
 
     Attributes:
@@ -71,10 +76,6 @@ class Alarm:
     ranks: tuple[int, ...]
     text: str
 
-    def to_json(self) -> str:
-        """Return the alarm as text."""
-        return json.dumps(asdict(self))
-
     @classmethod
     def from_json(cls, text: str) -> Alarm:
         """Return the alarm from its text."""
@@ -83,7 +84,7 @@ class Alarm:
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(Message):
     """Where a rank is at the time of an alarm.
 
     Attributes:
@@ -102,10 +103,6 @@ class Report:
     place: str
     communicates: bool
     failed: bool
-
-    def to_json(self) -> str:
-        """Return the report as text."""
-        return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Report:
@@ -132,95 +129,74 @@ class Report:
 class Peers:
     """The heartbeats of the other ranks, as one rank sees them.
 
-    All ranks have just met. This counts as the first heartbeat of each.
-
-    Args:
-        store: holds the heartbeats.
-        rank: this process's global rank.
-        members: the processes of all ranks.
-        start_limit_s: seconds that a rank may take to start.
+    All ranks have just met, which counts as the first heartbeat of each. Until its next one, a rank may take
+    `start_limit_s` to start.
     """
 
     def __init__(self, store: ControlStore, rank: int, members: Mapping[int, Member], start_limit_s: float) -> None:
         self._store = store
         self._others = [other for other in members if other != rank]
-        met = Heartbeat(0, time.time(), False, START, 0, 0.0, start_limit_s, {}).to_json()
-        self._heard = dict.fromkeys(self._others, (met, time.monotonic()))
-        self._listened: set[int] = set()
+        initial = Heartbeat(0, time.time(), False, START, 0, 0.0, start_limit_s, {}).to_json()
+        # Of each other rank: its last heartbeat, and when it was read.
+        self._received = dict.fromkeys(self._others, (initial, time.monotonic()))
+        self._polled: set[int] = set()
         self._rank = rank
-        self._known: set[int] = set()
+        self._reachable: set[int] = set()
         self.members = members
 
     def listen(self, ranks: Iterable[int] | None = None) -> None:
-        """Read new heartbeats.
-
-        Args:
-            ranks: ranks to read; by default all others.
-        """
-        asked = self._others if ranks is None else [rank for rank in ranks if rank in self._heard]
+        """Read new heartbeats of some ranks, by default all others."""
+        polled = self._others if ranks is None else [rank for rank in ranks if rank in self._received]
         # Silence counts only from now on for a rank whose heartbeats were not read until now.
-        for rank in asked:
-            if rank not in self._listened:
-                self._heard[rank] = (self._heard[rank][0], time.monotonic())
-        self._listened = set(asked)
-        self._hear(asked)
+        for rank in polled:
+            if rank not in self._polled:
+                self._received[rank] = (self._received[rank][0], time.monotonic())
+        self._polled = set(polled)
+        self._receive(polled)
 
     def heartbeats(self) -> dict[int, Heartbeat]:
         """Return the last heartbeat of each other rank."""
-        return {rank: Heartbeat.from_json(said) for rank, (said, _) in self._heard.items()}
+        return {rank: Heartbeat.from_json(text) for rank, (text, _) in self._received.items()}
 
     def last(self, rank: int) -> Heartbeat:
-        """Return the last heartbeat of another rank.
-
-        Args:
-            rank: the other rank.
-        """
-        return Heartbeat.from_json(self._heard[rank][0])
+        """Return the last heartbeat of another rank."""
+        return Heartbeat.from_json(self._received[rank][0])
 
     def silent(self, since: float) -> tuple[int, ...]:
-        """Return the ranks that were read without a new heartbeat since a time, and that have not left in order.
-
-        Args:
-            since: time on `time.monotonic`'s clock.
-        """
+        """Return the ranks that were read without a new heartbeat since a time, and that have not left in order."""
         return tuple(
-            rank for rank in sorted(self._listened) if self._heard[rank][1] < since and not self._is_over(rank)
+            rank for rank in sorted(self._polled) if self._received[rank][1] < since and not self._is_over(rank)
         )
 
     def dead(self, after_s: float) -> tuple[int, ...]:
-        """Like `silent`, but a rank that is starting gets more time: code that loads a model may hold the GIL for long.
-
-        Args:
-            after_s: seconds that the silence must last.
-        """
+        """Like `silent` for `after_s`, but a starting rank gets more time: loading a model may long hold the GIL."""
         now = time.monotonic()
-        return tuple(
-            rank for rank in self.silent(now - after_s) if now - self._heard[rank][1] > self._allowed_s(rank, after_s)
-        )
+        dead = []
+        for rank in self.silent(now - after_s):
+            heartbeat, heard_at = self.last(rank), self._received[rank][1]
+            allowed_s = max(after_s, heartbeat.limit_s) if heartbeat.phase == START else after_s
+            if now - heard_at > allowed_s:
+                dead.append(rank)
+        return tuple(dead)
 
     def liveness_of(self, ranks: Collection[int]) -> dict[int, Liveness]:
-        """Check the liveness of processes: ask this machine's kernel, or the kernel of theirs.
-
-        Args:
-            ranks: ranks of the processes.
-        """
+        """Check the liveness of processes: ask this machine's kernel, or the kernel of theirs."""
         with ThreadPoolExecutor(_MOST_AT_ONCE) as pool:
             found = dict(zip(ranks, pool.map(lambda rank: check_liveness(self.members[rank]), ranks), strict=True))
-        self._known |= {rank for rank, liveness in found.items() if liveness == "alive" or is_seen(self.members[rank])}
+        self._reachable |= {
+            rank for rank, liveness in found.items() if liveness == "alive" or is_seen(self.members[rank])
+        }
         # If a process has never answered, a firewall may be what refuses or drops the connection.
-        return {rank: liveness if rank in self._known else "unknown" for rank, liveness in found.items()}
+        return {rank: liveness if rank in self._reachable else "unknown" for rank, liveness in found.items()}
 
     def probe(self) -> None:
         """Learn at the start, when all processes live, which of those that this rank listens to answer a check."""
         self.liveness_of(self._others if self._rank == 0 else [0])
 
     def vanished(self, liveness_of: Mapping[int, Liveness], after_s: float, idle_s: float) -> tuple[int, ...]:
-        """Return the ranks of nodes that have vanished, as far as that can be known; empty unless all others wait.
+        """Return the ranks of nodes that have vanished, as far as that can be known.
 
-        Args:
-            liveness_of: liveness of the silent ranks.
-            after_s: seconds that all processes of a node must have been silent.
-            idle_s: seconds that the other ranks must have been idle.
+        All processes of such a node have been silent for `after_s`, and all other ranks have been idle for `idle_s`.
         """
         if not all(
             each.over or each.idle_s > idle_s for rank, each in self.heartbeats().items() if rank not in liveness_of
@@ -228,32 +204,26 @@ class Peers:
             return ()
         since = time.monotonic() - after_s
         lost = {
-            rank for rank, liveness in liveness_of.items() if liveness == "unreachable" and self._heard[rank][1] < since
+            rank
+            for rank, liveness in liveness_of.items()
+            if liveness == "unreachable" and self._received[rank][1] < since
         }
-        speaking = {self._node(rank) for rank in self._others if rank not in lost and not self._is_over(rank)}
-        return tuple(sorted(rank for rank in lost if self._node(rank) not in speaking))
+        alive = {self._node(rank) for rank in self._others if rank not in lost and not self._is_over(rank)}
+        return tuple(sorted(rank for rank in lost if self._node(rank) not in alive))
 
     def restart(self, silent: Collection[int]) -> None:
-        """Restart the silence timers of all but the given ranks: ranks that answer an alarm send no heartbeats.
-
-        Args:
-            silent: ranks that were silent before the alarm, whose silence goes on.
-        """
-        self._listened &= set(silent)
+        """Restart the silence timers of all but the given ranks: ranks that answer an alarm send no heartbeats."""
+        self._polled &= set(silent)
 
     def gone(self) -> tuple[int, ...]:
         """Return the ranks of this machine whose processes have ended without leaving in order."""
         ended = [rank for rank in self._others if self.has_ended(rank) and not self._is_over(rank)]
         if ended:
-            self._hear(ended)  # its last heartbeat may be unread
+            self._receive(ended)  # its last heartbeat may be unread
         return tuple(rank for rank in ended if not self._is_over(rank))
 
     def has_ended(self, rank: int) -> bool:
-        """Whether the process of a rank has certainly ended; False for a process on another machine.
-
-        Args:
-            rank: rank of the process.
-        """
+        """Whether the process of a rank has certainly ended; False for a process on another machine."""
         return is_gone(self.members[rank])
 
     def all_idle(self) -> bool:
@@ -271,12 +241,8 @@ class Peers:
     def _is_over(self, rank: int) -> bool:
         return self.last(rank).over
 
-    def _allowed_s(self, rank: int, after_s: float) -> float:
-        heartbeat = self.last(rank)
-        return max(after_s, heartbeat.limit_s) if heartbeat.phase == START else after_s
-
-    def _hear(self, ranks: list[int]) -> None:
+    def _receive(self, ranks: list[int]) -> None:
         now = time.monotonic()
-        for rank, said in zip(ranks, self._store.get_all([f"beat/{rank}" for rank in ranks]).values(), strict=True):
-            if said is not None and said != self._heard[rank][0]:
-                self._heard[rank] = (said, now)
+        for rank, text in zip(ranks, self._store.get_all([f"beat/{rank}" for rank in ranks]).values(), strict=True):
+            if text is not None and text != self._received[rank][0]:
+                self._received[rank] = (text, now)

@@ -46,7 +46,7 @@ class Failure:
 
     Attributes:
         text: type and message of the exception.
-        of_others: whether it says only that a connection has ended, so that another rank is the cause.
+        of_others: whether it only reports a closed connection, so that another rank is the cause.
     """
 
     text: str
@@ -99,13 +99,13 @@ class Watch:
         self._beat_s = beat_s
         self._end = end
         self._peers = Peers(store, store.rank, members, progress.limit_s)
-        self._alarm_handler = AlarmHandler(store, self._peers, store.rank, len(members), main_thread, reporter, kill)
+        self._alarm_handler = AlarmHandler(store, self._peers, main_thread, reporter, kill)
         self._member = members[store.rank]
         self._kill = kill
         # The reported hang that has not passed: time, silent ranks, whether it was a stall, whether this rank judged.
         self._reported_at: float | None = None
         self._silent: set[int] = set()
-        self._stall_told = False
+        self._stall_reported = False
         self._judged = False
         self._asked_at = float("-inf")
         self._lost_at: float | None = None
@@ -126,9 +126,6 @@ class Watch:
 
         The main thread calls this. It returns in bounded time.
 
-        Args:
-            failure: the exception.
-
         Returns:
             The headline of the verdict on the other rank; None if this rank failed first, or there is no verdict.
         """
@@ -147,42 +144,40 @@ class Watch:
 
     def _run(self) -> None:
         try:
-            self._conclude()
+            try:
+                self._peers.probe()
+                self._headline = self._watch_until_verdict()
+            except Exception as error:  # a fault of the watch must not end the run
+                self._give_up(error)
+            finally:
+                self._finished.set()
+                self._store.close()
             if self._headline is not None:
                 self._end_if_stuck()
         finally:
             self._inside = None  # the frame keeps the model alive
 
-    def _conclude(self) -> None:
-        try:
-            self._peers.probe()
-            self._headline = self._follow()
-        except Exception as error:  # a fault of the watch must not end the run
-            self._give_up(error)
-        finally:
-            self._finished.set()
-            self._store.close()
-
     def _give_up(self, error: Exception) -> None:
         say(f"Rank {self._rank}: nobody watches for hangs any more: {type(error).__name__}: {error}")
         # Without this, the other ranks would take the silence for a dead process.
         with contextlib.suppress(Exception):
-            last_word = Heartbeat(self._heartbeats, time.time(), True, self._progress.phase, 0, 0.0, 0.0, {})
-            self._store.set(f"beat/{self._rank}", last_word.to_json())
+            last_heartbeat = Heartbeat(self._heartbeats, time.time(), True, self._progress.phase, 0, 0.0, 0.0, {})
+            self._store.set(f"beat/{self._rank}", last_heartbeat.to_json())
 
-    def _follow(self) -> str | None:
+    def _watch_until_verdict(self) -> str | None:
+        """Return the headline of a final verdict; None when this rank has left in order, or the store has ended."""
         while True:
             try:
-                return self._learn()
+                return self._handle_alarms()
             except StoreLostError as lost:
-                if (alarm := self._without_store(lost)) is not None:
+                if (alarm := self._judge_lost_store(lost)) is not None:
                     return self._alarm_handler.report_alone(alarm, self._heartbeat(), self._failure is not None)
-                if self._leaves() or self._rank == 0:
+                if self._store_may_end() or self._rank == 0:
                     return None
 
-    def _learn(self) -> str | None:
+    def _handle_alarms(self) -> str | None:
         """Return the headline of a final verdict; None when this rank has left in order."""
-        while (alarm := self._watch()) is not None:
+        while (alarm := self._send_heartbeats()) is not None:
             self._alarm = alarm
             self._own_fault = alarm.ranks == (self._rank,)
             stays = alarm.kind in PASSING
@@ -198,11 +193,11 @@ class Watch:
         self._alarm, self._own_fault = None, False
         self._reported_at = time.monotonic()
         self._silent |= set(alarm.ranks)
-        self._stall_told = self._stall_told or alarm.kind == "stalled"
+        self._stall_reported = self._stall_reported or alarm.kind == "stalled"
         self._judged = outcome.judge == self._rank
         self._peers.restart(self._silent)
 
-    def _see_whether_it_has_passed(self) -> None:
+    def _report_passed_hang(self) -> None:
         """Report that a hang has passed, once this rank makes progress and the silent ranks send heartbeats again."""
         if self._reported_at is None:
             return
@@ -212,46 +207,42 @@ class Watch:
             return
         if self._judged:
             self._alarm_handler.resolve(seconds)
-        self._reported_at, self._silent, self._stall_told = None, set(), False
+        self._reported_at, self._silent, self._stall_reported = None, set(), False
 
-    def _watch(self) -> Alarm | None:
+    def _send_heartbeats(self) -> Alarm | None:
         """Send heartbeats until there is an alarm, which is returned, or until this rank leaves."""
         while not self._closing and not self._has_left():
             self._store.set(f"beat/{self._rank}", self._heartbeat().to_json())
             self._lost_at = None
-            if (said := self._alarm_handler.alarm()) is not None:
-                return said
-            if (alarm := self._find()) is not None:
+            if (raised := self._alarm_handler.alarm()) is not None:
+                return raised
+            if (alarm := self._find_alarm()) is not None:
                 return self._alarm_handler.open(alarm)
-            self._see_whether_it_has_passed()
+            self._report_passed_hang()
             accept_probes(self._member)
             self._wake.wait(self._beat_s)
             self._wake.clear()
-        self._see_whether_it_has_passed()
+        self._report_passed_hang()
         self._store.set(f"beat/{self._rank}", self._heartbeat(over=True).to_json())
-        if self._rank == 0:
-            self._wait_for_others()
+        if self._rank == 0:  # the store ends with this process, and the others could take rank 0 for killed
+            deadline = time.monotonic() + _CLOSE_SECONDS - 1
+            self._peers.listen()
+            while not self._peers.all_over() and time.monotonic() < deadline:
+                time.sleep(_LAST_READ_PAUSE_SECONDS)
+                self._peers.listen()
         return None
 
     def _has_left(self) -> bool:
-        """Whether the main thread has left the Trainer's call, even if no hook has told the watch."""
+        """Whether the main thread has left the Trainer's call, even if no hook was called."""
         return self._inside is not None and not is_inside(self._main_thread, self._inside)
 
-    def _wait_for_others(self) -> None:
-        """Wait for the others to leave: the store ends with this process, and they could take rank 0 for killed."""
-        deadline = time.monotonic() + _CLOSE_SECONDS - 1
-        self._peers.listen()
-        while not self._peers.all_over() and time.monotonic() < deadline:
-            time.sleep(_LAST_READ_PAUSE_SECONDS)
-            self._peers.listen()
-
     def _heartbeat(self, over: bool = False) -> Heartbeat:
-        step, entered = self._notice()
+        step, entered = self._count_progress()
         self._heartbeats += 1
         now = self._progress
         return Heartbeat(self._heartbeats, time.time(), over, now.phase, step, now.idle_s, now.limit_s, entered)
 
-    def _notice(self) -> tuple[int, dict[str, int]]:
+    def _count_progress(self) -> tuple[int, dict[str, int]]:
         """Return the steps and collectives so far. New ones count as progress, for times when no hook is called."""
         done = (self._step(), flight_recorder.counts())
         if done != self._done:
@@ -259,10 +250,10 @@ class Watch:
             self._progress.touch()
         return done
 
-    def _find(self) -> Alarm | None:
+    def _find_alarm(self) -> Alarm | None:
         """Return what is wrong, as far as this rank can see."""
         if self._failure is not None:
-            return self._cause(self._failure)
+            return self._find_cause(self._failure)
         if self._progress.phase in (STOP_BARRIER, END):
             return None
         if gone := self._peers.gone():
@@ -271,12 +262,12 @@ class Watch:
         hears_all = self._rank == 0 or idle_s > self._progress.limit_s + self._dead_after_s
         self._peers.listen(None if hears_all else [0])
         silent = self._peers.dead(self._dead_after_s)
-        if silent and idle_s > self._dead_after_s and (alarm := self._about(silent, idle_s)) is not None:
+        if silent and idle_s > self._dead_after_s and (alarm := self._check_silent(silent, idle_s)) is not None:
             return alarm
         stalls = hears_all and idle_s > self._progress.limit_s and self._peers.all_idle()
-        return Alarm("stalled", (), f"for {idle_s:.0f} s") if stalls and not self._stall_told else None
+        return Alarm("stalled", (), f"for {idle_s:.0f} s") if stalls and not self._stall_reported else None
 
-    def _about(self, silent: tuple[int, ...], idle_s: float) -> Alarm | None:
+    def _check_silent(self, silent: tuple[int, ...], idle_s: float) -> Alarm | None:
         """Check the liveness of silent ranks, at intervals, and return an alarm if there is something new."""
         new = tuple(rank for rank in silent if rank not in self._silent)
         if not new and time.monotonic() < self._asked_at + self._dead_after_s / _ASKED_TIMES:
@@ -285,30 +276,27 @@ class Watch:
         self._asked_at = time.monotonic()
         if gone := tuple(rank for rank in silent if liveness_of[rank] == "gone"):
             return Alarm("gone", gone, "")
-        if lost := self._vanished(liveness_of, idle_s):
-            return lost
+        after_s = _VANISHED_TIMES * self._dead_after_s
+        lost = self._peers.vanished(liveness_of, after_s, self._dead_after_s) if idle_s > after_s else ()
+        if lost:
+            text = (
+                f"for {after_s:.0f} s none of its processes was heard of, its machine does not answer, and all others "
+                "wait"
+            )
+            return Alarm("vanished", lost, text)
         why = {rank: why_silent(self._peers.members[rank], liveness_of[rank]) for rank in new}
         text = "; ".join(why.values() if len(new) == 1 else (f"rank {rank}: {each}" for rank, each in why.items()))
         return Alarm("silent", new, f"for {self._dead_after_s:.0f} s: {text}") if new else None
 
-    def _vanished(self, liveness_of: Mapping[int, Liveness], idle_s: float) -> Alarm | None:
-        """Return an alarm for nodes that are silent and unreachable as a whole while all other ranks wait."""
-        after_s = _VANISHED_TIMES * self._dead_after_s
-        lost = self._peers.vanished(liveness_of, after_s, self._dead_after_s) if idle_s > after_s else ()
-        text = (
-            f"for {after_s:.0f} s none of its processes was heard of, its machine does not answer, and all others wait"
-        )
-        return Alarm("vanished", lost, text) if lost else None
-
-    def _cause(self, failure: Failure) -> Alarm:
+    def _find_cause(self, failure: Failure) -> Alarm:
         """Find the rank that caused an exception: if it only reports a closed connection, the rank at the other end."""
         if not failure.of_others:
             return Alarm("ended", (self._rank,), failure.text)
         self._peers.listen()
         began = time.monotonic()
         while time.monotonic() < began + _HEARTBEATS_MISSING * self._beat_s:
-            if (said := self._alarm_handler.alarm()) is not None and said.kind not in PASSING:
-                return said
+            if (raised := self._alarm_handler.alarm()) is not None and raised.kind not in PASSING:
+                return raised
             if gone := self._peers.gone():
                 return Alarm("gone", gone, "")
             time.sleep(self._beat_s / 10)
@@ -318,23 +306,19 @@ class Watch:
         liveness_of = self._peers.liveness_of(silent)
         return Alarm("lost", tuple(rank for rank in silent if liveness_of[rank] != "alive"), failure.text)
 
-    def _first_has_left(self) -> bool:
-        """Whether rank 0 was leaving in order at its last heartbeat."""
-        if self._rank == 0:
-            return False
-        heartbeat = self._peers.last(0)
-        return heartbeat.over or heartbeat.phase == END
-
-    def _leaves(self) -> bool:
-        """Whether the store may end: this rank is leaving or at a stop barrier, or rank 0, its server, was leaving."""
+    def _store_may_end(self) -> bool:
+        """Whether this rank is leaving or at a stop barrier, or rank 0, which serves the store, was leaving."""
         leaves = self._closing or self._has_left() or self._progress.phase in (STOP_BARRIER, END)
-        return leaves or self._first_has_left()
+        if leaves or self._rank == 0:
+            return leaves
+        server = self._peers.last(0)
+        return server.over or server.phase == END
 
-    def _without_store(self, lost: StoreLostError) -> Alarm | None:
+    def _judge_lost_store(self, lost: StoreLostError) -> Alarm | None:
         """Return an alarm if the loss of the store, served by rank 0 or its node, ends the run; None if it may pass."""
         if self._lost_at is None:
             self._lost_at = time.monotonic()
-        if self._leaves():
+        if self._store_may_end():
             return None
         if self._rank == 0 or (self._alarm is not None and self._alarm.kind not in PASSING):
             return self._alarm
@@ -344,9 +328,9 @@ class Watch:
             return Alarm("gone", (0,), "")
         if not lost.silent and liveness != "unreachable":
             return Alarm("unserved", (0,), store_server())
-        return self._unanswered(liveness, time.monotonic() - self._lost_at)
+        return self._judge_silent_store(liveness, time.monotonic() - self._lost_at)
 
-    def _unanswered(self, liveness: Liveness, lost_s: float) -> Alarm | None:
+    def _judge_silent_store(self, liveness: Liveness, lost_s: float) -> Alarm | None:
         """Return an alarm if a store that does not answer ends the run; otherwise report it once, wait, return None."""
         why = why_silent(self._peers.members[0], liveness)
         silent = Alarm("silent", (0,), f"for {self._dead_after_s:.0f} s: {why}")
@@ -365,7 +349,7 @@ class Watch:
     def _end_if_stuck(self) -> None:
         """End the process if its main thread does not end by itself: it may wait for a rank that never comes."""
         while not self._closing and self._inside is not None and not self._has_left():
-            self._notice()
+            self._count_progress()
             idle_s = self._progress.idle_s
             if idle_s > self._most_idle_s():
                 self._end(idle_s)

@@ -15,8 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC
 from email.utils import parsedate_to_datetime
-from typing import Any
-from urllib.request import OpenerDirector, ProxyHandler, Request, build_opener
+from urllib.request import ProxyHandler, Request, build_opener
 
 from azureml_strategy.cluster.environ import EVENTS_VARIABLE
 from azureml_strategy.network.node import is_azure_vm
@@ -98,7 +97,10 @@ class EventPoller:
         pause = 0.0
         while not self._closing.wait(pause):
             try:
-                self._remember(read_events(_ask(self._opener, self._url, self._timeout_s)))
+                request = Request(self._url, headers={"Metadata": "true"})
+                with self._opener.open(request, timeout=self._timeout_s) as response:
+                    answer = bytes(response.read(_MOST_BYTES))
+                self._remember(read_events(answer))
             except (OSError, http.client.HTTPException):
                 pause = max(self._interval_s, _AFTER_ERROR_SECONDS)
             except Exception as error:  # whatever the error, the next answer may hold a Preempt
@@ -128,11 +130,9 @@ class EventPoller:
 
 
 def events_url(url: str | None, environ: Mapping[str, str]) -> str | None:
-    """Return the address to poll: the given one, the environment's, or Azure's own on an Azure VM. None: do not poll.
+    """Return the address to poll: the given one, the environment's, or Azure's own on an Azure VM.
 
-    Args:
-        url: the address, or None for the environment's. `off` means no polling.
-        environ: the process's environment, see `EVENTS_VARIABLE`.
+    None means no polling, as for the address `off`. The environment's is in `EVENTS_VARIABLE`.
     """
     given = url or environ.get(EVENTS_VARIABLE)
     if given is not None:
@@ -150,17 +150,18 @@ def read_events(answer: bytes) -> tuple[ScheduledEvent, ...]:
     entries = document.get("Events") if isinstance(document, dict) else None
     if not isinstance(entries, list):
         raise ValueError("no list of events")
-    return tuple(_event(each) for each in entries if isinstance(each, dict) and isinstance(each.get("EventType"), str))
+    events = []
+    for entry in entries:
+        kind = entry.get("EventType") if isinstance(entry, dict) else None
+        if isinstance(kind, str):
+            text = entry.get("NotBefore")
+            not_before = _parse_time(text)
+            unread = str(text)[:_MOST_TEXT] if text and not_before is None else None  # empty: the event has started
+            events.append(ScheduledEvent(str(entry.get("EventId", kind)), kind, not_before, unread))
+    return tuple(events)
 
 
-def _event(entry: Mapping[str, Any]) -> ScheduledEvent:
-    kind, text = entry["EventType"], entry.get("NotBefore")
-    not_before = _seconds(text)
-    unread = str(text)[:_MOST_TEXT] if text and not_before is None else None  # empty: the event has started
-    return ScheduledEvent(str(entry.get("EventId", kind)), kind, not_before, unread)
-
-
-def _seconds(text: object) -> float | None:
+def _parse_time(text: object) -> float | None:
     """Parse `Mon, 19 Sep 2016 18:29:47 GMT` to seconds since 1970; None for any text that is no time of an event."""
     try:
         moment = parsedate_to_datetime(str(text))
@@ -169,9 +170,3 @@ def _seconds(text: object) -> float | None:
         return None
     ahead = seconds - time.time()
     return seconds if -_MOST_LATE_SECONDS < ahead < _MOST_AHEAD_SECONDS else None
-
-
-def _ask(opener: OpenerDirector, url: str, timeout_s: float) -> bytes:
-    request = Request(url, headers={"Metadata": "true"})
-    with opener.open(request, timeout=timeout_s) as response:
-        return bytes(response.read(_MOST_BYTES))

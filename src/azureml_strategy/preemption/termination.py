@@ -55,11 +55,8 @@ _NO_STORE = (
 def save_and_record(trainer: Trainer, reason: str) -> None:
     """Save a checkpoint on all ranks together, and write the reason into the run and to the console.
 
-    Each `JobCheckpoint` saves, and so does every other checkpoint callback that saves on an exception.
-
-    Args:
-        trainer: the Trainer, on all ranks between the same two steps.
-        reason: why the ranks stop, the same on all of them.
+    All ranks call it between the same two steps, with the same reason. Each `JobCheckpoint` saves, and so does every
+    other checkpoint callback that saves on an exception.
     """
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, JobCheckpoint):
@@ -70,12 +67,7 @@ def save_and_record(trainer: Trainer, reason: str) -> None:
 
 
 def record_going_on(trainer: Trainer, reason: str) -> None:
-    """Record in the run and on the console that the announced event did not come and training goes on.
-
-    Args:
-        trainer: the Trainer, about to go on.
-        reason: why it had stopped.
-    """
+    """Record in the run and on the console that the announced event did not come and training goes on."""
     _record(trainer, f"{reason}, after step {trainer.global_step}; it did not come, and training went on")
 
 
@@ -174,12 +166,14 @@ class TerminateTogether(IsolatedCallback):
         if self._store is None:
             return
         begun = Attempt(lambda: self._begin(trainer))
-        if not _on_all(trainer, begun.fault is None):
+        # A Trainer may run alone while a process group exists.
+        began = [begun.fault is None] if trainer.world_size == 1 else gather(begun.fault is None)
+        if not all(began):
             self._give_up(trainer)
             begun.settle()
             return
         # In each step Lightning broadcasts from rank 0 whether it got SIGTERM, for which the GPU must finish its work.
-        replace_sigterm_broadcast(trainer, _ask_nobody)
+        replace_sigterm_broadcast(trainer, _skip_broadcast)
 
     def on_step_boundary(self, trainer: Trainer) -> None:
         """Stop after this step if the ranks have agreed on it."""
@@ -187,7 +181,7 @@ class TerminateTogether(IsolatedCallback):
             return
         self._listen()
         if self._agreement.step_done():
-            self._stop(trainer)
+            self._save_and_stop(trainer)
         elif self._agreement.error is not None:
             log.warning("The ranks cannot agree on a step to stop at: %s. Training goes on.", self._agreement.error)
             self._agreement = None
@@ -233,10 +227,10 @@ class TerminateTogether(IsolatedCallback):
     def _begin(self, trainer: Trainer) -> None:
         assert self._store is not None
         self._events = self._poller() if trainer.local_rank == 0 else None
-        self._watch(self._store)
+        self._start_agreement(self._store)
         self._listen()
 
-    def _stop(self, trainer: Trainer) -> None:
+    def _save_and_stop(self, trainer: Trainer) -> None:
         """Save, then wait at the stop barrier, and end or go on with all ranks together."""
         agreement, store = self._agreement, self._store
         assert agreement is not None
@@ -254,9 +248,9 @@ class TerminateTogether(IsolatedCallback):
             self._call_replaced_handlers()
             raise SIGTERMException(_exit_code(trainer, signal.SIGINT if interrupted else signal.SIGTERM))
         record_going_on(trainer, agreement.reason)
-        self._watch(store)
+        self._start_agreement(store)
 
-    def _watch(self, store: ControlStore) -> None:
+    def _start_agreement(self, store: ControlStore) -> None:
         """Start a new agreement, under keys that no previous stop has used."""
         self._stops += 1
         self._agreement = StopAgreement(store.part(f"agreement/{self._stops}"), self._reason, self._agree_s)
@@ -364,7 +358,7 @@ def _on_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-def _ask_nobody() -> None:
+def _skip_broadcast() -> None:
     """Replaces Lightning's broadcast, because the ranks agree on a stop through the store."""
 
 
@@ -372,8 +366,3 @@ def _exit_code(trainer: Trainer, ended_by: signal.Signals) -> int:
     """0 in processes that a strategy started, because for any other code Lightning kills their parent at once."""
     started = trainer.local_rank > 0 and (local.MARKER in os.environ or detect_ranks() is None)
     return 0 if started else _OF_SIGNAL + ended_by
-
-
-def _on_all(trainer: Trainer, mine: bool) -> bool:
-    """Whether it is true on all ranks of this Trainer. A Trainer may run alone while a process group exists."""
-    return mine if trainer.world_size == 1 else all(gather(mine))

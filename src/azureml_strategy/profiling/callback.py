@@ -44,7 +44,7 @@ _REQUESTED_STEPS = 5
 # a node 30 seconds in all.
 _END_SECONDS, _EXCEPTION_SECONDS = 120.0, 10.0
 # What this callback has while it trains.
-_OF_A_TRAINING = ("_session", "_store", "_uploader", "_writer", "_listener", "_signals")
+_PER_TRAINING = ("_session", "_store", "_uploader", "_writer", "_listener", "_signals")
 
 
 class ProfileSteps(Callback):
@@ -154,7 +154,7 @@ class ProfileSteps(Callback):
             self._attempt(trainer, self._session.step)
         asked = self._listener.step_done() if self._listener is not None else None
         if asked is not None:
-            self._grant(step, *asked)
+            self._plan(step, *asked)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -181,21 +181,16 @@ class ProfileSteps(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         # Threads, connections and the recording belong to this process: a script may copy its Trainer in a hook.
-        return {**vars(self), "_plans": [], **dict.fromkeys(_OF_A_TRAINING)}
+        return {**vars(self), "_plans": [], **dict.fromkeys(_PER_TRAINING)}
 
     def _drop_missed(self, trainer: Trainer, step: int | None) -> None:
-        """Drop the plans whose steps do not come any more, and say so.
-
-        Args:
-            trainer: of the run.
-            step: the next step; None for none.
-        """
+        """Drop the plans that end before the next step, with a warning; all plans if `step` is None."""
         missed = [plan for plan in self._plans if step is None or plan.last < step]
         self._plans = [plan for plan in self._plans if plan not in missed]
         for plan in missed:
             ended = f"the training has ended before step {plan.first}"
             why = ended if step is None else f"this training begins at step {step}"
-            self._tell(plan, f"refused: {plan.steps} were never reached, {why}.")
+            self._record_outcome(plan, f"refused: {plan.steps} were never reached, {why}.")
             if trainer.is_global_zero:
                 log.warning("Nothing is profiled: %s were never reached, %s.", plan.steps, why)
 
@@ -214,24 +209,24 @@ class ProfileSteps(Callback):
         assert self._writer is not None
         assert self._uploader is not None
         plan, session = replace(self._plans[0], last=min(step, self._plans[0].last)), self._session
-        self._uploader.tell()
+        self._uploader.share_run()
         record_event(trainer, "profile", f"{plan.steps} profiled on rank(s) {', '.join(map(str, plan.ranks))}")
         if session is not None:
             stopped = Attempt(session.stop)
             if stopped.value:
-                self._writer.write(session, plan, lambda text: self._tell(plan, text))
+                self._writer.write(session, plan, lambda text: self._record_outcome(plan, text))
             else:
                 self._refuse(trainer, LOST if stopped.fault is None else _text(stopped.fault))
         self._session = None
         del self._plans[0]
 
-    def _grant(self, step: int, request: ProfileRequest, key: str) -> None:
+    def _plan(self, step: int, request: ProfileRequest, key: str) -> None:
         """Plan the profile of a request, or refuse it; all ranks do the same."""
         assert self._listener is not None
         profile = request.after(step, key)
-        in_the_way = [plan for plan in self._plans if plan.first <= profile.last + 1 and profile.first <= plan.last + 1]
-        if in_the_way:
-            self._listener.refuse(key, f"{in_the_way[0].steps} are to be profiled, too near to {profile.steps}.")
+        too_near = [plan for plan in self._plans if plan.first <= profile.last + 1 and profile.first <= plan.last + 1]
+        if too_near:
+            self._listener.refuse(key, f"{too_near[0].steps} are to be profiled, too near to {profile.steps}.")
         else:
             self._plans = sorted([*self._plans, profile], key=lambda plan: plan.first)
 
@@ -239,12 +234,12 @@ class ProfileSteps(Callback):
         """Leave this rank out of the first plan. The steps stay planned, as on the other ranks."""
         plan, rank = self._plans[0], trainer.global_rank
         log.warning("Rank %d does not profile %s: %s.", rank, plan.steps, why)
-        self._tell(plan, f"refused: rank {rank} does not profile {plan.steps}: {why}.")
+        self._record_outcome(plan, f"refused: rank {rank} does not profile {plan.steps}: {why}.")
         self._session = None
         self._plans[0] = replace(plan, ranks=tuple(other for other in plan.ranks if other != rank))
 
-    def _tell(self, plan: Profile, text: str) -> None:
-        """Tell rank 0 what has become of a request on this rank."""
+    def _record_outcome(self, plan: Profile, text: str) -> None:
+        """Write for rank 0 what came of a request on this rank."""
         if plan.key and self._listener is not None:
             self._listener.done(plan.key, text)
 

@@ -11,11 +11,7 @@ Intervals = list[Interval]
 
 
 def union(intervals: Iterable[Interval]) -> Intervals:
-    """Return the times that lie in at least one interval.
-
-    Args:
-        intervals: in any order; they may overlap, touch or be empty.
-    """
+    """Return the times in at least one interval. Intervals may be in any order, overlap, touch or be empty."""
     joined: Intervals = []
     for start, end in sorted(intervals):
         if start >= end:
@@ -28,12 +24,7 @@ def union(intervals: Iterable[Interval]) -> Intervals:
 
 
 def subtract(whole: Intervals, away: Intervals) -> Intervals:
-    """Return the times in the first set that are not in the second one.
-
-    Args:
-        whole: from `union`.
-        away: from `union`.
-    """
+    """Return the times in the first set that are not in the second one."""
     left: Intervals = []
     index = 0
     for start, end in whole:
@@ -51,12 +42,7 @@ def subtract(whole: Intervals, away: Intervals) -> Intervals:
 
 
 def intersect(one: Intervals, other: Intervals) -> Intervals:
-    """Return the times that are in both sets.
-
-    Args:
-        one: from `union`.
-        other: from `union`.
-    """
+    """Return the times that are in both sets."""
     return subtract(one, subtract(one, other))
 
 

@@ -8,11 +8,10 @@ trusted: any text gives a short line of printable characters.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 LONGEST = 46
 """Characters of a name at most: what a table on a terminal of 80 columns has left beside its numbers."""
-# Of a longer name the rest is not read; the function stands at its beginning.
+# Only so much of a longer name is read; the function is at its beginning.
 _READ = 4096
 _ANONYMOUS = re.compile(r"\(anonymous namespace\)::|<unnamed>::|_GLOBAL__N_\w*::")
 _IDENTIFIER = re.compile(r"(?:[A-Za-z_]\w*::)*[A-Za-z_]\w*")
@@ -61,10 +60,12 @@ def kernel_name(raw: str) -> str:
     text = " ".join(printable(raw[:_READ]).split())
     if text.startswith(("Memcpy", "Memset")):
         return shorten(text)
-    outermost, arguments = _function(_ANONYMOUS.sub("", _demangled(text)))
+    outermost, arguments = _split_template(_ANONYMOUS.sub("", _demangle(text)))
     path, function = outermost, outermost.rpartition("::")[2]
     if _ANY_CLASS.fullmatch(function) or _ANY_FUNCTION.fullmatch(function):
-        inner = next(_telling(arguments), "")
+        # The first template argument that says what is computed, with its namespaces.
+        names = (found[0] for found in _IDENTIFIER.finditer(arguments))
+        inner = next((name for name in names if not _SAYS_NOTHING.fullmatch(name)), "")
         if inner and _ANY_CLASS.fullmatch(function):
             path, function = (inner if "::" in inner else f"{path}::{inner}"), inner.rpartition("::")[2]
         elif inner:
@@ -77,7 +78,7 @@ def kernel_name(raw: str) -> str:
 
 
 def _library(*names: str) -> str:
-    """The library that the first of these names tells; else a namespace of its own, as vllm; else nothing."""
+    """The library of the first name that belongs to a known one; else the first name's namespace, such as vllm."""
     for each in names:
         for library, begins in _LIBRARIES:
             if begins.match(each):
@@ -86,12 +87,7 @@ def _library(*names: str) -> str:
 
 
 def shorten(name: str, longest: int = LONGEST) -> str:
-    """A name without its middle if it is long: names differ at their ends.
-
-    Args:
-        name: of one line.
-        longest: characters of the result at most.
-    """
+    """A name without its middle if it is long: names differ at their ends."""
     kept = longest - 3
     return name if len(name) <= longest else f"{name[: kept - kept // 2]}...{name[-(kept // 2) :]}"
 
@@ -101,7 +97,7 @@ def printable(text: str) -> str:
     return "".join(each if each.isprintable() else " " for each in text)
 
 
-def _function(text: str) -> tuple[str, str]:
+def _split_template(text: str) -> tuple[str, str]:
     """The path of a function, without its return type and its parameters, and its template arguments."""
     depth, begin, opening, closing = 0, 0, len(text), len(text)
     for place, letter in enumerate(text):
@@ -122,14 +118,7 @@ def _function(text: str) -> tuple[str, str]:
     return text[begin:opening] + text[closing + 1 :], text[opening + 1 : closing]
 
 
-def _telling(arguments: str) -> Iterator[str]:
-    """The names among template arguments that say what is computed, with their namespaces."""
-    for found in _IDENTIFIER.finditer(arguments):
-        if not _SAYS_NOTHING.fullmatch(found[0]):
-            yield found[0]
-
-
-def _demangled(text: str) -> str:
+def _demangle(text: str) -> str:
     """The names of a mangled one (Itanium C++ ABI, section 5.1), in the form of a demangled one."""
     if not text.startswith("_Z"):
         return text

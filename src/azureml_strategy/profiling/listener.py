@@ -43,17 +43,17 @@ class ProfileListener:
     Args:
         store: shared by the ranks; nothing else uses its keys.
         folder: where rank 0 looks for `profile.request`, and answers.
-        default: what a request is that says nothing. A signal asks for the rank that got it.
+        default: what an empty request means. A signal asks for a profile of the rank that got it.
     """
 
     def __init__(self, store: ControlStore, folder: Path, default: ProfileRequest) -> None:
         self._store = store
         self._folder = folder
         self._default = default
-        self._own: str | None = None  # what this rank asks for
+        self._own_request: str | None = None  # of this rank, until all ranks have agreed on it
         self._by_file = False
         self._signals = 0
-        self._awaited: dict[str, tuple[int, ...]] = {}  # of a request by file: where the outcome of each rank will be
+        self._unanswered: dict[str, tuple[int, ...]] = {}  # ranks that must say what came of a request by file
         self._rounds = 0
         self._over = threading.Event()
         self._agreement = self._next_agreement()
@@ -71,22 +71,22 @@ class ProfileListener:
             return None
         key, _, text = self._agreement.reason.partition(" ")
         request = parse_request(text, self._default)
-        if self._own == self._agreement.reason:
+        if self._own_request == self._agreement.reason:
             if self._by_file:
-                self._awaited[key] = request.ranks
-            self._own, self._by_file = None, False
+                self._unanswered[key] = request.ranks
+            self._own_request, self._by_file = None, False
         self._agreement = self._next_agreement()
         return request, key
 
     def refuse(self, key: str, why: str) -> None:
         """All ranks refuse a request alike."""
-        if self._awaited.pop(key, None) is not None:
+        if self._unanswered.pop(key, None) is not None:
             self._answer(f"refused: {why}")
         elif self._store.rank == 0:
             log.warning("The profile that was asked for is refused: %s", why)
 
     def done(self, key: str, text: str) -> None:
-        """Tell rank 0 what has become of a request on this rank."""
+        """Write for rank 0 what came of a request on this rank."""
         with suppress(StoreLostError):
             self._store.set(f"outcome/{key}/{self._store.rank}", text)
 
@@ -95,24 +95,20 @@ class ProfileListener:
         self._signals += 1
 
     def close(self, seconds: float) -> None:
-        """Take no further requests. A request that was not granted is refused.
-
-        Args:
-            seconds: how long to wait for the other ranks to write their traces.
-        """
+        """Take no further requests, and refuse one that was not granted. Wait so long for the other ranks' traces."""
         deadline = time.monotonic() + seconds
         self._over.set()
         self._agreement.close()
         if self._thread.is_alive():
             self._thread.join(2 * _LOOK_SECONDS)
-        if self._own is not None and self._by_file:
+        if self._own_request is not None and self._by_file:
             self._answer("refused: the training has ended.")
         with suppress(StoreLostError):
-            while self._awaited and time.monotonic() < deadline:
-                self._collect()
+            while self._unanswered and time.monotonic() < deadline:
+                self._answer_done()
                 time.sleep(_PAUSE_SECONDS)
-        for key in list(self._awaited):
-            del self._awaited[key]
+        for key in list(self._unanswered):
+            del self._unanswered[key]
             self._answer("refused: the training has ended before all ranks were done.")
 
     def _next_agreement(self) -> StopAgreement:
@@ -121,24 +117,24 @@ class ProfileListener:
         return StopAgreement(self._store.part(f"agreement/{self._rounds}"), self._reason, _LOOK_SECONDS)
 
     def _reason(self) -> str | None:
-        if self._own is None and self._signals:
+        if self._own_request is None and self._signals:
             self._signals = 0
             rank = self._store.rank
             request = ProfileRequest(self._default.count, (rank,), self._default.details)
-            self._own = f"{rank}.{time.time_ns()} {request.to_text()}"
-        return self._own
+            self._own_request = f"{rank}.{time.time_ns()} {request.to_text()}"
+        return self._own_request
 
     def _watch(self) -> None:
         while not self._over.wait(_LOOK_SECONDS):
             with suppress(OSError, StoreLostError):  # to be tried again
-                self._collect()
-                if self._own is None:
-                    self._take()
-            if self._own is not None and self._by_file and self._agreement.error is not None:
+                self._answer_done()
+                if self._own_request is None:
+                    self._take_file()
+            if self._own_request is not None and self._by_file and self._agreement.error is not None:
                 self._answer(f"refused: the ranks cannot agree on a step ({self._agreement.error}).")
-                self._own = None
+                self._own_request = None
 
-    def _take(self) -> None:
+    def _take_file(self) -> None:
         """Take the request file, if there is one."""
         path = self._folder / REQUEST
         if not path.exists():
@@ -152,13 +148,13 @@ class ProfileListener:
             self._answer(f"refused: {error}")
             return
         self._by_file = True
-        self._own = f"0.{time.time_ns()} {request.to_text()}"
+        self._own_request = f"0.{time.time_ns()} {request.to_text()}"
 
-    def _collect(self) -> None:
+    def _answer_done(self) -> None:
         """Answer the requests whose ranks are all done."""
-        for key, ranks in list(self._awaited.items()):
+        for key, ranks in list(self._unanswered.items()):
             texts = self._store.get_if_all([f"outcome/{key}/{rank}" for rank in ranks])
-            if texts is not None and self._awaited.pop(key, ()):
+            if texts is not None and self._unanswered.pop(key, ()):
                 self._answer("\n".join(texts))
 
     def _answer(self, text: str) -> None:
@@ -172,12 +168,7 @@ class ProfileListener:
 
 
 class SignalListener:
-    """Has a signal call a handler, if nothing else in this process uses that signal.
-
-    Args:
-        name: of the signal, such as SIGUSR2.
-        handler: to call.
-    """
+    """Has a signal, such as SIGUSR2, call a handler, if nothing else in this process uses that signal."""
 
     def __init__(self, name: str, handler: Any) -> None:
         self._number = signal.Signals[name]

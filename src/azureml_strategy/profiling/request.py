@@ -136,39 +136,32 @@ def check_ranks(ranks: tuple[int, ...], world_size: int) -> None:
 
 
 def parse_request(text: str, default: ProfileRequest) -> ProfileRequest:
-    """Read a request file: `steps=5 ranks=0,3 shapes=true`, in one line or several; an empty one is the default.
-
-    Args:
-        text: its content.
-        default: what holds for a key that is left out.
+    """Read a request file: `steps=5 ranks=0,3 shapes=true`, in one line or several. `default` holds for keys left out.
 
     Raises:
         ProfileRequestError: it cannot be understood.
     """
+    try:
+        words = shlex.split(text, comments=True)
+    except ValueError as error:
+        raise ProfileRequestError(f"{text[:80]!r} cannot be read ({error}): write steps=5 ranks=0,3.") from None
     found = default
-    for word in _words(text):
+    for word in words:
         key, equals, value = word.partition("=")
         if not equals:
             raise ProfileRequestError(f"{word!r} is no KEY=VALUE: write steps=5 ranks=0,3 shapes=true.")
         if key == "steps":
-            found = replace(found, count=_count(value))
+            found = replace(found, count=_parse_count(value))
         elif key == "ranks":
             found = replace(found, ranks=parse_ranks(value))
         elif key in {each.name for each in fields(Details)}:
-            found = replace(found, details=replace(found.details, **{key: _boolean(word, value)}))
+            found = replace(found, details=replace(found.details, **{key: _parse_boolean(word, value)}))
         else:
             raise ProfileRequestError(f"There is no {key!r}: write steps, ranks, shapes, stacks or memory.")
     return found
 
 
-def _words(text: str) -> list[str]:
-    try:
-        return shlex.split(text, comments=True)
-    except ValueError as error:
-        raise ProfileRequestError(f"{text[:80]!r} cannot be read ({error}): write steps=5 ranks=0,3.") from None
-
-
-def _count(value: str) -> int:
+def _parse_count(value: str) -> int:
     if not value.isdecimal() or int(value) < 1:
         raise ProfileRequestError(f"steps={value}: in a request, steps is how many to profile, as steps=5.")
     _check_count(int(value))
@@ -180,7 +173,7 @@ def _check_count(count: int) -> None:
         raise ProfileRequestError(f"{count} steps are too many for one trace: profile at most {_MOST_STEPS}.")
 
 
-def _boolean(word: str, value: str) -> bool:
+def _parse_boolean(word: str, value: str) -> bool:
     if value.lower() not in _BOOLEANS:
         raise ProfileRequestError(f"{word}: write true or false.")
     return _BOOLEANS[value.lower()]

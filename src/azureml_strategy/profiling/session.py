@@ -11,12 +11,12 @@ from lightning.pytorch.profilers import PyTorchProfiler
 from azureml_strategy.profiling.request import Details
 from azureml_strategy.tracking.span_profiler import own_profiler
 
-# torch does not say whose recording is on. It sets a flag to True when one begins, and reads only whether it is true.
-# So another value tells that no recording has begun since ours.
+# torch does not show whose recording is on. It sets a flag to True when one begins, and reads only whether it is true.
+# So as long as the flag has this other true value, no recording has begun since ours.
 _OURS = 2
 LOST = "another torch.profiler was started meanwhile, and torch has only one at a time"
-# Open spans of recordings that are lost. torch frees a recording that another one replaces. It would then write a
-# span's end, also that of a span which Python deletes, into memory that is no longer the recording's.
+# Open spans of recordings that are lost. torch frees a recording that another one replaces. When a span ends, or Python
+# deletes it, torch would write the end into memory that is no longer the recording's. So these spans are kept for ever.
 _never_ended: list[object] = []
 
 
@@ -33,14 +33,9 @@ def why_busy(trainer: Trainer) -> str | None:
 
 
 class Session:
-    """A recording of some steps. Its methods must be called on the thread that trains.
+    """A recording of the steps `first` to `last`. Its methods must be called on the thread that trains.
 
-    Args:
-        first: the first step.
-        last: the last step.
-        warms_up: whether to begin one step earlier. What is recorded then is discarded, with the cost of the start.
-        details: what to record besides operators.
-        device: on which this rank trains.
+    With `warms_up` it begins one step earlier. What is recorded then is discarded, with the cost of the start.
     """
 
     def __init__(self, first: int, last: int, warms_up: bool, details: Details, device: torch.device) -> None:

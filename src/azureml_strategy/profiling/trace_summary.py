@@ -79,12 +79,17 @@ def summarize(trace: dict[str, Any], last: int | None = None) -> dict[str, Any]:
     on_gpu = any(each.get("cat") == "kernel" for each in events)
     steps = _steps(events, "user_annotation", last)
     # The host runs ahead of the device. torch marks on the device what the host has launched within a step.
-    window = _hull((_steps(events, "gpu_user_annotation", last) if on_gpu else []) or steps or events)
-    work = [each for each in events if each.get("cat") in (_GPU if on_gpu else _CPU) and _lies_in(window, each)]
+    window = _whole_span((_steps(events, "gpu_user_annotation", last) if on_gpu else []) or steps or events)
+    categories = _GPU if on_gpu else _CPU
+    work = [each for each in events if each.get("cat") in categories and _overlaps(each, window)]
+    # The times in which a thread of the training waits for its loader.
+    threads = {each["tid"] for each in steps}
+    loads = (each for each in events if each["name"].startswith(_LOADING) and each["tid"] in threads)
+    loading = union(map(_span, loads))
     return {
         "device": "gpu" if on_gpu else "cpu",
         "steps": sorted(map(_number, steps)),
-        **_parts(work, _loading(events, steps), window, on_gpu),
+        **_parts(work, loading, window, on_gpu),
         "operators": _operators(work, on_gpu),
     }
 
@@ -98,7 +103,7 @@ def _number(step: Event) -> int:
     return int(step["name"].partition("#")[2])
 
 
-def _lies_in(window: Intervals, event: Event) -> bool:
+def _overlaps(event: Event, window: Intervals) -> bool:
     start, end = _span(event)
     return any(start < until and end > since for since, until in window)
 
@@ -124,7 +129,7 @@ def _parts(work: list[Event], loading: Intervals, window: Intervals, on_gpu: boo
     collectives = [
         {
             "name": name,
-            "calls": _calls(each),
+            "calls": _count_calls(each),
             "total_s": _seconds(within(each)),
             "exposed_s": _seconds(subtract(within(each), compute)),
         }
@@ -152,19 +157,13 @@ def _communicates(event: Event) -> bool:
     return _COMMUNICATES.match(event["name"], 0, _READ) is not None
 
 
-def _loading(events: list[Event], steps: list[Event]) -> Intervals:
-    """The times in which a thread of the training waits for its loader."""
-    threads = {each["tid"] for each in steps}
-    return union(_span(each) for each in events if each["name"].startswith(_LOADING) and each["tid"] in threads)
-
-
 def _collective(event: Event) -> str:
     given = str(event.get("args", {}).get("Collective name", "")) or event["name"].partition("_Sum")[0]
     letters = re.sub(r"[^a-z]", "", given.lower())
     return next((name for word, name in _COLLECTIVES.items() if word in letters), "other")
 
 
-def _calls(events: list[Event]) -> int:
+def _count_calls(events: list[Event]) -> int:
     """How often a collective ran. On a CPU the thread that calls one and the thread that runs it both record it."""
     ran = sum(":" in each["name"] and "::" not in each["name"] for each in events)
     return ran or len(events)
@@ -195,15 +194,15 @@ def _own_times(work: list[Event]) -> Iterator[tuple[Event, float]]:
         open_ones: list[tuple[Event, list[float]]] = []
         for each in sorted(events, key=lambda one: (one["ts"], -one["dur"])):
             while open_ones and open_ones[-1][0]["ts"] + open_ones[-1][0]["dur"] <= each["ts"]:
-                yield _closed(*open_ones.pop())
+                yield _own_time(*open_ones.pop())
             if open_ones:
                 open_ones[-1][1].append(each["dur"])
             open_ones.append((each, []))
         while open_ones:
-            yield _closed(*open_ones.pop())
+            yield _own_time(*open_ones.pop())
 
 
-def _closed(event: Event, called: list[float]) -> tuple[Event, float]:
+def _own_time(event: Event, called: list[float]) -> tuple[Event, float]:
     return event, max(0.0, event["dur"] - sum(called))
 
 
@@ -211,7 +210,7 @@ def _span(event: Event) -> Interval:
     return event["ts"], event["ts"] + event["dur"]
 
 
-def _hull(events: list[Event]) -> Intervals:
+def _whole_span(events: list[Event]) -> Intervals:
     """From the start of the first to the end of the last; nothing where there are none."""
     spans = [_span(each) for each in events]
     return union([(min(start for start, _ in spans), max(end for _, end in spans))]) if spans else []

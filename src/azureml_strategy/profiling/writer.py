@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -32,31 +31,10 @@ _SHOWN = 8
 _writing = threading.Lock()
 
 
-@dataclass(frozen=True)
-class Kept:
-    """Files of a profile on this rank.
-
-    Attributes:
-        trace: its trace.
-        summary: its summary; None if there is none.
-    """
-
-    trace: Path
-    summary: Path | None
-
-    @property
-    def files(self) -> list[Path]:
-        """Both, without what is not there."""
-        return [each for each in (self.trace, self.summary) if each is not None]
-
-
 class ProfileWriter:
-    """Writes the traces of one rank on threads of its own, and has a process of its own sum them up.
+    """Writes the traces of one rank on background threads, has another process sum them up, and uploads both.
 
-    Args:
-        folder: the run's; the files lie in `profile` in it.
-        rank: this process's global rank.
-        uploader: sends the files to the run's artifacts.
+    The files are in `profile` in the run's folder.
     """
 
     def __init__(self, folder: Path, rank: int, uploader: Uploader) -> None:
@@ -66,13 +44,7 @@ class ProfileWriter:
         self._threads: list[threading.Thread] = []
 
     def write(self, session: Session, plan: Profile, done: Callable[[str], None]) -> None:
-        """Write a trace, soon.
-
-        Args:
-            session: stopped.
-            plan: its steps.
-            done: called with one sentence when all is done.
-        """
+        """Write the trace of a stopped session, soon; then call `done` with one sentence."""
         thread = threading.Thread(target=self._write, args=(session, plan, done), name="profile-writer", daemon=True)
         self._threads.append(thread)
         thread.start()
@@ -85,30 +57,27 @@ class ProfileWriter:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _write(self, session: Session, plan: Profile, done: Callable[[str], None]) -> None:
-        with _writing:
-            self._write_alone(session, plan, done)
-
-    def _write_alone(self, session: Session, plan: Profile, done: Callable[[str], None]) -> None:
         steps = plan.steps
-        try:
-            plain = self._free_path(f"trace_rank_{self._rank}_{steps.replace(' ', '_')}")
-            session.write(plain)
-            kept = self._sum_up(plain, plan.last)
-            where = self._uploader.send(kept.files)
-            if self._rank == 0 and kept.summary is not None:
-                _print(json.loads(kept.summary.read_text(encoding="utf-8")), steps, kept.trace)
-            done(f"{steps} of rank {self._rank}: {kept.trace}. {where}".strip())
-        except Exception as error:  # whatever the disk or the store does, the training goes on
-            text = redact_text(f"{type(error).__name__}: {error}")
-            log.warning("The profile of %s of rank %d cannot be kept: %s", steps, self._rank, text)
-            done(f"the profile of {steps} of rank {self._rank} cannot be kept: {text}")
-
-    def _free_path(self, name: str) -> Path:
-        """Where no trace lies yet: a second fit, or another run in this folder, counts its steps from 0 again."""
+        name = f"trace_rank_{self._rank}_{steps.replace(' ', '_')}"
+        # A second fit, or another run in this folder, counts its steps from 0 again.
         paths = (self._folder / f"{name}{f'_{number}' if number > 1 else ''}.json" for number in count(1))
-        return next(each for each in paths if not each.exists() and not each.with_name(f"{each.name}.gz").exists())
+        free = (each for each in paths if not each.exists() and not each.with_name(f"{each.name}.gz").exists())
+        with _writing:
+            try:
+                plain = next(free)
+                session.write(plain)
+                trace, summary = self._sum_up(plain, plan.last)
+                where = self._uploader.send([trace] if summary is None else [trace, summary])
+                if self._rank == 0 and summary is not None:
+                    _print(json.loads(summary.read_text(encoding="utf-8")), steps, trace)
+                done(f"{steps} of rank {self._rank}: {trace}. {where}".strip())
+            except Exception as error:  # whatever the disk or the store does, the training goes on
+                text = redact_text(f"{type(error).__name__}: {error}")
+                log.warning("The profile of %s of rank %d cannot be kept: %s", steps, self._rank, text)
+                done(f"the profile of {steps} of rank {self._rank} cannot be kept: {text}")
 
-    def _sum_up(self, plain: Path, last: int) -> Kept:
+    def _sum_up(self, plain: Path, last: int) -> tuple[Path, Path | None]:
+        """Have another process sum the trace up and compress it; return the trace, and the summary if there is one."""
         summary = self._folder / f"summary_rank_{self._rank}.json"
         summary.unlink(missing_ok=True)  # of the profile before
         module = "azureml_strategy.profiling.trace_summary"
@@ -117,7 +86,7 @@ class ProfileWriter:
         if ended.returncode:
             log.warning("The trace of rank %d is not summed up: %s", self._rank, ended.stderr.strip()[-500:])
         zipped = plain.with_name(f"{plain.name}.gz")
-        return Kept(zipped if zipped.exists() else plain, summary if summary.exists() else None)
+        return zipped if zipped.exists() else plain, summary if summary.exists() else None
 
 
 def _print(summary: dict[str, Any], steps: str, trace: Path) -> None:
@@ -127,19 +96,15 @@ def _print(summary: dict[str, Any], steps: str, trace: Path) -> None:
     table = Table(title=f"Profile of {steps} on rank 0, times on {device}")
     for heading in ("", "ms", "share", "calls"):
         table.add_column(heading, justify="left" if not heading else "right", no_wrap=True)
-    for name, seconds, calls in _rows(summary):
-        table.add_row(name, f"{1e3 * seconds:,.2f}", f"{seconds / window:.1%}", str(calls or ""))
-    print_table(table, [f"Open it at https://ui.perfetto.dev: {trace}"])
-
-
-def _rows(summary: dict[str, Any]) -> list[tuple[str, float, int]]:
-    parts = [
+    rows = [
         ("computing", summary["compute_s"], 0),
         ("communication, exposed", summary["exposed_communication_s"], 0),
         *((f"  {each['name']}", each["exposed_s"], each["calls"]) for each in summary["collectives"]),
         ("copies", summary["copy_s"], 0),
         ("idle", summary["idle_s"], 0),
         ("  waiting for data", summary["data_wait_s"], 0),
+        *((shorten(each["name"]), each["self_s"], each["calls"]) for each in summary["operators"][:_SHOWN]),
     ]
-    operators = [(shorten(each["name"]), each["self_s"], each["calls"]) for each in summary["operators"][:_SHOWN]]
-    return [*parts, *operators]
+    for name, seconds, calls in rows:
+        table.add_row(name, f"{1e3 * seconds:,.2f}", f"{seconds / window:.1%}", str(calls or ""))
+    print_table(table, [f"Open it at https://ui.perfetto.dev: {trace}"])

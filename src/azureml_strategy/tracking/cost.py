@@ -89,10 +89,17 @@ class CostTracker(Callback):
         self._started = self._clock() - process_age_s() if paid is None else paid
         self._ended = None
         self._previous_cost = 0.0
+        tags = {
+            "cost.price_per_hour": str(self.price.per_hour),
+            "cost.currency": self.price.currency,
+            "cost.source": self.price.source,
+        }
+        if self.price.date:
+            tags["cost.date"] = self.price.date
         for logger in trainer.loggers:
             if isinstance(logger, JobMLFlowLogger):
                 self._previous_cost = logger.metric_at_start(_RUN) or 0.0
-                logger.log_tags(_tags(self.price))
+                logger.log_tags(tags)
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -119,12 +126,3 @@ def find_cost(trainer: Trainer) -> CostTracker | None:
     """Return the trainer's `CostTracker` if it has one that knows a price."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return next((each for each in callbacks if isinstance(each, CostTracker) and each.price is not None), None)
-
-
-def _tags(price: Price) -> dict[str, str]:
-    tags = {
-        "cost.price_per_hour": str(price.per_hour),
-        "cost.currency": price.currency,
-        "cost.source": price.source,
-    }
-    return tags | {"cost.date": price.date} if price.date else tags

@@ -141,11 +141,11 @@ class _CounterThread:
         self._sysfs = sysfs
         self._store = store
         self._is_collector = trainer.is_global_zero
-        self._several = trainer.num_nodes > 1
+        self._multi_node = trainer.num_nodes > 1
         self._node = f"node_{trainer.node_rank}"
         self._others = [f"node_{node}" for node in range(trainer.num_nodes) if node != trainer.node_rank]
         self._causes: dict[tuple[str, str], str] = {}
-        self._heard: dict[str, int] = {}
+        self._last_sample: dict[str, int] = {}
         self._samples = 0
         self._ending = threading.Event()
         self._running = threading.Thread(target=self._run, name=THREAD, daemon=True)
@@ -156,7 +156,7 @@ class _CounterThread:
         found: dict[str, float] = {}
         while self.figures:
             node, figures = self.figures.popitem()
-            prefix = f"system/{node}" if self._several else "system"
+            prefix = f"system/{node}" if self._multi_node else "system"
             found |= {f"{prefix}/{name}": value for name, value in figures.items()}
         return found
 
@@ -172,7 +172,7 @@ class _CounterThread:
             with closing(NodeSampler(self._warn, self._checkpoint_folder, self._sysfs)) as sampler:
                 pause = min(_FIRST_S, self._interval_s)
                 while not self._ending.wait(pause):
-                    self._share(sampler.sample())
+                    self._publish(sampler.sample())
                     pause = self._interval_s
         except ImportError as error:
             rank_zero_info(f"Counters of the nodes are not recorded ({error}): {INSTALL}.")
@@ -180,7 +180,7 @@ class _CounterThread:
             text = redact_text(f"{type(error).__name__}: {error}")
             rank_zero_info(f"Counters of the nodes are recorded no more, training goes on: {text}")
 
-    def _share(self, figures: dict[str, float]) -> None:
+    def _publish(self, figures: dict[str, float]) -> None:
         self._samples += 1
         if self._is_collector:
             self.figures[self._node] = figures
@@ -200,23 +200,23 @@ class _CounterThread:
             if text is None:
                 continue
             sample, figures, warnings = from_json(text)
-            if sample == self._heard.get(node):
+            if sample == self._last_sample.get(node):
                 continue
-            self._heard[node] = sample
+            self._last_sample[node] = sample
             self.figures[node] = figures
-            self._tell(node, warnings)
+            self._add_warnings(node, warnings)
 
     def _warn(self, cause: str, text: str) -> None:
-        """Take what is wrong with this node."""
+        """Record what is wrong with this node."""
         host = socket.gethostname()
-        where = f"{host} ({self._node})" if self._several else host
+        where = f"{host} ({self._node})" if self._multi_node else host
         warning = redact_text(f"Node {where}: {text}")
         if self._is_collector:
-            self._tell(self._node, {cause: warning})
+            self._add_warnings(self._node, {cause: warning})
         else:
             self._causes.setdefault((self._node, cause), warning)
 
-    def _tell(self, node: str, warnings: Mapping[str, str]) -> None:
+    def _add_warnings(self, node: str, warnings: Mapping[str, str]) -> None:
         for cause, text in warnings.items():
             # Mostly all nodes write to one disk.
             key = ("" if cause == CHECKPOINT_DISK else node, cause)

@@ -32,7 +32,13 @@ def merge_description(present: str, lines: Sequence[str], limit: int) -> str | N
     Returns:
         The new description; None if there is no room for any line.
     """
-    before, after = _of_others(present)
+    above, begin, rest = present.partition(_BEGIN)
+    _, end, below = rest.partition(_END)
+    if begin and not end:  # somebody has cut it
+        below = rest
+    # Blank lines between the text of others and ours.
+    before = [above.strip(), ""] if above.strip() else []
+    after = ["", below.strip()] if below.strip() else []
     room = limit - len("\n".join([*before, _BEGIN, _END, *after]))
     kept = []
     for line in lines:
@@ -41,16 +47,6 @@ def merge_description(present: str, lines: Sequence[str], limit: int) -> str | N
             break
         kept.append(line)
     return "\n".join([*before, _BEGIN, *kept, _END, *after]) if kept else None
-
-
-def _of_others(present: str) -> tuple[list[str], list[str]]:
-    """What others wrote before and after our part, with blank lines between theirs and ours."""
-    before, begin, rest = present.partition(_BEGIN)
-    _, end, after = rest.partition(_END)
-    if begin and not end:  # somebody has cut it
-        after = rest
-    above, below = before.strip(), after.strip()
-    return [above, ""] if above else [], ["", below] if below else []
 
 
 def _cell(text: str) -> str:

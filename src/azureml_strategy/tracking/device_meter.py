@@ -10,12 +10,11 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from azureml_strategy.tracking.step_meters import Part
-from azureml_strategy.tracking.step_timer import Clock
+from azureml_strategy.tracking.step_meters import Clock, Part
 
 LAUNCHED = frozenset({Part.FORWARD, Part.BACKWARD})
 """The parts in which a GPU may wait for the host to launch the next kernel."""
-# After so many steps the GPU is awake, and a trial tells how fast it counts cycles; 0.1 ms at 1 GHz.
+# After so many steps the GPU is awake, and a trial of so many cycles measures how fast it counts them: 0.1 ms at 1 GHz.
 _TRIED, _TRIAL = 4, 100_000
 # The first count of steps after which one is held, and the longest distance between two. It doubles, so that few are.
 _FIRST, _RAREST = 8, 1024
@@ -37,8 +36,8 @@ class Mark(NamedTuple):
         moment: on the device.
         part: of the time until the next mark.
         at: when the host recorded it, in seconds.
-        ahead: the device had yet to come to the mark before. So all that lies between was launched before the device
-            began with it, and the device had no reason to wait.
+        ahead: whether the device had yet to reach the mark before this one. Then the host launched all work between the
+            two marks before the device began with it, so the device did not wait for the host.
     """
 
     moment: Any
@@ -58,20 +57,21 @@ class Spin(NamedTuple):
 class KernelTimes:
     """What the intervals of forward and backward take on a GPU that does not wait for its host.
 
-    Events alone do not tell: between two of them, a GPU that keeps up with the host may compute all the time or hardly
-    ever. So now and then a step is held: before each interval the GPU spins in one thread until the host has launched
-    all of the interval. Then it computes without a break, and the events have the time that the kernels take.
+    Events alone cannot show this: between two of them, a GPU that keeps up with the host may compute all the time or
+    hardly ever. So now and then a step is held: before each interval the GPU spins in one thread until the host has
+    launched all of the interval. Then it computes without a break, and the time between the events is the time that the
+    kernels take.
 
-    A held step costs what the host needs for one, and all ranks that wait for this one. So the counts of steps after
-    which one is held are the same on each rank: 8, 16, 32 and so on, then each 1,024th. A rank that may not hold at one
-    waits for the next. A step is held for a second at most, and all holds together take a quarter of a second and 0.5 %
-    of the time, as measured. A run whose host is ahead is not held.
+    A held step takes as long as the host needs to launch it, on this rank and on all ranks that wait for it. So each
+    rank holds a step after the same counts of steps: 8, 16, 32 and so on, then each 1,024th. A rank that may not hold
+    at one of them waits for the next. A step is held for a second at most, and all holds together take a quarter of a
+    second and 0.5 % of the time, as measured. A run whose host is ahead is not held.
 
     A hold lasts for cycles of the GPU. Their rate is measured by a trial, and anew around each hold.
 
     Args:
         clock: records the moments.
-        hold: has the device spin for a number of its cycles, behind what is queued. None holds no step.
+        hold: makes the device spin for a number of its cycles, after all work queued so far. None holds no step.
         read: the host's clock, in seconds.
     """
 
@@ -165,7 +165,7 @@ class DeviceMeter:
 
     Args:
         clock: records the moments.
-        hold: has the device spin for a number of its cycles, behind what is queued; None leaves HOST empty.
+        hold: makes the device spin for a number of its cycles, after all work queued so far; None leaves HOST empty.
         read: the host's clock, in seconds.
 
     Attributes:
@@ -190,8 +190,8 @@ class DeviceMeter:
         self._kernels = KernelTimes(clock, hold, read)
         self._inside = [Part.OTHER]
         self._steps = 0
-        # The device is late after a held step and makes up for it in the next ones, which are shorter than others. They
-        # are left out, up to one in which it waits for the host where it used to, or so many.
+        # After a held step the device is late and catches up in the next ones, which are shorter than others. These are
+        # left out, until it waits for the host in the same intervals as before, or for `_FIRST` steps at most.
         self._held = False
         self._settling = 0
         self._usual: list[Mark] = []

@@ -6,16 +6,16 @@ import json
 import time
 from collections import deque
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from azureml_strategy.cluster.job import read_job
 from azureml_strategy.cluster.redaction import redact_text
-from azureml_strategy.interfaces import RecordsEvents
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-# An artifact is sent whole each time, so it must stay small. The first events tell most, and the last ones the end.
+# An artifact is sent whole each time, so it must stay small. The first events explain most, and the last ones show how
+# the run ended.
 _FIRST, _LAST = 200, 200
 # Longer texts, such as tracebacks, are cut.
 _TEXT_LENGTH = 2000
@@ -38,6 +38,15 @@ class Event:
     text: str
     step: int
     time_ms: int = field(default_factory=lambda: int(time.time() * 1000))
+
+
+@runtime_checkable
+class RecordsEvents(Protocol):
+    """A logger that keeps events with its run, such as `JobMLFlowLogger`."""
+
+    def log_event(self, event: Event) -> None:
+        """Keep an event."""
+        ...
 
 
 class EventLog:
@@ -73,13 +82,7 @@ class EventLog:
 
 
 def record_event(trainer: Trainer, kind: Kind, text: str) -> None:
-    """Keep an event with the run, by each logger that records events. It does nothing on ranks other than 0.
-
-    Args:
-        trainer: of the run.
-        kind: what sort of thing.
-        text: one or two sentences.
-    """
+    """Keep an event with the run, by each logger that records events. It does nothing on ranks other than 0."""
     event = Event(kind, redact_text(text)[:_TEXT_LENGTH], trainer.global_step)
     for logger in trainer.loggers:
         if isinstance(logger, RecordsEvents):

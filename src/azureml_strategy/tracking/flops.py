@@ -123,11 +123,12 @@ def flops_of(module: LightningModule) -> Flops | None:
 
 
 class _StatedFlops:
-    """What a module says of its operations. Which of them are convolutions is estimated by the sizes of the weights."""
+    """Asks the module for its operations. The share of convolutions is estimated from the sizes of the weights."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
-        # What configure_model and lazy layers make is there at the first batch. Other modules are whole only now.
+        # Layers that configure_model or lazy layers make exist only at the first batch. All other modules are counted
+        # now, before the strategy splits them.
         self._is_late = is_overridden("configure_model", module) or any(map(is_lazy, module.parameters()))
         self.convolutions = 0.0 if self._is_late else _convolved(module)
 
@@ -156,7 +157,8 @@ class _FlopCounter:
     """
 
     def __init__(self, module: LightningModule) -> None:
-        self._model: Any = _on_meta(module)
+        tensors = itertools.chain(module.parameters(), module.buffers())
+        self._model: Any = copy.deepcopy(module, {id(tensor): _to_meta(tensor) for tensor in tensors})
         self._per_sample: dict[tuple[Any, ...], float] = {}
         self.convolutions = 0.0
 
@@ -170,11 +172,13 @@ class _FlopCounter:
         return self._per_sample[sample] * len(tensors[0])
 
     def _measure(self, inputs: Any) -> float:
-        without_numbers = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), inputs)
+        on_meta = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), inputs)
         counter = FlopCounterMode(display=False)
         try:
             with counter:
-                _sum(self._model(without_numbers)).backward()  # type: ignore[no-untyped-call]
+                outputs = tree_leaves(self._model(on_meta))
+                loss = torch.stack([leaf.sum() for leaf in outputs if isinstance(leaf, Tensor)]).sum()
+                loss.backward()  # type: ignore[no-untyped-call]
         except Exception as error:  # the user's forward pass may fail in any way on meta tensors: training must go on
             rank_zero_warn(
                 f"No MFU: the forward pass of {type(self._model).__name__} cannot be tried on tensors without numbers "
@@ -187,16 +191,7 @@ class _FlopCounter:
         return whole
 
 
-def _sum(outputs: Any) -> Tensor:
-    return torch.stack([leaf.sum() for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]).sum()
-
-
-def _on_meta(module: nn.Module) -> nn.Module:
-    tensors = itertools.chain(module.parameters(), module.buffers())
-    return copy.deepcopy(module, {id(tensor): _without_numbers(tensor) for tensor in tensors})
-
-
-def _without_numbers(tensor: Tensor) -> Tensor:
+def _to_meta(tensor: Tensor) -> Tensor:
     if isinstance(tensor, nn.UninitializedParameter):
         return nn.UninitializedParameter(tensor.requires_grad, device="meta", dtype=tensor.dtype)  # type: ignore[call-arg, arg-type]
     if isinstance(tensor, nn.Parameter):

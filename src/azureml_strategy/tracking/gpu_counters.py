@@ -1,16 +1,16 @@
-"""Reads what the NVIDIA driver tells about the GPUs of a node: load, memory, power, clocks, and what is wrong."""
+"""Reads what the NVIDIA driver knows about the GPUs of a node: load, memory, power, clocks, and what is wrong."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
-# Why clocks are lower than they could be, with an advice. NVML tells them as bits:
+# Reasons for low clocks that are a fault, with an explanation. NVML gives the reasons as bits:
 # https://docs.nvidia.com/deploy/nvml-api/group__nvmlClocksEventReasons.html
 # Harmless are an idle GPU, clocks that somebody has set, sync boost, and the software power cap (0x4), at which a GPU
-# under full load runs all the time. HW_SLOWDOWN (0x8) is also told while clocks change, so only its two causes count.
+# under full load runs all the time. HW_SLOWDOWN (0x8) is also set while clocks change, so only its two causes count.
 _HARMFUL = {
     0x20: "it is too hot (software thermal slowdown)",
     0x40: "it is too hot (hardware thermal slowdown)",
@@ -19,11 +19,11 @@ _HARMFUL = {
 _POWER_CAP = 0x4
 # A slowdown of one sample may be a spike.
 _SAMPLES_IN_A_ROW = 2
-# What a driver may tell at most about a GPU between two samples.
+# The number of events that are read between two samples at most.
 _MOST_EVENTS = 100
 _XID_TABLE = "https://docs.nvidia.com/deploy/xid-errors/"
 
-Tell = Callable[[str, str], None]
+Warn = Callable[[str, str], None]
 
 
 class GPUCounters:
@@ -54,14 +54,11 @@ class GPUCounters:
     def __len__(self) -> int:
         return len(self._gpus)
 
-    def read(self, warn: Tell) -> dict[str, float]:
-        """Read every GPU. Values that the driver does not have, or denies, are left out.
+    def read(self, warn: Warn) -> dict[str, float]:
+        """Read every GPU, and return figures by name, without `system/`.
 
-        Args:
-            warn: is told what is wrong: the cause in a few words, and a text.
-
-        Returns:
-            Figures by name, without `system/`.
+        Values that the driver does not have, or denies, are left out. For each fault it calls `warn` with the cause in
+        a few words, and a text.
         """
         figures: dict[str, float] = {}
         for index, gpu in list(self._gpus.items()):
@@ -81,25 +78,21 @@ class GPUCounters:
                 self._nvml.nvmlEventSetFree(self._events)
             self._nvml.nvmlShutdown()
 
-    def _read_gpu(self, index: int, gpu: Any, warn: Tell) -> Iterator[tuple[str, float]]:
+    def _read_gpu(self, index: int, gpu: Any, warn: Warn) -> Iterator[tuple[str, float]]:
         nvml = self._nvml
         if (load := self._ask(nvml.nvmlDeviceGetUtilizationRates, gpu)) is not None:
             yield "utilization_percentage", load.gpu
         if (memory := self._ask(nvml.nvmlDeviceGetMemoryInfo, gpu)) is not None and memory.total:
             yield "memory_usage_percentage", 100 * memory.used / memory.total
             yield "memory_usage_megabytes", memory.used / 1e6
-        yield from self._read_power(gpu)
+        if (milliwatts := self._ask(nvml.nvmlDeviceGetPowerUsage, gpu)) is not None:
+            yield "power_usage_watts", milliwatts / 1000
+            if limit := self._ask(nvml.nvmlDeviceGetEnforcedPowerLimit, gpu):
+                yield "power_usage_percentage", 100 * milliwatts / limit
         yield from self._read_clocks(index, gpu, warn)
         yield from self._read_memory_errors(index, gpu, warn)
 
-    def _read_power(self, gpu: Any) -> Iterator[tuple[str, float]]:
-        if (milliwatts := self._ask(self._nvml.nvmlDeviceGetPowerUsage, gpu)) is None:
-            return
-        yield "power_usage_watts", milliwatts / 1000
-        if limit := self._ask(self._nvml.nvmlDeviceGetEnforcedPowerLimit, gpu):
-            yield "power_usage_percentage", 100 * milliwatts / limit
-
-    def _read_clocks(self, index: int, gpu: Any, warn: Tell) -> Iterator[tuple[str, float]]:
+    def _read_clocks(self, index: int, gpu: Any, warn: Warn) -> Iterator[tuple[str, float]]:
         nvml = self._nvml
         figures = {
             "sm_clock_megahertz": self._ask(nvml.nvmlDeviceGetClockInfo, gpu, nvml.NVML_CLOCK_SM),
@@ -110,12 +103,10 @@ class GPUCounters:
         yield from known.items()
         # The new name of this call, ...ClocksEventReasons, is unknown to drivers before 535; new ones know both.
         reasons = self._ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, gpu)
-        if reasons is not None:
-            yield "power_capped", float(bool(reasons & _POWER_CAP))
-            yield "throttled", float(bool(reasons & sum(_HARMFUL)))
-            self._judge_clocks(index, reasons, known, warn)
-
-    def _judge_clocks(self, index: int, reasons: int, known: Mapping[str, float], warn: Tell) -> None:
+        if reasons is None:
+            return
+        yield "power_capped", float(bool(reasons & _POWER_CAP))
+        yield "throttled", float(bool(reasons & sum(_HARMFUL)))
         now = ", ".join(f"{name} {value}" for name, value in known.items())
         for bit, why in _HARMFUL.items():
             seen = self._slowdowns.get((index, bit), 0) + 1 if reasons & bit else 0
@@ -123,7 +114,7 @@ class GPUCounters:
             if seen >= _SAMPLES_IN_A_ROW:
                 warn(f"gpu {index} slowdown {bit}", f"GPU {index} runs at lower clocks because {why}: {now}")
 
-    def _read_memory_errors(self, index: int, gpu: Any, warn: Tell) -> Iterator[tuple[str, float]]:
+    def _read_memory_errors(self, index: int, gpu: Any, warn: Warn) -> Iterator[tuple[str, float]]:
         nvml = self._nvml
         kind = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC  # since the driver was loaded
         errors = self._ask(nvml.nvmlDeviceGetTotalEccErrors, gpu, *kind)
@@ -134,7 +125,7 @@ class GPUCounters:
         if errors > before:
             warn(f"gpu {index} memory", f"GPU {index} had {errors - before} uncorrectable memory error(s) (ECC)")
 
-    def _read_events(self, warn: Tell) -> None:
+    def _read_events(self, warn: Warn) -> None:
         if self._events is None:
             return
         handles = {_address(gpu): index for index, gpu in self._gpus.items()}

@@ -25,7 +25,7 @@ from azureml_strategy.lightning_internals import (
     training_loaders,
 )
 
-# The loader and the memory take turns, so that a drift of the machine meets both.
+# The loader and the memory take turns, so that a machine that becomes slower or faster meanwhile affects both.
 _ROUNDS = 3
 # Steps after each change that do not count, besides those whose batches are read ahead.
 _SETTLING = 3
@@ -35,7 +35,7 @@ _MOST_WAIT_S = 20.0
 _NEGLIGIBLE = 0.03
 
 
-class HeadSpace(NamedTuple):
+class LoaderHeadroom(NamedTuple):
     """What was measured, in seconds a step: medians over the rounds.
 
     Attributes:
@@ -89,7 +89,7 @@ class DataHeadSpace(Callback):
                 raise ValueError(f"{name}={value} measures nothing; give 1 or more, such as {name}=8.")
         self.steps = steps
         self.batches = batches
-        self.found: HeadSpace | None = None
+        self.found: LoaderHeadroom | None = None
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -110,9 +110,17 @@ class DataHeadSpace(Callback):
                 "cannot give it some of them again. Measure it with a training_step(batch, batch_idx)."
             )
         self.found = None
-        self._memory = _Memory(self.batches)
-        self._ahead = _read_ahead(trainer)
-        self._settling = _SETTLING + self._ahead
+        self._replay = _ReplayedBatches(self.batches)
+        loaders = training_loaders(trainer)
+        # The number of batches that the workers have ready at most.
+        self._prefetched = max(
+            (
+                getattr(each, "num_workers", 0) * (getattr(each, "prefetch_factor", None) or 0)
+                for each in (loaders.flattened if loaders is not None else ())
+            ),
+            default=0,
+        )
+        self._settling = _SETTLING + self._prefetched
         self._turn = self._step = 0
         self._seconds: list[float] = []
         self._counted = (0.0, 0)
@@ -123,9 +131,9 @@ class DataHeadSpace(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         fetcher = data_fetcher(trainer) if self.steps else None
-        if fetcher is None or fetcher.iterator is None or fetcher.iterator is self._memory:
+        if fetcher is None or fetcher.iterator is None or fetcher.iterator is self._replay:
             return
-        fetcher.iterator = self._memory.over(fetcher.iterator)  # an epoch begins
+        self._replay.loader, fetcher.iterator = fetcher.iterator, self._replay  # an epoch begins
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -141,8 +149,9 @@ class DataHeadSpace(Callback):
             return
         self._step += 1
         counts = self._step > self._settling
-        if self._step in (self._settling, self._settling + self.steps):
-            _finish(trainer)
+        is_edge = self._step in (self._settling, self._settling + self.steps)
+        if is_edge and trainer.strategy.root_device.type == "cuda":
+            torch.cuda.synchronize(trainer.strategy.root_device)  # so that the clock shows the device's work
         now = time.perf_counter()
         if counts and self._last is not None:
             seconds, steps = self._counted
@@ -165,43 +174,36 @@ class DataHeadSpace(Callback):
         self._seconds.append(seconds / steps if steps else float("nan"))
         self._turn += 1
         self._step, self._counted = 0, (0.0, 0)
-        self._memory.repeats = self._turn % 2 == 1
-        if self._memory.repeats and steps:
+        self._replay.repeats = self._turn % 2 == 1
+        if self._replay.repeats and steps:
             # The workers read ahead until nobody takes what they have, and cost nothing from then on.
-            time.sleep(min(self._ahead * seconds / steps, _MOST_WAIT_S))
+            time.sleep(min(self._prefetched * seconds / steps, _MOST_WAIT_S))
         if self._turn == 2 * _ROUNDS:
-            self._memory.repeats = False
-            self.found = HeadSpace(statistics.median(self._seconds[::2]), statistics.median(self._seconds[1::2]))
-            self._report(trainer, self.found)
+            self._replay.repeats = False
+            self.found = LoaderHeadroom(statistics.median(self._seconds[::2]), statistics.median(self._seconds[1::2]))
+            rank_zero_info(self.found.text())
+            metrics = {
+                "summary/data_head_space": self.found.share,
+                "summary/loader_step_s": self.found.loader_s,
+                "summary/memory_step_s": self.found.memory_s,
+            }
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step=logged_step(trainer))
             trainer.should_stop = True
 
-    def _report(self, trainer: Trainer, found: HeadSpace) -> None:
-        rank_zero_info(found.text())
-        metrics = {
-            "summary/data_head_space": found.share,
-            "summary/loader_step_s": found.loader_s,
-            "summary/memory_step_s": found.memory_s,
-        }
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=logged_step(trainer))
 
+class _ReplayedBatches(Iterator[Any]):
+    """Stands between the Trainer and its loader. It passes batches on and keeps the last ones, or repeats these.
 
-class _Memory(Iterator[Any]):
-    """What the Trainer reads: batches of the loader, of which it keeps the last ones, or these again.
-
-    Args:
-        size: number of batches that are kept.
+    Attributes:
+        loader: where batches come from.
+        repeats: whether to give the kept batches again.
     """
 
     def __init__(self, size: int) -> None:
         self._kept: deque[Any] = deque(maxlen=size)
-        self._loader: Iterator[Any] = iter(())
+        self.loader: Iterator[Any] = iter(())
         self.repeats = False
-
-    def over(self, loader: Iterator[Any]) -> _Memory:
-        """Read from this loader from now on."""
-        self._loader = loader
-        return self
 
     def __next__(self) -> Any:
         if self.repeats and self._kept:
@@ -209,22 +211,6 @@ class _Memory(Iterator[Any]):
             batch, *place = self._kept[-1]
             # New containers: a training_step may take out of them what it needs.
             return apply_to_collection(batch, Tensor, lambda each: each), *place
-        read = next(self._loader)
+        read = next(self.loader)
         self._kept.append((apply_to_collection(read[0], Tensor, lambda each: each), *read[1:]))
         return read
-
-
-def _read_ahead(trainer: Trainer) -> int:
-    """The number of batches that the workers have ready at most."""
-    loaders = training_loaders(trainer)
-    counts = [
-        getattr(each, "num_workers", 0) * (getattr(each, "prefetch_factor", None) or 0)
-        for each in (loaders.flattened if loaders is not None else ())
-    ]
-    return max(counts, default=0)
-
-
-def _finish(trainer: Trainer) -> None:
-    """Wait until the device has done what it was told, so that the clock shows it."""
-    if trainer.strategy.root_device.type == "cuda":
-        torch.cuda.synchronize(trainer.strategy.root_device)

@@ -1,4 +1,4 @@
-"""Records a training whose script does not mention it in the job's MLflow run: its metrics, and how fast it trains.
+"""Records metrics and throughput of a training in the job's MLflow run, although the script does not ask for it.
 
 Every Trainer of a job with an MLflow run has both callbacks.
 """
@@ -37,7 +37,7 @@ _END_S = 10.0
 # Runs into which this process has begun to log. Only the first Trainer may repeat what a previous attempt has logged:
 # of a second one in the script, the same names and steps are points of their own.
 _BEGUN: set[JobRun] = set()
-# Runs that this process cannot open, which is said once.
+# Runs that this process cannot open. Each of them is warned of once.
 _CLOSED: set[JobRun] = set()
 
 
@@ -124,7 +124,9 @@ class JobTracking(IsolatedCallback):
             return False
         if run not in _BEGUN:
             rank_zero_info(f"Metrics go into the job's MLflow run {run.run_id}. {self.switch}=off leaves that out.")
-            if _may_repeat(trainer):
+            job = read_job()
+            resumes = trainer.state.fn == TrainerFn.FITTING and trainer.ckpt_path is not None
+            if resumes or (job is not None and job.attempt > 0):  # steps may be repeated
                 logger.continue_run()
         return True
 
@@ -132,9 +134,10 @@ class JobTracking(IsolatedCallback):
 class JobThroughput(IsolatedCallback, ThroughputCallback, RunReport):
     """Measures a training that is logged into the job's run, unless its script measures it.
 
-    It is a `ThroughputCallback` and a `RunReport` for any script, without a collective. Rank 0 takes its samples for
-    those of every rank, and logs into the job's run alone; the other ranks only tell how long they take. A batch whose
-    samples it cannot count ends it, with one line. A script with one of these callbacks of its own has that alone.
+    It is a `ThroughputCallback` and a `RunReport` for any script, without a collective. Rank 0 assumes that every rank
+    has as many samples as itself. It logs into the job's run only; the other ranks just report how long they take. If
+    it cannot count the samples of a batch, it says so in one line and measures no more. A script that has one of these
+    callbacks itself keeps only that one.
     """
 
     switch = THROUGHPUT_SWITCH
@@ -150,7 +153,10 @@ class JobThroughput(IsolatedCallback, ThroughputCallback, RunReport):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         logs = not trainer.is_global_zero or self._loggers(trainer)
-        if stage == "fit" and logs and not self._is_measured(trainer):
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        of_script = (each for each in callbacks if each is not self)
+        is_measured = any(isinstance(each, (ThroughputCallback, RunReport)) for each in of_script)
+        if stage == "fit" and logs and not is_measured:
             super().setup(trainer, pl_module, stage)
         else:
             self._inert = True
@@ -173,10 +179,6 @@ class JobThroughput(IsolatedCallback, ThroughputCallback, RunReport):
         # A collective of ours could hang a script whose ranks have unequal numbers of batches.
         return totals.times(trainer.world_size)
 
-    def _is_measured(self, trainer: Trainer) -> bool:
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        return any(isinstance(each, (ThroughputCallback, RunReport)) and each is not self for each in callbacks)
-
     def _samples(self, batch: Any) -> int:
         try:
             return count_samples(batch)
@@ -194,17 +196,17 @@ class _AddedLogger(JobMLFlowLogger):
 
     @override
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        self._attempt(super().log_metrics, metrics, step)
+        self._try(super().log_metrics, metrics, step)
 
     @override
     def log_hyperparams(self, params: dict[str, Any] | Namespace) -> None:
-        self._attempt(super().log_hyperparams, params)
+        self._try(super().log_hyperparams, params)
 
     @override
     def finalize(self, status: str = "success") -> None:
-        self._attempt(super().finalize, status)
+        self._try(super().finalize, status)
 
-    def _attempt(self, action: Callable[..., None], *arguments: Any) -> None:
+    def _try(self, action: Callable[..., None], *arguments: Any) -> None:
         if self._has_failed:
             return
         try:
@@ -230,12 +232,6 @@ def _become(logger: MLFlowLogger, joined: JobMLFlowLogger) -> None:
     both = JobMLFlowLogger if kind is MLFlowLogger else type(kind.__name__, (kind, JobMLFlowLogger), {})
     logger.__class__ = both
     vars(logger).update(vars(joined))
-
-
-def _may_repeat(trainer: Trainer) -> bool:
-    job = read_job()
-    resumes = trainer.state.fn == TrainerFn.FITTING and trainer.ckpt_path is not None
-    return resumes or (job is not None and job.attempt > 0)
 
 
 def _autologs() -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, SupportsFloat
+from typing import TYPE_CHECKING, Any, Literal, SupportsFloat
 
 from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch.loggers import Logger, MLFlowLogger
@@ -57,15 +57,6 @@ _OPENING_S = 10.0
 # Azure ML uploads this folder of a job while the job runs, so its files outlive the node.
 _JOB_FOLDER = "logs"
 _RUN_STATUS = {"success": "FINISHED", "finished": "FINISHED", "failed": "FAILED"}
-
-
-class _Tracking(NamedTuple):
-    """What the user asked for. The environment decides what is None."""
-
-    uri: str | None
-    experiment_name: str | None
-    run_name: str | None
-    artifact_location: str | None
 
 
 class _Session:
@@ -149,7 +140,9 @@ class JobMLFlowLogger(MLFlowLogger):
         self._logged_model_time: dict[str, float] = {}
         self._checkpoint_callback = None
         self.tags: dict[str, Any] = tags or {}
-        self._tracking = _Tracking(tracking_uri, experiment_name, run_name, artifact_location)
+        # The environment decides what is None.
+        self._tracking_uri, self._experiment_name = tracking_uri, experiment_name
+        self._run_name, self._artifact_location = run_name, artifact_location
         self._flush_interval_s = flush_interval_s
         self._folder = folder
         self._session: _Session | None = None
@@ -270,7 +263,7 @@ class JobMLFlowLogger(MLFlowLogger):
             lines: the most important ones first; the last ones are left out if the store does not take all.
         """
         session = self._open()
-        present = self._description(session)
+        present = self._current_description(session)
         limit = TAG_VALUE_LENGTH if session.request.tracking_uri.startswith("azureml:") else NOTE_LENGTH
         merged = None if present is None else merge_description(present, lines, limit)
         if merged is not None:
@@ -288,7 +281,7 @@ class JobMLFlowLogger(MLFlowLogger):
 
     def run_and_store(self) -> tuple[str | None, str]:
         """The run's id, None until it is known, and its tracking store without secrets."""
-        return self.run_id, describe_store(resolve_tracking_uri(self._tracking.uri))
+        return self.run_id, describe_store(resolve_tracking_uri(self._tracking_uri))
 
     def send_file(self, run_id: str, file: Path, folder: str) -> None:
         """Put a file among a run's artifacts now, from any rank.
@@ -302,7 +295,7 @@ class JobMLFlowLogger(MLFlowLogger):
             StoreAwayError, StoreRefusedError: the store does not take it.
         """
         with store_errors():
-            client = one_attempt_client(resolve_tracking_uri(self._tracking.uri))
+            client = one_attempt_client(resolve_tracking_uri(self._tracking_uri))
             send_file(client, run_id, file, f"{folder}/{file.name}")
 
     @rank_zero_only
@@ -357,7 +350,10 @@ class JobMLFlowLogger(MLFlowLogger):
         if complete and self._checkpoint_callback:
             self._scan_and_log_checkpoints(self._checkpoint_callback)
         if session.request.run_id is None:
-            session.writer.put(End(_final_status(status), int(time.time() * 1000)))
+            # Lightning passes "failed" from inside its `except` clause. The exception tells whether the run was killed.
+            killed = isinstance(sys.exc_info()[1], (SIGTERMException, KeyboardInterrupt))
+            final = "KILLED" if killed else _RUN_STATUS.get(status, status)
+            session.writer.put(End(final, int(time.time() * 1000)))
         session.writer.close(60.0 if complete else 0.0)
         session.termination.remove()
 
@@ -377,7 +373,7 @@ class JobMLFlowLogger(MLFlowLogger):
             where = checkpoint_callback.dirpath
             warnings.warn(f"Checkpoints stay in {where} and are not uploaded now: {text}", stacklevel=2)
 
-    def _description(self, session: _Session) -> str | None:
+    def _current_description(self, session: _Session) -> str | None:
         """The run's description now; None if it is unknown."""
         self.flush(_OPENING_S)  # it may be among what is queued
         if session.run is None:
@@ -432,27 +428,20 @@ class JobMLFlowLogger(MLFlowLogger):
 
     def _open(self) -> _Session:
         if self._session is None:
-            self._session = _Session(self._request(), self._spool_folder(), self._flush_interval_s)
+            request = request_run(
+                resolve_tracking_uri(self._tracking_uri),
+                self._run_id or os.environ.get("MLFLOW_RUN_ID"),
+                self._experiment_name,
+                self._run_name,
+                self.tags,
+                self._artifact_location,
+                self._suggested_name,
+            )
+            folder = self._folder if self._folder is not None else _JOB_FOLDER if read_job() is not None else "."
+            self._session = _Session(request, Path(folder), self._flush_interval_s)
         if self._run_id is None and self._session.run is not None:
             self._run_id = self._session.run.run_id
         return self._session
-
-    def _request(self) -> RunRequest:
-        wanted = self._tracking
-        return request_run(
-            resolve_tracking_uri(wanted.uri),
-            self._run_id or os.environ.get("MLFLOW_RUN_ID"),
-            wanted.experiment_name,
-            wanted.run_name,
-            self.tags,
-            wanted.artifact_location,
-            self._suggested_name,
-        )
-
-    def _spool_folder(self) -> Path:
-        if self._folder is not None:
-            return Path(self._folder)
-        return Path(_JOB_FOLDER if read_job() is not None else ".")
 
     def __getstate__(self) -> dict[str, Any]:
         # A thread cannot be copied. The copy joins the run, and the original ends it.
@@ -461,14 +450,3 @@ class JobMLFlowLogger(MLFlowLogger):
 
 def _is_rank_zero() -> bool:
     return bool(rank_zero_only.rank == 0)  # type: ignore[attr-defined]
-
-
-def _final_status(status: str) -> str:
-    """MLflow's status for how `fit` ended.
-
-    Lightning passes "failed" from inside its `except` clause, so the current exception tells whether the run was
-    killed.
-    """
-    if isinstance(sys.exc_info()[1], (SIGTERMException, KeyboardInterrupt)):
-        return "KILLED"
-    return _RUN_STATUS.get(status, status)

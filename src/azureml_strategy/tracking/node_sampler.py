@@ -48,8 +48,8 @@ class NodeSampler:
     they import all of MLflow, which costs a process that logs nothing some eight seconds of a processor.
 
     Args:
-        warn: is told what is wrong: the cause in a few words, and a text of one or two sentences. It is told again as
-            long as it lasts.
+        warn: called with what is wrong: the cause in a few words, and a text of one or two sentences. It is called at
+            each sample for as long as that lasts.
         checkpoints: returns the folder of checkpoints; None if there is none, or it is no local path.
         sysfs: mount point of sysfs.
 
@@ -80,7 +80,7 @@ class NodeSampler:
             "disk of the checkpoints": self._checkpoint_disk,
             "GPUs": self._gpu,
         }
-        self._silent: set[str] = set()
+        self._unreadable: set[str] = set()
         self.sample()  # load and growth count from here
 
     def sample(self) -> dict[str, float]:
@@ -91,9 +91,9 @@ class NodeSampler:
             try:
                 figures.update(source())
             except Exception as error:  # psutil's and the kernel's are many; the other sources go on
-                if name not in self._silent:
+                if name not in self._unreadable:
                     rank_zero_info(f"Counters: the {name} cannot be read ({type(error).__name__}: {error}).")
-                self._silent.add(name)
+                self._unreadable.add(name)
         figures.update(self._per_second(figures, now - self._sampled_at))
         self._sampled_at = now
         return figures
@@ -133,7 +133,12 @@ class NodeSampler:
             return {}
         free = disk.free / 1e6
         if is_nearly_full(disk.percent, free):
-            self._warn(CHECKPOINT_DISK, _full_disk(folder, disk.percent, free))
+            self._warn(
+                CHECKPOINT_DISK,
+                f"the disk of the checkpoints, {folder}, is {disk.percent:.0f} % full: {free / 1e3:.1f} GB are left. A "
+                "checkpoint that does not fit is not written: delete old runs, keep fewer checkpoints "
+                "(`checkpoint.keep_last`, `checkpoint.save_top_k`), or write them to a larger mount (`output_dir`).",
+            )
         return {
             "checkpoint_disk_usage_percentage": disk.percent,
             "checkpoint_disk_available_megabytes": round(free, 1),
@@ -158,17 +163,14 @@ class NodeSampler:
         for name, counters in (("infiniband_errors", ERRORS), ("infiniband_link_downs", (LINK_DOWNED,))):
             if (count := self._network.of(*counters)) is not None:
                 figures[name] = count
+        noise = _NOISE + _NOISE_PER_HOUR * (time.monotonic() - self._started) / 3600
         for counter in (LINK_DOWNED, *ERRORS):
-            self._judge_ports(counter)
+            tolerated = noise if counter in _NOISY else 0
+            for port, count in self._network.by_port(counter).items():
+                if count > tolerated:
+                    text = f"the InfiniBand port {port} counted {count} {counter} since training started"
+                    self._warn(f"infiniband {counter}", f"{text}. {_LINK_ADVICE}.")
         return figures
-
-    def _judge_ports(self, counter: str) -> None:
-        hours = (time.monotonic() - self._started) / 3600
-        tolerated = _NOISE + _NOISE_PER_HOUR * hours if counter in _NOISY else 0
-        for port, count in self._network.by_port(counter).items():
-            if count > tolerated:
-                text = f"the InfiniBand port {port} counted {count} {counter} since training started"
-                self._warn(f"infiniband {counter}", f"{text}. {_LINK_ADVICE}.")
 
     def _megabytes(self, prefix: str, received: str, sent: str, unit: int = 1) -> dict[str, float]:
         counters = {f"{prefix}_receive_megabytes": received, f"{prefix}_transmit_megabytes": sent}
@@ -191,21 +193,8 @@ class NodeSampler:
 
 
 def is_nearly_full(percentage: float, free_megabytes: float) -> bool:
-    """Whether a disk may not take another checkpoint.
-
-    Args:
-        percentage: how much of it is used.
-        free_megabytes: what is left.
-    """
+    """Whether a disk may not take another checkpoint."""
     return percentage >= _FULL_PERCENTAGE and free_megabytes < _FULL_MEGABYTES
-
-
-def _full_disk(folder: Path, percentage: float, free_megabytes: float) -> str:
-    return (
-        f"the disk of the checkpoints, {folder}, is {percentage:.0f} % full: {free_megabytes / 1e3:.1f} GB are left. A "
-        "checkpoint that does not fit is not written: delete old runs, keep fewer checkpoints (`checkpoint.keep_last`, "
-        "`checkpoint.save_top_k`), or write them to a larger mount (`output_dir`)."
-    )
 
 
 def _gpus() -> GPUCounters | None:

@@ -23,7 +23,7 @@ from azureml_strategy.control.store import ControlStore
 from azureml_strategy.interfaces import HasStages
 from azureml_strategy.tracking.events import record_event
 from azureml_strategy.tracking.logger import JobMLFlowLogger
-from azureml_strategy.tracking.slow_ranks import Cause, RankWindow, Slowest, SlowRanks, describe, hint
+from azureml_strategy.tracking.slow_ranks import Cause, RankWindow, Slowest, StragglerDetector, describe, hint
 from azureml_strategy.tracking.step_meters import Part
 from azureml_strategy.tracking.step_timer import Step
 from azureml_strategy.tracking.tcp_links import Link, read_links
@@ -33,11 +33,11 @@ log = logging.getLogger(__name__)
 # Between two messages of a rank, in seconds, and how many ranks the store serves in one.
 _INTERVAL_S, _RANKS_PER_SECOND = 2.0, 200
 # Windows in a message. Rank 0 reads them long before they are pushed out.
-_KEPT = 16
+_SENT_WINDOWS = 16
 # A link is judged over so many readings of its counters: one interval is too short for a steady figure.
 _LINK_READINGS = 4
 # Windows in the artifact; of two that are joined, the slower times stay.
-_HISTORY = 500
+_HISTORY_WINDOWS = 500
 _CALL_S = 5.0
 _COMPUTING = (Part.FORWARD, Part.BACKWARD, Part.HOST, Part.OPTIMIZER)
 _CALLBACKS = (Part.OTHER, Part.COPY)
@@ -53,33 +53,30 @@ class RankTimes:
     """This rank's times in each window, and on rank 0 those of all ranks.
 
     A rank writes its last windows under a key of its own, on the thread of the control channel. Rank 0 reads the keys
-    on its own. No rank waits for another, and a rank whose script has other loops than the rest disturbs nobody.
+    on its thread of that kind. No rank waits for another, so a rank whose script has other loops than the rest delays
+    none of them.
 
     Args:
+        trainer: of the run.
         channel: of this process.
         give_back: what to call in the end.
-        rank: this process's global rank.
-        world_size: number of ranks.
-        place: where this rank runs.
-        group: ranks with the same number do the same work.
-        one_machine: whether all ranks share the cores of one machine.
     """
 
-    def __init__(
-        self,
-        channel: Channel,
-        give_back: Callable[[], None],
-        rank: int,
-        world_size: int,
-        place: dict[str, Any],
-        group: int,
-        one_machine: bool,
-    ) -> None:
+    def __init__(self, trainer: Trainer, channel: Channel, give_back: Callable[[], None]) -> None:
+        self._rank, self._world_size = rank, world_size = trainer.global_rank, trainer.world_size
         self._store = ControlStore(channel, "azureml_strategy/rank_times", rank, [channel.id] * world_size, _CALL_S)
         self._give_back = give_back
-        self._rank, self._world_size = rank, world_size
-        self._place, self._group, self._one_machine = place, group, one_machine
-        self._own: deque[RankWindow] = deque(maxlen=_KEPT)
+        strategy = trainer.strategy
+        self._place: dict[str, Any] = {
+            "rank": rank,
+            "host": socket.gethostname(),
+            "node": trainer.node_rank,
+            "device": str(strategy.root_device),
+        }
+        # Ranks of one group do the same work.
+        self._group = strategy.pipeline_stage if isinstance(strategy, HasStages) else 0
+        self._one_machine = shares_one_machine(trainer)
+        self._own: deque[RankWindow] = deque(maxlen=_SENT_WINDOWS)
         self._changed = False
         # Rank 0's name for this fit. A store may outlive a run, with the keys of a previous attempt.
         self._fit = uuid.uuid4().hex if rank == 0 else None
@@ -91,7 +88,7 @@ class RankTimes:
         self._busiest: tuple[float, str] | None = None
         self._lock = threading.Lock()
         self._read_links()
-        self._slow = SlowRanks()
+        self._stragglers = StragglerDetector()
         self.history = History()
         channel.every(max(_INTERVAL_S, world_size / _RANKS_PER_SECOND), self._exchange)
         self._channel = channel
@@ -104,28 +101,10 @@ class RankTimes:
         except Exception as error:  # whatever it is, training can do without
             log.debug("The ranks are not compared: %s: %s", type(error).__name__, error)
             return None
-        if leased is None:
-            return None
-        channel, give_back = leased
-        strategy = trainer.strategy
-        place = {
-            "rank": trainer.global_rank,
-            "host": socket.gethostname(),
-            "node": trainer.node_rank,
-            "device": str(strategy.root_device),
-        }
-        group = strategy.pipeline_stage if isinstance(strategy, HasStages) else 0
-        return cls(
-            channel, give_back, trainer.global_rank, trainer.world_size, place, group, shares_one_machine(trainer)
-        )
+        return cls(trainer, *leased) if leased is not None else None
 
     def add(self, steps: Sequence[Step], step: int) -> None:
-        """Keep this rank's times in a window.
-
-        Args:
-            steps: of the window.
-            step: at which it ends, the same on all ranks.
-        """
+        """Keep this rank's times in a window, which ends at the same step on all ranks."""
         busiest = self._busiest
         window = RankWindow(
             step,
@@ -158,22 +137,29 @@ class RankTimes:
         metrics: dict[str, float] = {}
         while self._complete:
             step, windows = self._complete.popleft()
-            for slow in self._slow.add(windows):
+            for slow in self._stragglers.add(windows):
                 text = describe(slow, self._where(slow.rank), self._at(slow.peer))
                 text = f"{text[0].upper()}{text[1:]}, in several windows up to step {step}."
                 text = f"{text} {hint(slow.cause, self._one_machine)}"
                 log.warning(text)
                 record_event(trainer, "slow_rank", text)
-            self.history.add(windows, self._slow.slow)
-            metrics = _metrics(windows, len({rank for rank, _ in self._slow.slow}))
+            self.history.add(windows, self._stragglers.slow)
+            compute = [each.compute_s for each in windows]
+            metrics = {
+                "ranks/compute_s_min": min(compute),
+                "ranks/compute_s_median": statistics.median(compute),
+                "ranks/compute_s_max": max(compute),
+                "ranks/data_wait_s_max": max(each.data_wait_s for each in windows),
+                "ranks/slow": float(len({rank for rank, _ in self._stragglers.slow})),
+            }
         return metrics
 
     def slowest(self) -> Slowest | None:
         """The rank that took longest over the whole run, if one stands out; on rank 0."""
-        seen = self._slow.seen()
-        if not seen:
+        slow = self._stragglers.lasting()
+        if not slow:
             return None
-        worst, where = seen[0], self._where(seen[0].rank)
+        worst, where = slow[0], self._where(slow[0].rank)
         text = describe(worst, where, self._at(worst.peer))
         return Slowest(f"rank {worst.rank} ({where})", text, worst.excess / (1 + worst.excess))
 
@@ -213,10 +199,10 @@ class RankTimes:
         if self._store.get("fit") != self._fit:
             self._store.set("fit", str(self._fit))
         keys = {f"{self._fit}/{rank}": rank for rank in range(1, self._world_size)}
-        told = self._store.get_all(list(keys))
+        messages = self._store.get_all(list(keys))
         with self._lock:
             self._take(0, self._place, list(self._own))
-            for key, text in told.items():
+            for key, text in messages.items():
                 if text is not None:
                     place, windows = json.loads(text)
                     self._take(keys[key], place, [RankWindow(*each) for each in windows])
@@ -224,8 +210,8 @@ class RankTimes:
                 found = self._windows.pop(step)
                 self._last = step
                 self._complete.append((step, [found[rank] for rank in range(self._world_size)]))
-            # A rank whose clock had no whole step in a window never tells of it.
-            for step in sorted(self._windows)[:-_KEPT]:
+            # Forget windows that some rank never sends, because its clock had no whole step in them.
+            for step in sorted(self._windows)[:-_SENT_WINDOWS]:
                 del self._windows[step]
 
     def _take(self, rank: int, place: dict[str, Any], windows: Sequence[RankWindow]) -> None:
@@ -286,7 +272,7 @@ class History:
         else:
             self.windows.append(row)
         self._pending = (self._pending + 1) % self._joined
-        if len(self.windows) > _HISTORY and not self._pending:
+        if len(self.windows) > _HISTORY_WINDOWS and not self._pending:
             pairs = zip(self.windows[::2], [*self.windows[1::2], self.windows[-1]], strict=False)
             self.windows = [_slower(first, second) for first, second in pairs]
             self._joined *= 2
@@ -303,14 +289,3 @@ def _slower(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 
 def _median(steps: Sequence[Step], parts: Sequence[Part]) -> float:
     return statistics.median(sum(step.parts[part] for part in parts) for step in steps)
-
-
-def _metrics(windows: Sequence[RankWindow], slow: int) -> dict[str, float]:
-    compute = [each.compute_s for each in windows]
-    return {
-        "ranks/compute_s_min": min(compute),
-        "ranks/compute_s_median": statistics.median(compute),
-        "ranks/compute_s_max": max(compute),
-        "ranks/data_wait_s_max": max(each.data_wait_s for each in windows),
-        "ranks/slow": float(slow),
-    }

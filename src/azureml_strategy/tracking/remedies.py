@@ -1,4 +1,4 @@
-"""What can be done about a part of a run's time, in the words of the run: its recipe's keys, or a script's Python."""
+"""Advises what to do about each part of a run's time: which key of the recipe to set, or what to write in a script."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RunFacts:
         nodes: number of nodes.
         precision: as the Trainer takes it, such as `bf16-mixed`.
         optimizer: class of the optimizer, such as `SGD`, or `SGD(fused=True)` if it is fused already.
-        hook: that most of what belongs to no other part of a step went into: `Ema.on_train_batch_end, 4.1 ms a call`.
+        hook: the one that took most of the part `other` of the steps, such as `Ema.on_train_batch_end, 4.1 ms a call`.
         mfu: model FLOPs utilisation, 0 to 1.
         compiled: whether torch.compile is used for the module or parts of it.
         keys: of the recipe, such as `data.num_workers`; None for a script, to which no key is named.
@@ -35,7 +35,7 @@ class RunFacts:
         slow_share: part of a step for which the others wait for the slow ranks, 0 to 1.
         steps: number of steps that were measured.
         one_machine: whether all ranks share the cores of one machine, as those of emulated nodes do.
-        settings: what it has already, of `SETTINGS`, so that nobody is told to set it.
+        settings: those of `SETTINGS` that the run has already, so that they are not advised.
         cost: of the run so far.
         currency: of `cost`.
     """
@@ -59,13 +59,7 @@ class RunFacts:
     currency: str = "USD"
 
     def way(self, key: str, value: str, otherwise: str) -> str:
-        """How to set something here: by its key where the recipe has it, else in Python.
-
-        Args:
-            key: of a recipe.
-            value: to set; empty if only the key is named.
-            otherwise: what a script writes.
-        """
+        """The recipe's key, with the value to set unless it is empty; for a script or another recipe `otherwise`."""
         if self.keys is None or key not in self.keys:
             return otherwise
         return f"{key}={value}" if value else key
@@ -208,11 +202,11 @@ def _validation(facts: RunFacts) -> tuple[str, str]:
 def _checkpoint(facts: RunFacts) -> tuple[str, str]:
     less_often = f"Save less often ({_every_minutes(facts)})"
     if "asynchronous" in facts.settings or not facts.can("checkpoint.asynchronous"):
-        behind = ""
+        background = ""
     else:
         way = facts.way("checkpoint.asynchronous", "true", "JobCheckpoint(asynchronous=True)")
-        behind = f", and in the background: {way}"
-    return "Training stands still while checkpoints are taken.", f"{less_often}{behind}."
+        background = f", and in the background: {way}"
+    return "Training stands still while checkpoints are taken.", f"{less_often}{background}."
 
 
 def _redone(facts: RunFacts) -> tuple[str, str]:

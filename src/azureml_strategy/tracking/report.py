@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import MethodType
@@ -25,7 +25,7 @@ from azureml_strategy.cluster.data_parallel import data_parallel_size
 from azureml_strategy.cluster.emulated import is_emulated
 from azureml_strategy.cluster.job import format_money, read_job
 from azureml_strategy.lightning_internals import has_bucket_size, sends_by_hook
-from azureml_strategy.tracking.cost import CostTracker, find_cost
+from azureml_strategy.tracking.cost import find_cost
 from azureml_strategy.tracking.description import markdown_table
 from azureml_strategy.tracking.logger import JobMLFlowLogger
 from azureml_strategy.tracking.network import run_network
@@ -34,7 +34,7 @@ from azureml_strategy.tracking.remedies import SETTINGS, RunFacts
 from azureml_strategy.tracking.run import RunLocation
 from azureml_strategy.tracking.summary import ThroughputSummary
 from azureml_strategy.tracking.tables import print_table
-from azureml_strategy.tracking.throughput import ThroughputCallback, find_throughput
+from azureml_strategy.tracking.throughput import find_throughput
 from azureml_strategy.tracking.time_budget import describe
 from azureml_strategy.tracking.verdict import NAMES, PHASES, Verdict, judge, mfu_text
 
@@ -67,8 +67,18 @@ class RunReport(Callback):
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._started = time.monotonic()
+        job = read_job()
+        sizes = {
+            "nodes": trainer.num_nodes,
+            "devices": trainer.world_size,
+            "data_parallel_size": data_parallel_size(trainer),
+            "strategy": type(trainer.strategy).__name__,
+            "vm_size": job.vm_size if job else None,
+            "emulated": "true" if is_emulated(os.environ) else None,
+        }
+        tags = {f"azureml_strategy.{name}": str(value) for name, value in sizes.items() if value is not None}
         for logger in self._run_loggers(trainer):
-            logger.log_tags(_size_tags(trainer))
+            logger.log_tags(tags)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -84,10 +94,18 @@ class RunReport(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         throughput = find_throughput(trainer)
         summary = throughput.summary() if throughput else None
-        if throughput and summary:
-            self._log_summary(trainer, summary, throughput.unit)
-        rows, remarks, verdict = self.rows(trainer), self.remarks(trainer), _verdict(trainer, self.keys)
         loggers = self._run_loggers(trainer)
+        if throughput and summary:
+            metrics = summary.as_metrics("summary", step="summary/step") | {
+                "summary/nodes": float(trainer.num_nodes),
+                "summary/devices": float(trainer.world_size),
+                "summary/steps": float(summary.steps),
+            }
+            for each in self._loggers(trainer):
+                each.log_metrics(metrics, step=trainer.global_step)
+            for logger in loggers:
+                logger.log_tags({"throughput.unit": throughput.unit})
+        rows, remarks, verdict = self.rows(trainer), self.remarks(trainer), _verdict(trainer, self.keys)
         hook = throughput.longest_hook() if throughput else ""
         for logger in loggers if hook else ():
             logger.log_tags({"azureml_strategy.longest_hook": hook})
@@ -108,12 +126,26 @@ class RunReport(Callback):
             rows = [*_throughput_rows(summary, throughput.unit, trainer.world_size), *rows]
         elif throughput:
             rows.insert(0, ("throughput", f"not measured: no step after the warm-up ({throughput.warmup_steps} steps)"))
-        if cost:
-            rows += _cost_rows(cost, summary, throughput.unit if throughput else "")
-        rows += _breakdown_rows(throughput, summary)
+        if cost and cost.price:
+            currency = cost.price.currency
+            rows.append(("cost", f"{format_money(cost.so_far)} {currency} ({cost.describe()})"))
+            if throughput and summary:
+                per_million = cost.per_million_samples(summary.samples_per_second)
+                rows.append((f"cost of 10^6 {throughput.unit}", f"{format_money(per_million)} {currency}"))
+        if summary and summary.shares:
+            parts = sorted(summary.shares.items(), key=lambda each: -each[1])
+            shown = [f"{NAMES[name]} {share:.1%}" for name, share in parts if share >= 0.001]
+            rows.append(("step", ", ".join(shown)))
+        if throughput and (clock := throughput.wall_clock()):
+            rows.append(("goodput", describe(clock)))
+        if throughput and (slowest := throughput.slowest_rank()):
+            rows.append(("slowest rank", slowest.text))
         if network:
             rows.append(("network", network.summary))
-        return [*rows, *self._metric_rows(trainer)]
+        values = trainer.callback_metrics
+        names = self.metrics if self.metrics is not None else [name for name in values if _ACCURACY.search(name)]
+        rows += ((name, f"{float(values[name]):.4f}" if name in values else "not logged") for name in names)
+        return rows
 
     def remarks(self, trainer: Trainer) -> list[str]:
         """Sentences about the run, the most important ones first, each in one line.
@@ -126,28 +158,11 @@ class RunReport(Callback):
             if isinstance(each, TensorBoardLogger)
         ]
 
-    def _log_summary(self, trainer: Trainer, summary: ThroughputSummary, unit: str) -> None:
-        shape = {
-            "summary/nodes": float(trainer.num_nodes),
-            "summary/devices": float(trainer.world_size),
-            "summary/steps": float(summary.steps),
-        }
-        for logger in self._loggers(trainer):
-            logger.log_metrics(summary.as_metrics("summary", step="summary/step") | shape, step=trainer.global_step)
-            if isinstance(logger, JobMLFlowLogger):
-                logger.log_tags({"throughput.unit": unit})
-
     def _loggers(self, trainer: Trainer) -> list[Logger]:
         return trainer.loggers
 
     def _run_loggers(self, trainer: Trainer) -> list[JobMLFlowLogger]:
         return [each for each in self._loggers(trainer) if isinstance(each, JobMLFlowLogger)]
-
-    def _metric_rows(self, trainer: Trainer) -> Iterator[tuple[str, str]]:
-        values = trainer.callback_metrics
-        names = self.metrics if self.metrics is not None else [n for n in values if _ACCURACY.search(n)]
-        for name in names:
-            yield name, f"{float(values[name]):.4f}" if name in values else "not logged"
 
 
 def _throughput_rows(summary: ThroughputSummary, unit: str, devices: int) -> list[tuple[str, str]]:
@@ -191,7 +206,7 @@ def _verdict(trainer: Trainer, keys: frozenset[str] | None) -> Verdict:
 
 
 def _settings(trainer: Trainer) -> frozenset[str]:
-    """What the run has already of what a verdict may advise."""
+    """Which of the settings that a verdict may advise are set already."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     has = (
         getattr(trainer.train_dataloader, "pin_memory", False),
@@ -227,43 +242,6 @@ def _unwrapped(optimizer: Optimizer) -> Optimizer:
     """The optimizer inside of DeepSpeed's, or of others that keep it as `optimizer`."""
     inner = getattr(optimizer, "optimizer", None)
     return _unwrapped(inner) if isinstance(inner, Optimizer) else optimizer
-
-
-def _breakdown_rows(
-    throughput: ThroughputCallback | None, summary: ThroughputSummary | None
-) -> Iterator[tuple[str, str]]:
-    """What a step and the run spend their time on, and which rank takes longest."""
-    if summary and summary.shares:
-        parts = sorted(summary.shares.items(), key=lambda each: -each[1])
-        yield "step", ", ".join(f"{NAMES[name]} {share:.1%}" for name, share in parts if share >= 0.001)
-    clock = throughput.wall_clock() if throughput else None
-    if clock:
-        yield "goodput", describe(clock)
-    slow = throughput.slowest_rank() if throughput else None
-    if slow:
-        yield "slowest rank", slow.text
-
-
-def _cost_rows(cost: CostTracker, summary: ThroughputSummary | None, unit: str) -> Iterator[tuple[str, str]]:
-    assert cost.price is not None
-    currency = cost.price.currency
-    yield "cost", f"{format_money(cost.so_far)} {currency} ({cost.describe()})"
-    if summary:
-        per_million = cost.per_million_samples(summary.samples_per_second)
-        yield f"cost of 10^6 {unit}", f"{format_money(per_million)} {currency}"
-
-
-def _size_tags(trainer: Trainer) -> dict[str, str]:
-    job = read_job()
-    sizes = {
-        "nodes": trainer.num_nodes,
-        "devices": trainer.world_size,
-        "data_parallel_size": data_parallel_size(trainer),
-        "strategy": type(trainer.strategy).__name__,
-        "vm_size": job.vm_size if job else None,
-        "emulated": "true" if is_emulated(os.environ) else None,
-    }
-    return {f"azureml_strategy.{name}": str(value) for name, value in sizes.items() if value is not None}
 
 
 def _print(rows: list[tuple[str, str]], remarks: Sequence[str], location: RunLocation | None) -> None:

@@ -76,7 +76,10 @@ def locate(tracking_uri: str, experiment: str, experiment_id: str, run_id: str, 
     """Describe where a run is and how to open it."""
     store = describe_store(tracking_uri)
     if store.startswith("azureml:"):
-        return RunLocation(store, experiment, run_id, run_name, _azure_command(store, run_id))
+        # Not the address of the studio's page, which holds the subscription's id.
+        found = _WORKSPACE.search(store)
+        where = f" --resource-group {found['group']} --workspace-name {found['workspace']}" if found else ""
+        return RunLocation(store, experiment, run_id, run_name, f"az ml job show --name {run_id}{where} --web")
     is_server = store.startswith(("http://", "https://"))
     # The routes of MLflow's pages lie behind `#`, in versions 2 and 3.
     page = f"{store.rstrip('/') if is_server else _LOCAL_SERVER}/#/experiments/{experiment_id}/runs/{run_id}"
@@ -90,22 +93,11 @@ def describe_store(tracking_uri: str) -> str:
     return redact_text(f"{prefix}{Path(path).absolute()}" if tracking_uri.startswith(prefix) else tracking_uri)
 
 
-def _azure_command(store: str, run_id: str) -> str:
-    # Not the address of the studio's page, which holds the subscription's id.
-    found = _WORKSPACE.search(store)
-    where = f" --resource-group {found['group']} --workspace-name {found['workspace']}" if found else ""
-    return f"az ml job show --name {run_id}{where} --web"
-
-
 class LoggedMetrics:
     """The metrics that previous attempts logged: each up to its last step when this attempt first writes it.
 
     An attempt may end at any moment, but it writes the points of each metric in order, so the store has all of them up
-    to some step.
-
-    Args:
-        client: reads the history of each metric once; used on the thread of the writer.
-        run_id: the run.
+    to some step. The client reads the history of each metric once, on the thread of the writer.
     """
 
     def __init__(self, client: MlflowClient, run_id: str) -> None:
@@ -183,22 +175,21 @@ class RunRequest:
         client = one_attempt_client(self.tracking_uri)
         if self.run_id is not None:
             return join_run(self.tracking_uri, self.run_id, self.tags, client)
-        experiment_id = self.experiment_id or self._experiment(client)
-        run = self._opened_before(client, experiment_id) if again else None
-        if run is None:
+        experiment_id = self.experiment_id or self._find_or_create_experiment(client)
+        by_this_request = f"tags.`{_START_ID}` = '{self.start_id}'"
+        found = client.search_runs([experiment_id], by_this_request, max_results=1) if again else []
+        if found:
+            run = found[0]
+        else:
             tags = {**self.tags, _START_ID: self.start_id}
             run = client.create_run(experiment_id, start_time=self.started_ms, tags=tags, run_name=self.run_name)
         return OpenRun(client, self.tracking_uri, run, client.get_experiment(experiment_id).name, owned=True)
 
-    def _experiment(self, client: MlflowClient) -> str:
+    def _find_or_create_experiment(self, client: MlflowClient) -> str:
         found = client.get_experiment_by_name(self.experiment_name)
         if found is not None:
             return str(found.experiment_id)
         return client.create_experiment(self.experiment_name, self.artifact_location)
-
-    def _opened_before(self, client: MlflowClient, experiment_id: str) -> Run | None:
-        found = client.search_runs([experiment_id], f"tags.`{_START_ID}` = '{self.start_id}'", max_results=1)
-        return found[0] if found else None
 
 
 def request_run(
@@ -234,12 +225,7 @@ def request_run(
 
 @dataclass(frozen=True)
 class JobRun:
-    """The run that Azure ML opened for a job.
-
-    Attributes:
-        tracking_uri: its store; may hold credentials.
-        run_id: its id.
-    """
+    """The run that Azure ML opened for a job. The address of its store may hold credentials."""
 
     tracking_uri: str = field(repr=False)
     run_id: str
@@ -283,12 +269,6 @@ def join_run(
     tracking_uri: str, run_id: str, tags: Mapping[str, Any] | None = None, client: MlflowClient | None = None
 ) -> OpenRun:
     """Open an existing run, whatever its experiment, and add tags to it. Its name stays.
-
-    Args:
-        tracking_uri: the store.
-        run_id: the run.
-        tags: to add.
-        client: asks the store; by default MLflow's own, with its retries.
 
     Raises:
         TrackingError: the store has no such run.

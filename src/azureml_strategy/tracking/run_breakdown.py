@@ -21,24 +21,20 @@ from azureml_strategy.tracking.rank_times import RankTimes
 from azureml_strategy.tracking.slow_ranks import Slowest
 from azureml_strategy.tracking.span_profiler import install, remove
 from azureml_strategy.tracking.step_breakdown import Breakdown, Phase
-from azureml_strategy.tracking.step_meters import HostMeter, Meter, Part, PlainMeter, ReducerTimes, host_meter
-from azureml_strategy.tracking.step_timer import Clock, Step
-from azureml_strategy.tracking.time_budget import STEPS_DONE, TimeBudget, WallClock, process_age_s
+from azureml_strategy.tracking.step_meters import Clock, HostMeter, Meter, Part, PlainMeter, ReducerTimes, host_meter
+from azureml_strategy.tracking.step_timer import Step
+from azureml_strategy.tracking.time_budget import STEPS_DONE, GoodputMeter, WallClock, process_age_s
 
 # Steps between two that DDP's reducer measures, in a run that logs nothing; DDP's own default.
 _UNLOGGED_STEPS = 100
-# A hook is named if this share of what belongs to no other part of the steps is its.
+# A hook is named if it took this share of the part `OTHER` of the steps.
 _MOST = 0.5
 # Set when the first `fit` of this process has begun: the time before belongs to it.
 _begun: list[float] = []
 
 
 class ManualBackward(Callback):
-    """Tells a breakdown of the backward passes of manual optimization, for which Lightning has no span.
-
-    Args:
-        breakdown: gets them.
-    """
+    """Adds the backward passes of manual optimization to a breakdown. Lightning has no span for them."""
 
     def __init__(self, breakdown: Breakdown) -> None:
         self._breakdown = breakdown
@@ -53,22 +49,21 @@ class ManualBackward(Callback):
 
 
 class RunBreakdown:
-    """The breakdown of one `fit`, from `setup` on.
-
-    Args:
-        trainer: gets a profiler that tells the breakdown what runs, until `close`.
-        clock: the host's, in seconds.
-    """
+    """The breakdown of one `fit`, from `setup` on. Until `close`, the Trainer's profiler reports to it what runs."""
 
     def __init__(self, trainer: Trainer, clock: Callable[[], float]) -> None:
         self._trainer = trainer
-        self._clock = clock
         self._is_real = clock is time.perf_counter
-        self.breakdown = Breakdown(begun=self._begin(), clock=clock)
+        begun = None
+        # A notebook's kernel may have idled, or done something else, for hours.
+        if self._is_real and not _begun and not is_interactive():
+            begun = clock() - process_age_s()
+            _begun.append(begun)
+        self.breakdown = Breakdown(begun=begun, clock=clock)
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         writers = [each.state_key for each in callbacks if isinstance(each, Checkpoint)]
         self.breakdown.checkpoints_by(*(f"[Callback]{name}." for name in writers))
-        self._budget = TimeBudget(self.breakdown)
+        self._goodput = GoodputMeter(self.breakdown)
         self._reducer: ReducerTimes | None = None
         self._ranks: RankTimes | None = None
         self._trains = self._is_over = False
@@ -77,34 +72,27 @@ class RunBreakdown:
         install(trainer, self.breakdown)
 
     def train(self, trainer: Trainer, clock: Clock, every: int, loggers: Sequence[Logger]) -> None:
-        """The steps begin soon. The process group exists.
-
-        Args:
-            trainer: in `on_train_start`.
-            clock: measures steps.
-            every: number of steps in a window.
-            loggers: those that the figures go to.
-        """
-        meter = self._meter(trainer, clock, every)
+        """The steps begin soon, in windows of `every`, and the process group exists. Figures go to these loggers."""
+        meter = self._choose_meter(trainer, clock, every)
         self.breakdown.measure_by(meter)
         if self._reducer is None and not isinstance(meter, HostMeter):
             self.unknown = frozenset({Part.COMMUNICATION})
-        self._budget = TimeBudget(self.breakdown, _steps_before(trainer, loggers))
+        self._goodput = GoodputMeter(self.breakdown, _steps_before(trainer, loggers))
         if trainer.world_size > 1:
             self._ranks = RankTimes.join(trainer)
         if not trainer.lightning_module.automatic_optimization:
             trainer.callbacks.append(ManualBackward(self.breakdown))  # type: ignore[attr-defined]
 
     def batch_starts(self) -> None:
-        """The first batch ends the start-up."""
+        """A batch starts. The first one ends the start-up."""
         if not self._trains:
             self._trains = True
             self.breakdown.begin(Phase.TRAINING)
 
     def step_done(self, trainer: Trainer) -> None:
         """An optimizer step is done."""
-        if self._budget.may_redo:
-            self._budget.step_done(trainer.global_step)
+        if self._goodput.may_redo:
+            self._goodput.step_done(trainer.global_step)
 
     def validation_starts(self) -> None:
         """Validation starts. The one before training belongs to the start-up."""
@@ -117,12 +105,12 @@ class RunBreakdown:
             self.breakdown.begin(Phase.TRAINING)
 
     def window(self, steps: list[Step], step: int) -> None:
-        """Tell the other ranks of a window's steps."""
+        """Share the times of a window's steps with the other ranks."""
         if self._ranks is not None and steps:
             self._ranks.add(steps, step)
 
-    def ask_reducer(self) -> None:
-        """Have the steps that are read next show the exposed communication that only DDP's reducer can tell."""
+    def read_reducer(self) -> None:
+        """Read the exposed communication from DDP's reducer, for the steps that are read next."""
         meter = self.breakdown.meter
         if self._reducer is not None and isinstance(meter, DeviceMeter):
             meter.exposed_share = self._reducer.exposed_share()
@@ -146,7 +134,7 @@ class RunBreakdown:
         return self._ranks.slowest() if self._ranks is not None else None
 
     def longest_hook(self) -> str:
-        """What most of the rest of the steps went into: `Ema.on_train_batch_end, 4.1 ms a call`; empty if no hook."""
+        """The hook that took most of the part `OTHER`, such as `Ema.on_train_batch_end, 4.1 ms a call`; or empty."""
         name, line = self.breakdown.longest_hook() or ("", None)
         if line is None or not line.seconds or line.seconds < _MOST * self.breakdown.totals[Part.OTHER]:
             return ""
@@ -154,7 +142,7 @@ class RunBreakdown:
 
     def log(self, trainer: Trainer, loggers: Sequence[Logger], step: int) -> None:
         """Log what the wall clock went into, and what the ranks differ in."""
-        metrics = self._budget.read().as_metrics() | {STEPS_DONE: float(trainer.global_step)}
+        metrics = self._goodput.read().as_metrics() | {STEPS_DONE: float(trainer.global_step)}
         if self._ranks is not None:
             metrics |= self._ranks.report(trainer)
         for logger in loggers:
@@ -162,14 +150,14 @@ class RunBreakdown:
 
     def wall_clock(self) -> WallClock:
         """What the wall clock went into so far."""
-        return self._final or self._budget.read()
+        return self._final or self._goodput.read()
 
     def close(self) -> None:
         """Give the Trainer its own profiler back."""
         if self._is_over:
             return
         self._is_over = True
-        self._final = self._budget.read()
+        self._final = self._goodput.read()
         remove(self._trainer)
         callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
         self._trainer.callbacks = [each for each in callbacks if not isinstance(each, ManualBackward)]  # type: ignore[attr-defined]
@@ -179,14 +167,7 @@ class RunBreakdown:
             self.breakdown.meter.close()
             self.breakdown.measure_by(PlainMeter())
 
-    def _begin(self) -> float | None:
-        # A notebook's kernel may have idled, or done something else, for hours.
-        if not self._is_real or _begun or is_interactive():
-            return None
-        _begun.append(self._clock() - process_age_s())
-        return _begun[0]
-
-    def _meter(self, trainer: Trainer, clock: Clock, every: int) -> Meter:
+    def _choose_meter(self, trainer: Trainer, clock: Clock, every: int) -> Meter:
         model = trainer.strategy.model
         device = trainer.strategy.root_device.type
         if device == "cuda":

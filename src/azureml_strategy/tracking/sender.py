@@ -22,12 +22,13 @@ if TYPE_CHECKING:
 
 # Longer than a server takes to restart a worker, and short enough to wait for at the end of a run.
 SECOND_LOOK_S = 5.0
-# How often in a row a store must refuse an item: one that refuses every other request, or some at random, takes it in
-# between.
+# How often in a row a store must refuse an item. A store that refuses every other request, or some at random, takes the
+# item in between.
 _REFUSALS_IN_A_ROW = 5
-# No longer than so many seconds: a storage of artifacts that is away may take minutes to say so.
+# The attempts in a row end after so many seconds: a storage of artifacts that is away may take minutes to refuse one.
 _REFUSALS_S = 2.0
-# How often the answer to one question counts while the store takes nothing: one that can only be read is away.
+# How many answers to one question count as a sign of life while the store takes nothing. A store that answers questions
+# but takes nothing is away.
 _ANSWERS_THAT_COUNT = 3
 # If the store took a request this recently, such as the other half of a bisected batch, it takes others.
 _LATELY_S = 0.2
@@ -79,7 +80,7 @@ class Sender:
         self._refused: set[tuple[str, str, bool]] = set()
         self._known_good: Metric | None = None
         self._took_at = -math.inf
-        self._standing = _Standing(self, run)
+        self._stored = _StoredItems(self, run)
         self._asks_between = False
 
     def send(self, batch: Batch) -> None:
@@ -92,21 +93,22 @@ class Sender:
             if self.logged_before is not None and batch.kind == "metrics":
                 batch.drop([item for item in batch.items if item in self.logged_before])
             if batch.doubtful:
-                batch.drop(self._standing.among(batch))
+                batch.drop(self._stored.among(batch))
         if self._asks_between and batch.doubtful:
-            # Behind one address there may be two servers in turns, of which one is broken. A write that comes after a
-            # question that was answered would always meet the broken one.
+            # Two servers may answer at one address in turns, and one of them may be broken. Then a write that follows
+            # an answered question would always go to the broken one. One more question changes the turn.
             with suppress(Exception):
                 self._run.client.get_run(self._run.run_id)
-        for part in self._parts(batch):
-            self._deliver(batch, part)
+        # Items like one that was refused before go into a request of their own.
+        requests: dict[Any, list[Any]] = {}
+        for item in batch.items:
+            signature = _signature(batch.kind, item)
+            requests.setdefault(signature if signature in self._refused else None, []).append(item)
+        for items in requests.values():
+            self._deliver(batch, items)
 
     def answered(self, question: str) -> None:
-        """The store has answered a question.
-
-        Args:
-            question: what tells it from others.
-        """
+        """The store has answered a question, such as `params`."""
         self._answered[question] += 1
         self.answers += self._answered[question] <= _ANSWERS_THAT_COUNT
 
@@ -127,21 +129,13 @@ class Sender:
         for kind in LIMITS:
             yield from chunks(kind, [each.item for each in taken if each.kind == kind], doubtful=True)
 
-    def _parts(self, batch: Batch) -> list[list[Any]]:
-        """Group the items into requests. Items like one that was refused before go into a request of their own."""
-        parts: dict[Any, list[Any]] = {}
-        for item in batch.items:
-            signature = _signature(batch.kind, item)
-            parts.setdefault(signature if signature in self._refused else None, []).append(item)
-        return list(parts.values())
-
     def _deliver(self, batch: Batch, items: list[Any]) -> None:
         try:
             self._write(batch.kind, items)
         except StoreAwayError:
-            # It may have the items, so that it is asked anew.
+            # The store may have taken the items, so what it has must be looked up again.
             batch.doubtful = True
-            self._standing = _Standing(self, self._run)
+            self._stored = _StoredItems(self, self._run)
             self._asks_between = not self._asks_between
             raise
         except StoreRefusedError as refusal:
@@ -155,7 +149,12 @@ class Sender:
     def _suspect(self, kind: str, item: Any, refusal: StoreRefusedError) -> None:
         if time.monotonic() - self._took_at > _LATELY_S and not self._takes_others(kind):
             raise StoreAwayError(f"it refuses everything: {refusal}") from None
-        if _signature(kind, item) in self._refused or (kind == "params" and self._has_other_value(item)):
+        is_known = _signature(kind, item) in self._refused
+        if not is_known and kind == "params":  # MLflow never changes a parameter
+            with store_errors():
+                params = self._run.client.get_run(self._run.run_id).data.params
+            is_known = params.get(item.key, item.value) != item.value
+        if is_known:
             self._leave_out(kind, item, refusal)
         else:
             self.suspects.append(_Suspect(kind, item, time.monotonic()))
@@ -168,15 +167,15 @@ class Sender:
                 for half in _halves(items):
                     self._judge(kind, half)
                 return
-            self._settle(items)
+            self._forget_suspects(items)
             if (kind != "metrics" or self._known_good is not None) and self._takes_others(kind):
                 self._leave_out(kind, items[0], refusal)
             else:
                 self.suspects.append(_Suspect(kind, items[0], time.monotonic()))
             return
-        self._settle(items)
+        self._forget_suspects(items)
 
-    def _settle(self, items: list[Any]) -> None:
+    def _forget_suspects(self, items: list[Any]) -> None:
         settled = {id(item) for item in items}
         self.suspects = [each for each in self.suspects if id(each.item) not in settled]
 
@@ -190,11 +189,6 @@ class Sender:
         except StoreRefusedError:
             return False
         return True
-
-    def _has_other_value(self, param: Any) -> bool:
-        with store_errors():
-            params = self._run.client.get_run(self._run.run_id).data.params
-        return bool(params.get(param.key, param.value) != param.value)
 
     def _leave_out(self, kind: str, item: Any, refusal: StoreRefusedError) -> None:
         self.left_out += 1
@@ -257,27 +251,15 @@ def end_run(client: MlflowClient, run_id: str, end: End) -> None:
 
 
 def send_file(client: MlflowClient, run_id: str, file: Path, key: str) -> None:
-    """Put a file among a run's artifacts. One that is gone from the disk is left out, with a warning.
-
-    Args:
-        client: asks the store.
-        run_id: the run.
-        file: the file on this machine.
-        key: its path below the run's artifacts; its last part is the file's own name.
-    """
+    """Put a file among a run's artifacts, at a key that ends with its name. If it is gone, there is a warning."""
     if not file.is_file():
         warnings.warn(f"{file} is no longer there and is missing among the run's artifacts.", stacklevel=2)
         return
     client.log_artifact(run_id, str(file), key.rpartition("/")[0] or None)
 
 
-class _Standing:
-    """What a run already has. The store is asked once for each metric.
-
-    Args:
-        sender: counts the answers.
-        run: the run.
-    """
+class _StoredItems:
+    """What a run already has. It asks the store once for each metric, and counts the answers with the sender."""
 
     def __init__(self, sender: Sender, run: OpenRun) -> None:
         self._sender = sender

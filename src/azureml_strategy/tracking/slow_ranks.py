@@ -19,22 +19,24 @@ Cause = Literal["compute", "data", "callbacks", "link"]
 # A rank is named if it was slow in so many of the last windows. One slow window may be a garbage collection, or a
 # neighbour on the machine.
 SLOW_WINDOWS, LAST_WINDOWS = 3, 4
-# What is seen over a whole run: from this excess on, in this share of its windows.
-_SEEN_EXCESS, _SEEN_SHARE = 0.05, 0.75
-# Of two equal ranks, one is behind in all of so many windows in one of 32 runs.
-_LEAST_SEEN = 6
-# A slow link shows by two thirds: the acknowledgements of the other end's data, which come back over it, are late as
-# well (benchmarks/slow_ranks.py).
-_SHOWN: Mapping[Cause, float] = {"compute": 1.0, "data": 1.0, "callbacks": 1.0, "link": 2 / 3}
+# Over a whole run, a rank is reported that had at least this excess in at least this share of the windows.
+_LASTING_EXCESS, _LASTING_SHARE = 0.05, 0.75
+# A whole run must have so many windows. Of two equally fast ranks, one is the slower one in all of six windows in one
+# of 32 runs, by chance.
+_FEWEST_WINDOWS = 6
+# Of the delay of a slow link, two thirds can be measured at the rank that sends over it. The acknowledgements of the
+# other end's data come back over the link, so that end is late as well (benchmarks/slow_ranks.py).
+_VISIBLE: Mapping[Cause, float] = {"compute": 1.0, "data": 1.0, "callbacks": 1.0, "link": 2 / 3}
 _CAUSES: tuple[Cause, ...] = get_args(Cause)
 # Shorter delays of a step are noise of the operating system.
 _SHORTEST_S = 0.002
-# A delay is judged by how much it differs from window to window, of which so many are looked at. Few windows show too
-# little change by chance, so that more is asked while there are few.
+# A delay is compared with how much it changes from window to window, over so many windows. A few windows may change
+# little by chance, so the delay must be larger while there are few.
 _NOISE_WINDOWS = 16
-_WHILE_FEW = 6.0
-# Over the whole run: so many standard errors of the median, since the worst of many ranks and causes is looked for.
-_SURE = 4.0
+_FEW_WINDOWS_MARGIN = 6.0
+# Over the whole run a delay must be so many standard errors of the median. The number is large because the worst of
+# many ranks and causes is picked out.
+_LASTING_SIGMAS = 4.0
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class RankWindow:
 
     @property
     def own_s(self) -> float:
-        """All that the others may wait for."""
+        """The rank's own time, which the others may wait for."""
         return self.compute_s + self.data_wait_s + self.callbacks_s
 
     @property
@@ -83,7 +85,7 @@ class RankWindow:
 
 
 @dataclass(frozen=True)
-class SlowRank:
+class Straggler:
     """A rank that holds up the others.
 
     Attributes:
@@ -99,7 +101,7 @@ class SlowRank:
     peer: str = ""
 
 
-class SlowRanks:
+class StragglerDetector:
     """Compares the ranks, window by window.
 
     Args:
@@ -114,25 +116,22 @@ class SlowRanks:
         self._excesses: dict[tuple[int, Cause], list[float]] = defaultdict(list)
         self._delays: dict[tuple[int, Cause], deque[float]] = defaultdict(lambda: deque(maxlen=_NOISE_WINDOWS))
 
-    def add(self, windows: Sequence[RankWindow]) -> list[SlowRank]:
-        """Compare the ranks in one more window.
-
-        Args:
-            windows: of all ranks, in their order.
+    def add(self, windows: Sequence[RankWindow]) -> list[Straggler]:
+        """Compare the ranks in one more window, given by all ranks in their order.
 
         Returns:
             The ranks that are named now, since they were slow in several windows. Each is named once, and again only
             after it was not slow any more.
         """
         self._windows.update(cause for cause in _CAUSES if _is_known(windows, cause))
-        delays = {(each.slow.rank, each.slow.cause): each for each in _delays(windows)}
+        delays = {(each.straggler.rank, each.straggler.cause): each for each in _delays(windows)}
         for key, delay in delays.items():
             self._delays[key].append(delay.seconds)
-        found = {key: delay.slow for key, delay in delays.items() if delay.counts}
+        found = {key: delay.straggler for key, delay in delays.items() if delay.counts}
         for key, each in found.items():
-            if each.excess >= _SEEN_EXCESS * _SHOWN[each.cause]:
+            if each.excess >= _LASTING_EXCESS * _VISIBLE[each.cause]:
                 self._excesses[key].append(each.excess)
-        slow = {key for key, each in found.items() if each.excess >= self._threshold * _SHOWN[each.cause]}
+        slow = {key for key, each in found.items() if each.excess >= self._threshold * _VISIBLE[each.cause]}
         self._recent.append(slow)
         counts = Counter(key for each in self._recent for key in each)
         self._named = {key for key in self._named if counts[key]}
@@ -146,27 +145,29 @@ class SlowRanks:
         """The ranks that are slow at present, each with what it is slow at."""
         return set(self._named)
 
-    def seen(self) -> list[SlowRank]:
-        """The ranks that took longer in most windows of the run, also if by too little to be named; the worst first."""
-        often = {key: each for key, each in self._excesses.items() if len(each) >= _SEEN_SHARE * self._windows[key[1]]}
+    def lasting(self) -> list[Straggler]:
+        """The ranks that took longer in most windows of the run, even if too little to be named; the worst first."""
+        often = {
+            key: each for key, each in self._excesses.items() if len(each) >= _LASTING_SHARE * self._windows[key[1]]
+        }
         sure = {key: each for key, each in often.items() if self._is_sure(key, len(each))}
-        ranks = [SlowRank(rank, cause, statistics.median(each)) for (rank, cause), each in sure.items()]
+        ranks = [Straggler(rank, cause, statistics.median(each)) for (rank, cause), each in sure.items()]
         return sorted(ranks, key=lambda each: -each.excess)
 
     def _is_above_noise(self, key: tuple[int, Cause], ranks: int) -> bool:
         """Whether the delay of the last windows is more than it changes from one to the next."""
         delays = list(self._delays[key])
         # The largest of n normal numbers is about sqrt(2 ln n) standard deviations.
-        least = math.sqrt(2 * math.log(len(_CAUSES) * ranks)) + _WHILE_FEW / (len(delays) - 1)
+        least = math.sqrt(2 * math.log(len(_CAUSES) * ranks)) + _FEW_WINDOWS_MARGIN / (len(delays) - 1)
         return statistics.median(delays[-LAST_WINDOWS:]) >= least * _noise(delays)
 
     def _is_sure(self, key: tuple[int, Cause], windows: int) -> bool:
         """Whether the delay over so many windows of the run is more than noise."""
-        if windows < _LEAST_SEEN:
+        if windows < _FEWEST_WINDOWS:
             return False
         delays = self._delays[key]
         # The standard error of a median is 1.25 standard deviations over the root of the number.
-        return statistics.median(delays) >= _SURE * 1.25 * _noise(delays) / math.sqrt(windows)
+        return statistics.median(delays) >= _LASTING_SIGMAS * 1.25 * _noise(delays) / math.sqrt(windows)
 
 
 def _noise(delays: Sequence[float]) -> float:
@@ -174,21 +175,21 @@ def _noise(delays: Sequence[float]) -> float:
     return statistics.median(abs(after - before) for before, after in pairwise(delays))
 
 
-def compare(windows: Sequence[RankWindow]) -> Iterator[SlowRank]:
+def compare(windows: Sequence[RankWindow]) -> Iterator[Straggler]:
     """Yield by how much each rank exceeds the median of the other ranks of its group, where it does."""
-    return (delay.slow for delay in _delays(windows) if delay.counts)
+    return (delay.straggler for delay in _delays(windows) if delay.counts)
 
 
 class _Delay(NamedTuple):
-    """By how many seconds a step a rank exceeds the others, perhaps less than 0, and what that makes it."""
+    """By how many seconds a step a rank exceeds the others, which may be less than 0, and the rank with its excess."""
 
     seconds: float
-    slow: SlowRank
+    straggler: Straggler
 
     @property
     def counts(self) -> bool:
         """Whether it prolongs the step."""
-        return self.seconds >= _SHORTEST_S and self.slow.excess > 0
+        return self.seconds >= _SHORTEST_S and self.straggler.excess > 0
 
 
 def _delays(windows: Sequence[RankWindow]) -> Iterator[_Delay]:
@@ -210,10 +211,11 @@ def _delays_of_group(members: Sequence[tuple[int, RankWindow]]) -> Iterator[_Del
         values = [value for _, _, value in known]
         for rank, window, value in known:
             excess_s = value - _median_without(values, value)
-            # What the step would take without this delay; ranks that rarely meet do not wait for each other in it.
+            # What the step would take without this delay: at least as long as the other ranks need by themselves. Ranks
+            # that rarely synchronize do not wait for each other in it.
             usual = max(whole - excess_s, _median_without(own, window.own_s))
             excess = excess_s / usual if usual > 0 else 0.0
-            yield _Delay(excess_s, SlowRank(rank, cause, excess, window.peer if cause == "link" else ""))
+            yield _Delay(excess_s, Straggler(rank, cause, excess, window.peer if cause == "link" else ""))
 
 
 def _is_known(windows: Sequence[RankWindow], cause: Cause) -> bool:
@@ -248,16 +250,11 @@ _WORDS: Mapping[Cause, str] = {
 }
 
 
-def describe(slow: SlowRank, place: str, peer: str = "") -> str:
-    """One sentence on a slow rank.
-
-    Args:
-        slow: the rank.
-        place: its host, node and device.
-        peer: for a link, the place at its other end.
-    """
-    link = f" to {peer or slow.peer}" if slow.cause == "link" and (peer or slow.peer) else ""
-    return f"rank {slow.rank} ({place}) holds up the others by {slow.excess:.0%} with {_WORDS[slow.cause]}{link}"
+def describe(straggler: Straggler, place: str, peer: str = "") -> str:
+    """One sentence on a slow rank at a place; for a link, `peer` is the place at its other end."""
+    rank, cause, excess = straggler.rank, straggler.cause, straggler.excess
+    link = f" to {peer or straggler.peer}" if cause == "link" and (peer or straggler.peer) else ""
+    return f"rank {rank} ({place}) holds up the others by {excess:.0%} with {_WORDS[cause]}{link}"
 
 
 @dataclass(frozen=True)
@@ -276,10 +273,5 @@ class Slowest:
 
 
 def hint(cause: Cause, one_machine: bool = False) -> str:
-    """What to do about it.
-
-    Args:
-        cause: what the rank is slow at.
-        one_machine: whether all ranks share the cores of one machine, so that no node and no network is to blame.
-    """
+    """What to do about a slow rank. On one machine, whose cores all ranks share, no node and no network is to blame."""
     return ONE_MACHINE if one_machine and cause in ("compute", "link") else _HINTS[cause]

@@ -22,7 +22,7 @@ GIT_COMMIT, GIT_BRANCH, GIT_URL = (f"mlflow.source.git.{each}" for each in ("com
 # The list of runs shows about half of it. MLflow's column of names holds 250 characters, Azure ML's 256.
 _NAME_LENGTH = 120
 # Where a run runs and keeps things. It says nothing about what the run does, and is often a long path.
-_ABOUT_PLACES = ("output_dir", "resume", "hydra", "job", "cluster", "tracking", "checkpoint")
+_KEYS_OF_PLACES = ("output_dir", "resume", "hydra", "job", "cluster", "tracking", "checkpoint")
 # An absolute or relative path, or an address, at the start of a value or of an item in it.
 _PATH = re.compile(r"(?:^|[\s,:\[({'\"])(?:~|\.{0,2})/|://|^\w:\\|^azureml:")
 # A repository on a slow network drive may take minutes.
@@ -35,15 +35,11 @@ def recipe_run_name(recipe: str, overrides: Sequence[str]) -> str:
     It leaves out secrets, paths and keys that say only where it runs and where things are kept. The same recipe and
     overrides always have the same name. If it would exceed 120 characters, it ends with the number of further
     overrides.
-
-    Args:
-        recipe: name of the recipe.
-        overrides: in Hydra's notation.
     """
-    told = [_printable(each) for each in overrides if _is_telling(each)]
+    shown = [_printable(each) for each in overrides if _is_about_training(each)]
     name = _printable(recipe)[:_NAME_LENGTH]
-    for number, override in enumerate(told):
-        left = len(told) - number - 1
+    for number, override in enumerate(shown):
+        left = len(shown) - number - 1
         rest = f" +{left}" if left else ""
         if len(f"{name} {override}{rest}") > _NAME_LENGTH:
             more = f" +{left + 1}"
@@ -57,9 +53,6 @@ def script_run_name(argv: Sequence[str] | None = None) -> str:
 
     It is the folder's name for a package that runs by its `__main__.py`, and `notebook` or `python` where no script
     runs.
-
-    Args:
-        argv: by default `sys.argv`.
     """
     program = Path((sys.argv if argv is None else argv or [""])[0])
     if program.stem in ("ipykernel_launcher", "colab_kernel_launcher"):
@@ -89,7 +82,8 @@ def command_run_name(words: Sequence[str]) -> str:
 
 def command_text(words: Sequence[str]) -> str:
     """A command line for a shell, without secrets."""
-    return shlex.join(_encodable(each) for each in _without_secrets(words))
+    # A path may hold bytes that are no text, which no store takes: each becomes `?`.
+    return shlex.join(each.encode(errors="replace").decode() for each in _without_secrets(words))
 
 
 def script_command() -> str:
@@ -121,9 +115,6 @@ def git_tags(folder: Path) -> dict[str, str]:
 
     Files that git does not know are no changes. There are no tags if the folder is in no checkout, if git ignores the
     folder, if it has no commit yet, or if git is missing or does not answer within five seconds.
-
-    Args:
-        folder: any folder.
     """
     status = _git(folder, "status", "--porcelain=v2", "--branch", "--untracked-files=no")
     lines = (status or "").splitlines()
@@ -151,9 +142,10 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return done.stdout
 
 
-def _is_telling(override: str) -> bool:
+def _is_about_training(override: str) -> bool:
+    """Whether an override says what is trained, and not where; and holds no secret."""
     key, _, value = override.lstrip("+~").partition("=")
-    if re.split("[./@]", key)[0] in _ABOUT_PLACES or _PATH.search(value.strip("'\"")):
+    if re.split("[./@]", key)[0] in _KEYS_OF_PLACES or _PATH.search(value.strip("'\"")):
         return False
     return REDACTED not in _without_secret(override)
 
@@ -177,8 +169,3 @@ def _without_secret(word: str) -> str:
 def _printable(text: str) -> str:
     """The text in one line."""
     return " ".join("".join(each if each.isprintable() else " " for each in text).split())
-
-
-def _encodable(text: str) -> str:
-    """The text with `?` for what no store takes: a path may hold bytes that are no text."""
-    return text.encode(errors="replace").decode()

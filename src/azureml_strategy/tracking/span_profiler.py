@@ -1,4 +1,4 @@
-"""The Trainer's profiler that tells a `Breakdown` what runs, and the user's own profiler as well."""
+"""A profiler for the Trainer that reports what runs to a `Breakdown`, and to the user's own profiler as well."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class SpanProfiler(Profiler):
     """Enters and leaves a line of a breakdown for each action, on the training thread, and passes everything on.
 
     Args:
-        own: the Trainer's profiler until now. A script that asks this one for something gets it from there, and what it
-            sets is set there. For `isinstance` this one is of that class, too.
+        own: the Trainer's profiler until now. Attributes that a script reads or sets here are read or set there. For
+            `isinstance`, this object is of that profiler's class, too.
         breakdown: gets the actions.
     """
 
@@ -93,7 +93,7 @@ class SpanProfiler(Profiler):
 
 
 def install(trainer: Trainer, breakdown: Breakdown) -> None:
-    """Have a Trainer tell a breakdown what it does."""
+    """Have a Trainer report to a breakdown what it does."""
     remove(trainer)
     trainer.profiler = SpanProfiler(trainer.profiler, breakdown)  # type: ignore[attr-defined]
 

@@ -34,32 +34,28 @@ from azureml_strategy.tracking.store import StoreAwayError, StoreRefusedError, T
 _SUFFIX = ".unsent.jsonl"
 
 
-class Spool:
-    """One such file. While an object holds it, no other process writes or sends it.
-
-    Args:
-        path: of the file, which need not exist.
-    """
+class OfflineQueue:
+    """One such file, which need not exist. While an object holds it, no other process writes or sends it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: IO[bytes] | None = None
 
     @classmethod
-    def create(cls, folder: Path, request: RunRequest) -> Spool:
+    def create(cls, folder: Path, request: RunRequest) -> OfflineQueue:
         """Create the file of a run, and hold it.
 
         Raises:
             OSError: it cannot be written.
         """
-        spool = cls(folder / f"mlflow-{request.start_id}{_SUFFIX}")
+        queue = cls(folder / f"mlflow-{request.start_id}{_SUFFIX}")
         folder.mkdir(parents=True, exist_ok=True)
-        spool.path.touch()
-        spool.hold()
+        queue.path.touch()
+        queue.hold()
         run = {name: value for name, value in asdict(request).items() if name != "tracking_uri"}
         run["tags"] = {name: redact_text(value) for name, value in run["tags"].items()}
-        spool._append([{"run": run, "store": describe_store(request.tracking_uri)}])
-        return spool
+        queue._append([{"run": run, "store": describe_store(request.tracking_uri)}])
+        return queue
 
     def hold(self) -> bool:
         """Lock the file for this process; return False if it is gone, or if another process writes or sends it now."""
@@ -102,7 +98,7 @@ class Spool:
             lines = [line for line, _ in self._lines(0) if "run" in line or "run_id" in line]
             request = RunRequest(tracking_uri, **lines[0]["run"])
             request = replace(request, run_id=lines[-1].get("run_id", request.run_id))
-            _require_texts(request)
+            _require_text_fields(request)
         except (IndexError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{self.path} is no file of unsent metrics: its first line names no run ({error})."
@@ -135,14 +131,21 @@ class Spool:
                 if batch.items and (kind != batch.kind or len(batch.items) == LIMITS[kind]):
                     yield batch, end
                     batch = Batch("", [])
-                batch = Batch(kind, [*batch.items, self._item(kind, line)], doubtful=True)
+                batch = Batch(kind, [*batch.items, self._parse_item(kind, line)], doubtful=True)
             end = after
         if batch.items or end > start:
             yield batch, end
 
-    def _item(self, kind: str, line: dict[str, Any]) -> Any:
+    def _parse_item(self, kind: str, line: dict[str, Any]) -> Any:
+        from mlflow.entities import Metric
+
         try:
-            return _from_line(kind, line)
+            key, value = line[kind], line["value"]
+            if kind == "metrics":
+                return Metric(key, float(value), line["timestamp_ms"], line["step"])
+            if kind == "end":
+                return End(value, line["timestamp_ms"])
+            return {"params": param, "tags": tag, "files": TextFile, "artifacts": DiskFile}[kind](key, value)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(
                 f"{self.path} has a damaged line of {kind} ({error!r:.100}): {json.dumps(line)[:100]}. Remove the "
@@ -182,7 +185,7 @@ class Spool:
                     yield line, file.tell()
 
 
-def _require_texts(request: RunRequest) -> None:
+def _require_text_fields(request: RunRequest) -> None:
     values = {**asdict(request), **request.tags}
     del values["tags"]
     odd = [name for name, value in values.items() if name != "started_ms" and not isinstance(value, str | None)]
@@ -190,19 +193,14 @@ def _require_texts(request: RunRequest) -> None:
         raise TypeError(f"{', '.join(odd) or 'its start'} is no text")
 
 
-def find_spools(folder: Path, deep: bool = True) -> list[Spool]:
-    """Every such file in a folder, the oldest first.
-
-    Args:
-        folder: the folder, or one such file.
-        deep: whether to search its subfolders as well.
-    """
+def find_offline_queues(folder: Path, deep: bool = True) -> list[OfflineQueue]:
+    """Every such file in a folder, and if `deep` in its subfolders, the oldest first; or the one that it names."""
     paths = [folder] if folder.is_file() else folder.glob(f"{'**/' if deep else ''}*{_SUFFIX}")
     ages: dict[Path, float] = {}
     for path in paths:
         with suppress(FileNotFoundError):  # another process has sent and removed it since
             ages[path] = path.stat().st_mtime
-    return [Spool(path) for path in sorted(ages, key=ages.__getitem__)]
+    return [OfflineQueue(path) for path in sorted(ages, key=ages.__getitem__)]
 
 
 def _as_line(kind: str, item: Any) -> dict[str, Any]:
@@ -214,19 +212,8 @@ def _as_line(kind: str, item: Any) -> dict[str, Any]:
     return {kind: item.key, "value": item.value}
 
 
-def _from_line(kind: str, line: dict[str, Any]) -> Any:
-    from mlflow.entities import Metric
-
-    key, value = line[kind], line["value"]
-    if kind == "metrics":
-        return Metric(key, float(value), line["timestamp_ms"], line["step"])
-    if kind == "end":
-        return End(value, line["timestamp_ms"])
-    return {"params": param, "tags": tag, "files": TextFile, "artifacts": DiskFile}[kind](key, value)
-
-
 # How often to send a refused item again while it is unclear whether the fault lies with the item.
-_LOOKS = 3
+_RETRIES = 3
 
 
 def command(folder: Path) -> str:
@@ -234,11 +221,11 @@ def command(folder: Path) -> str:
     return f"azureml-strategy jobs upload-metrics {shlex.quote(str(folder.absolute()))}"
 
 
-def upload(spool: Spool, tracking_uri: str) -> str:
+def upload(queue: OfflineQueue, tracking_uri: str) -> str:
     """Send what the store does not have of a file, and delete the file once the store has all of it.
 
     Args:
-        spool: the file, held.
+        queue: the file, held.
         tracking_uri: the store.
 
     Returns:
@@ -249,44 +236,39 @@ def upload(spool: Spool, tracking_uri: str) -> str:
         TrackingError: the store does not have the run, or refuses an item; the file stays.
         StoreAwayError: the store does not answer; the file stays.
     """
-    request = spool.request(tracking_uri)
+    request = queue.request(tracking_uri)
     with store_errors():
         run = request.open(again=True)
     if request.run_id is None:
-        spool.opened(run.run_id)
+        queue.opened(run.run_id)
     sender = Sender(run)
-    for batch, _ in spool.batches():
+    for batch, _ in queue.batches():
         sender.send(batch)
-    for _ in range(_LOOKS if sender.suspects else 0):
+    for _ in range(_RETRIES if sender.suspects else 0):
         time.sleep(SECOND_LOOK_S)
         sender.look_again()
     refused = sender.left_out + len(sender.suspects)
     if refused:
         raise TrackingError(
-            f"{refused} item(s) in {spool.path} are refused by {describe_store(tracking_uri)}; all others stand in run "
+            f"{refused} item(s) in {queue.path} are refused by {describe_store(tracking_uri)}; all others stand in run "
             f"{run.run_id}. The file stays: delete it if they do not matter."
         )
-    spool.remove()
+    queue.remove()
     return run.run_id
 
 
-class Leftovers:
-    """Files that earlier starts left in a run's folder for the same store.
-
-    Args:
-        folder: the folder of the run.
-        request: the run.
-    """
+class LeftoverQueues:
+    """Files that earlier starts left in the run's folder for the same store."""
 
     def __init__(self, folder: Path, request: RunRequest) -> None:
         self._uri = request.tracking_uri
-        self._spools: list[Spool] = []
+        self._queues: list[OfflineQueue] = []
         with suppress(OSError):  # an unreadable folder must not stop training
             store = describe_store(self._uri)
-            self._spools = [each for each in find_spools(folder, deep=False) if each.store == store]
+            self._queues = [each for each in find_offline_queues(folder, deep=False) if each.store == store]
 
     def __bool__(self) -> bool:
-        return bool(self._spools)
+        return bool(self._queues)
 
     def send(self) -> None:
         """Send all files. A file that cannot be sent stays, with a warning.
@@ -294,58 +276,47 @@ class Leftovers:
         Raises:
             StoreAwayError: the store does not answer. Another call sends the rest.
         """
-        while self._spools:
-            spool = self._spools[0]
+        while self._queues:
+            queue = self._queues[0]
             try:
-                self._send(spool)
+                if queue.hold():
+                    upload(queue, self._uri)
             except (ValueError, TrackingError, StoreRefusedError, OSError) as error:
-                warnings.warn(f"{error} Send it by hand: {command(spool.path)}", stacklevel=2)
-            del self._spools[0]
-
-    def _send(self, spool: Spool) -> None:
-        if not spool.hold():
-            return
-        try:
-            upload(spool, self._uri)
-        finally:
-            spool.close()
+                warnings.warn(f"{error} Send it by hand: {command(queue.path)}", stacklevel=2)
+            finally:
+                queue.close()
+            del self._queues[0]
 
 
-def upload_all(folder: Path, address: Callable[[str], str], tell: Callable[[str], None]) -> bool:
-    """Send every such file in a folder and its subfolders.
+def upload_all(folder: Path, address: Callable[[str], str], print_line: Callable[[str], None]) -> bool:
+    """Send every such file in a folder and its subfolders, or the one that `folder` names; whether all were sent.
 
-    Args:
-        folder: the folder, or one such file.
-        address: maps the store's address in a file to the address to use.
-        tell: prints a line.
-
-    Returns:
-        Whether all files were sent.
+    A file holds the address of its store; `address` maps it to the one to use.
     """
-    spools = find_spools(folder)
-    if not spools:
-        tell(f"There are no unsent metrics in {folder.absolute()}.")
-    sent = [_upload_and_tell(spool, address, tell) for spool in spools]
+    queues = find_offline_queues(folder)
+    if not queues:
+        print_line(f"There are no unsent metrics in {folder.absolute()}.")
+    sent = [_upload_and_report(queue, address, print_line) for queue in queues]
     return all(sent)
 
 
-def _upload_and_tell(spool: Spool, address: Callable[[str], str], tell: Callable[[str], None]) -> bool:
+def _upload_and_report(queue: OfflineQueue, address: Callable[[str], str], print_line: Callable[[str], None]) -> bool:
     try:
-        if not spool.hold():
-            tell(f"{spool.path}: another process writes or sends it just now, or has sent it.")
+        if not queue.hold():
+            print_line(f"{queue.path}: another process writes or sends it just now, or has sent it.")
             return False
-        _refuse_files_elsewhere(spool)
-        run_id = upload(spool, address(spool.store))
+        _refuse_files_elsewhere(queue)
+        run_id = upload(queue, address(queue.store))
     except (OSError, ValueError, TrackingError, StoreAwayError, StoreRefusedError) as error:
-        tell(f"{spool.path}: {error}")
+        print_line(f"{queue.path}: {error}")
         return False
     finally:
-        spool.close()
-    tell(f"{spool.path}: all of it stands in run {run_id}; the file is removed.")
+        queue.close()
+    print_line(f"{queue.path}: all of it stands in run {run_id}; the file is removed.")
     return True
 
 
-def _refuse_files_elsewhere(spool: Spool) -> None:
+def _refuse_files_elsewhere(queue: OfflineQueue) -> None:
     """Refuse to send a file of this machine that has nothing to do with the run: anyone may have written the lines.
 
     Those of the node that wrote the lines are not there on another machine, and are left out with a warning.
@@ -353,8 +324,8 @@ def _refuse_files_elsewhere(spool: Spool) -> None:
     Raises:
         ValueError: such a file is named.
     """
-    folders = (spool.path.parent.resolve(), Path.cwd())
-    named = [each.value for batch, _ in spool.batches() for each in batch.items if isinstance(each, DiskFile)]
+    folders = (queue.path.parent.resolve(), Path.cwd())
+    named = [each.value for batch, _ in queue.batches() for each in batch.items if isinstance(each, DiskFile)]
     here = [each for each in named if os.path.exists(each)]
     outside = next((each for each in here if not any(map(Path(each).resolve().is_relative_to, folders))), None)
     if outside is not None:

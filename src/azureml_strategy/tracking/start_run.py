@@ -13,13 +13,10 @@ log = logging.getLogger(__name__)
 
 
 def join_job_run(fluent: ModuleType) -> None:
-    """Replace `start_run`, which fails in a job once the script has called `mlflow.set_experiment`.
+    """Replace `start_run` of `mlflow.tracking.fluent`, which fails in a job after a script's `mlflow.set_experiment`.
 
     MLflow takes the run of MLFLOW_RUN_ID, and then refuses it, since it is of another experiment. On a laptop, where
     there is no such run, the same lines work.
-
-    Args:
-        fluent: the module `mlflow.tracking.fluent`, in a process of a job.
     """
     start_run = fluent.start_run
 

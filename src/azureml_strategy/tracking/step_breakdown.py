@@ -1,15 +1,15 @@
-"""Tells where the time of a run goes: each moment belongs to one part, of a step or of the run.
+"""Measures where the time of a run goes: each moment belongs to one part, of a step or of the run.
 
-Lightning wraps each hook of strategies, modules, callbacks and data in `trainer.profiler`. `SpanProfiler` stands there
-and enters and leaves a line for each name. The time since the last entry or exit belongs to the line on top, so that
-all lines add up to the wall clock, whatever the hooks call.
+Lightning wraps each hook of strategies, modules, callbacks and data in a span of `trainer.profiler`. `SpanProfiler`
+takes the profiler's place, and enters and leaves a line for each name. The time since the last entry or exit belongs to
+the line on top of the stack. So all lines add up to the wall clock, whatever the hooks call.
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from enum import IntEnum
 from operator import sub
@@ -18,7 +18,8 @@ from typing import Any
 
 from azureml_strategy.tracking.step_meters import Meter, Part, PlainMeter
 
-# What the names of Lightning's spans, and of our pipeline's, mean. The others belong to what they are called in.
+# The parts of the spans of Lightning and of our pipeline, by their names. Any other span belongs to the part that it is
+# called in.
 _MEANINGS = tuple(
     (re.compile(pattern), part)
     for pattern, part in (
@@ -52,7 +53,7 @@ _MOST_LINES = 1000
 
 
 class Phase(IntEnum):
-    """What a run does, which can make a part something else: a batch to the device is validation in validation."""
+    """What a run does. The phase can change a part: in validation, the copy of a batch counts as validation."""
 
     STARTUP = 0
     TRAINING = 1
@@ -60,18 +61,17 @@ class Phase(IntEnum):
     ENDING = 3
 
 
-def _routes() -> Iterator[list[int]]:
-    yield [Part.STARTUP] * len(Part)
-    yield list(Part)
-    for part in (Part.VALIDATION, Part.ENDING):
-        yield [Part.CHECKPOINT if each is Part.CHECKPOINT else part for each in Part]
-
-
-_ROUTES = tuple(_routes())
+# For each phase: what the time of each part counts as.
+_ROUTES = {
+    Phase.STARTUP: [Part.STARTUP] * len(Part),
+    Phase.TRAINING: list(Part),
+    Phase.VALIDATION: [Part.CHECKPOINT if each is Part.CHECKPOINT else Part.VALIDATION for each in Part],
+    Phase.ENDING: [Part.CHECKPOINT if each is Part.CHECKPOINT else Part.ENDING for each in Part],
+}
 
 
 class Line:
-    """The time of one named action, without what is called in it by other names. A context manager that is it.
+    """The time of one named action, without the time of other actions inside of it. It is a context manager.
 
     Attributes:
         name: of the action.
@@ -175,11 +175,7 @@ class Breakdown:
             each._metered = self._is_metered(each.name, each.part)
 
     def checkpoints_by(self, *callbacks: str) -> None:
-        """Count the hooks of these callbacks as checkpoints.
-
-        Args:
-            callbacks: the beginnings of their spans' names, such as `[Callback]ModelCheckpoint`.
-        """
+        """Count these callbacks' hooks as checkpoints. Their spans begin so, such as `[Callback]ModelCheckpoint`."""
         self._checkpoints = callbacks
 
     def begin(self, phase: Phase) -> None:
@@ -245,14 +241,11 @@ class Breakdown:
             name = "further names"
             if name in self.lines:
                 return self.lines[name]
-        part = self._part_of(name)
+        part = next((part for pattern, part in _MEANINGS if pattern.fullmatch(name)), None)
+        if name.startswith(self._checkpoints):  # an empty tuple matches no name
+            part = Part.CHECKPOINT
         self.lines[name] = Line(self, name, part, self._is_metered(name, part))
         return self.lines[name]
-
-    def _part_of(self, name: str) -> Part | None:
-        if name.startswith(self._checkpoints) and self._checkpoints:
-            return Part.CHECKPOINT
-        return next((part for pattern, part in _MEANINGS if pattern.fullmatch(name)), None)
 
     def _is_metered(self, name: str, part: Part | None) -> bool:
         return part in self.meter.parts and _METERED.fullmatch(name) is not None

@@ -1,4 +1,4 @@
-"""What a step is spent on, and how a CPU's is measured: by the host's clock and the kernel's."""
+"""The parts of a step, and the meters of a CPU, which measure by the host's clock and the kernel's."""
 
 from __future__ import annotations
 
@@ -38,8 +38,25 @@ class Part(IntEnum):
 
 
 STEP_PARTS = tuple(Part)[:10]
-# A thread that was off its core for less has waited for nobody. Then the queue, the dearer to read, is not asked.
+# A thread that was off its core for less than this has waited for nobody. Its time in the queue, which takes longer to
+# read, is then not read.
 _NO_WAIT_S = 10e-6
+
+
+class Clock(Protocol):
+    """Records moments now, and measures the time between them later."""
+
+    def now(self) -> Any:
+        """Record a moment."""
+
+    def has_passed(self, moment: Any) -> bool:
+        """Whether the moment has been reached, so that it can be measured."""
+
+    def wait_for(self, moment: Any) -> None:
+        """Wait until the moment is reached."""
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Time between two moments that have passed."""
 
 
 class Meter(Protocol):
@@ -71,20 +88,41 @@ class Meter(Protocol):
         """Seconds of each part of a step, all of whose `moments` have passed."""
 
 
-class HostMeter:
+class PlainMeter:
+    """Adds nothing to the host's clock. It serves a single process, and systems whose kernel does not tell."""
+
+    parts: frozenset[Part] = frozenset()
+
+    def enter(self, part: Part) -> None:
+        """Do nothing."""
+
+    def leave(self) -> None:
+        """Do nothing."""
+
+    def cut(self, host: list[float], end: Any = None) -> list[float]:
+        """The host's times."""
+        return host
+
+    def moments(self, step: list[float]) -> Iterable[Any]:
+        """None: its times are known."""
+        return ()
+
+    def seconds(self, step: list[float]) -> list[float]:
+        """The step itself."""
+        return step
+
+
+class HostMeter(PlainMeter):
     """Measures on a CPU how much of forward, backward and optimizer a rank waits for others.
 
     While the ranks exchange gradients or parameters and nothing is left to compute, the training thread sleeps. The
-    kernel tells its time on a core and its time in the queue for one; what is left of the clock it slept. So a thread
-    that others keep off the cores does not count as waiting. This works for any strategy, and for waits in C++.
+    kernel tells how long a thread was on a core, and how long it queued for one. In the rest of the time it slept. So a
+    thread that others keep off the cores does not count as waiting. This works for any strategy, and for waits in C++.
 
-    In the forward pass such waits are a part of their own, since the kernel does not say for what: `training_step`
-    waits for files, processes or locks, or for other ranks in collectives of the script or of the strategy, which may
-    gather parameters or make buffers alike there. With several threads a rank and too few cores, the wait for its other
-    threads is not told apart either.
-
-    Args:
-        clock: the host's, in seconds.
+    Waits in the forward pass are a part of their own, because the kernel does not say what a thread waits for. It may
+    be a file, a process or a lock, or other ranks: in a collective of the script, or of a strategy that gathers
+    parameters or synchronizes buffers there. With several threads a rank and too few cores, the wait for the rank's
+    other threads is not told apart either.
     """
 
     parts = frozenset({Part.FORWARD, Part.BACKWARD, Part.OPTIMIZER, Part.BUBBLE, Part.COMMUNICATION})
@@ -126,14 +164,6 @@ class HostMeter:
         self._slept = [0.0] * len(Part)
         return host
 
-    def moments(self, step: list[float]) -> Iterable[Any]:
-        """None: its times are known."""
-        return ()
-
-    def seconds(self, step: list[float]) -> list[float]:
-        """The step itself."""
-        return step
-
     def _read(self) -> None:
         off_s = self._clock() - time.thread_time()
         off_s, self._off_s = off_s - self._off_s, off_s
@@ -145,36 +175,8 @@ class HostMeter:
             self._slept[self._inside[-1]] += off_s - queued_s
 
 
-class PlainMeter:
-    """Adds nothing to the host's clock: for one process, and where the kernel does not tell."""
-
-    parts: frozenset[Part] = frozenset()
-
-    def enter(self, part: Part) -> None:
-        """Do nothing."""
-
-    def leave(self) -> None:
-        """Do nothing."""
-
-    def cut(self, host: list[float], end: Any = None) -> list[float]:
-        """The host's times."""
-        return host
-
-    def moments(self, step: list[float]) -> Iterable[Any]:
-        """None: its times are known."""
-        return ()
-
-    def seconds(self, step: list[float]) -> list[float]:
-        """The step itself."""
-        return step
-
-
 def host_meter(world_size: int) -> Meter:
-    """The meter of a rank that trains on a CPU.
-
-    Args:
-        world_size: number of ranks. One alone waits for nobody.
-    """
+    """The meter of a rank that trains on a CPU. A single rank waits for nobody."""
     if world_size > 1:
         with suppress(OSError, ValueError, IndexError):  # another system, or a container that hides it
             meter = HostMeter()
@@ -185,7 +187,9 @@ def host_meter(world_size: int) -> Meter:
 
 
 class ReducerTimes:
-    """What DDP's reducer says of its communication, on a GPU, where a step's marks cannot tell it from computing.
+    """Reads from DDP's reducer how long gradients are sent while nothing computes.
+
+    It serves GPUs, where the marks of a step cannot tell communication from computing.
 
     Args:
         model: returns the model as the strategy has wrapped it now. Tuning and local SGD wrap it anew.

@@ -4,36 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
-if TYPE_CHECKING:
-    from azureml_strategy.tracking.step_breakdown import Breakdown
-
-
-class Clock(Protocol):
-    """Records moments now, and measures the time between them later."""
-
-    def now(self) -> Any:
-        """Record a moment."""
-
-    def has_passed(self, moment: Any) -> bool:
-        """Whether the moment has been reached, so that it can be measured."""
-
-    def wait_for(self, moment: Any) -> None:
-        """Wait until the moment is reached."""
-
-    def seconds(self, start: Any, end: Any) -> float:
-        """Time between two moments that have passed."""
+from azureml_strategy.tracking.step_breakdown import Breakdown
+from azureml_strategy.tracking.step_meters import Clock
 
 
 class HostClock:
-    """Moments on the host clock. They are right if the host itself does the work, as on a CPU.
-
-    Args:
-        read: a monotonic clock, in seconds.
-    """
+    """Moments on the host's monotonic clock, for devices whose work the host itself does, such as a CPU."""
 
     def __init__(self, read: Callable[[], float]) -> None:
         self.now = read
@@ -58,7 +38,7 @@ class CudaClock:
     """
 
     def now(self) -> torch.cuda.Event:
-        """Record an event behind everything queued so far."""
+        """Record an event after everything queued so far."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
@@ -84,7 +64,7 @@ class Step(NamedTuple):
         seconds: from the end of the previous step to its own end.
         waited_s: the part of it that passed before its batches were ready on the device.
         flops: floating-point operations of the model on its batches; 0 if nothing counts them.
-        parts: seconds of each `Part`, in its order; empty if nothing tells them apart.
+        parts: seconds of each `Part`, in its order; empty if they are not measured.
     """
 
     samples: int
@@ -102,11 +82,7 @@ class StepRecorder:
     """Turns the moments of a training loop into steps.
 
     A step has one batch, or several with accumulated gradients. It starts at the end of the previous one, or when
-    training resumes after something else.
-
-    Args:
-        clock: records the moments.
-        breakdown: tells what each step spent its time on.
+    training resumes after something else. A breakdown measures what each step spends its time on.
     """
 
     def __init__(self, clock: Clock, breakdown: Breakdown | None = None) -> None:
@@ -158,7 +134,11 @@ class StepRecorder:
         steps = []
         # All of a step's moments: a script may have switched streams within it, so that the last is not reached last.
         while self._done and all(map(self._clock.has_passed, self._moments_of(self._done[0]))):
-            steps.append(self._measure(*self._done.popleft()))
+            samples, flops, moments, parts = self._done.popleft()
+            seconds = self._clock.seconds(moments[0], moments[-1])
+            waited_s = sum(map(self._clock.seconds, moments[0:-1:2], moments[1::2]))
+            known = self._breakdown.meter.seconds(parts) if self._breakdown is not None else ()
+            steps.append(Step(samples, seconds, waited_s, flops, known))
         return steps
 
     def _moments_of(self, done: _Done) -> list[Any]:
@@ -170,9 +150,3 @@ class StepRecorder:
         self._moments: list[Any] = [moment]
         self._samples, self._flops = 0, 0.0
         self._whole = True
-
-    def _measure(self, samples: int, flops: float, moments: list[Any], parts: Any) -> Step:
-        between = self._clock.seconds
-        waited = sum(map(between, moments[0:-1:2], moments[1::2]))
-        known = self._breakdown.meter.seconds(parts) if self._breakdown is not None else ()
-        return Step(samples, between(moments[0], moments[-1]), waited, flops, known)

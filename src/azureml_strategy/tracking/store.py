@@ -82,14 +82,9 @@ def one_attempt_client(tracking_uri: str) -> MlflowClient:
 
 
 def history_pages(client: MlflowClient, run_id: str, name: str) -> Iterator[list[Metric]]:
-    """The points of a metric, a page at a time, for who must be able to stop before the end.
+    """The points of a metric, a page at a time, for callers that may stop before the end.
 
     MLflow's client itself has only a function that returns all points at once.
-
-    Args:
-        client: of the store.
-        run_id: the run.
-        name: the metric.
 
     Raises:
         Exception: whatever MLflow raises if the store does not answer.
@@ -128,12 +123,10 @@ def _call_once(store: Any, api: Any, json_body: str | None = None, endpoint: str
     try:
         verify_rest_response(response, endpoint or path)
     except Exception as error:
-        error.pause_s = _pause_s(response.headers.get("Retry-After", ""))  # type: ignore[attr-defined]
+        retry_after = response.headers.get("Retry-After", "")
+        pause_s = min(float(retry_after), _LONGEST_PAUSE_S) if retry_after.isdecimal() else 0.0
+        error.pause_s = pause_s  # type: ignore[attr-defined]
         raise
     answer = options.get("response_proto") or api.Response()
     parse_dict(js_dict=json.loads(response.text or "{}"), message=answer)  # type: ignore[no-untyped-call]
     return answer
-
-
-def _pause_s(retry_after: str) -> float:
-    return min(float(retry_after), _LONGEST_PAUSE_S) if retry_after.isdecimal() else 0.0

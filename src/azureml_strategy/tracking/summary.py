@@ -21,7 +21,7 @@ class Totals(NamedTuple):
         seconds: time of the steps, added up over ranks.
         waited_s: the part of it spent waiting for data.
         flops: floating-point operations of the whole model, counted on every rank for its own batches.
-        parts: seconds of each of `STEP_PARTS`, added up over ranks; empty if nothing tells them apart.
+        parts: seconds of each of `STEP_PARTS`, added up over ranks; empty if they are not measured.
     """
 
     steps: float = 0.0
@@ -71,11 +71,12 @@ class PartSpread:
         whole = sum(self._sums)
         if self._steps < 2 or not whole:
             return {}
-        return {part.label: self._deviation(part) * math.sqrt(self._steps) / whole for part in STEP_PARTS}
-
-    def _deviation(self, part: Part) -> float:
-        mean = self._sums[part] / self._steps
-        return math.sqrt(max(self._squares[part] / self._steps - mean * mean, 0.0))
+        errors = {}
+        for part in STEP_PARTS:
+            mean = self._sums[part] / self._steps
+            deviation = math.sqrt(max(self._squares[part] / self._steps - mean * mean, 0.0))
+            errors[part.label] = deviation * math.sqrt(self._steps) / whole
+        return errors
 
 
 _LOGGED = (
@@ -103,8 +104,8 @@ class ThroughputSummary:
         data_wait_share: share of the step before its batches were on the device, 0 to 1, averaged over ranks.
         mfu: model FLOPs utilisation (Chowdhery et al. 2022, appendix B, https://arxiv.org/abs/2204.02311): the model's
             operations per second, divided by the peak of all devices, 0 to 1; None if either is unknown.
-        shares: part of the step, by the label of each `Part` that could be told apart, 0 to 1, averaged over ranks.
-            They add up to 1; there are none if they do not.
+        shares: part of the step, 0 to 1, averaged over ranks, by the label of each `Part` that is measured. They add up
+            to 1; there are none if they do not.
         errors: standard errors of `shares`, from the spread of this rank's steps.
     """
 
@@ -121,12 +122,7 @@ class ThroughputSummary:
     errors: Mapping[str, float] = field(default_factory=dict)
 
     def as_metrics(self, prefix: str, step: str = "step") -> dict[str, float]:
-        """The figures as metrics, without those that are unknown.
-
-        Args:
-            prefix: of the rates and times.
-            step: prefix of the shares of a step.
-        """
+        """The figures as metrics, without those that are unknown; `step` is the prefix of the shares of a step."""
         figures = {f"{prefix}/{name}": getattr(self, name) for name in _LOGGED}
         shares = {f"{step}/{part}_share": share for part, share in self.shares.items()}
         return {name: value for name, value in (figures | shares).items() if value is not None}
@@ -153,7 +149,7 @@ def summarize(
         ranks: world size.
         replicas: data-parallel size.
         peak_flops: floating-point operations per second that one device can do, if known.
-        unknown: parts of a step that nothing told apart.
+        unknown: parts of a step that are not measured.
         spread: of this rank's steps.
     """
     samples = totals.samples * replicas / ranks

@@ -18,9 +18,6 @@ class TerminationFlush:
 
     It acts only if the default action would. A handler that exists already (the user's, or Lightning's during training)
     unwinds the process in its own way, and then `finalize` or the exit of the interpreter flushes.
-
-    Args:
-        writer: the writer to flush.
     """
 
     def __init__(self, writer: BatchWriter) -> None:

@@ -50,7 +50,7 @@ def _leading_dimension(batch: Any) -> int | None:
         return batch.shape[0] if batch.ndim else None
     if isinstance(batch, Mapping):
         batch = tuple(batch.values())
-    # The first two are the usual ones, and quicker to tell than any sequence.
+    # list and tuple are the usual ones, and checking for them is faster than for any sequence.
     if isinstance(batch, (list, tuple, Sequence)) and not isinstance(batch, (str, bytes)):
         for item in batch:
             samples = _leading_dimension(item)
@@ -218,7 +218,7 @@ class ThroughputCallback(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._breakdown is not None:
-            self._breakdown.ask_reducer()
+            self._breakdown.read_reducer()
         steps = self._recorder.take(wait=True)
         if self._breakdown is not None:
             self._breakdown.last_step_done(trainer)
@@ -255,7 +255,7 @@ class ThroughputCallback(Callback):
 
     def _close_window(self, trainer: Trainer, step: int) -> None:
         if self._breakdown is not None:
-            self._breakdown.ask_reducer()
+            self._breakdown.read_reducer()
         steps = self._recorder.take()
         if self._breakdown is not None:
             self._breakdown.window(steps, step)
@@ -297,19 +297,16 @@ class ThroughputCallback(Callback):
         self._totals = self._totals.plus(totals)
         return totals
 
-    def _peak_flops(self) -> float | None:
-        """Of one device, at this run's precision and for the operations of its network."""
-        if self._flops is None or self.peak_flops:
-            return self.peak_flops
-        return peak_flops(self._device, self._precision, self._flops.convolutions)
-
     def _summarize(self, totals: Totals, step_times: Sequence[float]) -> ThroughputSummary:
+        peak = self.peak_flops
+        if self._flops is not None and not peak:
+            peak = peak_flops(self._device, self._precision, self._flops.convolutions)
         return summarize(
             totals,
             step_times,
             ranks=self._ranks,
             replicas=self._replicas,
-            peak_flops=self._peak_flops(),
+            peak_flops=peak,
             unknown=self._unknown,
             spread=self._spread,
         )

@@ -53,7 +53,7 @@ class WallClock:
         return {**seconds, "time/wall_s": self.wall_s, "time/goodput": self.goodput}
 
 
-class TimeBudget:
+class GoodputMeter:
     """The wall clock of an attempt so far.
 
     Args:
@@ -71,11 +71,7 @@ class TimeBudget:
         self.may_redo = steps_before > 0
 
     def step_done(self, steps: int) -> None:
-        """An optimizer step is done.
-
-        Args:
-            steps: number of all steps that the training has done, with those before its checkpoint.
-        """
+        """An optimizer step is done. `steps` counts all steps of the training, with those before its checkpoint."""
         self.may_redo = steps <= self._steps_before
         if self.may_redo:
             self._redone_s = _training_s(self._breakdown.totals)
@@ -109,11 +105,7 @@ def describe(clock: WallClock) -> str:
 
 
 def process_age_s(proc: str | Path = "/proc") -> float:
-    """Seconds since this process started; 0 on systems that do not show it.
-
-    Args:
-        proc: mount point of procfs.
-    """
+    """Seconds since this process started; 0 on systems that do not show it."""
     if not sys.platform.startswith("linux"):
         return 0.0
     with suppress(OSError, IndexError, ValueError):  # a container may hide it

@@ -46,8 +46,9 @@ class DeviceValue:
 def copy_to_host(values: Iterable[Any]) -> None:
     """Queue copies of those among the values that are a `DeviceValue`, and return at once.
 
-    All of one kind are one copy into pinned memory, behind the work that computes them and before whatever the caller
-    queues next: reading one later waits for this copy and not for that. The caller may change the tensors in place.
+    All values of one kind become one copy into pinned memory. It is queued after the work that computes them and before
+    whatever the caller queues next, so that reading a value later waits for the copy and not for that work. The caller
+    may change the tensors in place.
     """
     kinds: dict[tuple[torch.device, torch.dtype], list[DeviceValue]] = {}
     for each in values:
@@ -83,7 +84,7 @@ def as_number(value: Any) -> SupportsFloat:
         number = float(value)
     except Exception as error:  # a type's own __float__ may raise anything
         raise ValueError(f"float() says {type(error).__name__}: {error}; log a number that is made of it") from None
-    if math.isinf(number) and not _is_infinite(value):
+    if math.isinf(number) and abs(value) != math.inf:
         raise ValueError("it is too large for a float of 64 bits; log its logarithm")
     return number
 
@@ -138,10 +139,6 @@ def _advice(value: Any) -> str | None:
     if isinstance(value, list | tuple | set | dict):
         return "log each of its numbers under a name of its own, or their mean"
     return None
-
-
-def _is_infinite(value: Any) -> bool:
-    return bool(abs(value) == math.inf)
 
 
 def as_texts(params: dict[str, Any] | Namespace) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Says what a run waits for most, why, what to try, and what that gains at most.
+"""Finds what a run waits for most, why, what to try, and how much that gains at most.
 
 `judge` takes shares and seconds as the run logs them (`step/..._share`, `time/..._s`) and returns a `Verdict`. The
 table at the end of a run, its tag `azureml_strategy.verdict` and its page show the same one.
@@ -15,14 +15,14 @@ from azureml_strategy.tracking.remedies import GOOD_MFU, RUN_REMEDIES, STEP_REME
 
 # A smaller part is not worth a change: it is within the spread between two runs of the same configuration.
 _WORTH_IT = 0.05
-# Start-up is the same for a short and a long run, so it says nothing about a run that was only tried out.
+# Start-up takes as long in a short run as in a long one, so it says nothing about a run that was only tried out.
 _LONG_RUN_S = 600.0
 # What the sum of shares that were logged apart, or averaged, may miss 1 by.
 _ROUNDING = 0.005
-# A standard error from fewer steps says little itself.
+# A standard error from fewer steps is unreliable itself.
 LEAST_STEPS = 12
-# A part counts if it is worth a change also where it is smaller than measured by so many standard errors: one of
-# several parts is judged, the one that seems largest.
+# A part counts if it is worth a change even when it is this many standard errors smaller than measured. The margin is
+# wide because the part that seems largest is picked out of several.
 _CERTAIN = 3.0
 _WAITING = ("data_wait", "copy", "forward_wait", "host", "communication", "bubble", "optimizer", "other")
 _COMPUTING = ("forward", "backward")
@@ -54,11 +54,7 @@ PHASES: Mapping[str, str] = {
 
 
 def whole_shares(shares: Mapping[str, float]) -> dict[str, float]:
-    """The shares, if they are what a step can be made of: none negative, and together all of it. Else none.
-
-    Args:
-        shares: parts of a step.
-    """
+    """The shares of a step, if none is negative and together they are all of it; else none."""
     is_whole = min(shares.values(), default=0.0) >= 0 and math.isclose(sum(shares.values()), 1.0, abs_tol=_ROUNDING)
     return dict(shares) if is_whole else {}
 
@@ -114,7 +110,7 @@ class Verdict:
     Attributes:
         headline: one sentence: what the run waits for most, or that it does not wait.
         advice: what to try, the largest wait first and computing last; empty if nothing is worth it, or was measured.
-        measured: whether the run says where its time goes.
+        measured: whether the run has measured where its time goes.
     """
 
     headline: str
@@ -151,7 +147,9 @@ def judge(
     facts = facts or RunFacts()
     shares = {name: share for name, share in shares.items() if name in NAMES and 0 <= share <= 1}
     shares = shares if set(shares) == {"data_wait"} else whole_shares(shares)
-    times = _counted(times or {})
+    times = {name: times[name] for name in PHASES if 0 < times.get(name, 0) < math.inf} if times else {}
+    if sum(times.values()) < _LONG_RUN_S:  # a run that was only tried out
+        times.pop("startup", None)
     if not shares and not times:
         return Verdict("This run did not measure where its time goes.", measured=False)
     if facts.steps is not None and facts.steps < LEAST_STEPS:
@@ -159,24 +157,12 @@ def judge(
             f"{facts.steps} step{'s were' if facts.steps != 1 else ' was'} measured, too few to say what this run "
             f"waits for: {LEAST_STEPS} after the warm-up tell."
         )
-    training = _training_share(times)
-    found = [*_of_steps(shares, training, facts), *_of_run(times, facts)]
-    doubts = {name: _CERTAIN * error * training for name, error in (errors or {}).items()}
-    worth = [each for each in found if each.share - doubts.get(each.part, 0.0) >= _WORTH_IT]
+    training = times.get("training", 0.0) / sum(times.values()) if times else 1.0
+    found = [*_step_advice(shares, training, facts), *_run_advice(times, facts)]
+    margins = {name: _CERTAIN * error * training for name, error in (errors or {}).items()}
+    worth = [each for each in found if each.share - margins.get(each.part, 0.0) >= _WORTH_IT]
     worth.sort(key=lambda each: (each.part == "computing", -each.share))
     return Verdict(_headline(worth, shares), tuple(worth))
-
-
-def _counted(times: Mapping[str, float]) -> dict[str, float]:
-    """The seconds that judge a run: without the start-up of a run that was only tried out."""
-    known = {name: times[name] for name in PHASES if 0 < times.get(name, 0) < math.inf}
-    if sum(known.values()) < _LONG_RUN_S:
-        known.pop("startup", None)
-    return known
-
-
-def _training_share(times: Mapping[str, float]) -> float:
-    return times.get("training", 0.0) / sum(times.values()) if times else 1.0
 
 
 def _headline(worth: list[Advice], shares: Mapping[str, float]) -> str:
@@ -191,7 +177,7 @@ def _headline(worth: list[Advice], shares: Mapping[str, float]) -> str:
     return f"This run waits for nothing that is worth a change: {busy}."
 
 
-def _of_steps(shares: Mapping[str, float], training: float, facts: RunFacts) -> Iterator[Advice]:
+def _step_advice(shares: Mapping[str, float], training: float, facts: RunFacts) -> Iterator[Advice]:
     slow = min(facts.slow_share, shares.get("communication", 1.0)) if facts.slow_ranks else 0.0
     for name in _WAITING:
         # While ranks wait for a slow one, they are in a collective: that part is not the network's fault.
@@ -200,7 +186,8 @@ def _of_steps(shares: Mapping[str, float], training: float, facts: RunFacts) -> 
             why, action = STEP_REMEDIES[name](facts)
             yield _advice(name, share * training, f"{_WAITED_FOR[name]}: {share:.0%} of each step", why, action, facts)
     if slow:
-        yield _slow_rank(slow, training, facts)
+        what = f"{', '.join(facts.slow_ranks)}: {slow:.0%} of each step"
+        yield _advice("slow_rank", slow * training, what, *slow_rank(facts), facts)
     busy = sum(shares.get(name, 0.0) for name in _COMPUTING)
     if facts.mfu is not None and busy > facts.mfu / GOOD_MFU:
         # The step would still take as long as its FLOPs take at a good utilisation.
@@ -208,7 +195,7 @@ def _of_steps(shares: Mapping[str, float], training: float, facts: RunFacts) -> 
         yield Advice("computing", share, f"MFU is {mfu_text(facts.mfu)}", *computing(facts), is_bound=False)
 
 
-def _of_run(times: Mapping[str, float], facts: RunFacts) -> Iterator[Advice]:
+def _run_advice(times: Mapping[str, float], facts: RunFacts) -> Iterator[Advice]:
     for name in _OUTSIDE:
         if name in times:
             share = times[name] / sum(times.values())
@@ -219,14 +206,9 @@ def _of_run(times: Mapping[str, float], facts: RunFacts) -> Iterator[Advice]:
 
 def _advice(part: str, share: float, what: str, why: str, action: str, facts: RunFacts) -> Advice:
     saving = "" if not facts.cost else f"{format_money(share * facts.cost)} {facts.currency}"
-    # What ranks on one machine wait for one another, others on nodes of their own may not.
+    # Ranks that share the cores of one machine may wait for one another where ranks on nodes of their own would not.
     is_bound = not (facts.one_machine and part in ("communication", "slow_rank"))
     return Advice(part, share, what, why, action, saving, is_bound)
-
-
-def _slow_rank(share: float, training: float, facts: RunFacts) -> Advice:
-    what = f"{', '.join(facts.slow_ranks)}: {share:.0%} of each step"
-    return _advice("slow_rank", share * training, what, *slow_rank(facts), facts)
 
 
 _WAITED_FOR = {

@@ -80,7 +80,15 @@ class JobWandbLogger(WandbLogger):
     @override
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace) -> None:
-        self._start()
+        from wandb.errors import Error
+
+        try:
+            _ = self.experiment  # starts the run
+        except Error as error:
+            raise TrackingError(
+                f"wandb does not start the run: {redact_text(str(error))} Log in with `wandb login`, set "
+                "WANDB_API_KEY, or write files only (tracking.loggers.wandb.offline=true), for `wandb sync`."
+            ) from None
         super().log_hyperparams(redact("", convert_params(params)))
 
     @rank_zero_only
@@ -92,14 +100,3 @@ class JobWandbLogger(WandbLogger):
         """
         if self._experiment is not None:
             self._experiment.finish(exit_code=int(failed))
-
-    def _start(self) -> None:
-        from wandb.errors import Error
-
-        try:
-            _ = self.experiment
-        except Error as error:
-            raise TrackingError(
-                f"wandb does not start the run: {redact_text(str(error))} Log in with `wandb login`, set "
-                "WANDB_API_KEY, or write files only (tracking.loggers.wandb.offline=true), for `wandb sync`."
-            ) from None

@@ -1,9 +1,9 @@
 """The background thread that writes to MLflow, so that training does not wait for it.
 
-`log_metrics` converts a point (`values`, `metric_names`) and queues it here. The thread puts queued records into
-batches, and the `Sender` sends them to the run. While the store is away, everything queued goes to a file (`Spool`).
-Once the store is back, the file is sent before anything newer, and each of its points is looked up first, so that it is
-written only once. What is still in the file at the end stays there, for the next start or the upload command.
+`log_metrics` converts a point (`values`) and queues it here. The thread puts queued records into batches, and the
+`Sender` sends them to the run. While the store is away, everything queued goes to a file (`OfflineQueue`). Once the
+store is back, the file is sent before anything newer, and each of its points is looked up first, so that it is written
+only once. What is still in the file at the end stays there, for the next start or the upload command.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from azureml_strategy.cluster.redaction import redact_text
 from azureml_strategy.tracking.batch import Batch, Record, make_batches
 from azureml_strategy.tracking.run import LoggedMetrics, OpenRun, RunRequest, describe_store, is_remote
 from azureml_strategy.tracking.sender import SECOND_LOOK_S, Sender
-from azureml_strategy.tracking.spool import Leftovers, Spool, command
+from azureml_strategy.tracking.spool import LeftoverQueues, OfflineQueue, command
 from azureml_strategy.tracking.store import StoreAwayError, StoreRefusedError, TrackingError, store_errors
 
 if TYPE_CHECKING:
@@ -77,9 +77,9 @@ class BatchWriter:
         self._second_look_s = second_look_s
         self._records: deque[Record] = deque(maxlen=capacity)
         self._backlog: deque[Batch] = deque()
-        self._spool: Spool | None = None
-        self._sent_up_to = 0  # of the spool, in bytes
-        self._leftovers = Leftovers(folder, request)
+        self._offline: OfflineQueue | None = None
+        self._sent_up_to = 0  # of the offline queue, in bytes
+        self._leftovers = LeftoverQueues(folder, request)
         self._sender: Sender | None = None
         self._continues = False
         # Unlike an Event, a SimpleQueue may be put to from a signal handler that interrupts its own put.
@@ -146,10 +146,10 @@ class BatchWriter:
     def pending_metrics(self) -> list[Metric]:
         """The pending metrics, in order, with those that the store is taking at this moment."""
         with self._moving:
-            spool = self._present_spool()
-            spooled = [batch for batch, _ in spool.batches(self._sent_up_to)] if spool else []
+            offline = self._existing_queue()
+            queued = [batch for batch, _ in offline.batches(self._sent_up_to)] if offline else []
             suspects = [each.item for each in self._sender.suspects if each.kind == "metrics"] if self._sender else []
-            batches = [Batch("metrics", suspects), *spooled, *self._backlog, *make_batches(self._records)]
+            batches = [Batch("metrics", suspects), *queued, *self._backlog, *make_batches(self._records)]
             return [item for batch in batches if batch.kind == "metrics" for item in batch.items]
 
     @property
@@ -181,7 +181,7 @@ class BatchWriter:
                 progress, since = self._progress(), time.monotonic()
             if time.monotonic() - since > (min(timeout_s, _PATIENCE_S) if self._away else timeout_s):
                 return False
-            if self._away and time.monotonic() > asked + _FIRST_PAUSE_S:  # whoever waits here waits for no longer pause
+            if self._away and time.monotonic() > asked + _FIRST_PAUSE_S:  # do not wait out a longer pause
                 asked = time.monotonic()
                 self.wake()
             time.sleep(0.002)
@@ -223,7 +223,7 @@ class BatchWriter:
             self._records
             or self._busy
             or self._backlog
-            or self._spool
+            or self._offline
             or (self._sender.suspects if self._sender else self._away is None)
             or self._leftovers
         )
@@ -240,8 +240,13 @@ class BatchWriter:
         self._drain()
         while not self._closing:
             woken = False
+            timeouts_s = [self._interval_s]
+            if self._away is not None:
+                timeouts_s.append(max(self._resume_at - time.monotonic(), 0.01))
+            if self._sender is not None and self._sender.suspects:
+                timeouts_s.append(self._second_look_s)
             with contextlib.suppress(queue.Empty):
-                self._wake.get(timeout=self._until_next())
+                self._wake.get(timeout=min(timeouts_s))
                 woken = True
             if self._closing:
                 return
@@ -251,15 +256,6 @@ class BatchWriter:
             self._busy = True
             self._keep()
             self._busy = False
-
-    def _until_next(self) -> float:
-        """Seconds until the thread has something to do by itself."""
-        soon = [self._interval_s]
-        if self._away is not None:
-            soon.append(max(self._resume_at - time.monotonic(), 0.01))
-        if self._sender is not None and self._sender.suspects:
-            soon.append(self._second_look_s)
-        return min(soon)
 
     def _drain(self) -> None:
         self._busy = True
@@ -279,10 +275,16 @@ class BatchWriter:
 
     def _send_all(self) -> None:
         sender = self._sender or self._open()
-        self._recovering = self._spool is not None or bool(self._leftovers)
+        self._recovering = self._offline is not None or bool(self._leftovers)
         self._leftovers.send()
-        while (spool := self._present_spool()) is not None:
-            self._send_spool(sender, spool)
+        while (offline := self._existing_queue()) is not None:
+            for batch, end in offline.batches(self._sent_up_to):
+                sender.send(batch)
+                self._sent_up_to = end
+            with self._moving:
+                if self._sent_up_to >= offline.size:
+                    offline.remove()
+                    self._offline, self._sent_up_to = None, 0
         self._recovering = False
         while self._backlog or self._records:
             self._send_next(sender)
@@ -291,22 +293,13 @@ class BatchWriter:
     def _open(self) -> Sender:
         with store_errors():
             run = self._request.open(again=self._tried.is_set())
-        if self._spool is not None:
-            self._spool.opened(run.run_id)
+        if self._offline is not None:
+            self._offline.opened(run.run_id)
         self.run, self._sender = run, Sender(run, self._second_look_s)
         if self._continues:
             self.skip_logged_before()
         self._tried.set()
         return self._sender
-
-    def _send_spool(self, sender: Sender, spool: Spool) -> None:
-        for batch, end in spool.batches(self._sent_up_to):
-            sender.send(batch)
-            self._sent_up_to = end
-        with self._moving:
-            if self._sent_up_to >= spool.size:
-                spool.remove()
-                self._spool, self._sent_up_to = None, 0
 
     def _send_next(self, sender: Sender) -> None:
         with self._moving:
@@ -329,11 +322,10 @@ class BatchWriter:
         self._pause_s = doubled if self._progress_at_fault == before else _SOON_S
         self._resume_at = time.monotonic() + max(self._pause_s, self._away.pause_s)
         self._keep()
-        is_told = not self._tried.is_set() and not is_remote(
-            self._request.tracking_uri
-        )  # because `wait_for_run` raises
-        if first and self.refusal is None and not is_told:
-            where = f"kept in {self._spool.path if self._spool else 'memory'}"
+        # The first attempt to open a file or database: `wait_for_run` raises this error.
+        is_raised = not self._tried.is_set() and not is_remote(self._request.tracking_uri)
+        if first and self.refusal is None and not is_raised:
+            where = f"kept in {self._offline.path if self._offline else 'memory'}"
             warnings.warn(
                 f"MLflow is away; what is logged is {where} and tried again, training goes on: {error}", stacklevel=2
             )
@@ -346,8 +338,8 @@ class BatchWriter:
             if not held:
                 return
             try:
-                self._spool = self._present_spool() or self._new_spool()
-                self._spool.append(held)
+                self._offline = self._existing_queue() or self._create_queue()
+                self._offline.append(held)
                 self._backlog.clear()
                 self._disk_error = ""
             except Exception as error:  # whatever the disk does, this thread must survive it
@@ -358,37 +350,33 @@ class BatchWriter:
                     self._disk_error = str(error)
                     warnings.warn(f"Metrics that MLflow does not take stay in memory, {error}", stacklevel=2)
 
-    def _present_spool(self) -> Spool | None:
+    def _existing_queue(self) -> OfflineQueue | None:
         """The file, unless somebody has deleted it."""
         with self._moving:
-            if self._spool is not None and not self._spool.path.exists():
-                self._spool.close()
-                self._spool, self._sent_up_to = None, 0
-            return self._spool
+            if self._offline is not None and not self._offline.path.exists():
+                self._offline.close()
+                self._offline, self._sent_up_to = None, 0
+            return self._offline
 
-    def _new_spool(self) -> Spool:
-        spool = Spool.create(self._folder, self._request)
+    def _create_queue(self) -> OfflineQueue:
+        offline = OfflineQueue.create(self._folder, self._request)
         if self.run is not None:
-            spool.opened(self.run.run_id)
-        return spool
+            offline.opened(self.run.run_id)
+        return offline
 
     def _warn_of_rest(self) -> None:
         run = f"run {self.run.run_id}" if self.run is not None else "a run that could not be opened yet"
         with self._moving:  # else the thread may send and remove the file meanwhile
-            spool = self._present_spool()
-            unsent = self._unsent(spool) if spool is not None else ""
-        if spool is not None and unsent:
-            what = f"{unsent} of {run} lie in {spool.path}. Send them with: {command(self._folder)}"
+            offline = self._existing_queue()
+            counts: Counter[str] = Counter()
+            for batch, _ in offline.batches(self._sent_up_to) if offline is not None else ():
+                counts[_PLURALS.get(batch.kind, "items")] += len(batch.items)
+            unsent = ", ".join(f"{number:,} {name}" for name, number in counts.items() if number)
+        if offline is not None and unsent:
+            what = f"{unsent} of {run} lie in {offline.path}. Send them with: {command(self._folder)}"
         elif self._backlog:
             what = f"{len(self._backlog)} batches of {run} are lost with this process, {self._disk_error}"
         else:
             return
         reason = f" ({self._away})" if self._away is not None else ""
         warnings.warn(f"MLflow did not take everything in time{reason}: {what}", stacklevel=3)
-
-    def _unsent(self, spool: Spool) -> str:
-        """What the store has not taken, in words; empty if it has taken all."""
-        counts: Counter[str] = Counter()
-        for batch, _ in spool.batches(self._sent_up_to):
-            counts[_PLURALS.get(batch.kind, "items")] += len(batch.items)
-        return ", ".join(f"{number:,} {name}" for name, number in counts.items() if number)
