@@ -18,7 +18,14 @@ from azureml_strategy.checkpoint.folder import CheckpointFolder, Summed, by_scor
 from azureml_strategy.checkpoint.host_copy import HostCopyBuffer
 from azureml_strategy.checkpoint.manifest import Manifest, StoredFile, look
 from azureml_strategy.cluster.redaction import redact_text
-from azureml_strategy.control.gather import Exchange, GroupExchange, Meeting, StoreExchange, gather, meet
+from azureml_strategy.control.gather import (
+    Exchange,
+    GroupExchange,
+    SharedStore,
+    StoreExchange,
+    gather,
+    open_shared_store,
+)
 from azureml_strategy.control.store import StepError
 from azureml_strategy.interfaces import WriteStaged
 from azureml_strategy.lightning_internals import dump_checkpoint
@@ -252,15 +259,15 @@ class BackgroundWriter:
 
     def connect(self, trainer: Trainer) -> None:
         """Connect the ranks' threads, or connect them again; a collective."""
-        met: Meeting[None] = meet("JobCheckpoint", trainer.global_rank, trainer.world_size, None)
+        shared: SharedStore[None] = open_shared_store("JobCheckpoint", trainer.global_rank, trainer.world_size, None)
         self._disconnect()
-        if met.store is not None:
-            self._threads = StoreExchange(met.store)
+        if shared.store is not None:
+            self._threads = StoreExchange(shared.store)
         else:
             rank_zero_warn(
                 "Training waits while a checkpoint is written, as threads of the ranks do not find one another: the "
-                f"process group was not made with MASTER_ADDR and MASTER_PORT, or rank(s) {met.outside} cannot connect "
-                "there. Use an azureml_* strategy, or say JobCheckpoint(asynchronous=False)."
+                f"process group was not made with MASTER_ADDR and MASTER_PORT, or rank(s) {shared.unconnected} cannot "
+                "connect there. Use an azureml_* strategy, or say JobCheckpoint(asynchronous=False)."
             )
 
     def save(self, trainer: Trainer, draft: Manifest, writer: CheckpointWriter) -> None:

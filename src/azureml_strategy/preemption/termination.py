@@ -23,7 +23,7 @@ from azureml_strategy.cluster.isolation import Attempt, IsolatedCallback, passed
 from azureml_strategy.cluster.job import read_job
 from azureml_strategy.cluster.launchers import detect_ranks, local
 from azureml_strategy.control.agreement import State, StopAgreement, StopBarrier
-from azureml_strategy.control.gather import gather, meet
+from azureml_strategy.control.gather import gather, open_shared_store
 from azureml_strategy.control.store import ControlStore
 from azureml_strategy.interfaces import RunLogger, paused
 from azureml_strategy.lightning_internals import (
@@ -153,18 +153,18 @@ class TerminateTogether(IsolatedCallback):
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if stage != "fit" or next(each for each in callbacks if isinstance(each, TerminateTogether)) is not self:
             return
-        # If this fails on one rank, the others must not wait for it. The meeting is a collective, which notices at once
-        # that another rank has ended.
+        # If this fails on one rank, the others must not wait for it. Opening the store is a collective, which notices at
+        # once that another rank has ended.
         ready = Attempt(lambda: self._prepare(trainer))
-        met = meet("TerminateTogether", trainer.global_rank, trainer.world_size, ready.fault is None)
-        if ready.fault is not None or met.store is None or not all(met.told):
-            if met.store is not None:
-                met.store.close()
+        shared = open_shared_store("TerminateTogether", trainer.global_rank, trainer.world_size, ready.fault is None)
+        if ready.fault is not None or shared.store is None or not all(shared.values):
+            if shared.store is not None:
+                shared.store.close()
             elif dist.is_initialized():
                 rank_zero_warn(_NO_STORE)
             ready.settle()
             return
-        self._store = met.store
+        self._store = shared.store
         self._rank = trainer.global_rank
         self._stops = 0  # alike on all ranks, also if a fit before this has failed on one
         self._listen_with_lightning(trainer)

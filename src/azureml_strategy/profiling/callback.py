@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from azureml_strategy.cluster.isolation import Attempt
 from azureml_strategy.cluster.redaction import redact_text
-from azureml_strategy.control.gather import meet
+from azureml_strategy.control.gather import open_shared_store
 from azureml_strategy.control.store import ControlStore
 from azureml_strategy.hang_detection.alarm import run_folder
 from azureml_strategy.lightning_internals import accumulates, logged_step
@@ -120,7 +120,7 @@ class ProfileSteps(Callback):
         if not self._plans and not self._on_request:
             return
         self._drop_missed(trainer, logged_step(trainer))
-        self._store = meet("ProfileSteps", trainer.global_rank, trainer.world_size, True).store
+        self._store = open_shared_store("ProfileSteps", trainer.global_rank, trainer.world_size, True).store
         folder = run_folder(trainer) if self._folder is None else Path(self._folder)
         self._uploader = Uploader(trainer, self._store)
         self._writer = ProfileWriter(folder, trainer.global_rank, self._uploader)
