@@ -88,8 +88,8 @@ def _metadata(content: Mapping[str, Any]) -> dict[str, str]:
     hyperparameters = content.get("hyper_parameters", {})
     saved = {name: each for name, each in hyperparameters.items() if _is_json(each)}
     _warn_of_left_out(content, [name for name in hyperparameters if name not in saved])
-    told = {"hyper_parameters": saved, MODULE: content.get(MODULE)}
-    return {"format": "pt", **plain, **{name: json.dumps(each) for name, each in told.items() if each}}
+    entries = {"hyper_parameters": saved, MODULE: content.get(MODULE)}
+    return {"format": "pt", **plain, **{name: json.dumps(each) for name, each in entries.items() if each}}
 
 
 def _warn_of_left_out(content: Mapping[str, Any], hyperparameters: Sequence[str]) -> None:
@@ -117,7 +117,7 @@ def write_onnx(
     checkpoint: Path,
     output: Path,
     *,
-    told: Mapping[str, Any] | None = None,
+    overrides: Mapping[str, Any] | None = None,
     code: Path | None = None,
     trust_pickles: bool = False,
 ) -> tuple[int | None, ...]:
@@ -126,7 +126,7 @@ def write_onnx(
     Args:
         checkpoint: the path that was given to Lightning, or that Lightning wrote: a file or a folder.
         output: the file to write. It appears complete or not at all.
-        told: what the caller knows of the module, as `told_of_module` makes it.
+        overrides: what the caller knows of the module, as `module_overrides` makes it.
         code: a folder with the modules that the module's class is in, unless it is installed.
         trust_pickles: run the code that the checkpoint's files ask for.
 
@@ -141,7 +141,7 @@ def write_onnx(
     for library in ("onnx", "onnxscript"):
         require_library(library)
     refuse_existing(output)
-    content = read_whole(checkpoint, trust_pickles=trust_pickles, told=told)
+    content = read_whole(checkpoint, trust_pickles=trust_pickles, overrides=overrides)
     with modules_of(code):  # also while it is traced: a forward may import
         module = make_module(content)
         example = _example_input(module, content)

@@ -141,7 +141,7 @@ def _targets(node: Any) -> Iterator[str]:
         yield from _targets(each)
 
 
-def told_of_module(
+def module_overrides(
     class_name: str | None = None, sizes: tuple[int, ...] | None = None, dtype: str | None = None
 ) -> dict[str, Any]:
     """What a user tells of a module whose checkpoint does not, in the form of an entry.
@@ -151,16 +151,16 @@ def told_of_module(
         sizes: of one sample, without the dimension that counts samples.
         dtype: of the input's numbers, such as `uint8`. None is float32.
     """
-    told: dict[str, Any] = {} if class_name is None else {CLASS: class_name}
+    overrides: dict[str, Any] = {} if class_name is None else {CLASS: class_name}
     if sizes is not None:
-        told[INPUT] = {"shape": list(sizes), "dtype": dtype or "float32"}
-    return told
+        overrides[INPUT] = {"shape": list(sizes), "dtype": dtype or "float32"}
+    return overrides
 
 
-def merged(recorded: Mapping[str, Any] | None, told: Mapping[str, Any]) -> dict[str, Any]:
-    """An entry with what a user tells in place of what is recorded. A class that is told replaces a configuration."""
-    kept = {name: value for name, value in (recorded or {}).items() if name != CONFIG or CLASS not in told}
-    return {**kept, **told}
+def merged(recorded: Mapping[str, Any] | None, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """An entry with a user's overrides in place of what is recorded. A class replaces a recorded configuration."""
+    kept = {name: value for name, value in (recorded or {}).items() if name != CONFIG or CLASS not in overrides}
+    return {**kept, **overrides}
 
 
 def _importable(module: str) -> str:

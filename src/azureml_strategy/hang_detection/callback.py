@@ -21,7 +21,7 @@ from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
 from azureml_strategy.cluster.environ import HANG_WATCH_SWITCH
-from azureml_strategy.cluster.isolation import Attempt, IsolatedCallback
+from azureml_strategy.cluster.isolation import CapturedResult, IsolatedCallback
 from azureml_strategy.cluster.launchers import local
 from azureml_strategy.cluster.redaction import redact_text
 from azureml_strategy.control import roll_call
@@ -108,7 +108,7 @@ class HangWatch(IsolatedCallback):
         if trainer.world_size == 1 or not dist.is_initialized():
             return
         # All ranks must reach the meeting, even if this fails on one of them.
-        ready = Attempt(lambda: _member(trainer))
+        ready = CapturedResult(lambda: _member(trainer))
         try:
             shared = open_shared_store(
                 "HangWatch", trainer.global_rank, trainer.world_size, ready.value, self._dead_after_s
@@ -117,7 +117,7 @@ class HangWatch(IsolatedCallback):
             if not _OF_OTHERS.search(str(error)):
                 raise
             shared = None  # a rank has ended, which the run's next collective reports as well
-        ready.settle()
+        ready.reraise()
         if shared is None:
             return
         store, members = shared.store, {each.rank: each for each in shared.values if each is not None}
@@ -129,11 +129,11 @@ class HangWatch(IsolatedCallback):
                     f"Nobody watches for hangs: no connection to the rendezvous store on rank(s) {shared.unconnected}."
                 )
             return
-        begun = Attempt(lambda: self._start(trainer, store, members))
+        begun = CapturedResult(lambda: self._start(trainer, store, members))
         began = _gathered(begun.fault is None)
         if began is not None and not all(began):  # None: a rank has ended, and the running watches name it
             self._close()
-        begun.settle()
+        begun.reraise()
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

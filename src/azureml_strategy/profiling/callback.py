@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
-from azureml_strategy.cluster.isolation import Attempt
+from azureml_strategy.cluster.isolation import CapturedResult
 from azureml_strategy.cluster.redaction import redact_text
 from azureml_strategy.control.gather import open_shared_store
 from azureml_strategy.control.store import ControlStore
@@ -217,7 +217,7 @@ class ProfileSteps(Callback):
         self._uploader.tell()
         record_event(trainer, "profile", f"{plan.steps} profiled on rank(s) {', '.join(map(str, plan.ranks))}")
         if session is not None:
-            stopped = Attempt(session.stop)
+            stopped = CapturedResult(session.stop)
             if stopped.value:
                 self._writer.write(session, plan, lambda text: self._tell(plan, text))
             else:
@@ -250,7 +250,7 @@ class ProfileSteps(Callback):
 
     def _attempt(self, trainer: Trainer, action: Callable[[], Any]) -> Any:
         """Do something with the profiler, whose own faults do not end the training."""
-        tried = Attempt(action)
+        tried = CapturedResult(action)
         if tried.fault is not None:
             self._refuse(trainer, _text(tried.fault))
         return tried.value
@@ -258,7 +258,7 @@ class ProfileSteps(Callback):
     def _close(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         if self._session is not None:  # of a training that has ended within the warm-up
-            Attempt(self._session.stop)
+            CapturedResult(self._session.stop)
         if self._writer is not None and not self._writer.wait(seconds):
             log.warning("The profile is still being written after %.0f s; the training ends without it.", seconds)
         if self._listener is not None:
