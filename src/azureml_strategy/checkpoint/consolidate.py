@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ from azureml_strategy.checkpoint.module_record import MODULE, merged
 from azureml_strategy.checkpoint.plain_coding import decode
 from azureml_strategy.checkpoint.plain_data import HUGGING_FACE, MOVED, UnsavableStateError, to_plain
 
-# Entries of the training, which belong to a layout and a number of processes. All others are kept: they are read by
-# `LightningModule.load_from_checkpoint`, or a hook of the user's has added them and its other half asks for them.
+# Entries of the training, which belong to a layout and a number of processes. All others are kept:
+# `LightningModule.load_from_checkpoint` reads them, or a hook of the user's wrote them and another hook reads them.
 _OF_LIGHTNING = (
     *("loops", "callbacks", "optimizer_states", "lr_schedulers", "native_amp_scaling_state"),
     *("MixedPrecision", "FSDPPrecision"),
@@ -77,18 +77,16 @@ def read_whole(
     read = layout.read(checkpoint, trust_pickles)
     if overrides:
         read = {**read, MODULE: merged(read.get(MODULE), overrides)}
-    moved = [each for each in read.get(MOVED, ()) if not _is_among(of_training, decode(each["at"])[0])]
-    kept = {name: value for name, value in read.items() if not _is_among(of_training, name)}
+
+    def is_kept(name: Any) -> bool:
+        return name in (MODULE, HUGGING_FACE) or not (name in of_training or str(name).startswith(_OURS))
+
+    moved = [each for each in read.get(MOVED, ()) if is_kept(decode(each["at"])[0])]
+    kept = {name: value for name, value in read.items() if is_kept(name)}
     try:
         return to_plain({**kept, "state_dict": dict(read["state_dict"]), MOVED: moved})
     except UnsavableStateError as error:  # of a checkpoint that others wrote, with trust_pickles
         raise CheckpointFormatError(f"{checkpoint} holds what a file of plain values cannot. {error}") from error
-
-
-def _is_among(of_training: Collection[str], name: Any) -> bool:
-    if name in (MODULE, HUGGING_FACE):
-        return False
-    return name in of_training or str(name).startswith(_OURS)
 
 
 def checkpoint_format(checkpoint: Path) -> CheckpointFormat:
