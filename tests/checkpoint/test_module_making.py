@@ -29,9 +29,9 @@ from azureml_strategy.checkpoint.module_record import (
     class_path,
     merged,
     module_entry,
+    module_overrides,
     remember_config,
     remember_input,
-    module_overrides,
 )
 from azureml_strategy.checkpoint.plain_data import to_plain
 from azureml_strategy.models import GPTConfig, ImageClassifier, LanguageModel, ResNet50

@@ -27,7 +27,7 @@ from azureml_strategy.checkpoint.fit_folder import default_folder, warn_of_own_d
 from azureml_strategy.checkpoint.fit_resume import FitResume, searches_only
 from azureml_strategy.checkpoint.folder import CheckpointFolder, this_run
 from azureml_strategy.checkpoint.global_batch import running_global_batch
-from azureml_strategy.checkpoint.hugging_face import HuggingFaceFolder
+from azureml_strategy.checkpoint.hugging_face import require_models, write_folder
 from azureml_strategy.checkpoint.loop_state import FitLoopState
 from azureml_strategy.checkpoint.manifest import Manifest
 from azureml_strategy.checkpoint.metric_state import Settings, metric_settings, metric_state, restore_metric_state
@@ -178,7 +178,7 @@ class JobCheckpoint(ModelCheckpoint):
         self._background = BackgroundWriter()
         self._base = self.dirpath
         self._fit_resume = None if resume is None else FitResume(str(resume), global_batch)
-        self._hugging_face = HuggingFaceFolder() if hugging_face else None
+        self._hugging_face = hugging_face
 
     @property
     def resumes(self) -> bool:
@@ -211,8 +211,8 @@ class JobCheckpoint(ModelCheckpoint):
         if self._fit_resume is not None:
             self._fit_resume.elastic.on_fit_start(trainer, pl_module)
         self._metric_settings = metric_settings(trainer)
-        if self._hugging_face is not None:
-            self._hugging_face.require_models(trainer.strategy)
+        if self._hugging_face:
+            require_models(trainer.strategy)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -271,9 +271,9 @@ class JobCheckpoint(ModelCheckpoint):
         if self.monitor and not self.best_k_models and self.last_model_path:
             _say(trainer, say_newest_is_best(self.monitor, self.last_model_path))
             self.best_model_path = self.last_model_path
-        if self._hugging_face is not None and self.best_model_path:
+        if self._hugging_face and self.best_model_path:
             _announce_writing(trainer)
-            self._hugging_face.write(trainer, Path(self.best_model_path), self._background)
+            write_folder(trainer, Path(self.best_model_path), self._background)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
