@@ -22,7 +22,7 @@ CHECKPOINT_SWITCH = "AZUREML_STRATEGY_CHECKPOINT"
 CLI_CONFIG_SWITCH = "AZUREML_STRATEGY_CLI_CONFIG"
 TRACKING_SWITCH = "AZUREML_STRATEGY_TRACKING"
 THROUGHPUT_SWITCH = "AZUREML_STRATEGY_THROUGHPUT"
-# Leaves Lightning's own "ddp" as it is. It is no callback, but what a job gives to a script that never asked for it.
+# Leaves Lightning's own "ddp" as it is. It is no callback: in a job, "ddp" is ours, without a change of the script.
 LAUNCH_SWITCH = "AZUREML_STRATEGY_LAUNCH"
 # Leaves out the page of a recipe's run.
 PAGE_SWITCH = "AZUREML_STRATEGY_PAGE"
@@ -98,9 +98,9 @@ def seen(environ: Mapping[str, str], names: Iterable[str]) -> str:
 
 
 def copied(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return a copy of a process's variables, which another thread may remove meanwhile, as MLflow's does.
+    """Return a copy of a process's variables.
 
-    To make a dictionary of them then fails, and with it whatever asked.
+    Unlike `dict(environ)`, it does not fail if another thread removes a variable meanwhile, as MLflow's does.
     """
     found = ((name, environ.get(name)) for name in list(environ))
     return {name: value for name, value in found if value is not None}

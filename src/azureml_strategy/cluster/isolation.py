@@ -25,9 +25,10 @@ _BARE = "_azureml_strategy_bare"
 
 
 def bare(method: Method) -> Method:
-    """Leave a public method as it is: one that runs at each step, mostly does nothing, and calls what is `isolated`.
+    """Do not wrap a public method. It is for methods that run at each step and mostly do nothing.
 
-    The wrapper takes some microseconds of each step, more than such a method.
+    The wrapper would take some microseconds of each step, more than such a method. What may fail in it must be
+    `isolated`.
 
     Args:
         method: what cannot fail by itself.
@@ -37,7 +38,7 @@ def bare(method: Method) -> Method:
 
 
 def isolated(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep the faults of a method of `Isolated` from ending the run. Public ones are so without it.
+    """Keep the faults of a private method of `Isolated` from ending the run. Public methods are isolated anyway.
 
     Args:
         method: what may fail.
