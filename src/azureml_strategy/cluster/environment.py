@@ -8,7 +8,7 @@ import os
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from typing_extensions import override
 
-from azureml_strategy.cluster.environ import LaunchError, seen
+from azureml_strategy.cluster.environ import LaunchError, describe
 from azureml_strategy.cluster.launch import Launch
 from azureml_strategy.cluster.launchers import detect_ranks
 from azureml_strategy.cluster.node_count import learn_launch
@@ -132,7 +132,7 @@ class AzureMLEnvironment(LightningEnvironment):
             if num_nodes > 1 and not any(name in os.environ for name in _OTHER_NODES):
                 raise LaunchError(
                     f"num_nodes={num_nodes}, but this process is in no distributed Azure ML job, and nothing tells of "
-                    f"another node ({seen(os.environ, _OTHER_NODES)}): it would wait for ranks that nobody starts. "
+                    f"another node ({describe(os.environ, _OTHER_NODES)}): it would wait for ranks that nobody starts. "
                     "Leave num_nodes out and write strategy='azureml_ddp', which takes it from the job and is 1 "
                     "elsewhere; or set MASTER_ADDR and NODE_RANK on each of your machines."
                 )

@@ -11,7 +11,7 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
-from azureml_strategy.cluster.environ import GUARD_SWITCH, LaunchError, seen
+from azureml_strategy.cluster.environ import GUARD_SWITCH, LaunchError, describe
 from azureml_strategy.cluster.isolation import IsolatedCallback
 from azureml_strategy.cluster.launch import Launch, PartialLaunch
 from azureml_strategy.cluster.node_count import learn_launch
@@ -210,7 +210,7 @@ class Processes:
         if missing or read[0] != launch.node_rank or not (alone or read[1] == launch.local_rank):
             raise LaunchError(
                 f"The strategy reads node rank {read[0]} and local rank {read[1]} from Lightning's default "
-                f"environment ({seen(os.environ, (*_LIGHTNING_READS, 'LOCAL_RANK'))}), but the job's "
+                f"environment ({describe(os.environ, (*_LIGHTNING_READS, 'LOCAL_RANK'))}), but the job's "
                 f"`{launch.launcher}` launcher gave this process node rank {launch.node_rank} and local rank "
                 f"{launch.local_rank}: ranks would collide. Write {self.maker}(strategy='azureml_ddp') after `import "
                 f"azureml_strategy`, or {self.maker}(plugins=[azureml_strategy.cluster.AzureMLEnvironment()])."
