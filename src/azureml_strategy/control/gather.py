@@ -258,20 +258,18 @@ class StoreExchange(Exchange):
         with suppress(StoreLostError):  # no other rank is left to talk to
             if self.rank > 0:
                 self._store.set(f"left/{self._round}/{self.rank}", "")
-            else:
-                self._wait_for_others([f"left/{self._round}/{rank}" for rank in self._others])
+                return
+            # Rank 0 serves the store: the others must have left before it ends.
+            keys = [f"left/{self._round}/{rank}" for rank in self._others]
+            deadline = time.monotonic() + _LAST_READ_SECONDS
+            while None in self._store.get_all(keys).values() and time.monotonic() < deadline:
+                if self._store.pause(_LAST_READ_PAUSE):
+                    break
+            self._store.delete(*keys)
 
     def close(self) -> None:
         """End the exchange: this process's waits for other ranks fail, and so do their waits for this one."""
         self._store.close()
-
-    def _wait_for_others(self, keys: list[str]) -> None:
-        """Wait until the other ranks have left, because rank 0 serves the store."""
-        deadline = time.monotonic() + _LAST_READ_SECONDS
-        while None in self._store.get_all(keys).values() and time.monotonic() < deadline:
-            if self._store.pause(_LAST_READ_PAUSE):
-                break
-        self._store.delete(*keys)
 
     def _put(self, key: str, value: Any) -> None:
         self._store.require_open()

@@ -68,7 +68,7 @@ def _unknown_nodes(
     port = main_port(environ, trusted=not polluted)
     return UnknownNodesError(
         f"This is rank {rank} of {world_size}, but no variable says over how many nodes they are spread "
-        f"({describe(environ, (*PYTORCH_VARIABLES, *NODE_VARIABLES))}). The ranks tell one another when a Trainer starts."
-        f" To know it before, set {NODE_COUNT} to the job's `resources.instance_count`.",
+        f"({describe(environ, (*PYTORCH_VARIABLES, *NODE_VARIABLES))}). The ranks tell one another when a Trainer "
+        f"starts. To know it before, set {NODE_COUNT} to the job's `resources.instance_count`.",
         PartialLaunch(rank, world_size, local_rank, node_rank, address, port),
     )
