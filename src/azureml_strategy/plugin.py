@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable
 from functools import cache, partial
+from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -78,12 +79,15 @@ def job_callbacks() -> list[Callback]:
     if launch is not None:
         parts |= {switch: partial(make, launch) for switch, make in _PARTS.items()}
     if "lightning.pytorch.cli" in sys.modules:
-        parts[CLI_CONFIG_SWITCH] = _cli_config
+        parts[CLI_CONFIG_SWITCH] = lambda: _load("azureml_strategy.tracking.cli_config", "LightningCLIConfig")()
     if read_job() is not None and "MLFLOW_TRACKING_URI" in os.environ:
-        # The second logs by what the first adds.
-        parts |= {TRACKING_SWITCH: partial(_tracking, launch), THROUGHPUT_SWITCH: _throughput}
+        # The second logs through the logger that the first adds.
+        parts |= {
+            TRACKING_SWITCH: lambda: _load("azureml_strategy.tracking.job_tracking", "JobTracking")(launch),
+            THROUGHPUT_SWITCH: lambda: _load("azureml_strategy.tracking.job_tracking", "JobThroughput")(),
+        }
     made = [_made(switch, make) for switch, make in parts.items() if not switched_off(os.environ, switch)]
-    alone = _without_launcher() if launch is None else []
+    alone = _callbacks_without_launcher() if launch is None else []
     return [*alone, *(callback for callback in made if callback is not None)]
 
 
@@ -102,16 +106,16 @@ def _warn_of_variables() -> None:
         log.warning(text)
 
 
-def _without_launcher() -> list[Callback]:
-    """Return the callbacks of a process that trains alone: checkpoints if asked for, and what stops for one."""
+def _callbacks_without_launcher() -> list[Callback]:
+    """The callbacks of a process that trains alone: checkpoints if the switch asks for them, and a stop that saves."""
     off = switched_off(os.environ, CHECKPOINT_SWITCH)
     checkpoint = None if off else _made(CHECKPOINT_SWITCH, _checkpoint)
     if checkpoint is None:
         return []
-    if not _asked_for_checkpoints():
-        return [checkpoint]  # it writes none, and nothing is to be stopped for it
-    stops = None if switched_off(os.environ, TERMINATION_SWITCH) else _made(TERMINATION_SWITCH, _termination)
-    return [checkpoint] if stops is None else [stops, checkpoint]
+    if not _checkpoint_word() or switched_off(os.environ, TERMINATION_SWITCH):
+        return [checkpoint]  # without a word, it writes no checkpoint, and nothing has to stop for one
+    termination = _made(TERMINATION_SWITCH, _termination)
+    return [checkpoint] if termination is None else [termination, checkpoint]
 
 
 def pytorch_lightning_callbacks() -> list[Callback]:
@@ -122,9 +126,7 @@ def pytorch_lightning_callbacks() -> list[Callback]:
     Raises:
         LaunchError: this process cannot know its rank.
     """
-    launch = None if switched_off(os.environ, GUARD_SWITCH) else _launch()
-    guard = _made(GUARD_SWITCH, lambda: _pytorch_lightning_guard(launch)) if launch is not None else None
-    return [guard] if guard is not None else []
+    return _guards("azureml_strategy.cluster.pytorch_lightning_guard", "PytorchLightningGuard")
 
 
 def fabric_callbacks() -> list[FabricGuard]:
@@ -133,8 +135,12 @@ def fabric_callbacks() -> list[FabricGuard]:
     Raises:
         LaunchError: this process cannot know its rank, or the Fabric that is being made contradicts the job.
     """
+    return _guards("azureml_strategy.cluster.fabric_guard", "FabricGuard")
+
+
+def _guards(module: str, name: str) -> list[Any]:
     launch = None if switched_off(os.environ, GUARD_SWITCH) else _launch()
-    guard = _made(GUARD_SWITCH, lambda: _fabric_guard(launch)) if launch is not None else None
+    guard = _made(GUARD_SWITCH, lambda: _load(module, name)(launch)) if launch is not None else None
     return [guard] if guard is not None else []
 
 
@@ -168,28 +174,9 @@ def _made(switch: str, make: Callable[[], Made]) -> Made | None:
         return None
 
 
-def _guard(launch: Launch | PartialLaunch) -> Callback:
-    from azureml_strategy.cluster.guard import LaunchGuard
-
-    return LaunchGuard(launch)
-
-
-def _pytorch_lightning_guard(launch: Launch | PartialLaunch) -> Callback:
-    from azureml_strategy.cluster.pytorch_lightning_guard import PytorchLightningGuard
-
-    return PytorchLightningGuard(launch)
-
-
-def _fabric_guard(launch: Launch | PartialLaunch) -> FabricGuard:
-    from azureml_strategy.cluster.fabric_guard import FabricGuard
-
-    return FabricGuard(launch)
-
-
-def _hang_watch(launch: Launch | PartialLaunch) -> Callback:
-    from azureml_strategy.hang_detection import HangWatch
-
-    return HangWatch()
+def _load(module: str, name: str) -> Any:
+    """Import a class when it is needed, and not before: most processes that import torch need none of these."""
+    return getattr(import_module(module), name)
 
 
 def _termination(launch: Launch | PartialLaunch | None = None) -> Callback:
@@ -198,44 +185,16 @@ def _termination(launch: Launch | PartialLaunch | None = None) -> Callback:
     return TerminateTogether()
 
 
-def _network_record(launch: Launch | PartialLaunch) -> Callback:
-    from azureml_strategy.tracking.network import NetworkRecorder
-
-    return NetworkRecorder()
-
-
-def _cli_config() -> Callback:
-    from azureml_strategy.tracking.cli_config import LightningCLIConfig
-
-    return LightningCLIConfig()
-
-
-def _data_check(launch: Launch | PartialLaunch) -> Callback:
-    from azureml_strategy.data.check import DataCheck
-
-    return DataCheck()
-
-
-def _replica_check(launch: Launch | PartialLaunch) -> Callback:
-    from azureml_strategy.strategies.replica_check import ReplicaCheck
-
-    return ReplicaCheck()
-
-
-def _asked_for_checkpoints() -> str:
+def _checkpoint_word() -> str:
     return os.environ.get(CHECKPOINT_SWITCH, "").strip().lower()
 
 
-def _is_restarted() -> bool:
+def _checkpoint(launch: Launch | PartialLaunch | None = None) -> Callback | None:
     from azureml_strategy.cluster.job import read_job
 
-    job = read_job()
-    return job is not None and job.attempt > 0
-
-
-def _checkpoint(launch: Launch | PartialLaunch | None = None) -> Callback | None:
-    word = _asked_for_checkpoints()
-    if not word and not _is_restarted():
+    word = _checkpoint_word()
+    job = None if word else read_job()
+    if not word and (job is None or job.attempt == 0):
         return None
     from azureml_strategy.checkpoint.automatic import WORDS, AutomaticCheckpoint, RestartNotice
 
@@ -254,46 +213,39 @@ def _checkpoint(launch: Launch | PartialLaunch | None = None) -> Callback | None
     return AutomaticCheckpoint(word)
 
 
-def _tracking(launch: Launch | PartialLaunch | None) -> Callback:
-    from azureml_strategy.tracking.job_tracking import JobTracking
-
-    return JobTracking(launch)
-
-
-def _throughput() -> Callback:
-    from azureml_strategy.tracking.job_tracking import JobThroughput
-
-    return JobThroughput()
-
-
 # switch: function that makes the callback, if it is asked for
 _PARTS: dict[str, Callable[[Launch | PartialLaunch], Callback | None]] = {
-    GUARD_SWITCH: _guard,
-    HANG_WATCH_SWITCH: _hang_watch,
+    GUARD_SWITCH: lambda launch: _load("azureml_strategy.cluster.guard", "LaunchGuard")(launch),
+    HANG_WATCH_SWITCH: lambda _: _load("azureml_strategy.hang_detection", "HangWatch")(),
     TERMINATION_SWITCH: _termination,
-    NETWORK_RECORD_SWITCH: _network_record,
-    DATA_CHECK_SWITCH: _data_check,
-    REPLICA_CHECK_SWITCH: _replica_check,
+    NETWORK_RECORD_SWITCH: lambda _: _load("azureml_strategy.tracking.network", "NetworkRecorder")(),
+    DATA_CHECK_SWITCH: lambda _: _load("azureml_strategy.data.check", "DataCheck")(),
+    REPLICA_CHECK_SWITCH: lambda _: _load("azureml_strategy.strategies.replica_check", "ReplicaCheck")(),
     CHECKPOINT_SWITCH: _checkpoint,
 }
 
 
 def _register(strategies: ModuleType) -> None:
     """Register functions instead of classes: Lightning may be half imported here, even by this package itself."""
-    for name, (maker, description, arguments) in _STRATEGIES.items():
-        strategies.StrategyRegistry.register(name, maker, description=description, **arguments)
-    _replace_in_jobs(strategies.StrategyRegistry, _ddp)
+    for name, (kind, description, arguments) in _STRATEGIES.items():
+        make = partial(_make_strategy, "azureml_strategy.strategies", kind)
+        strategies.StrategyRegistry.register(name, make, description=description, **arguments)
+    make_ddp = partial(_make_strategy, "azureml_strategy.strategies", "AzureMLDDPStrategy")
+    _replace_in_jobs(strategies.StrategyRegistry, make_ddp)
 
 
 def _register_in_fabric(strategies: ModuleType) -> None:
-    for name, (maker, description, arguments) in _STRATEGIES.items():
-        in_fabric = _IN_FABRIC.get(maker, _refuse_in_fabric)
-        strategies.STRATEGY_REGISTRY.register(name, in_fabric, description=description, **arguments)
-    _replace_in_jobs(strategies.STRATEGY_REGISTRY, _fabric_ddp)
+    make_of = {
+        kind: partial(_make_strategy, "azureml_strategy.strategies.fabric", its) for kind, its in _IN_FABRIC.items()
+    }
+    for name, (kind, description, arguments) in _STRATEGIES.items():
+        make = make_of.get(kind, _refuse_in_fabric)
+        strategies.STRATEGY_REGISTRY.register(name, make, description=description, **arguments)
+    _replace_in_jobs(strategies.STRATEGY_REGISTRY, make_of["AzureMLDDPStrategy"])
 
 
 def _replace_in_jobs(registry: Any, maker: Callable[..., Any]) -> None:
-    """Let Lightning's own names for DDP give ours in a distributed job. A job's numbers are better than a script's."""
+    """Let Lightning's own names for DDP give ours in a distributed job, which takes its numbers from the job."""
     for name in _REPLACED & registry.keys():
         stock = registry[name]
         either = partial(_ours_in_job, maker, stock["strategy"])
@@ -309,7 +261,7 @@ def _ours_in_job(ours: Callable[..., Any], stock: Callable[..., Any], **argument
 
 
 def _take_launch_for_mpi(connector: ModuleType) -> None:
-    """Let a Trainer or Fabric of a job know by its launch what it would ask MPI.
+    """Let a Trainer or Fabric of a job take its ranks from the launch, where it would ask MPI.
 
     For a strategy that is given by its name, Lightning chooses the source of ranks first. It asks MPIEnvironment, which
     starts MPI wherever mpi4py is installed, whoever has started the job; and where MPI is broken, as in an image
@@ -353,34 +305,8 @@ def _register_refusals(strategies: ModuleType) -> None:
         strategies.StrategyRegistry.register(name, _refuse, description="needs the `lightning` package")
 
 
-def _ddp(**arguments: Any) -> Any:
-    from azureml_strategy.strategies import AzureMLDDPStrategy
-
-    return AzureMLDDPStrategy(**arguments)
-
-
-def _local_sgd(**arguments: Any) -> Any:
-    from azureml_strategy.strategies import AzureMLLocalSGDStrategy
-
-    return AzureMLLocalSGDStrategy(**arguments)
-
-
-def _model_parallel(**arguments: Any) -> Any:
-    from azureml_strategy.strategies import AzureMLModelParallelStrategy
-
-    return AzureMLModelParallelStrategy(**arguments)
-
-
-def _deepspeed(**arguments: Any) -> Any:
-    from azureml_strategy.strategies import AzureMLDeepSpeedStrategy
-
-    return AzureMLDeepSpeedStrategy(**arguments)
-
-
-def _pipeline(**arguments: Any) -> Any:
-    from azureml_strategy.strategies import PipelineStrategy
-
-    return PipelineStrategy(**arguments)
+def _make_strategy(module: str, kind: str, **arguments: Any) -> Any:
+    return _load(module, kind)(**arguments)
 
 
 def _refuse(**arguments: Any) -> NoReturn:
@@ -389,24 +315,6 @@ def _refuse(**arguments: Any) -> NoReturn:
         "separate copy with classes of its own. Write `from lightning.pytorch import Trainer` instead of "
         "`from pytorch_lightning import Trainer`, and likewise for LightningModule and callbacks."
     )
-
-
-def _fabric_ddp(**arguments: Any) -> Any:
-    from azureml_strategy.strategies.fabric import FabricDDPStrategy
-
-    return FabricDDPStrategy(**arguments)
-
-
-def _fabric_model_parallel(**arguments: Any) -> Any:
-    from azureml_strategy.strategies.fabric import FabricModelParallelStrategy
-
-    return FabricModelParallelStrategy(**arguments)
-
-
-def _fabric_deepspeed(**arguments: Any) -> Any:
-    from azureml_strategy.strategies.fabric import FabricDeepSpeedStrategy
-
-    return FabricDeepSpeedStrategy(**arguments)
 
 
 def _refuse_in_fabric(**arguments: Any) -> NoReturn:
@@ -426,41 +334,53 @@ CONNECTORS = (
 )
 # Names of Lightning's whose strategies start the script anew, or are started by a launcher.
 _REPLACED = {"ddp", "ddp_find_unused_parameters_true", "ddp_find_unused_parameters_false"}
-# the Trainer's maker: Fabric's
-_IN_FABRIC: dict[Callable[..., Any], Callable[..., Any]] = {
-    _ddp: _fabric_ddp,
-    _model_parallel: _fabric_model_parallel,
-    _deepspeed: _fabric_deepspeed,
+# The strategies that Fabric has too: the class for the Trainer, and the class for Fabric.
+_IN_FABRIC = {
+    "AzureMLDDPStrategy": "FabricDDPStrategy",
+    "AzureMLModelParallelStrategy": "FabricModelParallelStrategy",
+    "AzureMLDeepSpeedStrategy": "FabricDeepSpeedStrategy",
 }
-# name: (maker, description, arguments)
-_STRATEGIES: dict[str, tuple[Callable[..., Any], str, dict[str, Any]]] = {
-    "azureml_ddp": (_ddp, "DDP with processes from the Azure ML job", {}),
+# name: (class, description, arguments)
+_STRATEGIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "azureml_ddp": ("AzureMLDDPStrategy", "DDP with processes from the Azure ML job", {}),
     "azureml_ddp_find_unused_parameters_true": (
-        _ddp,
+        "AzureMLDDPStrategy",
         "azureml_ddp for models whose forward leaves parameters out",
         {"find_unused_parameters": True},
     ),
-    "azureml_ddp_notebook": (_ddp, "azureml_ddp that forks its processes", {"start_method": "fork"}),
+    "azureml_ddp_notebook": ("AzureMLDDPStrategy", "azureml_ddp that forks its processes", {"start_method": "fork"}),
     "azureml_ddp_notebook_find_unused_parameters_true": (
-        _ddp,
+        "AzureMLDDPStrategy",
         "azureml_ddp_notebook for models whose forward leaves parameters out",
         {"start_method": "fork", "find_unused_parameters": True},
     ),
-    "azureml_deepspeed": (_deepspeed, "DeepSpeed ZeRO stage 2 with processes from the job", {}),
-    "azureml_deepspeed_stage_1": (_deepspeed, "ZeRO with optimizer states cut over the processes", {"stage": 1}),
-    "azureml_deepspeed_stage_2": (_deepspeed, "ZeRO with gradients cut too", {"stage": 2}),
-    "azureml_deepspeed_stage_3": (_deepspeed, "ZeRO with parameters cut too", {"stage": 3}),
+    "azureml_deepspeed": ("AzureMLDeepSpeedStrategy", "DeepSpeed ZeRO stage 2 with processes from the job", {}),
+    "azureml_deepspeed_stage_1": (
+        "AzureMLDeepSpeedStrategy",
+        "ZeRO with optimizer states cut over the processes",
+        {"stage": 1},
+    ),
+    "azureml_deepspeed_stage_2": ("AzureMLDeepSpeedStrategy", "ZeRO with gradients cut too", {"stage": 2}),
+    "azureml_deepspeed_stage_3": ("AzureMLDeepSpeedStrategy", "ZeRO with parameters cut too", {"stage": 3}),
     "azureml_deepspeed_stage_3_offload": (
-        _deepspeed,
+        "AzureMLDeepSpeedStrategy",
         "ZeRO stage 3 with parameters and optimizer states in the memory of the host",
         {"stage": 3, "offload_optimizer": True, "offload_parameters": True},
     ),
-    "azureml_local_sgd": (_local_sgd, "replicas that average their parameters every 16 steps, for slow networks", {}),
+    "azureml_local_sgd": (
+        "AzureMLLocalSGDStrategy",
+        "replicas that average their parameters every 16 steps, for slow networks",
+        {},
+    ),
     "azureml_diloco": (
-        _local_sgd,
+        "AzureMLLocalSGDStrategy",
         "azureml_local_sgd with DiLoCo's outer optimizer, every 32 steps",
         {"period": 32, "outer_learning_rate": 0.7},
     ),
-    "azureml_deepspeed_pipeline": (_pipeline, "DeepSpeed pipeline stages with processes from the job", {}),
-    "azureml_model_parallel": (_model_parallel, "FSDP2 and tensor parallelism with processes from the job", {}),
+    "azureml_deepspeed_pipeline": ("PipelineStrategy", "DeepSpeed pipeline stages with processes from the job", {}),
+    "azureml_model_parallel": (
+        "AzureMLModelParallelStrategy",
+        "FSDP2 and tensor parallelism with processes from the job",
+        {},
+    ),
 }

@@ -29,9 +29,9 @@ from azureml_strategy.checkpoint.module_record import (
     class_path,
     merged,
     module_entry,
+    module_overrides,
     remember_config,
     remember_input,
-    told_of_module,
 )
 from azureml_strategy.checkpoint.plain_data import to_plain
 from azureml_strategy.models import GPTConfig, ImageClassifier, LanguageModel, ResNet50
@@ -259,6 +259,6 @@ def test_a_class_is_named_as_another_process_imports_it(monkeypatch: pytest.Monk
 
 def test_what_a_user_tells_replaces_what_is_recorded() -> None:
     recorded = {CLASS: "a.B", CONFIG: {"_target_": "a.B"}, INPUT: {"shape": [1], "dtype": "uint8"}}
-    assert merged(recorded, told_of_module("c.D")) == {CLASS: "c.D", INPUT: recorded[INPUT]}
-    assert merged(recorded, told_of_module(sizes=(3,)))[INPUT] == {"shape": [3], "dtype": "float32"}
-    assert merged(None, told_of_module("c.D")) == {CLASS: "c.D"}
+    assert merged(recorded, module_overrides("c.D")) == {CLASS: "c.D", INPUT: recorded[INPUT]}
+    assert merged(recorded, module_overrides(sizes=(3,)))[INPUT] == {"shape": [3], "dtype": "float32"}
+    assert merged(None, module_overrides("c.D")) == {CLASS: "c.D"}

@@ -30,11 +30,11 @@ from azureml_strategy.checkpoint.resume import (
     NotVerifiedError,
     ResumeError,
     checkpoint_to_resume,
+    children_resume_from,
     follow,
     newest_valid,
     shared_out,
     time_limit,
-    told_to_children,
 )
 from azureml_strategy.cluster import Launch
 
@@ -251,13 +251,13 @@ def test_a_path_that_cannot_be(make_checkpoint: MakeCheckpoint, tmp_path: Path) 
 
 def test_a_strategys_processes_are_told(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
     make_checkpoint(1)
-    with told_to_children(_path(tmp_path, 1)):
+    with children_resume_from(_path(tmp_path, 1)):
         make_checkpoint(2)
         assert checkpoint_to_resume("auto", tmp_path) == _path(tmp_path, 1)
-        with told_to_children(_path(tmp_path, 1)):
+        with children_resume_from(_path(tmp_path, 1)):
             pass
         assert "AZUREML_STRATEGY_RESUME" in os.environ
-    with told_to_children(None):
+    with children_resume_from(None):
         assert checkpoint_to_resume("auto", tmp_path) is None
     assert checkpoint_to_resume("auto", tmp_path) == _path(tmp_path, 2)
 

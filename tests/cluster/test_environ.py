@@ -17,6 +17,7 @@ from azureml_strategy.cluster.environ import (
     LaunchError,
     copied,
     declared_node_rank,
+    describe,
     first_number,
     host_of,
     in_azure_ml,
@@ -25,7 +26,6 @@ from azureml_strategy.cluster.environ import (
     main_port,
     node_count,
     required_number,
-    seen,
     whole_number,
 )
 
@@ -105,7 +105,7 @@ def test_no_port(port: str) -> None:
 
 
 def test_an_error_shows_what_was_seen() -> None:
-    assert seen({"RANK": "3", "TOKEN": "x"}, ["RANK", "WORLD_SIZE"]) == "RANK='3', WORLD_SIZE is not set"
+    assert describe({"RANK": "3", "TOKEN": "x"}, ["RANK", "WORLD_SIZE"]) == "RANK='3', WORLD_SIZE is not set"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from azureml_strategy.cluster.environ import LaunchError
-from azureml_strategy.cluster.isolation import Attempt, IsolatedCallback, passed_through
+from azureml_strategy.cluster.isolation import CapturedResult, IsolatedCallback, run_user_code
 
 
 class Fragile(IsolatedCallback):
@@ -32,7 +32,7 @@ class Fragile(IsolatedCallback):
         self.calls.append("end")
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        passed_through(self._users_code)
+        run_user_code(self._users_code)
 
     def _users_code(self) -> None:
         raise ValueError("the user's")
@@ -82,13 +82,13 @@ def test_what_the_users_code_raises_inside_of_it_passes(trainer: Trainer) -> Non
 
 
 def test_an_attempt_keeps_its_fault_until_the_others_know() -> None:
-    assert Attempt(lambda: 3).value == 3
-    failed = Attempt(lambda: {}["key"])
+    assert CapturedResult(lambda: 3).value == 3
+    failed = CapturedResult(lambda: {}["key"])
     assert failed.value is None
     with pytest.raises(KeyError):
-        failed.settle()
+        failed.reraise()
     with pytest.raises(LaunchError):
-        Attempt(refuse)
+        CapturedResult(refuse)
 
 
 def refuse() -> None:

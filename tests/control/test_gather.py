@@ -288,4 +288,4 @@ def test_messages_keep_their_types() -> None:
 def test_ranks_with_other_callbacks_are_told_so(monkeypatch: pytest.MonkeyPatch, other: Any) -> None:
     monkeypatch.setattr(exchanging, "gather", lambda value: [value, other])
     with pytest.raises(RuntimeError, match="This rank has ProfileSteps, but rank 1 has not"):
-        exchanging.meet("ProfileSteps", 0, 2, None)
+        exchanging.open_shared_store("ProfileSteps", 0, 2, None)

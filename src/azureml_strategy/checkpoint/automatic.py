@@ -1,4 +1,4 @@
-"""Checkpoints for a script that never heard of them: each fit gets a JobCheckpoint, whose faults do not end it."""
+"""Checkpoints without a change of the script: each fit gets a JobCheckpoint, whose faults do not end the training."""
 
 from __future__ import annotations
 
@@ -102,34 +102,29 @@ class RestartNotice(IsolatedCallback):
         if job is None or job.attempt == 0 or trainer.global_step > 0 or trainer.ckpt_path is not None:
             return
         savers = [each for each in trainer.checkpoint_callbacks if isinstance(each, JobCheckpoint)]
-        tried = trainer.fast_dev_run or searches_only(trainer)  # type: ignore[attr-defined]
-        if not tried and not any(each.resumes for each in savers):
-            _notice_restart(trainer, job.attempt, bool(savers))
+        trial = trainer.fast_dev_run or searches_only(trainer)  # type: ignore[attr-defined]
+        if trial or any(each.resumes for each in savers) or _noticed or not trainer.is_global_zero:
+            return
+        _noticed.append(job.attempt)
+        by_variable = (
+            f"{CHECKPOINT_SWITCH}=auto among the job's variables, or `azureml-strategy submit ... job.checkpoint=auto`"
+            ", has each fit save to the job's output `run` and go on from there; so does"
+        )
+        log.warning(
+            "This job has been started again (attempt %d), and this fit begins at step 0: what earlier attempts have "
+            "trained is lost%s. %s JobCheckpoint(resume='auto'). %s=off leaves this line out.",
+            job.attempt,
+            _earlier_progress(trainer, job.attempt),
+            "To go on from the newest checkpoint, give the script" if savers else by_variable,
+            CHECKPOINT_SWITCH,
+        )
 
 
+# The attempts that `RestartNotice` has spoken of in this process.
 _noticed: list[int] = []
 
 
-def _notice_restart(trainer: Trainer, attempt: int, saves: bool) -> None:
-    if _noticed or not trainer.is_global_zero:
-        return
-    _noticed.append(attempt)
-    by_variable = (
-        f"{CHECKPOINT_SWITCH}=auto among the job's variables, or `azureml-strategy submit ... job.checkpoint=auto`, "
-        "has each fit save to the job's output `run` and go on from there; so does"
-    )
-    resuming = "To go on from the newest checkpoint, give the script" if saves else by_variable
-    log.warning(
-        "This job has been started again (attempt %d), and this fit begins at step 0: what earlier attempts have "
-        "trained is lost%s. %s JobCheckpoint(resume='auto'). %s=off leaves this line out.",
-        attempt,
-        _reached(trainer, attempt),
-        resuming,
-        CHECKPOINT_SWITCH,
-    )
-
-
-def _reached(trainer: Trainer, attempt: int) -> str:
+def _earlier_progress(trainer: Trainer, attempt: int) -> str:
     """How far the earlier attempts came, as far as the job's run knows."""
     for logger in trainer.loggers:
         if isinstance(logger, KnowsEarlierAttempts):
@@ -147,7 +142,7 @@ class ForgivingCheckpoint(JobCheckpoint):
 
     It is written at intervals of time, when the ranks are stopped, and at the end of a fit; not after epochs, as the
     script's own ModelCheckpoint is. Nothing of the script's changes: checkpoints that it writes itself are as Lightning
-    makes them, and loggers do not hear of ours.
+    makes them, and loggers are not given ours.
 
     Only a resume that fails ends the training: this job has trained up to the checkpoint with this model, so that to
     begin anew would lose that, and a half restored state is none. Other jobs' checkpoints are passed over, and damaged
@@ -166,7 +161,7 @@ class ForgivingCheckpoint(JobCheckpoint):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._together(trainer, lambda: super(ForgivingCheckpoint, self).setup(trainer, pl_module, stage))
+        self._on_all_ranks(trainer, lambda: super(ForgivingCheckpoint, self).setup(trainer, pl_module, stage))
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -174,11 +169,11 @@ class ForgivingCheckpoint(JobCheckpoint):
         if self._fit_resume.checkpoint is not None and not self._given_up:
             super().on_fit_start(trainer, pl_module)  # a part of the resume
         else:
-            self._together(trainer, lambda: super(ForgivingCheckpoint, self).on_fit_start(trainer, pl_module))
+            self._on_all_ranks(trainer, lambda: super(ForgivingCheckpoint, self).on_fit_start(trainer, pl_module))
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._together(trainer, lambda: super(ForgivingCheckpoint, self).on_train_start(trainer, pl_module))
+        self._on_all_ranks(trainer, lambda: super(ForgivingCheckpoint, self).on_train_start(trainer, pl_module))
 
     @override
     def on_step_boundary(self, trainer: Trainer) -> None:
@@ -187,7 +182,7 @@ class ForgivingCheckpoint(JobCheckpoint):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._together(trainer, lambda: super(ForgivingCheckpoint, self).on_train_end(trainer, pl_module))
+        self._on_all_ranks(trainer, lambda: super(ForgivingCheckpoint, self).on_train_end(trainer, pl_module))
 
     @override
     def save_now(self, trainer: Trainer, reason: str) -> str | None:
@@ -209,7 +204,7 @@ class ForgivingCheckpoint(JobCheckpoint):
         self._saving = True
         try:
             with _own_io(self, trainer.strategy):
-                self._together(trainer, lambda: super(ForgivingCheckpoint, self)._save(trainer, reason))
+                self._on_all_ranks(trainer, lambda: super(ForgivingCheckpoint, self)._save(trainer, reason))
         finally:
             self._saving = False
 
@@ -226,7 +221,7 @@ class ForgivingCheckpoint(JobCheckpoint):
         if written is not None:
             self._last_checkpoint_saved = self.last_model_path = str(self._folder.path / written.manifest.name)
 
-    def _together(self, trainer: Trainer, action: Callable[[], None]) -> None:
+    def _on_all_ranks(self, trainer: Trainer, action: Callable[[], None]) -> None:
         """Act on all ranks. If any fails, all give up, with one warning.
 
         A rank that fails takes part in exactly one gather more: the one that the others are at, within the action or
@@ -234,7 +229,7 @@ class ForgivingCheckpoint(JobCheckpoint):
         """
         if self._given_up:
             return
-        told: Fault | None = None
+        own_fault: Fault | None = None
         try:
             action()
         except ResumeError:
@@ -244,9 +239,9 @@ class ForgivingCheckpoint(JobCheckpoint):
             return
         except Exception as fault:
             place = traceback.extract_tb(fault.__traceback__)[-1]
-            told = Fault(redact_text(f"{type(fault).__name__}: {fault} ({place.filename}:{place.lineno})"))
+            own_fault = Fault(redact_text(f"{type(fault).__name__}: {fault} ({place.filename}:{place.lineno})"))
         try:
-            gather_sound(told)
+            gather_sound(own_fault)
         except RankFaultError as fault:
             self._give_up(trainer, str(fault))
 

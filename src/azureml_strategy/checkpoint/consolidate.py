@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ from azureml_strategy.checkpoint.module_record import MODULE, merged
 from azureml_strategy.checkpoint.plain_coding import decode
 from azureml_strategy.checkpoint.plain_data import HUGGING_FACE, MOVED, UnsavableStateError, to_plain
 
-# Entries of the training, which belong to a layout and a number of processes. All others are kept: they are read by
-# `LightningModule.load_from_checkpoint`, or a hook of the user's has added them and its other half asks for them.
+# Entries of the training, which belong to a layout and a number of processes. All others are kept:
+# `LightningModule.load_from_checkpoint` reads them, or a hook of the user's wrote them and another hook reads them.
 _OF_LIGHTNING = (
     *("loops", "callbacks", "optimizer_states", "lr_schedulers", "native_amp_scaling_state"),
     *("MixedPrecision", "FSDPPrecision"),
@@ -32,7 +32,7 @@ _OURS = "azureml_strategy"  # what entries of ours begin with
 
 
 def consolidate(
-    checkpoint: Path, output: Path, *, trust_pickles: bool = False, told: Mapping[str, Any] | None = None
+    checkpoint: Path, output: Path, *, trust_pickles: bool = False, overrides: Mapping[str, Any] | None = None
 ) -> dict[str, torch.Tensor]:
     """Write the weights of a checkpoint into one file, in one process and without a GPU.
 
@@ -45,7 +45,7 @@ def consolidate(
         output: the file to write. It appears complete or not at all.
         trust_pickles: run the code that the checkpoint's files ask for. Files of older versions or of other writers
             may need it; without it, they are refused.
-        told: what the caller knows of the module, as `told_of_module` makes it.
+        overrides: what the caller knows of the module, as `module_overrides` makes it.
 
     Returns:
         The weights by name, on the CPU. The file also holds the extra states of modules.
@@ -54,19 +54,19 @@ def consolidate(
         CheckpointFormatError: the layout is not known, the output exists, or reading would run code.
     """
     refuse_existing(output)
-    content = read_whole(checkpoint, trust_pickles=trust_pickles, told=told)
+    content = read_whole(checkpoint, trust_pickles=trust_pickles, overrides=overrides)
     with appearing(output) as part:
         torch.save(content, part)
     return {name: each for name, each in content["state_dict"].items() if isinstance(each, torch.Tensor)}
 
 
 def read_whole(
-    checkpoint: Path, *, trust_pickles: bool = False, told: Mapping[str, Any] | None = None
+    checkpoint: Path, *, trust_pickles: bool = False, overrides: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Read what `consolidate` writes: weights and all entries that are not of the training alone, in plain form.
 
     Args:
-        checkpoint, trust_pickles, told: as for `consolidate`.
+        checkpoint, trust_pickles, overrides: as for `consolidate`.
 
     Raises:
         CheckpointFormatError: the layout is not known, reading would run code, or an entry has no plain form.
@@ -75,20 +75,18 @@ def read_whole(
     # In any other layout, an entry of such a name is one that a hook of the user's has added.
     of_training = (*_OF_LIGHTNING, *(_OF_DEEPSPEED if layout in (ZERO, PIPELINE) else ()))
     read = layout.read(checkpoint, trust_pickles)
-    if told:
-        read = {**read, MODULE: merged(read.get(MODULE), told)}
-    moved = [each for each in read.get(MOVED, ()) if not _is_among(of_training, decode(each["at"])[0])]
-    kept = {name: value for name, value in read.items() if not _is_among(of_training, name)}
+    if overrides:
+        read = {**read, MODULE: merged(read.get(MODULE), overrides)}
+
+    def is_kept(name: Any) -> bool:
+        return name in (MODULE, HUGGING_FACE) or not (name in of_training or str(name).startswith(_OURS))
+
+    moved = [each for each in read.get(MOVED, ()) if is_kept(decode(each["at"])[0])]
+    kept = {name: value for name, value in read.items() if is_kept(name)}
     try:
         return to_plain({**kept, "state_dict": dict(read["state_dict"]), MOVED: moved})
     except UnsavableStateError as error:  # of a checkpoint that others wrote, with trust_pickles
         raise CheckpointFormatError(f"{checkpoint} holds what a file of plain values cannot. {error}") from error
-
-
-def _is_among(of_training: Collection[str], name: Any) -> bool:
-    if name in (MODULE, HUGGING_FACE):
-        return False
-    return name in of_training or str(name).startswith(_OURS)
 
 
 def checkpoint_format(checkpoint: Path) -> CheckpointFormat:

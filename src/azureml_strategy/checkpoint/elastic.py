@@ -142,27 +142,21 @@ class ElasticPlan:
         )
 
     def _ways(self, piece: int | None) -> str:
+        """The other numbers of ranks, and the other batch size, that keep the global batch."""
         ways = []
         units, rest = divmod(self.saved.size, piece or self.asked.batch_size or 1)
-        others = [each for each in _divisors(units) if each != self.asked.replicas] if not rest else []
-        if others:
-            ways.append(f"with {_listed(others)} data-parallel rank(s){self._nodes(others)}")
-        batch_size = self._largest_batch_size()
-        if batch_size is not None and piece is None:
-            ways.append(f"with a batch size of {batch_size} (data.batch_size={batch_size} in a recipe)")
-        return f"Come back {', or '.join(ways)}." if ways else "No number of ranks fits these batches."
-
-    def _nodes(self, replicas: Sequence[int]) -> str:
+        replicas = [each for each in _divisors(units) if each != self.asked.replicas] if not rest else []
         ranks = [each * self.ranks_per_replica for each in replicas]
         nodes = [each // self.ranks_per_node for each in ranks if each % self.ranks_per_node == 0]
-        return f", on {_listed(nodes)} node(s) of {self.ranks_per_node} process(es)" if nodes else ""
-
-    def _largest_batch_size(self) -> int | None:
-        """The largest batch size, up to the configured one, with which these ranks reach the saved global batch."""
+        on_nodes = f", on {_listed(nodes)} node(s) of {self.ranks_per_node} process(es)" if nodes else ""
+        if replicas:
+            ways.append(f"with {_listed(replicas)} data-parallel rank(s){on_nodes}")
         share, rest = divmod(self.saved.size, self.asked.replicas)
-        if self.asked.batch_size is None or rest:
-            return None
-        return max(each for each in _divisors(share) if each <= self.asked.batch_size)
+        if self.asked.batch_size is not None and not rest and piece is None:
+            # the largest one, up to the configured one, with which these ranks reach the saved global batch
+            batch_size = max(each for each in _divisors(share) if each <= self.asked.batch_size)
+            ways.append(f"with a batch size of {batch_size} (data.batch_size={batch_size} in a recipe)")
+        return f"Come back {', or '.join(ways)}." if ways else "No number of ranks fits these batches."
 
 
 def _divisors(number: int) -> list[int]:
@@ -217,7 +211,9 @@ class ElasticRestart(Callback):
         if sum(isinstance(each, ElasticRestart) for each in callbacks) > 1:
             raise ResumeError("There are two ElasticRestart callbacks. Leave yours out: a recipe has one of its own.")
         found: tuple[GlobalBatch | None, str] = (None, "")
-        saved, error = trainer.strategy.broadcast(_recorded(self._checkpoint) if trainer.is_global_zero else found)
+        if trainer.is_global_zero:
+            found = _saved_global_batch(self._checkpoint)
+        saved, error = trainer.strategy.broadcast(found)
         if error:
             raise ResumeError(error)
         if saved is None:
@@ -227,11 +223,12 @@ class ElasticRestart(Callback):
         saved, asked = saved.as_known_by(asked), asked.as_known_by(saved)
         if _scheduled(trainer) and saved.round_size == asked.round_size:
             return  # the scheduler sets the accumulation of each epoch, as it did before
-        plan = _plan(trainer, self._checkpoint, saved, asked)
-        now = self._kept(trainer, plan) if self._keep else asked
+        ranks, nodes = trainer.world_size, max(1, trainer.num_nodes)
+        plan = ElasticPlan(self._checkpoint, saved, asked, max(1, ranks // asked.replicas), max(1, ranks // nodes))
+        now = self._keep_global_batch(trainer, plan) if self._keep else asked
         self._ratio = now.batches_for_one_of(saved)
         self._stretch = Fraction(now.accumulation, asked.accumulation)
-        changes = self._intervals(trainer, plan) if self._keep else {}
+        changes = self._scaled_intervals(trainer, plan) if self._keep else {}
         for name, value in changes.items():
             setattr(trainer, name, value)
         self._explain(trainer, saved, asked, now, changes)
@@ -263,12 +260,12 @@ class ElasticRestart(Callback):
                 "this epoch may come twice or not at all. azureml_strategy.data.ResumableLoader counts samples.",
             )
 
-    def _kept(self, trainer: Trainer, plan: ElasticPlan) -> GlobalBatch:
+    def _keep_global_batch(self, trainer: Trainer, plan: ElasticPlan) -> GlobalBatch:
         """Configure the Trainer or the strategy so that a step has as many samples as before."""
         if plan.asked.size == plan.saved.size:
             return plan.asked
         if isinstance(trainer.strategy, CutsBatches):
-            return _cut_otherwise(trainer, trainer.strategy, plan)
+            return _change_micro_batches(trainer, trainer.strategy, plan)
         now = plan.accumulated()
         if _scheduled(trainer):
             raise plan.refused("a GradientAccumulationScheduler says how many batches they accumulate")
@@ -280,7 +277,7 @@ class ElasticRestart(Callback):
             config.pop("gradient_accumulation_steps", None)  # DeepSpeed's copy of the Trainer's old value
         return now
 
-    def _intervals(self, trainer: Trainer, plan: ElasticPlan) -> Batches:
+    def _scaled_intervals(self, trainer: Trainer, plan: ElasticPlan) -> Batches:
         """Convert the Trainer's batch counts to batches of this run; an epoch gets no more samples than before."""
         changes: Batches = {}
         if self._ratio == self._stretch == 1:
@@ -335,12 +332,7 @@ def _scheduled(trainer: Trainer) -> bool:
     return any(isinstance(each, GradientAccumulationScheduler) for each in callbacks)
 
 
-def _plan(trainer: Trainer, checkpoint: Path, saved: GlobalBatch, asked: GlobalBatch) -> ElasticPlan:
-    ranks, nodes = trainer.world_size, max(1, trainer.num_nodes)
-    return ElasticPlan(checkpoint, saved, asked, max(1, ranks // asked.replicas), max(1, ranks // nodes))
-
-
-def _cut_otherwise(trainer: Trainer, strategy: CutsBatches, plan: ElasticPlan) -> GlobalBatch:
+def _change_micro_batches(trainer: Trainer, strategy: CutsBatches, plan: ElasticPlan) -> GlobalBatch:
     """Change the batch size and the number of micro-batches; the size of a micro-batch stays."""
     now, micro_batches = plan.cut(strategy.micro_batches)
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
@@ -354,7 +346,7 @@ def _cut_otherwise(trainer: Trainer, strategy: CutsBatches, plan: ElasticPlan) -
     return now
 
 
-def _recorded(checkpoint: Path) -> tuple[GlobalBatch | None, str]:
+def _saved_global_batch(checkpoint: Path) -> tuple[GlobalBatch | None, str]:
     """The global batch in the manifest, if there is one, and the reason why the manifest cannot be read, or ""."""
     try:
         manifest = Manifest.of(checkpoint)

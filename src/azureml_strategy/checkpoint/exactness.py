@@ -43,7 +43,7 @@ from azureml_strategy.lightning_internals import (
 
 # Packages whose hooks are known and whose state is kept.
 _KNOWN = ("lightning.", "azureml_strategy.")
-_apart = WarningCache()
+_warned = WarningCache()
 
 
 def save(trainer: Trainer, checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -60,8 +60,14 @@ def save(trainer: Trainer, checkpoint: dict[str, Any]) -> dict[str, Any]:
     module = trainer.lightning_module
     pruned = {}
     if any(isinstance(each, ModelPruning) for each in _callbacks(trainer)):
-        pruned = {path: _values(layer, name) for path, layer, name in _pruned(module)}
-        checkpoint["state_dict"] = _as_used(checkpoint["state_dict"], pruned)
+        pruned = {
+            path: {"orig": getattr(layer, f"{name}_orig").detach(), "mask": getattr(layer, f"{name}_mask")}
+            for path, layer, name in _pruned(module)
+        }
+        masked = {path: each["mask"].to(each["orig"].dtype) * each["orig"] for path, each in pruned.items()}
+        parts = {f"{path}_{part}" for path in pruned for part in ("orig", "mask")}
+        kept = {name: value for name, value in checkpoint["state_dict"].items() if name not in parts}
+        checkpoint["state_dict"] = kept | masked
     return {
         "stopped": trainer.should_stop and not any(_time_is_up(each) for each in _callbacks(trainer)),
         "frozen": [name for name, each in module.named_parameters() if not each.requires_grad],
@@ -92,9 +98,12 @@ def restore(trainer: Trainer, state: dict[str, Any], within_epoch: bool) -> None
             `on_train_epoch_start`.
     """
     module = trainer.lightning_module
-    _prune_again(module, state["pruned"])
+    for path, values in state["pruned"].items():
+        layer_path, _, weight = path.rpartition(".")
+        _prune_again(module.get_submodule(layer_path), weight, values)
+    frozen = {name.removesuffix("_orig") for name in state["frozen"]}
     for name, parameter in module.named_parameters():
-        parameter.requires_grad_(name.removesuffix("_orig") not in _without_suffix(state["frozen"]))
+        parameter.requires_grad_(name.removesuffix("_orig") not in frozen)
     for name, layer in _batch_norms(module):
         layer.track_running_stats = name not in state["untracked"]
     for callback in _callbacks(trainer):
@@ -140,14 +149,11 @@ def _share_first_weights(callback: ModelPruning) -> None:
             first.data = trained.data
 
 
-def _prune_again(module: LightningModule, pruned: dict[str, dict[str, torch.Tensor]]) -> None:
-    for path, values in pruned.items():
-        layer_path, _, name = path.rpartition(".")
-        layer = module.get_submodule(layer_path)
-        mask = values["mask"].to(getattr(layer, name).device)
-        prune.custom_from_mask(layer, name, mask)  # type: ignore[no-untyped-call]
-        with torch.no_grad():
-            getattr(layer, f"{name}_orig").copy_(values["orig"])
+def _prune_again(layer: Any, name: str, values: dict[str, torch.Tensor]) -> None:
+    mask = values["mask"].to(getattr(layer, name).device)
+    prune.custom_from_mask(layer, name, mask)  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        getattr(layer, f"{name}_orig").copy_(values["orig"])
 
 
 def _pruned(module: LightningModule) -> Iterator[tuple[str, nn.Module, str]]:
@@ -156,20 +162,6 @@ def _pruned(module: LightningModule) -> Iterator[tuple[str, nn.Module, str]]:
         for hook in layer._forward_pre_hooks.values():
             if isinstance(hook, prune.BasePruningMethod):
                 yield f"{path}.{hook._tensor_name}".lstrip("."), layer, hook._tensor_name
-
-
-def _values(layer: nn.Module, name: str) -> dict[str, torch.Tensor]:
-    return {"orig": getattr(layer, f"{name}_orig").detach(), "mask": getattr(layer, f"{name}_mask")}
-
-
-def _as_used(state_dict: dict[str, Any], pruned: dict[str, dict[str, torch.Tensor]]) -> dict[str, Any]:
-    left_out = {f"{path}_{part}" for path in pruned for part in ("orig", "mask")}
-    used = {path: each["mask"].to(each["orig"].dtype) * each["orig"] for path, each in pruned.items()}
-    return {name: value for name, value in state_dict.items() if name not in left_out} | used
-
-
-def _without_suffix(names: list[str]) -> set[str]:
-    return {name.removesuffix("_orig") for name in names}
 
 
 def _batch_norms(module: LightningModule) -> Iterator[tuple[str, Any]]:
@@ -212,13 +204,14 @@ def warn_of_ranks_apart(trainer: Trainer) -> None:
     """
     scheduled = [(each.monitor, each.scheduler) for each in trainer.lr_scheduler_configs]
     followed = [(name, each) for name, each in scheduled if isinstance(each, ReduceLROnPlateau)]
-    seen = gather([(each.best, each.num_bad_epochs) for _, each in followed]) if followed else []
-    apart = [name for i, (name, _) in enumerate(followed) if len({repr(of_rank[i]) for of_rank in seen}) > 1]
-    if apart and trainer.is_global_zero:
-        _apart.warn(
-            f"ReduceLROnPlateau follows another {' and '.join(map(repr, apart))} on each rank. So each has a learning "
-            "rate of its own, under DDP soon a model of its own, and a restart goes on from rank 0's: not exactly as "
-            f"without one. Log what it follows for all ranks: self.log({apart[0]!r}, value, sync_dist=True)."
+    states = gather([(each.best, each.num_bad_epochs) for _, each in followed]) if followed else []
+    differing = [name for i, (name, _) in enumerate(followed) if len({repr(of_rank[i]) for of_rank in states}) > 1]
+    if differing and trainer.is_global_zero:
+        _warned.warn(
+            f"ReduceLROnPlateau follows another {' and '.join(map(repr, differing))} on each rank. So each has a "
+            "learning rate of its own, under DDP soon a model of its own, and a restart goes on from rank 0's: not "
+            "exactly as without one. Log what it follows for all ranks: "
+            f"self.log({differing[0]!r}, value, sync_dist=True)."
         )
 
 
@@ -236,17 +229,14 @@ def _of_loaders(trainer: Trainer) -> Iterator[str]:
                 f"the workers of {type(loader).__name__}(persistent_workers=True) go on with random numbers of the "
                 "epoch before, which a new process does not have. Where transforms draw any, leave it False."
             )
-        if _begins_within_epoch(loader) and loader.num_workers > 0 and not _is_ours(loader.dataset):
+        # a ResumableLoader, which this package must not import, skips the samples that were read
+        skips = isinstance(loader, DataLoader) and isinstance(loader, Stateful) and _is_ours(loader)
+        if skips and loader.num_workers > 0 and not _is_ours(loader.dataset):
             yield (
                 f"the workers of {type(loader).__name__} begin within an epoch with other random numbers. Where "
                 "transforms draw any, have them follow from the sample's index and the epoch, as those of "
                 "azureml_strategy.data.TrainingImages, or use a plain DataLoader, whose batches are read again."
             )
-
-
-def _begins_within_epoch(loader: Any) -> bool:
-    """Tell whether a loader skips the samples already read: a ResumableLoader, which this package must not import."""
-    return isinstance(loader, DataLoader) and isinstance(loader, Stateful) and _is_ours(loader)
 
 
 def _is_ours(part: Any) -> bool:
@@ -255,8 +245,7 @@ def _is_ours(part: Any) -> bool:
 
 def _of_hooks(trainer: Trainer) -> Iterator[str]:
     """Report `on_train_epoch_start` hooks: Lightning does not repeat them in an epoch that another process began."""
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    owners = [(trainer.lightning_module, LightningModule), *((each, Callback) for each in callbacks)]
+    owners = [(trainer.lightning_module, LightningModule), *((each, Callback) for each in _callbacks(trainer))]
     for owner, base in owners:
         known = type(owner).__module__.startswith(_KNOWN)
         if not known and is_overridden("on_train_epoch_start", owner, base):

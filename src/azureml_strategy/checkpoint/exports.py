@@ -6,7 +6,7 @@ import io
 import json
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ def write_safetensors(checkpoint: Path, output: Path, *, trust_pickles: bool = F
 
     refuse_existing(output)
     content = read_whole(checkpoint, trust_pickles=trust_pickles)
-    weights = dict(_apart(content["state_dict"]))
+    weights = dict(_without_shared_memory(content["state_dict"]))
     try:
         with appearing(output) as part:
             save_file(weights, part, _metadata(content))
@@ -66,7 +66,7 @@ def write_safetensors(checkpoint: Path, output: Path, *, trust_pickles: bool = F
     return weights
 
 
-def _apart(weights: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def _without_shared_memory(weights: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """Each tensor with memory of its own, without gaps."""
     seen: set[int] = set()
     for name, value in weights.items():
@@ -83,26 +83,21 @@ def _apart(weights: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _metadata(content: Mapping[str, Any]) -> dict[str, str]:
-    names = [name for name in _AS_TEXT if name in content]
-    plain = {name: str(content[name]) for name in names}
+    """The texts that tell of the training. Warns of what cannot be a text."""
+    plain = {name: str(content[name]) for name in _AS_TEXT if name in content}
     hyperparameters = content.get("hyper_parameters", {})
     saved = {name: each for name, each in hyperparameters.items() if _is_json(each)}
-    _warn_of_left_out(content, [name for name in hyperparameters if name not in saved])
-    told = {"hyper_parameters": saved, MODULE: content.get(MODULE)}
-    return {"format": "pt", **plain, **{name: json.dumps(each) for name, each in told.items() if each}}
-
-
-def _warn_of_left_out(content: Mapping[str, Any], hyperparameters: Sequence[str]) -> None:
-    """Warn of hyperparameters and other entries of a checkpoint that are no texts."""
     moved = [" → ".join(map(str, decode(each["at"]))) for each in content.get(MOVED, ())]
     others = [str(name) for name in content if name not in _KEPT]
-    left_out = [*(f"hyper_parameters → {name}" for name in hyperparameters), *moved, *others]
+    left_out = [*(f"hyper_parameters → {name}" for name in hyperparameters if name not in saved), *moved, *others]
     if left_out:
         warnings.warn(
             f"The metadata of safetensors are texts, and have no place for {', '.join(left_out)} of the checkpoint: "
             f"{len(left_out)} left out. A file without --format keeps them.",
-            stacklevel=4,
+            stacklevel=3,
         )
+    entries = {"hyper_parameters": saved, MODULE: content.get(MODULE)}
+    return {"format": "pt", **plain, **{name: json.dumps(each) for name, each in entries.items() if each}}
 
 
 def _is_json(value: Any) -> bool:
@@ -117,7 +112,7 @@ def write_onnx(
     checkpoint: Path,
     output: Path,
     *,
-    told: Mapping[str, Any] | None = None,
+    overrides: Mapping[str, Any] | None = None,
     code: Path | None = None,
     trust_pickles: bool = False,
 ) -> tuple[int | None, ...]:
@@ -126,7 +121,7 @@ def write_onnx(
     Args:
         checkpoint: the path that was given to Lightning, or that Lightning wrote: a file or a folder.
         output: the file to write. It appears complete or not at all.
-        told: what the caller knows of the module, as `told_of_module` makes it.
+        overrides: what the caller knows of the module, as `module_overrides` makes it.
         code: a folder with the modules that the module's class is in, unless it is installed.
         trust_pickles: run the code that the checkpoint's files ask for.
 
@@ -141,7 +136,7 @@ def write_onnx(
     for library in ("onnx", "onnxscript"):
         require_library(library)
     refuse_existing(output)
-    content = read_whole(checkpoint, trust_pickles=trust_pickles, told=told)
+    content = read_whole(checkpoint, trust_pickles=trust_pickles, overrides=overrides)
     with modules_of(code):  # also while it is traced: a forward may import
         module = make_module(content)
         example = _example_input(module, content)
@@ -176,15 +171,17 @@ def _exported(module: LightningModule, example: Tensor) -> Any:
             )
     except Exception as error:  # tracing runs the user's forward, which may raise anything
         reason = next(iter(str(error.__cause__ or error).strip().splitlines()), type(error).__name__)
+        shape, dtype = ", ".join(map(str, example.shape[1:])), str(example.dtype).removeprefix("torch.")
         raise CheckpointFormatError(
-            f"torch cannot export the forward of {type(module).__name__} for an input {_sizes(example)}: {reason}. "
-            "Type --input-shape if the sizes are wrong; a forward that decides by its input's values has no ONNX form."
+            f"torch cannot export the forward of {type(module).__name__} for an input (N, {shape}) of {dtype}: "
+            f"{reason}. Type --input-shape if the sizes are wrong; a forward that decides by its input's values has no "
+            "ONNX form."
         ) from error
 
 
 @contextmanager
 def _without_logs() -> Iterator[None]:
-    """Keep torch from telling whole graphs, its own deprecations, and libraries that the user does not have."""
+    """Silence torch, which prints whole graphs, its own deprecations, and libraries that the user does not have."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -193,7 +190,3 @@ def _without_logs() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
-
-
-def _sizes(example: Tensor) -> str:
-    return f"(N, {', '.join(map(str, example.shape[1:]))}) of {str(example.dtype).removeprefix('torch.')}"

@@ -9,9 +9,8 @@ import logging
 import os
 import traceback
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from zlib import crc32
 
 import lightning
@@ -28,7 +27,7 @@ log = logging.getLogger(__name__)
 
 # Azure ML gives each process the path of an output called NAME as AZURE_ML_OUTPUT_NAME; `submit` calls ours `run`.
 OUTPUT_VARIABLE = "AZURE_ML_OUTPUT_run"
-# Lies in a fit's folder, and says whose it is.
+# The file in a fit's folder that records which fit the folder belongs to.
 _FIT = "fit.json"
 # What a node mounts from its own disks or memory. Mounts of storage have other types: fuse, nfs4, cifs, lustre.
 _OWN_DISKS = ("btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs")
@@ -39,19 +38,19 @@ _SKIPPED = tuple(f"{folder}{os.sep}" for folder in (Path(str(lightning.__file__)
 
 
 def this_process() -> str:
-    """Return what identifies the script's process. Those that it spawns for a fit get it with the callback that has it.
+    """Return what identifies the script's process. The processes that it spawns for a fit get it with their callbacks.
 
-    A process that it forks, which makes callbacks of its own, is another script's: it may be the next attempt.
+    A forked process that makes callbacks of its own counts as another script's: it may be the next attempt.
     """
     return _process
 
 
-def _forked() -> None:
+def _renew_after_fork() -> None:
     global _process
     _process = uuid.uuid4().hex
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_renew_after_fork)
 
 
 def default_folder(root: str) -> Path:
@@ -103,19 +102,11 @@ def name_of_fit(trainer: Trainer, module: LightningModule) -> str:
     """
     weights = [(name, None if is_lazy(each) else tuple(each.shape)) for name, each in module.named_parameters()]
     kind = f"{type(module).__module__}.{type(module).__qualname__}"
-    return f"{kind} {crc32(repr(weights).encode()):08x} at {_caller(trainer)}"
-
-
-def _caller(trainer: Trainer) -> str:
-    """File and line of the innermost frame around the fit that is neither Lightning's nor ours."""
-    for frame, line in traceback.walk_stack(frame_of_run(trainer) or inspect.currentframe()):
-        if not _is_skipped(frame):
-            return f"{os.path.basename(frame.f_code.co_filename)}:{line}"
-    return "?"
-
-
-def _is_skipped(frame: FrameType) -> bool:
-    return frame.f_code.co_filename.startswith(_SKIPPED)
+    # file and line of the innermost frame around the fit that is neither Lightning's nor ours
+    frames = traceback.walk_stack(frame_of_run(trainer) or inspect.currentframe())
+    callers = ((frame.f_code.co_filename, line) for frame, line in frames)
+    caller = next((f"{os.path.basename(file)}:{line}" for file, line in callers if not file.startswith(_SKIPPED)), "?")
+    return f"{kind} {crc32(repr(weights).encode()):08x} at {caller}"
 
 
 def folder_of_fit(
@@ -138,13 +129,16 @@ def folder_of_fit(
         OSError: the folder cannot be read or written.
     """
     fallback = None
-    for folder in _numbered(base):
-        said, by = _read(folder)
+    numbered = (base.with_name(f"{base.name}_{number}") for number in itertools.count(2))
+    for folder in itertools.chain([base], numbered):
+        recorded, by = _read(folder)
         if by == process or not usable(folder):
             continue
-        if said is not None and _same(said, fit, in_place):
-            break
-        fallback = fallback or (folder if said is None else None)
+        if recorded is not None:
+            same_model = recorded.partition(" at ")[0] == fit.partition(" at ")[0]
+            if same_model and (recorded == fit or not in_place):
+                break
+        fallback = fallback or (folder if recorded is None else None)
         if not folder.exists():
             assert fallback is not None
             folder = fallback
@@ -167,20 +161,10 @@ def is_of_this_run(folder: Path, run_id: str | None) -> bool:
     return run_id is None or not complete or complete[0].run_id in (None, run_id)
 
 
-def _numbered(base: Path) -> Iterator[Path]:
-    yield base
-    for number in itertools.count(2):
-        yield base.with_name(f"{base.name}_{number}")
-
-
 def _read(folder: Path) -> tuple[str | None, str | None]:
-    """Return the fit that a folder is for, and the process that took it last; None if nobody has said so."""
+    """Return the fit that a folder is for, and the process that took it last; None if the folder has no record."""
     try:
         content = json.loads((folder / _FIT).read_text(encoding="utf-8"))
         return str(content["fit"]), str(content["process"])
-    except (FileNotFoundError, ValueError, KeyError, TypeError):  # what is torn counts as not said
+    except (FileNotFoundError, ValueError, KeyError, TypeError):  # a torn record counts as none
         return None, None
-
-
-def _same(said: str, fit: str, in_place: bool) -> bool:
-    return said == fit if in_place else said.partition(" at ")[0] == fit.partition(" at ")[0]

@@ -68,10 +68,10 @@ class FitResume:
         """
         fit, run_id = name_of_fit(trainer, module), this_run()
         in_place = self._resume == AUTO and run_id is not None
-        skips = self._beside_others and self._resume == AUTO
+        own_only = self._beside_others and self._resume == AUTO
 
         def take() -> Path:
-            usable = (lambda folder: is_of_this_run(folder, run_id)) if skips else (lambda folder: True)
+            usable = (lambda folder: is_of_this_run(folder, run_id)) if own_only else (lambda folder: True)
             return folder_of_fit(base, fit, self._process, in_place, usable)
 
         if trainer.world_size == 1:
@@ -105,15 +105,13 @@ class FitResume:
         self.elastic.setup(trainer, module, "fit")
         if self.checkpoint is not None:
             restore_from(trainer, str(self.checkpoint), reading)
-        if given is None and self._repeats():
+        # A previous attempt may have logged steps that this one repeats, even if it left no checkpoint.
+        job = read_job()
+        restarted = self._resume in (AUTO, ANY) and job is not None and job.attempt > 0
+        if given is None and (self.checkpoint is not None or restarted):
             for logger in trainer.loggers:
                 if isinstance(logger, ContinuesRun):
                     logger.continue_run()
-
-    def _repeats(self) -> bool:
-        """Whether a previous attempt may have logged steps that this one repeats, even if it left no checkpoint."""
-        job = read_job()
-        return self.checkpoint is not None or (self._resume in (AUTO, ANY) and job is not None and job.attempt > 0)
 
 
 def searches_only(trainer: Trainer) -> bool:

@@ -109,7 +109,16 @@ class CheckpointFolder:
         Raises:
             OSError: the disk fails or is full, or a file in `summed` has another size.
         """
-        return {file: self._settle(self.path / file, summed.get(file)) for file in files}
+        stored = {}
+        for file in files:
+            path, known = self.path / file, summed.get(file)
+            if known is None:
+                with open(path, "rb") as opened:
+                    os.fsync(opened.fileno())
+            elif (size := path.stat().st_size) != known.size:
+                raise OSError(f"{path} has {size:,} bytes, and {known.size:,} were written")
+            stored[file] = known or stored_file(path)
+        return stored
 
     def commit(self, manifest: Manifest) -> Manifest:
         """Write the manifest, which makes the checkpoint complete.
@@ -187,17 +196,6 @@ class CheckpointFolder:
             return False
         with open(mark, "rb") as file:
             return file.read(_LONGEST_MARK_BYTES) == (self.run_id or "").encode()
-
-    @staticmethod
-    def _settle(path: Path, stored: StoredFile | None) -> StoredFile:
-        if stored is not None:
-            size = path.stat().st_size
-            if size != stored.size:
-                raise OSError(f"{path} has {size:,} bytes, and {stored.size:,} were written")
-            return stored
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
-        return stored_file(path)
 
 
 def this_run() -> str | None:

@@ -61,8 +61,9 @@ _INDEX: dict[tuple[str, str], Any] = {
         torch.serialization._get_layout,
     )
 }
-# How many bytes of an index are looked through before it is read, in some 1 s; pickle's opcodes with a place in memory.
-_LOOKED_THROUGH, _MEMO_CODES = 4 << 20, ("PUT", "BINPUT", "LONG_BINPUT")
+# The largest index, in bytes, that is searched before it is read, which takes about 1 s; pickle's opcodes with a place
+# in memory.
+_LONGEST_SEARCHED, _MEMO_CODES = 4 << 20, ("PUT", "BINPUT", "LONG_BINPUT")
 # The file that Lightning writes beside the shards.
 _REST = "meta.pt"
 # The names that FSDPStrategy and ModelParallelStrategy give to the weights.
@@ -148,10 +149,10 @@ def _refuse_compressed(file: Path) -> None:
 
 
 class DeepSpeedReader:
-    """Reads files that DeepSpeed wrote, and has DeepSpeed's tool read them so, without running code of theirs.
+    """Reads files that DeepSpeed wrote, itself or by DeepSpeed's tool, without running code that they bring along.
 
-    Objects of DeepSpeed's and numpy's classes become empty objects, and none of the classes' code runs. What other
-    threads load meanwhile is loaded as they ask.
+    Objects of DeepSpeed's and numpy's classes become empty objects, and none of the classes' code runs. Files that
+    other threads load meanwhile are loaded as these threads ask.
 
     Args:
         files: files that DeepSpeed wrote.
@@ -179,8 +180,8 @@ class DeepSpeedReader:
         """
         if self._trust_pickles:
             return torch.load(file, **{**arguments, "weights_only": False})
-        # torch has one list of what is safe for all threads. It is longer while one pickle is read, and two readers
-        # would take one another's entries off.
+        # torch has one list of safe classes for all threads. While a pickle is read, entries are added to it, and two
+        # readers at once would remove one another's entries.
         with _safe_list, torch.serialization.safe_globals(self._harmless):
             try:
                 return torch.load(file, **{**arguments, "weights_only": True})
@@ -190,8 +191,8 @@ class DeepSpeedReader:
     def weights(self, path: Path) -> dict[str, Tensor]:
         """Join the float32 weights of a checkpoint of ZeRO, by DeepSpeed's own tool.
 
-        The tool loads with `weights_only=False`. So this runs a copy of the module, which is made to stand alone, with
-        `load` in the place of torch's.
+        The tool loads with `weights_only=False`. So this runs a copy of the tool's module in which `load` replaces
+        `torch.load`.
 
         Args:
             path: the folder, which has a file `latest`.
@@ -261,7 +262,12 @@ def read_index(folder: Path) -> Metadata:
     file = folder / ".metadata"
     try:
         content = file.read_bytes()
-        _refuse_large_memo(content)
+        # A pickle may number a place in the unpickler's memory for which the file has no objects: the unpickler would
+        # make room for it. torch writes none. A large index is not searched, as that takes longer than to read it.
+        if len(content) <= _LONGEST_SEARCHED:
+            places = [argument for code, argument, _ in pickletools.genops(content) if code.name in _MEMO_CODES]
+            if max((int(each or 0) for each in places), default=0) > len(content):
+                raise ValueError("a place in memory that the file has no objects for")
         index: Metadata = _IndexUnpickler(io.BytesIO(content), file).load()
         _check_index(folder, index)
     except (CheckpointFormatError, OSError):
@@ -274,19 +280,8 @@ def read_index(folder: Path) -> Metadata:
     return index
 
 
-def _refuse_large_memo(content: bytes) -> None:
-    """Refuse a number of a place in the unpickler's memory that the file has no objects for: it makes room for it.
-
-    torch writes no such numbers. A large index is not looked through, as that takes longer than to read it.
-    """
-    if len(content) <= _LOOKED_THROUGH:
-        places = [argument for code, argument, _ in pickletools.genops(content) if code.name in _MEMO_CODES]
-        if max((int(each or 0) for each in places), default=0) > len(content):
-            raise ValueError("a place in memory that the file has no objects for")
-
-
 def _check_index(folder: Path, index: Any) -> None:
-    """Refuse an index whose parts are of other types, or whose files lie elsewhere."""
+    """Refuse an index with parts of other types, tensors larger than their parts, or files outside the folder."""
     if type(index) is not Metadata:
         raise TypeError(f"it holds a {type(index).__name__}, and no index")
     for name, entry in index.state_dict_metadata.items():
@@ -294,25 +289,15 @@ def _check_index(folder: Path, index: Any) -> None:
         if type(name) is not str or type(entry) not in kinds:
             raise TypeError(f"{name!r:.100} is a {type(entry).__name__}")
         if type(entry) is metadata.TensorStorageMetadata:
-            _check_entry(entry)
+            if type(entry.properties.dtype) is not torch.dtype or type(entry.size) is not torch.Size:
+                raise TypeError("a tensor without a type or a size")
+            # a reader makes room for the tensor before it reads the parts
+            if sum(math.prod(each.sizes) for each in entry.chunks) < math.prod(entry.size):
+                raise ValueError(f"a tensor of {tuple(entry.size)} has parts of fewer numbers")
     for place, stored in (index.storage_data or {}).items():
         if type(place) is not metadata.MetadataIndex or type(stored) is not filesystem._StorageInfo:
             raise TypeError("it does not say where its parts are")
         name_within(folder, stored.relative_path)
-
-
-def _check_entry(entry: metadata.TensorStorageMetadata) -> None:
-    """Refuse a tensor that is larger than its parts: a reader makes room for it before it reads."""
-    if type(entry.properties.dtype) is not torch.dtype or type(entry.size) is not torch.Size:
-        raise TypeError("a tensor without a type or a size")
-    if sum(math.prod(each.sizes) for each in entry.chunks) < math.prod(entry.size):
-        raise ValueError(f"a tensor of {tuple(entry.size)} has parts of fewer numbers")
-
-
-def _bytes(entry: Any) -> int:
-    """Of a tensor; 0 for what is none."""
-    is_tensor = type(entry) is metadata.TensorStorageMetadata
-    return math.prod(entry.size) * entry.properties.dtype.itemsize if is_tensor else 0
 
 
 class _IndexUnpickler(pickle.Unpickler):
@@ -362,10 +347,6 @@ def _read_single_file(path: Path, trust_pickles: bool) -> dict[str, Any]:
 SINGLE_FILE = CheckpointFormat("a single Lightning file", Path.is_file, _read_single_file)
 
 
-def _is_distributed(path: Path) -> bool:
-    return (path / ".metadata").is_file()
-
-
 class _ValuesPlanner(DefaultLoadPlanner):
     """Loads entries that are no tensors, such as a module's extra state, without running code of theirs."""
 
@@ -388,14 +369,11 @@ class _ValuesPlanner(DefaultLoadPlanner):
 
 
 def _numbers_of_numpy() -> AbstractContextManager[Any]:
-    """While this is entered, torch takes what a number of numpy's asks for, such as a rate that a lambda computed."""
-    known = torch.serialization.get_safe_globals()  # what the user has registered stays so
-    return torch.serialization.safe_globals([each for each in _numpy_scalars() if each not in known])
-
-
-def _numpy_scalars() -> list[Any]:
+    """While this is entered, torch loads numpy's numbers, such as a learning rate that a lambda computed."""
     kinds = [type(np.dtype(kind)) for kind in np.typecodes["AllInteger"] + np.typecodes["Float"] + "?"]
-    return [np.float64(0).__reduce__()[0], np.dtype, *dict.fromkeys(kinds)]
+    needed = [np.float64(0).__reduce__()[0], np.dtype, *dict.fromkeys(kinds)]
+    known = torch.serialization.get_safe_globals()  # what the user has registered stays so
+    return torch.serialization.safe_globals([each for each in needed if each not in known])
 
 
 def find_unloadable(state: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -445,15 +423,15 @@ def _read_distributed(path: Path, trust_pickles: bool) -> dict[str, Any]:
     root = _root_of_weights(path, index)
     size = sum(each.stat().st_size for each in path.iterdir() if each.is_file())
     wanted = {name: entry for name, entry in index.state_dict_metadata.items() if name.startswith(f"{root}.")}
-    large = next((name for name, entry in wanted.items() if _bytes(entry) > size), None)
+    tensors = {name: entry for name, entry in wanted.items() if isinstance(entry, metadata.TensorStorageMetadata)}
+    too_large = (
+        name for name, entry in tensors.items() if math.prod(entry.size) * entry.properties.dtype.itemsize > size
+    )
+    large = next(too_large, None)
     if large is not None:
         raise _unread(path, f"{large} is larger than all files of the folder")
-    weights = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        if isinstance(entry, metadata.TensorStorageMetadata)
-        else None
-        for name, entry in wanted.items()
-    }
+    empty = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in tensors.items()}
+    weights = {name: empty.get(name) for name in wanted}
     # One process reads, also while a training runs in it. Older torch reads alone only where there is no group.
     alone = {"no_dist": True} if dist.is_available() and dist.is_initialized() else {}
     try:  # it loads only what `weights` names: the optimizer's two thirds stay on disk
@@ -511,7 +489,9 @@ def _unread(path: Path, reason: str) -> CheckpointFormatError:
     return CheckpointFormatError(f"{path}: a part cannot be read, and no part may be left out: {reason}")
 
 
-DISTRIBUTED = CheckpointFormat("torch.distributed.checkpoint shards", _is_distributed, _read_distributed)
+DISTRIBUTED = CheckpointFormat(
+    "torch.distributed.checkpoint shards", lambda path: (path / ".metadata").is_file(), _read_distributed
+)
 
 
 def consolidate_pipeline(folder: Path, trust_pickles: bool = False) -> dict[str, Tensor]:
@@ -530,24 +510,16 @@ def consolidate_pipeline(folder: Path, trust_pickles: bool = False) -> dict[str,
     """
     weights: dict[str, Tensor] = {}
     for index, place in enumerate(json.loads((folder / _LAYOUT).read_text())["places"]):
-        if place is not None:
-            weights |= {f"{place}.{name}": value for name, value in _layer(folder, index, trust_pickles).items()}
+        if place is None:
+            continue
+        file = folder / _SHARDS / f"layer_{index:02d}-model_states.pt"
+        if not file.is_file():
+            raise CheckpointFormatError(
+                f"{folder} lacks {file.relative_to(folder)}: was it copied from one node of several, or while it was "
+                "being written? Give a folder that all nodes wrote to."
+            )
+        weights |= {f"{place}.{name}": value for name, value in read_file(file, trust_pickles).items()}
     return weights
-
-
-def _layer(folder: Path, index: int, trust_pickles: bool) -> dict[str, Tensor]:
-    file = folder / _SHARDS / f"layer_{index:02d}-model_states.pt"
-    if not file.is_file():
-        raise CheckpointFormatError(
-            f"{folder} lacks {file.relative_to(folder)}: was it copied from one node of several, or while it was being "
-            "written? Give a folder that all nodes wrote to."
-        )
-    layer: dict[str, Tensor] = read_file(file, trust_pickles)
-    return layer
-
-
-def _is_pipeline(path: Path) -> bool:
-    return (path / _LAYOUT).is_file()
 
 
 def _read_pipeline(path: Path, trust_pickles: bool) -> dict[str, Any]:
@@ -559,7 +531,7 @@ def _read_pipeline(path: Path, trust_pickles: bool) -> dict[str, Any]:
     return {**saved, "state_dict": consolidate_pipeline(path, trust_pickles)}
 
 
-PIPELINE = CheckpointFormat("DeepSpeed pipeline stages", _is_pipeline, _read_pipeline)
+PIPELINE = CheckpointFormat("DeepSpeed pipeline stages", lambda path: (path / _LAYOUT).is_file(), _read_pipeline)
 
 
 def _is_zero(path: Path) -> bool:

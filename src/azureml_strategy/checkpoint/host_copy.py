@@ -88,7 +88,12 @@ class HostCopyBuffer:
         makers = [_take_apart(each, sources) for each in pickler.tensors]
         regions = lay_out(sources)
         self._memory.reserve(needed_bytes(regions))
-        copies = {i: _on_host(each) for i, each in enumerate(sources) if not has_bytes(each)}
+        # A clone of a tensor that is more than bytes. On a GPU it takes no memory.
+        copies = {
+            i: each.clone() if each.device.type in ("cpu", "meta") else each.cpu()
+            for i, each in enumerate(sources)
+            if not has_bytes(each)
+        }
         for region in regions:
             copies |= region.copied_into(self._memory.bytes, sources)
         gpus_done = _events([region.tensor.device for region in regions if region.tensor.is_cuda])
@@ -232,11 +237,13 @@ class Region:
             source.set_(storage, self.address - storage.data_ptr(), (self.size,), (1,))
             copy.copy_(source, non_blocking=self.tensor.is_cuda)
         base = torch.from_numpy(copy.numpy())  # a storage of its own, as torch.save writes each storage whole and once
-        return {index: self._view(tensors[index], base) for index in self.members}
-
-    def _view(self, tensor: Tensor, base: Tensor) -> Tensor:
-        start = tensor.data_ptr() - self.address
-        return base[start : start + span(tensor)].view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+        views = {}
+        for index in self.members:
+            tensor = tensors[index]
+            start = tensor.data_ptr() - self.address
+            flat = base[start : start + span(tensor)].view(tensor.dtype)
+            views[index] = flat.as_strided(tensor.shape, tensor.stride())
+        return views
 
 
 def span(tensor: Tensor) -> int:
@@ -282,11 +289,6 @@ def has_bytes(tensor: Tensor) -> bool:
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_nested
     bits = tensor.is_meta or tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
     return plain and not bits and tensor.numel() > 0
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    """A copy of a tensor that is more than bytes. On a GPU it takes no memory."""
-    return tensor.clone() if tensor.device.type in ("cpu", "meta") else tensor.cpu()
 
 
 def _take_apart(tensor: Tensor, sources: list[Tensor]) -> Callable[[Mapping[int, Tensor]], Tensor]:

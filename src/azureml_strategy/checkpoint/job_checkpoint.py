@@ -27,7 +27,7 @@ from azureml_strategy.checkpoint.fit_folder import default_folder, warn_of_own_d
 from azureml_strategy.checkpoint.fit_resume import FitResume, searches_only
 from azureml_strategy.checkpoint.folder import CheckpointFolder, this_run
 from azureml_strategy.checkpoint.global_batch import running_global_batch
-from azureml_strategy.checkpoint.hugging_face import HuggingFaceFolder
+from azureml_strategy.checkpoint.hugging_face import require_models, write_folder
 from azureml_strategy.checkpoint.loop_state import FitLoopState
 from azureml_strategy.checkpoint.manifest import Manifest
 from azureml_strategy.checkpoint.metric_state import Settings, metric_settings, metric_state, restore_metric_state
@@ -93,10 +93,10 @@ class JobCheckpoint(ModelCheckpoint):
     of steps and of time. The time interval restarts with each checkpoint. The last step is always written, unless an
     exception ends the training.
 
-    Where the first validation has ended and nobody logs the metric that `monitor` names, an error stops the training
-    behind the checkpoint of that step, from which it goes on under another name. If no validation will run, a line says
-    so before the first step, and at the end the newest checkpoint takes the place of the best. So it does where the
-    training is over by then.
+    If the first validation has ended and nobody logs the metric that `monitor` names, a checkpoint is written, and then
+    an error stops the training: it can go on from there with another `monitor`. If no validation will run, a line says
+    so before the first step, and at the end the newest checkpoint takes the place of the best one. It also does so if
+    the training has ended by then.
 
     The manifests on disk decide which checkpoints stay, so the decision survives restarts. The newest checkpoint is
     never deleted. Newest means the latest start that wrote one, then the highest step; clocks do not matter.
@@ -178,11 +178,11 @@ class JobCheckpoint(ModelCheckpoint):
         self._background = BackgroundWriter()
         self._base = self.dirpath
         self._fit_resume = None if resume is None else FitResume(str(resume), global_batch)
-        self._hugging_face = HuggingFaceFolder() if hugging_face else None
+        self._hugging_face = hugging_face
 
     @property
     def resumes(self) -> bool:
-        """Whether it was told `resume`, if only `never`."""
+        """Whether `resume` was given, even if it is `never`."""
         return self._fit_resume is not None
 
     @override
@@ -204,15 +204,15 @@ class JobCheckpoint(ModelCheckpoint):
             resumes.setup(trainer, pl_module, Path(self.dirpath), lambda: self._reading(trainer.strategy))
         if trainer.is_global_zero and stage == "fit":
             warn_of_own_disk(Path(self.dirpath))
-            self._clean_up()
+            self._remove_leftovers()
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._fit_resume is not None:
             self._fit_resume.elastic.on_fit_start(trainer, pl_module)
         self._metric_settings = metric_settings(trainer)
-        if self._hugging_face is not None:
-            self._hugging_face.require_models(trainer.strategy)
+        if self._hugging_face:
+            require_models(trainer.strategy)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -259,7 +259,9 @@ class JobCheckpoint(ModelCheckpoint):
             self._save(trainer, self._due)
             if unknown:
                 self._finish(trainer)
-                raise MisconfigurationException(f"{unknown} {_resumable(self._last_checkpoint_saved)}")
+                saved = f"The training up to here is in {self._last_checkpoint_saved}."
+                lost = "No checkpoint could be written."
+                raise MisconfigurationException(f"{unknown} {saved if self._last_checkpoint_saved else lost}")
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -269,9 +271,9 @@ class JobCheckpoint(ModelCheckpoint):
         if self.monitor and not self.best_k_models and self.last_model_path:
             _say(trainer, say_newest_is_best(self.monitor, self.last_model_path))
             self.best_model_path = self.last_model_path
-        if self._hugging_face is not None and self.best_model_path:
+        if self._hugging_face and self.best_model_path:
             _announce_writing(trainer)
-            self._hugging_face.write(trainer, Path(self.best_model_path), self._background)
+            write_folder(trainer, Path(self.best_model_path), self._background)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -362,12 +364,12 @@ class JobCheckpoint(ModelCheckpoint):
         pass
 
     def _replace_checkpoint_io(self, strategy: Strategy) -> None:
-        """Have the strategy write and read by ours, unless the user gave one."""
+        """Give the strategy an AtomicCheckpointIO, unless the user gave it a CheckpointIO."""
         if type(checkpoint_io(strategy)) in (type(None), TorchCheckpointIO):
             set_checkpoint_io(strategy, AtomicCheckpointIO(reads_through_io(strategy), strategy))
 
     def _reading(self, strategy: Strategy) -> AbstractContextManager[None]:
-        """Return what to enter while a checkpoint is read that this callback has chosen."""
+        """A context that is entered while Lightning reads the checkpoint that this callback has chosen."""
         return nullcontext()
 
     def _note_measurement(self, trainer: Trainer) -> None:
@@ -382,7 +384,7 @@ class JobCheckpoint(ModelCheckpoint):
         warn_of_ranks_apart(trainer)
         self._last_global_step_saved, self._last_checkpoint_saved = trainer.global_step, ""
         writer = CheckpointWriter(self._folder, self.keep_last, self.save_top_k, self._passed_over)
-        self._background.save(trainer, self._draft(trainer, reason), writer)
+        self._background.save(trainer, self._new_manifest(trainer, reason), writer)
         self._due, self._measured = "", False
         if self._timer is not None:
             self._timer.restart()
@@ -390,16 +392,16 @@ class JobCheckpoint(ModelCheckpoint):
             self._finish(trainer)
 
     def _look_for_monitor(self, trainer: Trainer) -> str:
-        """See once whether a validation has logged the metric, and return why the training cannot go on without it.
+        """Check once that a validation has logged the metric. Return why the training has to stop, or "".
 
-        Rank 0's counts: a value may be logged there alone.
+        Rank 0's metrics count: a value may be logged on rank 0 alone.
         """
         if not self.monitor or not self._measured or self._monitor_known:
             return ""
         mine = is_absent(trainer, self.monitor), list(trainer.callback_metrics)
         absent, logged = trainer.strategy.broadcast(mine)
         self._monitor_known = absent or self.monitor in logged
-        if not absent or self._unvalidated:  # the latter was told before the first step
+        if not absent or self._unvalidated:  # the latter was said before the first step
             return ""
         if self.monitor_is_default:
             _say(trainer, say_fallback(self.monitor, FALLBACK in logged))
@@ -418,15 +420,18 @@ class JobCheckpoint(ModelCheckpoint):
             _announce_writing(trainer)
         self._adopt(trainer, self._background.finish())
 
-    def _draft(self, trainer: Trainer, reason: str) -> Manifest:
+    def _new_manifest(self, trainer: Trainer, reason: str) -> Manifest:
+        """The manifest without its files. Rank 0's is written."""
+        # the metric of the last validation, if it came after the previous checkpoint
+        score = trainer.callback_metrics.get(self.monitor) if self.monitor and self._measured else None
         return Manifest(
-            name=self._wanted_name(trainer),
+            name=Path(self.format_checkpoint_name(self._monitor_candidates(trainer))).name,
             step=trainer.global_step,
             epoch=trainer.current_epoch,
             saved_at=time.time(),
             world_size=trainer.world_size,
             reason=reason,
-            score=self._score(trainer),
+            score=None if score is None else float(score),
             mode=self.mode,
             files={},
             global_batch=running_global_batch(trainer),
@@ -438,17 +443,7 @@ class JobCheckpoint(ModelCheckpoint):
     def _folder(self) -> CheckpointFolder:
         return CheckpointFolder(Path(str(self.dirpath)), this_run())
 
-    def _wanted_name(self, trainer: Trainer) -> str:
-        return Path(self.format_checkpoint_name(self._monitor_candidates(trainer))).name
-
-    def _score(self, trainer: Trainer) -> float | None:
-        """Return the metric of the last validation, if it came after the previous checkpoint. Rank 0's counts."""
-        if not self.monitor or not self._measured:
-            return None
-        value = trainer.callback_metrics.get(self.monitor)
-        return None if value is None else float(value)
-
-    def _clean_up(self) -> None:
+    def _remove_leftovers(self) -> None:
         try:
             self._attempt = self._folder.next_attempt()
             left = self._folder.remove_leftovers()
@@ -477,12 +472,8 @@ def _announce_writing(trainer: Trainer) -> None:
             callback.writes_checkpoint()
 
 
-def _resumable(checkpoint: str) -> str:
-    return f"The training up to here is in {checkpoint}." if checkpoint else "No checkpoint could be written."
-
-
 def _say(trainer: Trainer, words: str) -> None:
-    """Say it by our own logger: a recipe's console hides Lightning's lines, and Python repeats no warning."""
+    """Warn by our own logger: a recipe's console hides Lightning's lines, and Python repeats no warning."""
     if trainer.is_global_zero:
         log.warning("%s", words)
 

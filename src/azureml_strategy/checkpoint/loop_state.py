@@ -77,7 +77,7 @@ class DataPosition:
         """Note that new iterators are about to be made."""
         self._marks, self._last, self._states = {_BEGIN: self._random_state()}, None, None
 
-    def begun(self) -> None:
+    def iterators_made(self) -> None:
         """Note that the iterators of the epoch are made."""
         if training_loaders(self._trainer) is not None:
             watch_ends(self._loaders)
@@ -94,7 +94,8 @@ class DataPosition:
         if number == 0:
             self._marks[0] = self._random_state()
         self._keep_mark_of_new_iterators()
-        if self._reads_ahead(fetcher) or self._may_begin_again():
+        may_restart = begins_shorter_anew(self._loaders) and len(self._loaders.flattened) > 1
+        if self._reads_ahead(fetcher) or may_restart:
             self._last = (number, self._random_state(), self._iterators())
         if self._reads_ahead(fetcher) and self._all_stateful():
             self._states = copy.deepcopy(loader_states(self._loaders))
@@ -119,7 +120,7 @@ class DataPosition:
         return {"marks": list(marks.items()), "loaders": loaders, "ended": at_end, "reloaded": reloaded}
 
     def load_state_dict(self, state: dict[str, Any] | None, read_again: bool) -> None:
-        """Set the position that `go_to` goes to.
+        """Set the position that `seek` goes to.
 
         Args:
             state: this rank's; None if the checkpoint was written by another number of ranks.
@@ -127,7 +128,7 @@ class DataPosition:
         """
         self._saved, self._may_read_again = state, read_again
 
-    def go_to(self, fetcher: DataFetcher, batches: int) -> None:
+    def seek(self, fetcher: DataFetcher, batches: int) -> None:
         """Make the next batch the one that was next when the checkpoint was written.
 
         Args:
@@ -139,7 +140,8 @@ class DataPosition:
         """
         saved, self._saved = self._saved, None
         self._marks = dict(saved["marks"]) if saved is not None else {}
-        states = saved["loaders"] if saved is not None else self._states_of_lightning()
+        # From another number of ranks, there are rank 0's states, in Lightning's own entry of the checkpoint.
+        states = saved["loaders"] if saved is not None else take_loader_states(self._trainer) or None
         self._loaders.reset()  # ends workers that have started with other random numbers
         if _BEGIN in self._marks:
             set_random_state(self._marks[_BEGIN], self._generators())
@@ -169,8 +171,8 @@ class DataPosition:
                 stop_workers(loader)
             load_loader_states(self._loaders, saved["loaders"])
 
-    def leave_end(self, fetcher: DataFetcher) -> None:
-        """Restart iterators that stand at their end, as they would yield nothing. Called once they are made."""
+    def restart_ended(self, fetcher: DataFetcher) -> None:
+        """Restart the new iterators that are at their end, as they would yield nothing."""
         saved, self._saved = self._saved, None
         if saved is None or not saved["loaders"] or not self._all_stateful():
             return
@@ -210,10 +212,6 @@ class DataPosition:
         if batches >= _MANY_BATCHES and self._trainer.is_global_zero:
             log.warning("Read %d batches again in %.0f s.", batches, time.monotonic() - started)
 
-    def _states_of_lightning(self) -> list[dict[str, Any]] | None:
-        """Take rank 0's states from Lightning's own entry of the checkpoint, written by another number of ranks."""
-        return take_loader_states(self._trainer) or None
-
     def _keep_mark_of_new_iterators(self) -> None:
         """Keep the random state from before a loader restarted.
 
@@ -224,9 +222,6 @@ class DataPosition:
 
     def _iterators(self) -> list[int]:
         return [id(each) for each in loader_iterators(self._loaders) or ()]
-
-    def _may_begin_again(self) -> bool:
-        return begins_shorter_anew(self._loaders) and len(self._loaders.flattened) > 1
 
     def _reads_ahead(self, fetcher: DataFetcher) -> bool:
         return isinstance(fetcher, PrefetchDataFetcher) and fetcher.length is None
@@ -324,7 +319,7 @@ class FitLoopState:
             self._restore = None
 
     def _correct_progress(self) -> None:
-        """Tell Lightning whether an epoch is under way, which it would guess.
+        """Tell Lightning whether an epoch is under way, which it would otherwise guess.
 
         With `max_steps`, it assumes that a Trainer is always within an epoch, and then reads another batch.
         """
@@ -367,12 +362,12 @@ class FitLoopState:
                 self.data.begin_pass()
             on_run_start(fetcher)
             if resumes is not None:
-                self.data.leave_end(fetcher)
-            self.data.begun()
+                self.data.restart_ended(fetcher)
+            self.data.iterators_made()
             return
         on_run_start(fetcher)
-        self.data.go_to(fetcher, fit.epoch_loop.batch_progress.current.ready)
-        self.data.begun()
+        self.data.seek(fetcher, fit.epoch_loop.batch_progress.current.ready)
+        self.data.iterators_made()
         # Lightning has done all it does for loops that restart. If they stayed marked, it would look for a validation
         # to finish, and at the end of this epoch skip schedulers that follow a metric.
         set_restarting(self._trainer, False)
@@ -388,7 +383,7 @@ class FitLoopState:
         stepped = self._trainer.global_step != self._steps
         self._steps = self._trainer.global_step
         if not self._trainer.fit_loop.epoch_loop.done and not accumulating(self._trainer, stepped):
-            self._ask()
+            self._call_callbacks()
 
     def _on_epoch_done(self, on_advance_end: Callable[[], None]) -> None:
         on_advance_end()
@@ -401,13 +396,13 @@ class FitLoopState:
             each.completed -= 1
         self.ends = _is_over(self._trainer)
         try:
-            self._ask()
+            self._call_callbacks()
         finally:
             self.ends = False
             for each in (progress.total, progress.current):
                 each.completed += 1
 
-    def _ask(self) -> None:
+    def _call_callbacks(self) -> None:
         self.between_steps = True
         try:
             for callback in self._trainer.callbacks:

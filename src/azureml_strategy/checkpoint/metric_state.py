@@ -96,7 +96,10 @@ def restore_metric_state(trainer: Trainer, state: MetricState) -> None:
         trainer: the Trainer after `on_train_start`, before the `training_step` of the first batch after the checkpoint.
         state: this rank's result of `metric_state`.
     """
-    _grow(trainer.lightning_module, state["trackers"])
+    for path, holder in list(_find(trainer.lightning_module)):
+        # the script's hooks add a metric at each step of a tracker: make those that it had
+        while isinstance(holder, MetricTracker) and len(holder) < state["trackers"].get(path, 0):
+            holder.increment()
     holders = dict(_find(trainer.lightning_module))
     for path, saved in state["metrics"].items():
         if path in holders and _states(holders[path]) >= set(saved["states"]):
@@ -136,13 +139,6 @@ def _members(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, (list, tuple)) and all(isinstance(each, _HOLDERS) for each in value):
         return [(f"[{index}]", each) for index, each in enumerate(value)]
     return []
-
-
-def _grow(root: nn.Module, trackers: dict[str, int]) -> None:
-    """Recreate the metrics of trackers: the script's hooks add one metric at each step of a tracker."""
-    for path, holder in list(_find(root)):
-        while isinstance(holder, MetricTracker) and len(holder) < trackers.get(path, 0):
-            holder.increment()
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
@@ -201,7 +197,12 @@ def _fill(holder: Any, saved: dict[str, Any], device: torch.device) -> None:
 def _save_logged(trainer: Trainer, paths: dict[int, str]) -> dict[str, Any]:
     connector, device = logger_connector_of(trainer), trainer.lightning_module.device
     results = epoch_results(trainer)
-    lost = [key for key, result in results.items() if not _can_be_kept(result, paths)]
+    kept = {
+        key: result
+        for key, result in results.items()
+        if result.meta.sync.group is None and (result.is_tensor or id(result.value) in paths)
+    }
+    lost = [key for key in results if key not in kept]
     if lost:
         rank_zero_warn(
             f"The checkpoint lacks the values over the epoch of {', '.join(lost)}: after a restart they are over what "
@@ -209,16 +210,12 @@ def _save_logged(trainer: Trainer, paths: dict[int, str]) -> dict[str, Any]:
         )
     hook, within_epoch = last_hook(connector)
     return {
-        "results": {key: _save_result(each, paths, device) for key, each in results.items() if key not in lost},
+        "results": {key: _save_result(each, paths, device) for key, each in kept.items()},
         "shown": _save({name: dict(getattr(connector, name)) for name in LOGGED}, device),
         # During validation within the epoch, Lightning keeps whether it is the first batch in a local variable.
         "within_epoch": within_epoch or trainer.validating,
         "hook": hook,
     }
-
-
-def _can_be_kept(result: ResultMetric, paths: dict[int, str]) -> bool:
-    return result.meta.sync.group is None and (result.is_tensor or id(result.value) in paths)
 
 
 def _save_result(result: ResultMetric, paths: dict[int, str], device: torch.device) -> dict[str, Any]:
@@ -237,19 +234,17 @@ def _restore_logged(trainer: Trainer, logged: dict[str, Any], holders: dict[str,
     results = epoch_results(trainer)
     results.clear()
     for key, saved in logged["results"].items():
-        if saved["metric"] is None or saved["metric"] in holders:
-            results[key] = _result(trainer, saved, holders, device)
+        is_tensor = saved["metric"] is None
+        if not is_tensor and saved["metric"] not in holders:
+            continue
+        over_batches, over_ranks = _REDUCTIONS[saved["reduce_fx"]], trainer.strategy.reduce
+        result = new_result(saved["meta"], saved["sync"], over_batches, over_ranks, is_tensor=is_tensor)
+        _fill(result, saved, device)
+        if not is_tensor:
+            result.value = holders[saved["metric"]]
+        results[key] = result
     _fill(connector, logged["shown"], device)
     set_last_hook(connector, logged["hook"], logged["within_epoch"])
-
-
-def _result(trainer: Trainer, saved: dict[str, Any], holders: dict[str, Any], device: torch.device) -> ResultMetric:
-    over_batches, over_ranks = _REDUCTIONS[saved["reduce_fx"]], trainer.strategy.reduce
-    result = new_result(saved["meta"], saved["sync"], over_batches, over_ranks, is_tensor=saved["metric"] is None)
-    _fill(result, saved, device)
-    if saved["metric"] is not None:
-        result.value = holders[saved["metric"]]
-    return result
 
 
 def _is_plain(value: Any) -> bool:

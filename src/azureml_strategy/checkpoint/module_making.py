@@ -43,7 +43,7 @@ _OF_LIGHTNING = ("state_dict", "hyper_parameters", "hparams_type")
 
 @contextmanager
 def modules_of(folder: Path | None) -> Iterator[None]:
-    """Let Python import the modules of a folder, which is the last on its path for so long.
+    """Let Python import the modules of a folder, which is the last on its path inside the context.
 
     Args:
         folder: where modules of the user's are; None if they are installed.
@@ -68,37 +68,27 @@ def make_module(content: dict[str, Any]) -> LightningModule:
     Raises:
         CheckpointFormatError: the content does not tell enough, or the weights do not fit the module.
     """
-    kind = _recorded(content)
-    # The import of the class has brought its module, and what that imports. No other is imported for a value; whatever
-    # the file names, `_check` takes functions of torch.nn's and classes of modules and optimizers alone.
-    content = from_plain(content, Names(trusted=True, imports=False))
-    module = _new_module(kind, content)
-    _prepare(module, content)
-    _load(module, content["state_dict"])
-    return module.eval()
-
-
-def _recorded(content: Mapping[str, Any]) -> type | None:
-    """The class that the file names; None if it has the module's configuration."""
     record = content.get(MODULE)
     if record is None:
         raise CheckpointFormatError(
             "The file does not tell the class of its module: it is of an older version, or a strategy of others wrote "
             "it. Consolidate or register the checkpoint again with --module-class MODULE.CLASS."
         )
-    return _class(str(record[CLASS]), "The module") if CLASS in record and CONFIG not in record else None
-
-
-def _new_module(kind: type | None, content: Mapping[str, Any]) -> LightningModule:
-    if kind is None:
-        if CONFIG not in content[MODULE]:
-            raise CheckpointFormatError("The file tells neither the class nor the configuration of its module.")
-        made = _made(content[MODULE][CONFIG], "model")
+    kind = _class(str(record[CLASS]), "The module") if CLASS in record and CONFIG not in record else None
+    # The import of the class has imported its module, and what that imports. No further module is imported for a value.
+    # Whatever the file names, `_check` lets only functions of torch.nn and classes of modules and optimizers pass.
+    content = from_plain(content, Names(trusted=True, imports=False))
+    if kind is not None:
+        module = _called(kind, _hyperparameters(kind, content), "model")
+    elif CONFIG in content[MODULE]:
+        module = _made(content[MODULE][CONFIG], "model")
     else:
-        made = _called(kind, _hyperparameters(kind, content), "model")
-    if not isinstance(made, LightningModule):
-        raise CheckpointFormatError(f"The file names {type(made).__name__}, which is no LightningModule.")
-    return made
+        raise CheckpointFormatError("The file tells neither the class nor the configuration of its module.")
+    if not isinstance(module, LightningModule):
+        raise CheckpointFormatError(f"The file names {type(module).__name__}, which is no LightningModule.")
+    _prepare(module, content)
+    _load(module, content["state_dict"])
+    return module.eval()
 
 
 def _made(node: Any, place: str) -> Any:

@@ -1,4 +1,4 @@
-"""What a checkpoint tells of its module: class, configuration and input, so that it can be made again to predict.
+"""What a checkpoint records of its module: class, configuration and input, so that it can be made again to predict.
 
 A state dict alone does not say which class it belongs to. The entry `MODULE` does, in values that torch's weights-only
 unpickler takes: names and numbers, no objects.
@@ -41,7 +41,7 @@ def remember_config(module: LightningModule, config: Mapping[str, Any]) -> None:
 def remember_input(module: LightningModule, batch: Any) -> None:
     """Note the size and type of the samples that a module is trained on, for its checkpoints.
 
-    A size that differs between two batches, such as the length of texts, becomes None: any will do.
+    A size that differs between two batches, such as the length of texts, becomes None: the model takes any size there.
 
     Args:
         module: the module.
@@ -70,7 +70,9 @@ def module_entry(module: LightningModule | None) -> dict[str, Any]:
     config = getattr(module, _CONFIG, None)
     if config is not None:
         record[CONFIG] = config
-    known = getattr(module, _INPUT, None) or _example(module)
+    known = getattr(module, _INPUT, None)
+    if known is None and isinstance(example := module.example_input_array, Tensor) and example.dim():
+        known = tuple(example.shape[1:]), example.dtype
     if known is not None:
         record[INPUT] = input_record(*known)
     return {MODULE: record}
@@ -83,7 +85,12 @@ def class_path(kind: type) -> str:
     runs has the script's name in place of `__main__`.
     """
     own = next(each for each in kind.__mro__ if not each.__module__.startswith("torch."))
-    return f"{_importable(own.__module__)}.{own.__qualname__}"
+    module, main = own.__module__, sys.modules["__main__"]
+    if module == "__main__" and getattr(main, "__spec__", None) is not None:
+        module = str(main.__spec__.name)  # type: ignore[union-attr]
+    elif module == "__main__" and getattr(main, "__file__", None):
+        module = Path(str(main.__file__)).stem
+    return f"{module}.{own.__qualname__}"
 
 
 def input_record(sizes: tuple[int | None, ...], dtype: torch.dtype) -> dict[str, Any]:
@@ -141,7 +148,7 @@ def _targets(node: Any) -> Iterator[str]:
         yield from _targets(each)
 
 
-def told_of_module(
+def module_overrides(
     class_name: str | None = None, sizes: tuple[int, ...] | None = None, dtype: str | None = None
 ) -> dict[str, Any]:
     """What a user tells of a module whose checkpoint does not, in the form of an entry.
@@ -151,28 +158,13 @@ def told_of_module(
         sizes: of one sample, without the dimension that counts samples.
         dtype: of the input's numbers, such as `uint8`. None is float32.
     """
-    told: dict[str, Any] = {} if class_name is None else {CLASS: class_name}
+    overrides: dict[str, Any] = {} if class_name is None else {CLASS: class_name}
     if sizes is not None:
-        told[INPUT] = {"shape": list(sizes), "dtype": dtype or "float32"}
-    return told
+        overrides[INPUT] = {"shape": list(sizes), "dtype": dtype or "float32"}
+    return overrides
 
 
-def merged(recorded: Mapping[str, Any] | None, told: Mapping[str, Any]) -> dict[str, Any]:
-    """An entry with what a user tells in place of what is recorded. A class that is told replaces a configuration."""
-    kept = {name: value for name, value in (recorded or {}).items() if name != CONFIG or CLASS not in told}
-    return {**kept, **told}
-
-
-def _importable(module: str) -> str:
-    if module != "__main__":
-        return module
-    main = sys.modules["__main__"]
-    if getattr(main, "__spec__", None) is not None:
-        return str(main.__spec__.name)  # type: ignore[union-attr]
-    file = getattr(main, "__file__", None)
-    return Path(file).stem if file else module
-
-
-def _example(module: LightningModule) -> tuple[tuple[int | None, ...], torch.dtype] | None:
-    example = module.example_input_array
-    return (tuple(example.shape[1:]), example.dtype) if isinstance(example, Tensor) and example.dim() else None
+def merged(recorded: Mapping[str, Any] | None, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """An entry with a user's overrides in place of what is recorded. A class replaces a recorded configuration."""
+    kept = {name: value for name, value in (recorded or {}).items() if name != CONFIG or CLASS not in overrides}
+    return {**kept, **overrides}

@@ -1,7 +1,8 @@
-"""The metric that ranks checkpoints: whether a training can log it, and what becomes of one where nobody does.
+"""The metric that ranks checkpoints: whether a training can log it, and what happens if nobody logs it.
 
-A name that the user gave and that no validation logs stops the training behind its first checkpoint, while little is
-lost. A recipe's own gives way to `val/loss`. Where no validation runs, or the training is over, the newest stay.
+If no validation logs a name that the user gave, the training stops after its first checkpoint, while little is lost. A
+name that a recipe gave is replaced by `val/loss`. If no validation runs, or the training has ended, the newest
+checkpoints stay.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from azureml_strategy.lightning_internals import epoch_results
 
-# Their callbacks log nothing there that ranks checkpoints.
+# Packages whose callbacks log no metric in `on_train_epoch_end` that ranks checkpoints.
 _LIBRARIES = ("lightning", "azureml_strategy")
 
 FALLBACK, FALLBACK_MODE = "val/loss", "min"
@@ -71,16 +72,12 @@ def is_absent(trainer: Trainer, monitor: str) -> bool:
         return True
     # With on_step=True as well, the value of the epoch is `NAME_epoch`.
     pending = {f"{each.meta.name}{end}" for each in epoch_results(trainer).values() for end in ("", "_epoch")}
-    return monitor not in pending and not _logs_at_the_end(trainer)
-
-
-def _logs_at_the_end(trainer: Trainer) -> bool:
-    """Whether the module or a callback of the user's has code for the end of an epoch, which may log."""
+    if monitor in pending or is_overridden("on_train_epoch_end", trainer.lightning_module):
+        return False
+    # A callback of the user's may log at the end of the epoch.
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    own = [each for each in callbacks if type(each).__module__.partition(".")[0] not in _LIBRARIES]
-    return is_overridden("on_train_epoch_end", trainer.lightning_module) or any(
-        is_overridden("on_train_epoch_end", each, Callback) for each in own
-    )
+    users = [each for each in callbacks if type(each).__module__.partition(".")[0] not in _LIBRARIES]
+    return not any(is_overridden("on_train_epoch_end", each, Callback) for each in users)
 
 
 def say_unranked(monitor: str, why: str) -> str:

@@ -85,12 +85,9 @@ def _is_plain(value: Any, seen: set[int]) -> bool:
         seen.add(id(value))
         items = (*value.keys(), *value.values()) if issubclass(kind, dict) else value
         return all(_is_plain(each, seen) for each in items)
-    return (issubclass(kind, Tensor) or kind in torch.serialization.get_safe_globals()) and _loads(value)
-
-
-def _loads(value: Any) -> bool:
-    """Save and load the value on trial: its type alone does not say whether its fields are taken."""
-    file = io.BytesIO()
+    if not issubclass(kind, Tensor) and kind not in torch.serialization.get_safe_globals():
+        return False
+    file = io.BytesIO()  # on trial: the type alone does not say whether torch takes the fields
     try:
         torch.save(value, file)
         file.seek(0)
@@ -138,7 +135,10 @@ class _Encoder:
         if kind in KINDS:
             return [KINDS[kind].name, self.encode(KINDS[kind].parts(value), place)]
         if isinstance(value, Enum):
-            return ["enum", [self._reference(kind, place), _member_names(value)]]
+            names = [value.name]
+            if isinstance(value, Flag) and value.name not in kind.__members__:  # a combination of flags
+                names = [name for name, each in kind.__members__.items() if each.value and each in value]
+            return ["enum", [self._reference(kind, place), names]]
         if isinstance(value, (np.generic, np.dtype, np.ndarray)):
             return self._numpy(value, place)
         if isinstance(value, (type, *REFERENCES)):
@@ -223,13 +223,6 @@ def _fields(kind: type, state: Any) -> dict[str, Any] | None:
     return {name: value for each in parts for name, value in (each or {}).items()}
 
 
-def _member_names(value: Enum) -> list[str]:
-    """The name of the member, or the names of the flags that it combines."""
-    if value.name in type(value).__members__ or not isinstance(value, Flag):
-        return [value.name]
-    return [name for name, each in type(value).__members__.items() if each.value and each in value]
-
-
 def decode(encoded: Encoded, names: Names | None = None) -> Any:
     """Restore the value from its plain form.
 
@@ -286,9 +279,6 @@ class _Decoder:
             raise ValueError(f"{kind!r} is no kind of value that is known here")
         return self._OTHERS[kind](self, content)
 
-    def _reference(self, content: Any) -> Any:
-        return self._names.look_up(*content)
-
     def _class(self, encoded: Encoded) -> Any:
         return self._names.data_class(*encoded[1])
 
@@ -329,12 +319,6 @@ class _Decoder:
             array[i] = each
         return array.reshape(shape)
 
-    def _numpy_scalar(self, content: Any) -> Any:
-        return _exactly(np.ndarray, self.decode(content))[()]
-
-    def _numpy_dtype(self, content: Any) -> Any:
-        return np.lib.format.descr_to_dtype(content)
-
     def _config(self, content: Any) -> Any:
         from omegaconf import OmegaConf
 
@@ -360,14 +344,14 @@ class _Decoder:
         return value
 
     _OTHERS: ClassVar[dict[str, Callable[[_Decoder, Any], Any]]] = {
-        "reference": _reference,
+        "reference": lambda decoder, content: decoder._names.look_up(*content),
         "partial": _partial,
         "enum": _enum,
         "named tuple": _named_tuple,
         "numpy array": _numpy_array,
         "numpy objects": _numpy_objects,
-        "numpy scalar": _numpy_scalar,
-        "numpy dtype": _numpy_dtype,
+        "numpy scalar": lambda decoder, content: _exactly(np.ndarray, decoder.decode(content))[()],
+        "numpy dtype": lambda decoder, content: np.lib.format.descr_to_dtype(content),
         "config": _config,
         "object": _object,
     }

@@ -42,8 +42,8 @@ _HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 # Their functions are known only when `configure_optimizers` has run, and a checkpoint may be read before that.
 _OF_OPTIMIZERS = ("optimizer_states", "lr_schedulers")
 _left_out = WarningCache()
-# The places that were looked at, by the module of the run.
-_seen: WeakKeyDictionary[object, set[tuple[Any, ...]]] = WeakKeyDictionary()
+# The places that were checked already, by the module of the run.
+_checked: WeakKeyDictionary[object, set[tuple[Any, ...]]] = WeakKeyDictionary()
 
 
 class UnsavableStateError(TypeError):
@@ -55,16 +55,17 @@ class UnrestorableStateError(ValueError):
 
 
 class PlainDataStrategy(Strategy):
-    """Mix-in for strategies that adds entries of their own, moves values back after loading, and tells what is lost.
+    """Mix-in for strategies: adds entries to checkpoints, moves values back after loading, and warns of what is lost.
 
-    It does so whatever writes and reads the strategy's files.
+    It does so with any CheckpointIO.
     """
 
     _restored: RestoredParts | None = None  # of the fit that resumes
     _fresh_schedulers: Sequence[FreshScheduler] | None = ()
-    # What of the loaded checkpoint names functions that the optimizers and schedulers may hold, and the checkpoint.
-    _waiting: Sequence[Any] = ()
-    _awaited: Mapping[str, Any] = {}
+    # Moved values of the loaded checkpoint that name functions which only optimizers and schedulers may hold, and the
+    # checkpoint that they belong to. They are restored when the optimizers exist.
+    _postponed: Sequence[Any] = ()
+    _incomplete: Mapping[str, Any] = {}
 
     @property
     def written_apart(self) -> tuple[str, ...]:
@@ -92,7 +93,7 @@ class PlainDataStrategy(Strategy):
     def restored(self, loaded: dict[str, Any], weights_only: bool | None) -> dict[str, Any]:
         """Restore what `to_plain` moved, with the names that this run holds.
 
-        What names a function that only an optimizer or a scheduler may hold waits until there are any.
+        A value that names a function which only an optimizer or a scheduler may hold is postponed until these exist.
 
         Args:
             loaded: a file's content.
@@ -101,17 +102,17 @@ class PlainDataStrategy(Strategy):
         run, trusted = run_objects(self), weights_only is False
         if self.optimizers or self.lightning_module is None:
             return from_plain(loaded, Names(run, trusted=trusted))
-        self._waiting = []
-        checkpoint = from_plain(loaded, Names(run, trusted=trusted), self._waiting)
-        self._awaited = checkpoint
+        self._postponed = []
+        checkpoint = from_plain(loaded, Names(run, trusted=trusted), self._postponed)
+        self._incomplete = checkpoint
         return checkpoint
 
     @override
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
-        if self._waiting:
-            from_plain({**self._awaited, MOVED: self._waiting}, Names(run_objects(self)))  # fills the same lists
-        self._waiting, self._awaited = [], {}
+        if self._postponed:
+            from_plain({**self._incomplete, MOVED: self._postponed}, Names(run_objects(self)))  # fills the same lists
+        self._postponed, self._incomplete = [], {}
         replaced = any(isinstance(each, StochasticWeightAveraging) for each in trainer.callbacks)  # type: ignore[attr-defined]
         self._fresh_schedulers = (
             None if replaced else [FreshScheduler(each.scheduler) for each in self.lr_scheduler_configs]
@@ -127,7 +128,7 @@ class PlainDataStrategy(Strategy):
     @override
     def teardown(self) -> None:
         super().teardown()
-        self._restored, self._waiting, self._awaited = None, (), {}
+        self._restored, self._postponed, self._incomplete = None, (), {}
 
 
 def run_objects(strategy: Strategy) -> list[object]:
@@ -173,13 +174,13 @@ def to_plain(checkpoint: dict[str, Any], apart: Collection[str] = (), run: Seque
 
 
 def _warn_of_refused(moved: Sequence[Any], run: Sequence[object]) -> None:
-    """Say at the first checkpoint, and not only to the restart, that a value will not be restored."""
-    seen, names = _seen.setdefault(run[0], set()), None
+    """Warn at the first checkpoint, and not only in the restart, of values that will not be restored."""
+    checked, names = _checked.setdefault(run[0], set()), None
     for each in moved:
         place = tuple(decode(each["at"]))
-        if place[0] in _HYPERPARAMETERS or place in seen:
+        if place[0] in _HYPERPARAMETERS or place in checked:
             continue
-        seen.add(place)
+        checked.add(place)
         names = names or Names(run)  # of all that the run holds, which takes a while
         try:
             require_decodable(each["value"], names)
@@ -207,7 +208,13 @@ def _move(at: list[Any], value: Any, moved: list[Any]) -> None:
         moved.append({"at": encode(at), "value": encode(value, place)})
     except NotEncodableError as error:
         if at[0] not in _HYPERPARAMETERS:
-            raise UnsavableStateError(_advice(error)) from error
+            raise UnsavableStateError(
+                f"No checkpoint can be written: {' → '.join(error.place)} is {error.reason}. A restart takes values, "
+                "tensors, and functions and classes by name, and runs no code that a file brings along. In the "
+                "state_dict() or on_save_checkpoint() that gave it, return numbers, strings, lists, dictionaries, "
+                "tensors or a dataclass of these, and make the object anew from them in load_state_dict() or "
+                "on_load_checkpoint()."
+            ) from error
         _left_out.warn(
             f"The hyperparameter {' → '.join(place[1:]) or at[0]} is not in the checkpoints: it holds {error.reason}. "
             "Training goes on from them all the same; give it to load_from_checkpoint yourself, and leave it out by "
@@ -215,25 +222,16 @@ def _move(at: list[Any], value: Any, moved: list[Any]) -> None:
         )
 
 
-def _advice(error: NotEncodableError) -> str:
-    return (
-        f"No checkpoint can be written: {' → '.join(error.place)} is {error.reason}. A restart takes values, tensors, "
-        "and functions and classes by name, and runs no code that a file brings along. In the state_dict() or "
-        "on_save_checkpoint() that gave it, return numbers, strings, lists, dictionaries, tensors or a dataclass of "
-        "these, and make the object anew from them in load_state_dict() or on_load_checkpoint()."
-    )
-
-
 def from_plain(
-    checkpoint: dict[str, Any], names: Names | None = None, waiting: list[Any] | None = None
+    checkpoint: dict[str, Any], names: Names | None = None, postponed: list[Any] | None = None
 ) -> dict[str, Any]:
     """Restore a checkpoint to what it was before `to_plain`.
 
     Args:
         checkpoint: the loaded checkpoint; its dictionaries and lists are filled in place.
         names: the functions and classes that it may name; those only that can do no harm by default.
-        waiting: filled with what is left for later, since its names may be those of optimizers or schedulers that are
-            yet to be made; None if there is no later.
+        postponed: filled with the values that are left out now because they may name functions of optimizers or
+            schedulers that do not exist yet; None to refuse such values.
 
     Raises:
         UnrestorableStateError: a value cannot be restored, such as one that names a function which is missing or which
@@ -247,9 +245,9 @@ def from_plain(
             target = restored if len(place) == 1 else restored[place[0]]
             target[place[-1]] = decode(each["value"], names)
         except Exception as error:  # a damaged or foreign entry may raise anything
-            late = isinstance(error, NameRefusedError) and len(place) == 2 and place[0] in _OF_OPTIMIZERS
-            if late and waiting is not None:
-                waiting.append(each)
+            may_wait = isinstance(error, NameRefusedError) and len(place) == 2 and place[0] in _OF_OPTIMIZERS
+            if may_wait and postponed is not None:
+                postponed.append(each)
                 continue
             text = " → ".join(map(str, place))
             if place[0] not in _HYPERPARAMETERS:
@@ -262,7 +260,7 @@ def require_loadable(content: Any) -> None:
     """Write the content of a file to memory, without its dense tensors, and load it back as a restart does.
 
     torch's weights-only unpickler takes any dense tensor, so there is no need to try them. It is written in Python and
-    takes 0.1 ms for each. The tensors of a large model would keep the training waiting for the interpreter's lock.
+    takes 0.1 ms for each. The tensors of a large model would keep the training postponed for the interpreter's lock.
 
     Args:
         content: the content of a file that `torch.save` is to write.
@@ -281,15 +279,11 @@ class _WithoutTensors:
         def reducer_override(self, obj: Any) -> Any:
             if not isinstance(obj, Tensor):
                 return NotImplemented
-            if not _is_dense(obj):
+            # dense: only numbers in memory, without attributes, which torch would write too
+            plain = type(obj) in (Tensor, nn.Parameter) and not vars(obj)
+            if not plain or obj.layout is not torch.strided or obj.is_quantized:
                 _load_back(obj, pickle)
             return OrderedDict, ()
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor is only numbers in memory, without attributes, which torch would write too."""
-    plain = type(tensor) in (Tensor, nn.Parameter) and not vars(tensor)
-    return plain and tensor.layout is torch.strided and not tensor.is_quantized
 
 
 def _load_back(content: Any, pickle_module: Any) -> None:

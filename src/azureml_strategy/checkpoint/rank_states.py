@@ -38,9 +38,9 @@ def states_of_ranks(trainer: Trainer, checkpoint: dict[str, Any]) -> list[dict[s
     if trainer.world_size == 1:
         return []
     own = dict(_small_states(trainer, checkpoint))
-    told = gather_sound({key: state.digest() for key, state in own.items()})
-    apart = {key for each in told for key in each if any(other.get(key) != each[key] for other in told)}
-    return gather_sound({key: state.on_host() for key, state in own.items() if key in apart}) if apart else []
+    digests = gather_sound({key: state.digest() for key, state in own.items()})
+    unequal = {key for each in digests for key in each if any(other.get(key) != each[key] for other in digests)}
+    return gather_sound({key: state.on_host() for key, state in own.items() if key in unequal}) if unequal else []
 
 
 def restore_states(trainer: Trainer, checkpoint: dict[str, Any], states: dict[str, Any]) -> None:
@@ -67,7 +67,7 @@ class _State:
     tensors: list[Tensor]
 
     def digest(self) -> str:
-        """A name of the numbers; the same on whatever device they lie, which a pickle tells."""
+        """A hash of the values. Unlike that of a pickle, it does not depend on the device of the tensors."""
         found = hashlib.sha256(self.structure)
         for each in self.tensors:
             found.update(f"{each.dtype} {tuple(each.shape)}".encode())
@@ -75,13 +75,13 @@ class _State:
         return found.hexdigest()
 
     def on_host(self) -> Any:
-        """The state itself. A rank that is given it has no other rank's GPU."""
+        """The state itself, with its tensors on the host: another rank cannot use this rank's GPU."""
         copies = [each.detach().cpu().clone() for each in self.tensors]
         return TensorUnpickler(io.BytesIO(self.structure), copies).load()
 
 
 class _SmallPickler(TensorPickler):
-    """Ends where a state is too large, or holds what another rank cannot be given."""
+    """Raises ValueError if a state is too large, or holds something that cannot be sent to another rank."""
 
     def __init__(self, file: io.BytesIO, most_bytes: int) -> None:
         super().__init__(file)
@@ -112,7 +112,7 @@ def _small_states(trainer: Trainer, checkpoint: dict[str, Any]) -> Iterator[tupl
 
 
 def _small(state: Any, most_bytes: int) -> _State | None:
-    """A state apart from its tensors; None if it is large, lies on several ranks in parts, or cannot be pickled."""
+    """Pickle a state without its tensors; None if it is large, is sharded over ranks, or cannot be pickled."""
     file = io.BytesIO()
     pickler = _SmallPickler(file, most_bytes)
     try:

@@ -1,6 +1,6 @@
 """Finds the newest valid checkpoint of a restarted job, and verifies all its files before it is loaded.
 
-Rank 0 chooses the checkpoint. All ranks verify a share of its files, and meet in the rendezvous store.
+Rank 0 chooses the checkpoint. Each rank verifies a share of its files. They exchange messages in the rendezvous store.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from azureml_strategy.control.store import StepError
 # reader. A storage account gives 120 Gbit/s to all its readers together, 15 MB/s to each of 1,000 ranks.
 _LEAST_SECONDS = 600.0
 _SLOWEST_BYTES_PER_SECOND = 10e6
-# How long rank 0 waits for ranks that can take a share. A rank that comes later takes none and is told the outcome.
+# How long rank 0 waits for ranks that can take a share. A rank that comes later takes none and learns the outcome.
 _ARRIVAL_SECONDS = 120.0
 # Nodes of a job may start minutes apart.
 MEETING_SECONDS = 1800.0
@@ -119,35 +119,31 @@ class Leader:
         """
         files = manifest.files
         listed = {name: [stored.size, stored.crc32] for name, stored in files.items()}
-        self._say("order", {"folder": str(folder), "files": listed})
-        shares = shared_out(files, [0, *self._present()])
+        self._send("order", {"folder": str(folder), "files": listed})
+        sees = self._received(self._others, "sees", time.monotonic() + _ARRIVAL_SECONDS)
+        shares = shared_out(files, [0, *(rank for rank, has_files in sees.items() if has_files)])
         seconds = time_limit(files, shares)
-        self._say("shares", {"shares": shares, "seconds": seconds})
+        self._send("shares", {"shares": shares, "seconds": seconds})
         deadline = time.monotonic() + seconds
         own = _verdict(folder, {name: files[name] for name in shares[0]}, seconds)
-        heard = self._said_by([rank for rank in shares if rank > 0], "verdict", deadline)
+        others = self._received([rank for rank in shares if rank > 0], "verdict", deadline)
         self._round += 1
-        return _judged(folder / manifest.name, {0: own, **heard}, seconds)
+        return _combined(folder / manifest.name, {0: own, **others}, seconds)
 
     def end(self, answer: dict[str, Any], stay: bool = False) -> None:
-        """Tell the other ranks the outcome.
+        """Send the outcome to the other ranks.
 
         Args:
             answer: what `follow` returns there.
             stay: wait a while until they have read it, because this process is about to end.
         """
-        self._say("order", {"answer": answer})
+        self._send("order", {"answer": answer})
         if stay:
             with suppress(RuntimeError):
                 self._store.wait([f"told/{rank}" for rank in self._others], timedelta(seconds=_LAST_READ_SECONDS))
 
-    def _present(self) -> list[int]:
-        """Return the other ranks that see the files."""
-        said = self._said_by(self._others, "sees", time.monotonic() + _ARRIVAL_SECONDS)
-        return [rank for rank, sees in said.items() if sees]
-
-    def _said_by(self, ranks: Iterable[int], what: str, deadline: float) -> dict[int, Any]:
-        """Return what other ranks have said by the deadline; None for those that said nothing."""
+    def _received(self, ranks: Iterable[int], what: str, deadline: float) -> dict[int, Any]:
+        """Return what other ranks have sent by the deadline; None for those that sent nothing."""
         keys = {rank: f"{self._round}/{what}/{rank}" for rank in ranks}
         with suppress(RuntimeError):  # torch's, if one of them has not come
             self._store.wait(list(keys.values()), timedelta(seconds=max(1.0, deadline - time.monotonic())))
@@ -155,12 +151,12 @@ class Leader:
             rank: json.loads(self._store.get(key)) if self._store.check([key]) else None for rank, key in keys.items()
         }
 
-    def _say(self, what: str, value: Any) -> None:
+    def _send(self, what: str, value: Any) -> None:
         self._store.set(f"{self._round}/{what}", json.dumps(value))
 
 
 def follow(store: Store, rank: int) -> dict[str, Any]:
-    """Run on every rank but 0: check the shares that rank 0 hands out, until it tells the outcome.
+    """Run on every rank but 0: check the shares that rank 0 hands out, until it sends the outcome.
 
     Args:
         store: the one of `Leader`.
@@ -170,34 +166,39 @@ def follow(store: Store, rank: int) -> dict[str, Any]:
         The answer that rank 0 gave to `Leader.end`.
 
     Raises:
-        NotVerifiedError: rank 0 is gone, or said nothing in time.
+        NotVerifiedError: rank 0 is gone, or sent nothing in time.
     """
     seconds = MEETING_SECONDS
     for number in itertools.count():
-        order = _said(store, f"{number}/order", seconds)
+        order = _receive(store, f"{number}/order", seconds)
         if "answer" in order:
             store.set(f"told/{rank}", "")
             answer: dict[str, Any] = order["answer"]
             return answer
         folder, files = Path(order["folder"]), {name: StoredFile(*each) for name, each in order["files"].items()}
         store.set(f"{number}/sees/{rank}", json.dumps(look(folder, files) is None))
-        task = _said(store, f"{number}/shares", _ARRIVAL_SECONDS + _LEAST_SECONDS)
+        task = _receive(store, f"{number}/shares", _ARRIVAL_SECONDS + _LEAST_SECONDS)
         share = {name: files[name] for name in task["shares"].get(str(rank), ())}
         store.set(f"{number}/verdict/{rank}", json.dumps(_verdict(folder, share, task["seconds"])))
         seconds = task["seconds"] + _LEAST_SECONDS  # longer than rank 0 itself waits
     raise AssertionError("it counts without end")
 
 
-def _said(store: Store, key: str, seconds: float) -> dict[str, Any]:
+def _receive(store: Store, key: str, seconds: float) -> dict[str, Any]:
+    """Wait for what rank 0 sends under a key.
+
+    Raises:
+        NotVerifiedError: rank 0 is gone, or sent nothing in time.
+    """
     try:
         store.wait([key], timedelta(seconds=seconds))
-        said: dict[str, Any] = json.loads(store.get(key))
+        received: dict[str, Any] = json.loads(store.get(key))
     except RuntimeError as error:  # torch's: the wait timed out, or the server is gone
         raise NotVerifiedError(
             "Rank 0, which chooses the checkpoint to go on from, has ended, or has said nothing for "
             f"{seconds / 60:,.0f} min. Its log says why (user_logs/std_log_process_0.txt)."
         ) from error
-    return said
+    return received
 
 
 def _verdict(folder: Path, share: Mapping[str, StoredFile], seconds: float) -> dict[str, str | None]:
@@ -207,12 +208,12 @@ def _verdict(folder: Path, share: Mapping[str, StoredFile], seconds: float) -> d
         return {"fault": None, "error": f"{type(error).__name__}: {error}"}
 
 
-def _judged(path: Path, verdicts: Mapping[int, dict[str, str | None] | None], seconds: float) -> str | None:
+def _combined(path: Path, verdicts: Mapping[int, dict[str, str | None] | None], seconds: float) -> str | None:
     """Combine the verdicts. One fault is enough, whatever happened to the other shares."""
-    said = {rank: verdict for rank, verdict in verdicts.items() if verdict is not None}
-    fault = next((verdict["fault"] for verdict in said.values() if verdict["fault"] is not None), None)
-    errors = {rank: verdict["error"] for rank, verdict in said.items() if verdict["error"] is not None}
-    errors |= dict.fromkeys(verdicts.keys() - said.keys(), f"it said nothing for {seconds / 60:,.0f} min")
+    known = {rank: verdict for rank, verdict in verdicts.items() if verdict is not None}
+    fault = next((verdict["fault"] for verdict in known.values() if verdict["fault"] is not None), None)
+    errors = {rank: verdict["error"] for rank, verdict in known.items() if verdict["error"] is not None}
+    errors |= dict.fromkeys(verdicts.keys() - known.keys(), f"it said nothing for {seconds / 60:,.0f} min")
     if fault is not None or not errors:
         return fault
     rank = min(errors)
@@ -249,7 +250,7 @@ def checkpoint_to_resume(resume: str, folder: Path) -> Path | None:
         return None
     launch = learn_launch()
     if launch is None or launch.world_size == 1:
-        return _chosen(resume, folder, _alone)
+        return _chosen(resume, folder, _check_alone)
     return _agreed(launch, resume, folder)
 
 
@@ -268,21 +269,21 @@ def choose_together(resume: str, folder: Path, rank: int, world_size: int) -> Pa
     if resume == NEVER:
         return None
     if world_size == 1:
-        return _chosen(resume, folder, _alone)
+        return _chosen(resume, folder, _check_alone)
     store = another_connection(world_size, timedelta(seconds=MEETING_SECONDS))
-    met = gather((store is not None, uuid.uuid4().hex))
-    if store is not None and all(connected for connected, _ in met):
-        own_keys = PrefixStore(f"azureml_strategy/resume/{met[0][1]}", store)
+    ranks = gather((store is not None, uuid.uuid4().hex))
+    if store is not None and all(connected for connected, _ in ranks):
+        own_keys = PrefixStore(f"azureml_strategy/resume/{ranks[0][1]}", store)
         return _agreed_through(own_keys, rank, world_size, resume, folder)
     try:  # ranks without a common store wait in a collective while rank 0 reads all files
-        chosen: Path | None = GroupExchange(rank).on_rank_zero(lambda: _chosen(resume, folder, _alone))
+        chosen: Path | None = GroupExchange(rank).on_rank_zero(lambda: _chosen(resume, folder, _check_alone))
     except StepError as error:
         raise ResumeError(str(error)) from error
     return chosen if chosen is None or rank == 0 else _visible(chosen, rank, with_manifest=False)
 
 
 @contextmanager
-def told_to_children(chosen: Path | None) -> Iterator[None]:
+def children_resume_from(chosen: Path | None) -> Iterator[None]:
     """Make processes that start inside the context resume from this checkpoint, instead of choosing one themselves."""
     if _CHOICE in os.environ:  # this is one of them
         yield
@@ -294,19 +295,19 @@ def told_to_children(chosen: Path | None) -> Iterator[None]:
         os.environ.pop(_CHOICE, None)
 
 
-def forget_what_was_told() -> None:
-    """Have this process choose for itself from now on, as has what it starts, such as a run within a run.
+def forget_choice() -> None:
+    """Have this process, and those that it starts from now on, such as a run within a run, choose for themselves.
 
     Call it in a callback's `setup`: the processes of the fit have started then.
     """
     os.environ.pop(_CHOICE, None)
 
 
-def _alone(manifest: Manifest, folder: Path) -> str | None:
+def _check_alone(manifest: Manifest, folder: Path) -> str | None:
     return content_fault(folder, manifest.files)
 
 
-def newest_valid(folder: Path, check: Check = _alone, run_id: str | None = None) -> Path | None:
+def newest_valid(folder: Path, check: Check = _check_alone, run_id: str | None = None) -> Path | None:
     """Return the newest checkpoint below a folder that is whole. Each one that is not is logged with the reason.
 
     Args:
@@ -317,12 +318,20 @@ def newest_valid(folder: Path, check: Check = _alone, run_id: str | None = None)
     Raises:
         ResumeError: the newest one belongs to another run.
     """
-    found = {path: _readable(path) for path in _below(folder)}
+    paths = [path for each in (folder, *sorted(folder.glob("*/"))) for path in manifests(each)]
+    found = {path: _readable(path) for path in paths}
     complete = {manifest: path.parent for path, manifest in found.items() if manifest is not None}
     for manifest in newest_first(complete):
         fault = look(complete[manifest], manifest.files)
+        if fault is None and None not in (manifest.run_id, run_id) and manifest.run_id != run_id:
+            # what was written or is read outside of a job belongs to the folder's user
+            raise ResumeError(
+                f"The newest checkpoint in {complete[manifest]} is {manifest.name} of run {manifest.run_id}, and this "
+                f"is run {run_id}: two runs in one folder would go on from one another. Give another output_dir. Or "
+                f"type `resume={ANY}` to go on from the newest one whoever wrote it, the path of a checkpoint as "
+                f"`resume=PATH`, or `resume={NEVER}` to start anew beside them."
+            )
         if fault is None:
-            _require_same_run(manifest, complete[manifest], run_id)
             fault = check(manifest, complete[manifest])
         if fault is None:
             log.info("Going on from %s: step %d.", complete[manifest] / manifest.name, manifest.step)
@@ -331,22 +340,6 @@ def newest_valid(folder: Path, check: Check = _alone, run_id: str | None = None)
     if found:
         log.warning("None of the %d checkpoint(s) below %s is whole: training starts anew.", len(found), folder)
     return None
-
-
-def _require_same_run(manifest: Manifest, folder: Path, run_id: str | None) -> None:
-    """Refuse another run's checkpoint. One that was written or is read outside a job belongs to the folder's user."""
-    if None in (manifest.run_id, run_id) or manifest.run_id == run_id:
-        return
-    raise ResumeError(
-        f"The newest checkpoint in {folder} is {manifest.name} of run {manifest.run_id}, and this is run {run_id}: two "
-        f"runs in one folder would go on from one another. Give another output_dir. Or type `resume={ANY}` to go on "
-        f"from the newest one whoever wrote it, the path of a checkpoint as `resume=PATH`, or `resume={NEVER}` to "
-        "start anew beside them."
-    )
-
-
-def _below(folder: Path) -> list[Path]:
-    return [path for each in (folder, *sorted(folder.glob("*/"))) for path in manifests(each)]
 
 
 def _readable(path: Path) -> Manifest | None:
@@ -405,7 +398,10 @@ def _agreed(launch: Launch, resume: str, folder: Path) -> Path | None:
 def _agreed_through(store: Store, rank: int, world_size: int, resume: str, folder: Path) -> Path | None:
     try:
         if rank > 0:
-            return _told(follow(store, rank), rank)
+            answer = follow(store, rank)
+            if "error" in answer:
+                raise ResumeError(answer["error"])
+            return None if answer["path"] is None else _visible(Path(answer["path"]), rank, answer["manifest"])
         return _lead(Leader(store, world_size), resume, folder)
     except NotVerifiedError as error:
         raise ResumeError(str(error)) from error
@@ -420,12 +416,6 @@ def _lead(leader: Leader, resume: str, folder: Path) -> Path | None:
     with_manifest = chosen is not None and manifest_path(chosen).is_file()
     leader.end({"path": None if chosen is None else str(chosen), "manifest": with_manifest})
     return chosen
-
-
-def _told(answer: dict[str, Any], rank: int) -> Path | None:
-    if "error" in answer:
-        raise ResumeError(answer["error"])
-    return None if answer["path"] is None else _visible(Path(answer["path"]), rank, answer["manifest"])
 
 
 def _visible(path: Path, rank: int, with_manifest: bool = True) -> Path:

@@ -18,7 +18,14 @@ from azureml_strategy.checkpoint.folder import CheckpointFolder, Summed, by_scor
 from azureml_strategy.checkpoint.host_copy import HostCopyBuffer
 from azureml_strategy.checkpoint.manifest import Manifest, StoredFile, look
 from azureml_strategy.cluster.redaction import redact_text
-from azureml_strategy.control.gather import Exchange, GroupExchange, Meeting, StoreExchange, gather, meet
+from azureml_strategy.control.gather import (
+    Exchange,
+    GroupExchange,
+    SharedStore,
+    StoreExchange,
+    gather,
+    open_shared_store,
+)
 from azureml_strategy.control.store import StepError
 from azureml_strategy.interfaces import WriteStaged
 from azureml_strategy.lightning_internals import dump_checkpoint
@@ -137,20 +144,21 @@ class CheckpointWriter:
         name = None
         try:
             name = exchange.on_rank_zero(lambda: self._begin(draft.name))
-            manifest = self._write(replace(draft, name=name), write_parts, exchange)
+            summed = write_parts(self.folder.path / name, exchange) or {}
+            files = self._settle(name, summed, exchange)
+            complete = replace(draft, name=name, files=files)
+            manifest = exchange.on_rank_zero(lambda: self.folder.commit(complete))
         except StepError as error:
             self._give_up(draft.step, name, str(error), exchange.rank)
             exchange.leave()
             return None
-        scores = self._cleared_away(manifest, exchange)
+        scores: dict[str, float] = {}  # without them, the checkpoint just written counts anyway
+        try:
+            scores = exchange.on_rank_zero(lambda: self._clear_away(manifest))
+        except StepError as error:
+            _warn(f"Older checkpoints in {self.folder.path} cannot be looked through: {error}", exchange.rank)
         exchange.leave()
         return Written(manifest, scores)
-
-    def _write(self, draft: Manifest, write_parts: WriteParts, exchange: Exchange) -> Manifest:
-        summed = write_parts(self.folder.path / draft.name, exchange) or {}
-        files = self._settle(draft.name, summed, exchange)
-        manifest: Manifest = exchange.on_rank_zero(lambda: self.folder.commit(replace(draft, files=files)))
-        return manifest
 
     def _begin(self, name: str) -> str:
         """Return the name to write under. Checking for a full disk first keeps a rank from failing halfway."""
@@ -173,17 +181,6 @@ class CheckpointWriter:
             raise StepError("nothing was written")
         settled = exchange.together(lambda: self.folder.settle(_share(files, exchange.rank), summed))
         return dict(sorted(item for each in settled for item in each.items()))
-
-    def _cleared_away(self, written: Manifest, exchange: Exchange) -> dict[str, float]:
-        """Clear away, and return the scores of what is left.
-
-        A failure gives no scores. The checkpoint just written counts anyway.
-        """
-        try:
-            return exchange.on_rank_zero(lambda: self._clear_away(written))
-        except StepError as error:
-            _warn(f"Older checkpoints in {self.folder.path} cannot be looked through: {error}", exchange.rank)
-            return {}
 
     def _clear_away(self, written: Manifest) -> dict[str, float]:
         """Remove superfluous checkpoints, but never the one just written. Return the scores of those left."""
@@ -224,11 +221,11 @@ def _warn(text: str, rank: int) -> None:
 
 def _share(files: list[list[str]], rank: int) -> list[str]:
     """Return the files that this rank checks. It sees each of them: a mount may show a file late on other nodes."""
-    seen: dict[str, list[int]] = {}
+    seen_by: dict[str, list[int]] = {}
     for owner, names in enumerate(files):
         for name in names:
-            seen.setdefault(name, []).append(owner)
-    return [name for i, (name, owners) in enumerate(sorted(seen.items())) if owners[i % len(owners)] == rank]
+            seen_by.setdefault(name, []).append(owner)
+    return [name for i, (name, owners) in enumerate(sorted(seen_by.items())) if owners[i % len(owners)] == rank]
 
 
 class BackgroundWriter:
@@ -252,15 +249,15 @@ class BackgroundWriter:
 
     def connect(self, trainer: Trainer) -> None:
         """Connect the ranks' threads, or connect them again; a collective."""
-        met: Meeting[None] = meet("JobCheckpoint", trainer.global_rank, trainer.world_size, None)
+        shared: SharedStore[None] = open_shared_store("JobCheckpoint", trainer.global_rank, trainer.world_size, None)
         self._disconnect()
-        if met.store is not None:
-            self._threads = StoreExchange(met.store)
+        if shared.store is not None:
+            self._threads = StoreExchange(shared.store)
         else:
             rank_zero_warn(
                 "Training waits while a checkpoint is written, as threads of the ranks do not find one another: the "
-                f"process group was not made with MASTER_ADDR and MASTER_PORT, or rank(s) {met.outside} cannot connect "
-                "there. Use an azureml_* strategy, or say JobCheckpoint(asynchronous=False)."
+                f"process group was not made with MASTER_ADDR and MASTER_PORT, or rank(s) {shared.unconnected} cannot "
+                "connect there. Use an azureml_* strategy, or say JobCheckpoint(asynchronous=False)."
             )
 
     def save(self, trainer: Trainer, draft: Manifest, writer: CheckpointWriter) -> None:
@@ -283,7 +280,7 @@ class BackgroundWriter:
             self._written = writer.write(draft, _at_once(trainer, checkpoint), GroupExchange(trainer.global_rank))
             _report(writer, self._written, started, time.monotonic() - started)
             return
-        write_parts, threads = self._copied(*staged), self._threads
+        write_parts, threads = self._write_copy(*staged), self._threads
         stood_still = time.monotonic() - started
 
         def write() -> Written | None:
@@ -345,7 +342,7 @@ class BackgroundWriter:
             self._threads.close()
         self._threads, self._broken = None, False
 
-    def _copied(self, content: Any, write: WriteStaged) -> WriteParts:
+    def _write_copy(self, content: Any, write: WriteStaged) -> WriteParts:
         """Copy the content, and return a function that writes the copy."""
         try:
             copy = self._buffer.copy(content)

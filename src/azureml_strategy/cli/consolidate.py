@@ -109,11 +109,11 @@ def _run(options: argparse.Namespace) -> int:
 
 def _write_file(options: argparse.Namespace) -> int:
     from azureml_strategy.checkpoint.consolidate import consolidate
-    from azureml_strategy.checkpoint.module_record import told_of_module
+    from azureml_strategy.checkpoint.module_record import module_overrides
     from azureml_strategy.checkpoint.plain_data import moved_hyperparameters
 
-    told = told_of_module(options.module_class, options.input_shape, options.input_dtype)
-    weights = consolidate(options.checkpoint, options.output, trust_pickles=options.trust_pickles, told=told)
+    overrides = module_overrides(options.module_class, options.input_shape, options.input_dtype)
+    weights = consolidate(options.checkpoint, options.output, trust_pickles=options.trust_pickles, overrides=overrides)
     numbers = sum(weight.numel() for weight in weights.values())
     print(f"{options.output}: {len(weights)} tensors, {numbers:,} numbers")
     moved = moved_hyperparameters(options.output)
@@ -136,12 +136,12 @@ def _write_safetensors(options: argparse.Namespace) -> int:
 
 def _write_onnx(options: argparse.Namespace) -> int:
     from azureml_strategy.checkpoint.exports import INPUT_NAME, write_onnx
-    from azureml_strategy.checkpoint.module_record import told_of_module
+    from azureml_strategy.checkpoint.module_record import module_overrides
 
     shape = write_onnx(
         options.checkpoint,
         options.output,
-        told=told_of_module(options.module_class, options.input_shape, options.input_dtype),
+        overrides=module_overrides(options.module_class, options.input_shape, options.input_dtype),
         code=options.code or Path.cwd(),
         trust_pickles=options.trust_pickles,
     )

@@ -107,7 +107,7 @@ def _add_deploy(group: Verbs) -> None:
 
 @refusing
 def _register(options: argparse.Namespace) -> int:
-    from azureml_strategy.checkpoint.module_record import told_of_module
+    from azureml_strategy.checkpoint.module_record import module_overrides
     from azureml_strategy.jobs.deploy import CLASS_TAG
     from azureml_strategy.jobs.register import register_checkpoint, register_run
     from azureml_strategy.jobs.service_errors import JobError
@@ -117,8 +117,8 @@ def _register(options: argparse.Namespace) -> int:
             "--output and --checkpoint say what of a job is meant. Give --job JOB with them, or --path alone."
         )
     workspace = client(options)
-    told = told_of_module(options.module_class, options.input_shape, options.input_dtype)
-    how: dict[str, Any] = {"version": options.version, "trust_pickles": options.trust_pickles, "told": told}
+    overrides = module_overrides(options.module_class, options.input_shape, options.input_dtype)
+    how: dict[str, Any] = {"version": options.version, "trust_pickles": options.trust_pickles, "overrides": overrides}
     if options.job:
         source = {"output": options.output or "run", "checkpoint": options.checkpoint}
         model = register_run(workspace, options.name, options.job, **source, **how)

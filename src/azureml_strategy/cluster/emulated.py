@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from azureml_strategy.cluster.environ import (
@@ -210,8 +210,9 @@ def _tensorflow(launch: Launch, addresses: Sequence[str]) -> dict[str, str]:
     return {"TF_CONFIG": json.dumps(config)}
 
 
-def _none(launch: Launch, addresses: Sequence[str]) -> dict[str, str]:
-    return {}
-
-
-_LAUNCHERS = {"pytorch": _pytorch, "mpi": _mpi, "tensorflow": _tensorflow, "none": _none}
+_LAUNCHERS: dict[str, Callable[[Launch, Sequence[str]], dict[str, str]]] = {
+    "pytorch": _pytorch,
+    "mpi": _mpi,
+    "tensorflow": _tensorflow,
+    "none": lambda launch, addresses: {},
+}

@@ -22,7 +22,7 @@ CHECKPOINT_SWITCH = "AZUREML_STRATEGY_CHECKPOINT"
 CLI_CONFIG_SWITCH = "AZUREML_STRATEGY_CLI_CONFIG"
 TRACKING_SWITCH = "AZUREML_STRATEGY_TRACKING"
 THROUGHPUT_SWITCH = "AZUREML_STRATEGY_THROUGHPUT"
-# Leaves Lightning's own "ddp" as it is. It is no callback, but what a job gives to a script that never asked for it.
+# Leaves Lightning's own "ddp" as it is. It is no callback: in a job, "ddp" is ours, without a change of the script.
 LAUNCH_SWITCH = "AZUREML_STRATEGY_LAUNCH"
 # Leaves out the page of a recipe's run.
 PAGE_SWITCH = "AZUREML_STRATEGY_PAGE"
@@ -92,15 +92,15 @@ def switched_off(environ: Mapping[str, str], switch: str) -> bool:
     return any(environ.get(name, "").strip().lower() == "off" for name in (switch, CALLBACKS_SWITCH))
 
 
-def seen(environ: Mapping[str, str], names: Iterable[str]) -> str:
+def describe(environ: Mapping[str, str], names: Iterable[str]) -> str:
     """Return `NAME='value'` or `NAME is not set` for each name, joined for an error message."""
     return ", ".join(f"{name}={environ[name]!r}" if name in environ else f"{name} is not set" for name in names)
 
 
 def copied(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return a copy of a process's variables, which another thread may remove meanwhile, as MLflow's does.
+    """Return a copy of a process's variables.
 
-    To make a dictionary of them then fails, and with it whatever asked.
+    Unlike `dict(environ)`, it does not fail if another thread removes a variable meanwhile, as MLflow's does.
     """
     found = ((name, environ.get(name)) for name in list(environ))
     return {name: value for name, value in found if value is not None}
@@ -225,7 +225,7 @@ def node_count(environ: Mapping[str, str]) -> int | None:
     if count is None:
         count = len(node_addresses(environ)) or first_number(environ, _KUBERNETES_COUNTS)
     if count == 0:
-        raise LaunchError(f"The job has 0 nodes ({seen(environ, NODE_VARIABLES)}). Remove the wrong variable.")
+        raise LaunchError(f"The job has 0 nodes ({describe(environ, NODE_VARIABLES)}). Remove the wrong variable.")
     return count
 
 
@@ -263,7 +263,7 @@ def main_address(environ: Mapping[str, str], num_nodes: int, *, given_by_platfor
         return next(filter(None, candidates), "127.0.0.1")
     raise LaunchError(
         f"The job has {num_nodes} nodes, but nothing names an address of the first one that the others can reach "
-        f"({seen(environ, ADDRESS_VARIABLES)}). Set MASTER_ADDR to the address of node 0 on every node; "
+        f"({describe(environ, ADDRESS_VARIABLES)}). Set MASTER_ADDR to the address of node 0 on every node; "
         "a `distribution: {type: pytorch}` block in the job does it."
     )
 

@@ -8,13 +8,13 @@ import os
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from typing_extensions import override
 
-from azureml_strategy.cluster.environ import LaunchError, seen
+from azureml_strategy.cluster.environ import LaunchError, describe
 from azureml_strategy.cluster.launch import Launch
 from azureml_strategy.cluster.launchers import detect_ranks
 from azureml_strategy.cluster.node_count import learn_launch
 
 log = logging.getLogger(__name__)
-# Each says that other nodes exist: by hand, or by a launcher on them.
+# If one of these is set, by hand or by a launcher, there are other nodes.
 _OTHER_NODES = ("MASTER_ADDR", "NODE_RANK", "GROUP_RANK")
 
 
@@ -129,7 +129,13 @@ class AzureMLEnvironment(LightningEnvironment):
             LaunchError: they differ; or there is no job, and nothing tells of a second node.
         """
         if not self.in_job:
-            _require_other_nodes(num_nodes)
+            if num_nodes > 1 and not any(name in os.environ for name in _OTHER_NODES):
+                raise LaunchError(
+                    f"num_nodes={num_nodes}, but this process is in no distributed Azure ML job, and nothing tells of "
+                    f"another node ({describe(os.environ, _OTHER_NODES)}): it would wait for ranks that nobody starts. "
+                    "Leave num_nodes out and write strategy='azureml_ddp', which takes it from the job and is 1 "
+                    "elsewhere; or set MASTER_ADDR and NODE_RANK on each of your machines."
+                )
             return
         launch = self.launch
         if (num_nodes, num_devices) != (launch.num_nodes, launch.local_world_size):
@@ -139,13 +145,3 @@ class AzureMLEnvironment(LightningEnvironment):
                 f"on each of {launch.num_nodes} node(s). Give the Trainer or Fabric num_nodes={launch.num_nodes} and "
                 f"devices={launch.local_world_size}, or leave both out with strategy='azureml_ddp'."
             )
-
-
-def _require_other_nodes(num_nodes: int) -> None:
-    if num_nodes > 1 and not any(name in os.environ for name in _OTHER_NODES):
-        raise LaunchError(
-            f"num_nodes={num_nodes}, but this process is in no distributed Azure ML job, and nothing tells of another "
-            f"node ({seen(os.environ, _OTHER_NODES)}): it would wait for ranks that nobody starts. Leave num_nodes out "
-            "and write strategy='azureml_ddp', which takes it from the job and is 1 elsewhere; or set MASTER_ADDR and "
-            "NODE_RANK on each of your machines."
-        )

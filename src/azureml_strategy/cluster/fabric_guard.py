@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from azureml_strategy.cluster.environ import GUARD_SWITCH
-from azureml_strategy.cluster.guard import Processes, learned, remedy
+from azureml_strategy.cluster.guard import Processes, complete_launch, remedy
 from azureml_strategy.cluster.isolation import Isolated
 from azureml_strategy.cluster.launch import Launch, PartialLaunch
 from azureml_strategy.lightning_internals import fabric_in_the_making
@@ -21,10 +21,10 @@ class FabricGuard(Isolated):
 
     It is no `lightning.pytorch.Callback`: `fabric.call` would call the hooks of one with arguments of the script's own.
 
-    A Fabric with a parallel strategy is checked while it is made: the next that it does is to start the processes, and
-    one that is too large would wait for the others for half an hour. One with a single device may also be meant for
-    one rank, as to evaluate after a distributed training. It is refused when it sets up its first model, unless the
-    process belongs to a group by then; and when it steps an optimizer in any case.
+    A Fabric with a parallel strategy is checked while it is made. Next it starts the processes, and if it is too large,
+    it waits half an hour for the others. A Fabric with a single device may be meant for one rank, as to evaluate after
+    a distributed training. It is refused when it sets up its first model, unless the process belongs to a group by
+    then, and in any case when it steps an optimizer.
 
     Args:
         launch: this process's place in the job, as far as it is known before all processes meet.
@@ -49,7 +49,7 @@ class FabricGuard(Isolated):
             self._check(processes)
 
     def on_after_optimizer_step(self, strategy: Any, optimizer: Optimizer) -> None:
-        """Check what trains; a model may have been set up by `setup_module`, which tells no callback."""
+        """Check what trains: a model may have been set up by `setup_module`, which calls no callback."""
         self._check(self._processes(strategy))
 
     def _processes(self, strategy: Any) -> Processes:
@@ -57,5 +57,5 @@ class FabricGuard(Isolated):
 
     def _check(self, processes: Processes) -> None:
         if processes.known:
-            self._known = learned(self._known)
+            self._known = complete_launch(self._known)
             processes.check(self._known)

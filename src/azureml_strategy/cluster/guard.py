@@ -11,7 +11,7 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
-from azureml_strategy.cluster.environ import GUARD_SWITCH, LaunchError, seen
+from azureml_strategy.cluster.environ import GUARD_SWITCH, LaunchError, describe
 from azureml_strategy.cluster.isolation import IsolatedCallback
 from azureml_strategy.cluster.launch import Launch, PartialLaunch
 from azureml_strategy.cluster.node_count import learn_launch
@@ -44,7 +44,7 @@ class LaunchGuard(IsolatedCallback):
 
     def __init__(self, launch: Launch | PartialLaunch) -> None:
         self._known = launch
-        self._said = False
+        self._warned = False
 
     @property
     def launch(self) -> Launch:
@@ -53,7 +53,7 @@ class LaunchGuard(IsolatedCallback):
         Raises:
             LaunchError: no variable gives the number of nodes, and the other ranks did not help.
         """
-        self._known = learned(self._known)
+        self._known = complete_launch(self._known)
         return self._known
 
     @override
@@ -74,14 +74,19 @@ class LaunchGuard(IsolatedCallback):
                 ranks other than the job's.
         """
         processes = Processes(trainer.strategy, "Trainer", _remedy(trainer))
-        if processes.known and not self._evaluates_alone(trainer, processes) and not self._is_covered(trainer):
+        if not processes.known or self._evaluates_alone(trainer, processes):
+            return
+        # `multiprocessing` gives the variables of a node's only process to all processes that it starts. So only the
+        # first of them may ask for the number of nodes; it checks the same Trainer.
+        starts_others = _forks(trainer.strategy.launcher)
+        if not (isinstance(self._known, PartialLaunch) and starts_others and trainer.local_rank > 0):
             processes.check(self.launch)
 
     def _evaluates_alone(self, trainer: Trainer, processes: Processes) -> bool:
         if not processes.alone or trainer.state.fn is None or trainer.state.fn.value not in _EVALUATIONS:
             return False
-        if self._known.rank == 1 and not self._said:  # rank 0 may be the only one on purpose
-            self._said = True
+        if self._known.rank == 1 and not self._warned:  # rank 0 may be the only one on purpose
+            self._warned = True
             log.warning(
                 "Rank 1 runs `%s` with a Trainer of its own process. If each of the job's %d ranks runs this line, "
                 "they all do the same work. For one rank to do it, write `if trainer.is_global_zero:` above it, with "
@@ -91,15 +96,8 @@ class LaunchGuard(IsolatedCallback):
             )
         return True
 
-    def _is_covered(self, trainer: Trainer) -> bool:
-        """Whether another process of this node asks for the number of nodes and checks the same Trainer.
 
-        `multiprocessing` gives the variables of a node's only process to all that it starts, so only the first may ask.
-        """
-        return isinstance(self._known, PartialLaunch) and _forks(trainer.strategy.launcher) and trainer.local_rank > 0
-
-
-def learned(known: Launch | PartialLaunch) -> Launch:
+def complete_launch(known: Launch | PartialLaunch) -> Launch:
     """Return the whole launch; ask the other ranks for the number of nodes if no variable gives it.
 
     Raises:
@@ -162,7 +160,12 @@ class Processes:
         if not self.known:
             return
         if launch.local_world_size > 1 and _forks(self.strategy.launcher):
-            raise LaunchError(self._twice(launch))
+            raise LaunchError(
+                f"This {self.maker} starts {self.devices} processes by `multiprocessing`, and the job's "
+                f"`{launch.launcher}` launcher has started {launch.local_world_size} process(es) on each node already: "
+                f"each of these would start {self.devices} more, which collide. {self.remedy} Or keep the strategy, "
+                "and set the job's process_count_per_instance to 1."
+            )
         free = launch.local_world_size == 1 and self._starts_others()
         if self.num_nodes != launch.num_nodes or not (free or self.devices == launch.local_world_size):
             raise LaunchError(self._wrong_size(launch))
@@ -180,15 +183,6 @@ class Processes:
         # as if a launcher had started them.
         started = bool(getattr(self.strategy.launcher, "procs", None))
         return _is_lightnings(environment) and (started or environment.local_rank() > 0)
-
-    def _twice(self, launch: Launch) -> str:
-        processes = self.devices
-        return (
-            f"This {self.maker} starts {processes} processes by `multiprocessing`, and the job's `{launch.launcher}` "
-            f"launcher has started {launch.local_world_size} process(es) on each node already: each of these would "
-            f"start {processes} more, which collide. {self.remedy} Or keep the strategy, and set the job's "
-            "process_count_per_instance to 1."
-        )
 
     def _wrong_size(self, launch: Launch) -> str:
         strategy = type(self.strategy).__name__
@@ -216,7 +210,7 @@ class Processes:
         if missing or read[0] != launch.node_rank or not (alone or read[1] == launch.local_rank):
             raise LaunchError(
                 f"The strategy reads node rank {read[0]} and local rank {read[1]} from Lightning's default "
-                f"environment ({seen(os.environ, (*_LIGHTNING_READS, 'LOCAL_RANK'))}), but the job's "
+                f"environment ({describe(os.environ, (*_LIGHTNING_READS, 'LOCAL_RANK'))}), but the job's "
                 f"`{launch.launcher}` launcher gave this process node rank {launch.node_rank} and local rank "
                 f"{launch.local_rank}: ranks would collide. Write {self.maker}(strategy='azureml_ddp') after `import "
                 f"azureml_strategy`, or {self.maker}(plugins=[azureml_strategy.cluster.AzureMLEnvironment()])."

@@ -25,9 +25,10 @@ _BARE = "_azureml_strategy_bare"
 
 
 def bare(method: Method) -> Method:
-    """Leave a public method as it is: one that runs at each step, mostly does nothing, and calls what is `isolated`.
+    """Do not wrap a public method. It is for methods that run at each step and mostly do nothing.
 
-    The wrapper takes some microseconds of each step, more than such a method.
+    The wrapper would take some microseconds of each step, more than such a method. What may fail in it must be
+    `isolated`.
 
     Args:
         method: what cannot fail by itself.
@@ -37,7 +38,7 @@ def bare(method: Method) -> Method:
 
 
 def isolated(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep the faults of a method of `Isolated` from ending the run. Public ones are so without it.
+    """Keep the faults of a private method of `Isolated` from ending the run. Public methods are isolated anyway.
 
     Args:
         method: what may fail.
@@ -60,9 +61,9 @@ def isolated(method: Callable[..., Any]) -> Callable[..., Any]:
             self._inert = True
             self._report(method.__name__, fault)
             trainer = next((each for each in (*arguments, *named.values()) if isinstance(each, Trainer)), None)
-            undone = Attempt(lambda: self._give_up(trainer))
+            undone = CapturedResult(lambda: self._give_up(trainer))
             if hasattr(undone.fault, _INTENDED):
-                undone.settle()
+                undone.reraise()
             if undone.fault is not None:
                 log.debug("It could not be undone either.", exc_info=undone.fault)
             return None
@@ -77,9 +78,9 @@ class Isolated:
     isolated. An unexpected exception becomes one warning, with its traceback and the switch that disables the part, and
     the part does nothing more until the next `setup`. Exceptions that end a run on purpose pass through: LaunchError,
     all that are not an `Exception` (SIGTERMException, SystemExit, KeyboardInterrupt), and those raised inside
-    `passed_through`.
+    `run_user_code`.
 
-    A method with a collective must take part in it even if something fails on its rank: see `Attempt`.
+    A method with a collective must take part in it even if something fails on its rank: see `CapturedResult`.
 
     Attributes:
         switch: the environment variable that disables this part when it is `off`.
@@ -133,7 +134,7 @@ class IsolatedCallback(Isolated, Callback):
         """
 
 
-class Attempt(Generic[Value]):
+class CapturedResult(Generic[Value]):
     """Runs an action and keeps its result or its exception, so that this rank still reaches the gather that follows.
 
     A rank that raised before the gather would make the others wait for it.
@@ -159,13 +160,13 @@ class Attempt(Generic[Value]):
         except Exception as fault:
             self.fault = fault
 
-    def settle(self) -> None:
+    def reraise(self) -> None:
         """Raise the fault, if any. Call it after the gather, when the other ranks know of it."""
         if self.fault is not None:
             raise self.fault
 
 
-def passed_through(action: Callable[[], None]) -> None:
+def run_user_code(action: Callable[[], None]) -> None:
     """Run the user's code inside one of our callbacks: its exceptions end the run, as the user intends.
 
     Args:

@@ -10,6 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _PREFIX = "AZUREML_STRATEGY_PRICE_"
+# Variables with the number of a node's GPUs, of several back ends.
+_GPU_COUNTS = (
+    *("GPU_PER_NODE_COUNT", "AZ_BATCHAI_NUM_GPUS_PER_NODE", "AZ_BATCHAI_GPU_COUNT"),
+    "AMLARC_NUM_GPU_PER_WORKER",
+)
 
 
 @dataclass(frozen=True)
@@ -43,11 +48,6 @@ class Job:
     gpus_per_node: int | None
 
     @property
-    def can_be_preempted(self) -> bool:
-        """Whether the nodes are low-priority nodes, which Azure may take back."""
-        return self.priority == "low-priority"
-
-    @property
     def studio_url(self) -> str | None:
         """The job's page in Azure ML studio."""
         if not (self.subscription and self.resource_group and self.workspace):
@@ -68,7 +68,12 @@ def read_job(environ: Mapping[str, str] | None = None) -> Job | None:
     run_id = environ.get("AZUREML_RUN_ID")
     if not run_id:
         return None
-    context = _compute_context(environ)
+    try:
+        context = json.loads(environ.get("AZUREML_CR_COMPUTE_CONTEXT", "{}"))
+    except ValueError:
+        context = {}
+    context = context if isinstance(context, dict) else {}
+    gpus = [context.get("gpu_count"), *(environ.get(name) for name in _GPU_COUNTS)]
     return Job(
         run_id=run_id,
         root_run_id=environ.get("AZUREML_ROOT_RUN_ID") or run_id,
@@ -80,16 +85,8 @@ def read_job(environ: Mapping[str, str] | None = None) -> Job | None:
         vm_size=_text(context, "vm_size"),
         priority=_priority(environ, context),
         attempt=_number(context.get("run_attempt_count")) or 0,
-        gpus_per_node=_gpus_per_node(environ, context),
+        gpus_per_node=next((number for number in map(_number, gpus) if number is not None), None),
     )
-
-
-def _compute_context(environ: Mapping[str, str]) -> dict[str, Any]:
-    try:
-        context = json.loads(environ.get("AZUREML_CR_COMPUTE_CONTEXT", "{}"))
-    except ValueError:
-        return {}
-    return context if isinstance(context, dict) else {}
 
 
 def _text(context: Mapping[str, Any], *names: str) -> str | None:
@@ -108,17 +105,6 @@ def _priority(environ: Mapping[str, str], context: Mapping[str, Any]) -> str | N
         return "low-priority"
     dedicated = text in ("dedicated", "regular") or "AZ_BATCH_NODE_IS_DEDICATED" in environ
     return "dedicated" if dedicated else None
-
-
-def _gpus_per_node(environ: Mapping[str, str], context: Mapping[str, Any]) -> int | None:
-    names = (
-        "GPU_PER_NODE_COUNT",
-        "AZ_BATCHAI_NUM_GPUS_PER_NODE",
-        "AZ_BATCHAI_GPU_COUNT",
-        "AMLARC_NUM_GPU_PER_WORKER",
-    )
-    values = [context.get("gpu_count"), *(environ.get(name) for name in names)]
-    return next((number for number in map(_number, values) if number is not None), None)
 
 
 @dataclass(frozen=True)

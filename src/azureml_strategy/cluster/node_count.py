@@ -1,12 +1,12 @@
-"""Learns the number of nodes where no variable gives it: every rank tells rank 0 where it is.
+"""Finds the number of nodes where no variable gives it: every rank reports its place to rank 0.
 
-The six variables that Azure ML documents for `distribution: {type: pytorch}` tell a process its own place, but not how
-many nodes there are.
+The six variables that Azure ML documents for `distribution: {type: pytorch}` give a process its own place, but not the
+number of nodes.
 
-The ranks meet at MASTER_ADDR:MASTER_PORT before anything else uses that port. They do so by plain sockets, not by a
-store of torch: rank 0 would have to serve the store until the process group exists, a child process that becomes rank 0
+The ranks connect to MASTER_ADDR:MASTER_PORT before anything else uses that port. They use plain sockets, not a store of
+torch: rank 0 would have to serve the store until the process group exists, a child process that becomes rank 0
 (`ddp_spawn`) could not open the port again, and a group that is destroyed and started again would find the addresses of
-the first one there. Here rank 0 stops listening before it answers, so nothing of the meeting is left.
+the first one there. Here rank 0 stops listening before it answers, so that the port is free again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _TIMEOUT = timedelta(minutes=30)
 _REMIND_SECONDS = 60.0
 _PAUSE_SECONDS = 0.1  # between two attempts to reach rank 0
 _CONNECT_SECONDS = 5.0  # after this time the host name is resolved again
-_HEAR_SECONDS = 5.0  # for the first line of whoever has connected
+_REPORT_SECONDS = 5.0  # for the first line of a process that has connected
 _GRACE_SECONDS = 5.0  # how much longer than rank 0 the others wait, so that all get its error
 # Rank 0 speaks first. torch's store, which may have the port already, waits for the client instead.
 _GREETING = b"azureml-strategy: who is there?\n"
@@ -47,7 +47,7 @@ _one_at_a_time = threading.Lock()
 
 @dataclass(frozen=True)
 class _Place:
-    """The message in which a rank tells where it is."""
+    """The message in which a rank reports its place."""
 
     rank: int
     world_size: int
@@ -83,7 +83,7 @@ def learn_launch(timeout: timedelta | None = None) -> Launch | None:
 def _ask(known: PartialLaunch, timeout: timedelta) -> int:
     own = _Place(known.rank, known.world_size, known.local_rank, known.node_rank, socket.gethostname(), os.getpid())
     if _group_runs(known.world_size):
-        places = _gathered(own, timeout)
+        places = _gather_places(own, timeout)
         answer: dict[str, Any] = {"error": _contradiction(places), "nodes": _nodes(places)}
     elif known.rank == 0:
         answer = _lead(own, known, timeout)
@@ -101,7 +101,7 @@ def _group_runs(world_size: int) -> bool:
     return running and dist is not None and dist.get_world_size() == world_size
 
 
-def _gathered(own: _Place, timeout: timedelta) -> list[_Place]:
+def _gather_places(own: _Place, timeout: timedelta) -> list[_Place]:
     import torch.distributed as dist
 
     # Not through the script's group: NCCL would need each rank's device, which nobody has chosen yet.
@@ -113,17 +113,17 @@ def _gathered(own: _Place, timeout: timedelta) -> list[_Place]:
 
 
 def _lead(own: _Place, known: PartialLaunch, timeout: timedelta) -> dict[str, Any]:
-    """Hear all other ranks, and tell them the number of nodes, or what is wrong."""
+    """Receive the places of all other ranks, and send them the number of nodes, or an error."""
     deadline = time.monotonic() + timeout.total_seconds()
     came: dict[_Place, socket.socket] = {}
     with ExitStack() as connections:
         with _listening(known) as listener:
             while 1 + len(came) < own.world_size and (connection := _accept(listener, deadline, [own, *came])):
                 connections.enter_context(connection)
-                place = _hear(connection)
+                place = _receive_place(connection)
                 if place is not None:
                     came[place] = connection  # of its last attempt, if it made several
-        # Nobody can connect any more: whoever has its answer may go on to what opens this port next.
+        # The port is closed before anyone gets an answer: a rank may go on at once to what opens this port next.
         places = [own, *came]
         error = _contradiction(places) if len(places) == own.world_size else _absence(known, places, timeout)
         answer = {"error": error, "nodes": _nodes(places)}
@@ -162,10 +162,10 @@ def _listening(known: PartialLaunch) -> socket.socket:
         ) from error
 
 
-def _hear(connection: socket.socket) -> _Place | None:
-    """Return what the other side tells; None if it is no rank of this job."""
+def _receive_place(connection: socket.socket) -> _Place | None:
+    """Return the place that the other side reports; None if it is no rank of this job."""
     try:
-        connection.settimeout(_HEAR_SECONDS)
+        connection.settimeout(_REPORT_SECONDS)
         connection.sendall(_GREETING)
         with connection.makefile("rb") as lines:
             return _Place(**json.loads(lines.readline(_LONGEST_LINE)))
@@ -178,9 +178,15 @@ def _follow(own: _Place, known: PartialLaunch, timeout: timedelta) -> dict[str, 
     deadline = time.monotonic() + timeout.total_seconds()
     while (left := deadline - time.monotonic()) > 0:
         with suppress(OSError), socket.create_connection(address, timeout=min(left, _CONNECT_SECONDS)) as connection:
-            line = _told_by_rank_0(connection, own, deadline)
+            line = _report_to_rank_0(connection, own, deadline)
+            if line is not None and not line.endswith(b"\n"):
+                raise LaunchError(
+                    f"Rank {own.rank} lost rank 0 (node 0, {known.main_address}:{known.main_port}) while the ranks "
+                    "told one another how many nodes there are. Look at rank 0's log (user_logs/std_log_process_0.txt)."
+                )
             if line is not None:
-                return _answer(line, own, known)
+                answer: dict[str, Any] = json.loads(line)
+                return answer
         time.sleep(_PAUSE_SECONDS)
     raise LaunchError(
         f"No variable gives the number of nodes, and rank {own.rank} on {own.host} found no rank 0 at "
@@ -190,8 +196,8 @@ def _follow(own: _Place, known: PartialLaunch, timeout: timedelta) -> dict[str, 
     )
 
 
-def _told_by_rank_0(connection: socket.socket, own: _Place, deadline: float) -> bytes | None:
-    """Tell rank 0 where this rank is. Return its answer; empty if it went away; None if this is not rank 0."""
+def _report_to_rank_0(connection: socket.socket, own: _Place, deadline: float) -> bytes | None:
+    """Send this rank's place to rank 0. Return its answer; b"" if it went away; None if this is not rank 0."""
     # Rank 0 may be gone without a word, as when its node loses power.
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     with connection.makefile("rb") as lines:
@@ -203,16 +209,6 @@ def _told_by_rank_0(connection: socket.socket, own: _Place, deadline: float) -> 
             return lines.readline()
         except OSError:
             return b""
-
-
-def _answer(line: bytes, own: _Place, known: PartialLaunch) -> dict[str, Any]:
-    if not line.endswith(b"\n"):
-        raise LaunchError(
-            f"Rank {own.rank} lost rank 0 (node 0, {known.main_address}:{known.main_port}) while the ranks told one "
-            "another how many nodes there are. Look at rank 0's log (user_logs/std_log_process_0.txt)."
-        )
-    answer: dict[str, Any] = json.loads(line)
-    return answer
 
 
 def _line(message: dict[str, Any]) -> bytes:
@@ -232,8 +228,8 @@ def _contradiction(places: Sequence[_Place]) -> str | None:
     nodes = dict.fromkeys(place.node_rank for place in sorted(places, key=lambda place: place.rank))
     return (
         "No variable gives the number of nodes, and what the ranks tell of their places contradicts: "
-        f"{'; '.join(_told([place for place in places if place.node_rank == node]) for node in nodes)}. Every node "
-        "must have the same number of processes, and their ranks must follow one another. Remove what sets RANK, "
+        f"{'; '.join(_described([place for place in places if place.node_rank == node]) for node in nodes)}. Every "
+        "node must have the same number of processes, and their ranks must follow one another. Remove what sets RANK, "
         f"WORLD_SIZE, LOCAL_RANK or NODE_RANK in the job or the script; or remove NODE_RANK, and {_ADVICE}."
     )
 
@@ -243,8 +239,8 @@ def _fits(place: _Place, processes: int, world_size: int) -> bool:
     return (place.node_rank, place.world_size) == (node_rank, world_size) and place.local_rank in (None, local_rank)
 
 
-def _told(node: Iterable[_Place]) -> str:
-    """What the ranks of one node have told, in words."""
+def _described(node: Iterable[_Place]) -> str:
+    """The places that the ranks of one node have reported, in words."""
     places = sorted(node, key=lambda place: place.rank)
     node_rank = places[0].node_rank
     local_ranks = ", ".join("not set" if place.local_rank is None else str(place.local_rank) for place in places)

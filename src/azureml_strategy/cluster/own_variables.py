@@ -1,4 +1,4 @@
-"""Finds variables of this package that nothing reads: misspelt names, and values that switch nothing off."""
+"""Finds variables of this package without effect: misspelt names, and values that switch nothing off."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OTHERS = (
 )
 _PRICE = f"{_PREFIX}PRICE_PER_HOUR"
 KNOWN = (*SWITCHES, EVENTS_VARIABLE, PLANNED_VARIABLES, *(f"{_PREFIX}{each}" for each in _OTHERS))
-# These have words of their own, and whoever reads them says so of a wrong one.
+# These take other words than `off`. The code that reads them warns of a wrong word.
 _WITH_WORDS = (CHECKPOINT_SWITCH, HANG_WATCH_SWITCH)
 _MEANS_ON = ("", "on", "1", "true", "yes")
 

@@ -270,15 +270,10 @@ def _values_of(environ: Mapping[str, str], *, private: bool) -> re.Pattern[str] 
 @lru_cache(8)
 def _pattern(values: tuple[str, ...], addresses: tuple[str, ...]) -> re.Pattern[str] | None:
     found = {part for value in values if not _ADDRESS.fullmatch(value) for part in (value, *value.splitlines())}
-    found |= {part for address in addresses for part in _passwords(address)}
+    passwords = [each for address in addresses for each in re.findall(r"://[^/\s@:]*:([^\s]+)@", address)]
+    found |= {*passwords, *map(unquote, passwords)}
     spelt = {spelling for value in found if _is_long(value) for spelling in _spellings(value.strip())}
     return re.compile("|".join(map(_as_pattern, sorted(spelt, key=len, reverse=True)))) if spelt else None
-
-
-def _passwords(address: str) -> Iterator[str]:
-    for password in re.findall(r"://[^/\s@:]*:([^\s]+)@", address):
-        yield password
-        yield unquote(password)
 
 
 def _is_long(value: str) -> bool:

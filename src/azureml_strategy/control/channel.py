@@ -1,6 +1,6 @@
 """The control channel: one connection of this process to the rendezvous store, and the one thread that uses it.
 
-All that ranks tell one another outside of collectives goes through it: heartbeats, the agreement to stop, the stop
+All messages between ranks outside of collectives go through it: heartbeats, the agreement to stop, the stop
 barrier, checkpoints that background threads write together, and the hang watch's alarms.
 """
 

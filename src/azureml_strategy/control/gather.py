@@ -1,4 +1,4 @@
-"""Lets ranks meet and act together: on their main threads by collectives, on other threads through the store."""
+"""Exchange values between ranks: on their main threads by collectives, on other threads through the store."""
 
 from __future__ import annotations
 
@@ -64,22 +64,24 @@ def gather_sound(value: Any) -> list[Any]:
 
 
 @dataclass(frozen=True)
-class Meeting(Generic[Value]):
-    """What the ranks have told one another when they met.
+class SharedStore(Generic[Value]):
+    """A store that all ranks share, and what they gave one another when it was opened.
 
     Attributes:
         store: shared by the ranks; None if some rank has no connection.
-        told: what each rank has told, in the order of ranks; None for a rank on which something failed before.
-        outside: the ranks without a connection.
+        values: what each rank gave, in the order of ranks; None for a rank on which something failed before.
+        unconnected: the ranks without a connection.
     """
 
     store: ControlStore | None
-    told: list[Value | None]
-    outside: list[int]
+    values: list[Value | None]
+    unconnected: list[int]
 
 
-def meet(who: str, rank: int, world_size: int, value: Value | None, timeout_s: float = 60.0) -> Meeting[Value]:
-    """Meet the other ranks, and open a store that they share. This is a collective.
+def open_shared_store(
+    who: str, rank: int, world_size: int, value: Value | None, timeout_s: float = 60.0
+) -> SharedStore[Value]:
+    """Open a store that all ranks share, and exchange one value between them. This is a collective.
 
     Every rank must call it, whatever has failed there before. All get a store, or none does. Its keys are new: the
     store's server may outlive a run, as torchrun's does, with a previous attempt's keys.
@@ -88,32 +90,31 @@ def meet(who: str, rank: int, world_size: int, value: Value | None, timeout_s: f
         who: the class that calls it, for the error.
         rank: this process's global rank.
         world_size: number of ranks of this Trainer, which may run alone while a process group exists.
-        value: what to tell the others.
+        value: what to give the other ranks.
         timeout_s: how long a call of the store may take, in seconds.
 
     Raises:
         RuntimeError: the collective has failed, as another rank has ended, or is elsewhere.
     """
-    lease = _lease(world_size)
-    channel, give_back = lease or (None, lambda: None)
+    channel, give_back = _lease(world_size) or (None, lambda: None)
     own = channel.id if channel is not None else None, uuid.uuid4().hex, value
     try:
-        met = [own] if world_size == 1 else _together(who, gather((who, own)))
+        ranks = [own] if world_size == 1 else _from_same_place(who, gather((who, own)))
     except RuntimeError:
         give_back()
         raise
-    processes = [process for process, _, _ in met if process is not None]
-    outside = [other for other, (process, _, _) in enumerate(met) if process is None]
-    told = [each for _, _, each in met]
-    if channel is None or outside:
+    processes = [process for process, _, _ in ranks if process is not None]
+    unconnected = [other for other, (process, _, _) in enumerate(ranks) if process is None]
+    values = [each for _, _, each in ranks]
+    if channel is None or unconnected:
         give_back()
-        return Meeting(None, told, outside)
-    name = f"azureml_strategy/{met[0][1]}"
-    return Meeting(ControlStore(channel, name, rank, processes, timeout_s, give_back), told, outside)
+        return SharedStore(None, values, unconnected)
+    name = f"azureml_strategy/{ranks[0][1]}"
+    return SharedStore(ControlStore(channel, name, rank, processes, timeout_s, give_back), values, unconnected)
 
 
-def _together(who: str, gathered: list[Any]) -> list[Any]:
-    """What all ranks told in this meeting.
+def _from_same_place(who: str, gathered: list[Any]) -> list[Any]:
+    """Return what each rank gave, if all ranks called the same collective.
 
     Raises:
         RuntimeError: a rank was in another collective at that moment.
@@ -227,8 +228,8 @@ class StoreExchange(Exchange):
                 return answer
             keys = {rank: f"{self._round}/{rank}" for rank in self._others}
             self._store.require_open()
-            told = self._store.wait(keys)
-            gathered = [value, *(from_json(told[rank]) for rank in self._others)]
+            texts = self._store.wait(keys)
+            gathered = [value, *(from_json(texts[rank]) for rank in self._others)]
             if self._others:
                 self._put(everything, gathered)
                 # All have read the last answer, or they would not be in this round.
@@ -257,20 +258,18 @@ class StoreExchange(Exchange):
         with suppress(StoreLostError):  # no other rank is left to talk to
             if self.rank > 0:
                 self._store.set(f"left/{self._round}/{self.rank}", "")
-            else:
-                self._wait_for_others([f"left/{self._round}/{rank}" for rank in self._others])
+                return
+            # Rank 0 serves the store: the others must have left before it ends.
+            keys = [f"left/{self._round}/{rank}" for rank in self._others]
+            deadline = time.monotonic() + _LAST_READ_SECONDS
+            while None in self._store.get_all(keys).values() and time.monotonic() < deadline:
+                if self._store.pause(_LAST_READ_PAUSE):
+                    break
+            self._store.delete(*keys)
 
     def close(self) -> None:
         """End the exchange: this process's waits for other ranks fail, and so do their waits for this one."""
         self._store.close()
-
-    def _wait_for_others(self, keys: list[str]) -> None:
-        """Wait until the other ranks have left, because rank 0 serves the store."""
-        deadline = time.monotonic() + _LAST_READ_SECONDS
-        while None in self._store.get_all(keys).values() and time.monotonic() < deadline:
-            if self._store.pause(_LAST_READ_PAUSE):
-                break
-        self._store.delete(*keys)
 
     def _put(self, key: str, value: Any) -> None:
         self._store.require_open()
@@ -299,7 +298,7 @@ def on_rank_zero(who: str, rank: int, world_size: int, step: Callable[[], Value]
     """
     if world_size == 1:
         return step()
-    store = meet(who, rank, world_size, None).store
+    store = open_shared_store(who, rank, world_size, None).store
     if store is None:
         return GroupExchange(rank).on_rank_zero(step)
     exchange = StoreExchange(store)

@@ -88,15 +88,11 @@ def _decoded(value: Any) -> Any:
     if kind == "dict":
         return {_decoded(key): _decoded(each) for key, each in content}
     if kind == "torch":
-        return _constant(content)
+        constant = getattr(torch, content)
+        if not isinstance(constant, _CONSTANTS):
+            raise ValueError(f"torch.{content} is no constant of a tensor")
+        return constant
     cls = _CLASSES[kind]
     if issubclass(cls, Enum):
         return cls[content]
     return cls(**{name: _decoded(each) for name, each in content.items()})
-
-
-def _constant(name: str) -> Any:
-    found = getattr(torch, name)
-    if not isinstance(found, _CONSTANTS):
-        raise ValueError(f"torch.{name} is no constant of a tensor")
-    return found

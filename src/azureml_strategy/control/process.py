@@ -122,7 +122,7 @@ def check_liveness(member: Member) -> Liveness:
     Args:
         member: the process.
     """
-    if is_seen(member):
+    if shares_process_table(member):
         return "gone" if is_gone(member) else "alive"
     if not member.port:
         return "unknown"
@@ -146,7 +146,7 @@ def why_silent(member: Member, liveness: Liveness) -> str:
         return "its machine does not answer either"
     if liveness != "alive":
         return "whether its process is alive cannot be asked from here"
-    status = _status(member.pid) if is_seen(member) else None
+    status = _status(member.pid) if shares_process_table(member) else None
     state = _STATES.get(status[0]) if status else None
     held = "its Python does not run, as while native code holds Python's lock (GIL)"
     return f"its process {member.pid} is alive, {state}" if state else f"its process {member.pid} is alive, but {held}"
@@ -158,14 +158,14 @@ def is_gone(member: Member) -> bool:
     Args:
         member: the process.
     """
-    if not is_seen(member):
+    if not shares_process_table(member):
         return False
     status = _status(member.pid)
     # A zombie has ended too: its parent has only not collected its exit status yet.
     return status is None or status[0] in "ZX" or status[1] != member.started
 
 
-def is_seen(member: Member) -> bool:
+def shares_process_table(member: Member) -> bool:
     """Whether the process is in this process's own process table, so that /proc shows it.
 
     Args:

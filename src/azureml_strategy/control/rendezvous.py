@@ -1,4 +1,4 @@
-"""Opens connections to the rendezvous store, through which the processes of a job find one another."""
+"""Opens connections to the rendezvous store, through which the processes of a job exchange addresses and messages."""
 
 from __future__ import annotations
 

@@ -89,7 +89,14 @@ def call_roll(store: Store, launch: Launch, timeout: timedelta, problem: str | N
 def _lead(store: Store, launch: Launch, timeout: timedelta) -> _Outcome:
     complete = _await_all(store, launch, timeout)
     arrivals = _arrivals(store, launch.world_size)
-    error = _problems(arrivals) if complete else _absence(launch, arrivals, timeout)
+    error = _problems(arrivals)
+    if not complete:
+        error = (
+            f"{len(arrivals)} of {launch.world_size} processes came to the rendezvous at {launch.main_address}:"
+            f"{launch.main_port} within {timeout}. Missing: {_missing(launch, arrivals)}. Look at their logs "
+            "(user_logs/std_log_process_RANK.txt): a process that failed before this point, a node that never started, "
+            "or a network that keeps it from the address does this."
+        )
     outcome = _Outcome([arrival.member for arrival in arrivals], error)
     store.set("outcome", json.dumps(asdict(outcome)))
     if outcome.error:
@@ -108,7 +115,10 @@ def _follow(store: Store, launch: Launch, timeout: timedelta) -> _Outcome:
         outcome = _Outcome.from_json(store.get("outcome"))
         store.add("read", 1)
     except DistError as error:
-        raise LaunchError(_lost(launch, error)) from error
+        raise LaunchError(
+            f"Rank {launch.rank} lost rank 0 (node 0, {launch.main_address}:{launch.main_port}) while waiting for the "
+            f"others to start. Look at rank 0's log (user_logs/std_log_process_0.txt). {error}"
+        ) from error
     return outcome
 
 
@@ -143,15 +153,6 @@ def _problems(arrivals: list[_Arrival]) -> str | None:
     return "\n".join(described) or None
 
 
-def _absence(launch: Launch, arrivals: list[_Arrival], timeout: timedelta) -> str:
-    return (
-        f"{len(arrivals)} of {launch.world_size} processes came to the rendezvous at {launch.main_address}:"
-        f"{launch.main_port} within {timeout}. Missing: {_missing(launch, arrivals)}. Look at their logs "
-        "(user_logs/std_log_process_RANK.txt): a process that failed before this point, a node that never started, or "
-        "a network that keeps it from the address does this."
-    )
-
-
 def _missing(launch: Launch, arrivals: list[_Arrival]) -> str:
     """Name the missing ranks by node, with the hosts that are known."""
     absent = sorted(set(range(launch.world_size)) - {arrival.member.rank for arrival in arrivals})
@@ -164,10 +165,3 @@ def _missing(launch: Launch, arrivals: list[_Arrival]) -> str:
     if silent and len(silent) == launch.num_nodes - len(hosts):
         parts.append(f"nothing came from {', '.join(silent)}")
     return "; ".join(parts)
-
-
-def _lost(launch: Launch, error: Exception) -> str:
-    return (
-        f"Rank {launch.rank} lost rank 0 (node 0, {launch.main_address}:{launch.main_port}) while waiting for the "
-        f"others to start. Look at rank 0's log (user_logs/std_log_process_0.txt). {error}"
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from azureml_strategy.cluster.environ import seen
+from azureml_strategy.cluster.environ import describe
 from azureml_strategy.emulator.nodes import EmulationError
 
 _NONE = "-1"  # CUDA and HIP end their list of devices at a number that no device has
@@ -96,5 +96,5 @@ def _shortage(nodes: int, processes_per_node: int, gpus: int) -> str:
 def _too_few(variable: str, nodes: int, gpus_per_node: int, gpus: int) -> str:
     return (
         f"--gpus-per-node {gpus_per_node} for {nodes} node(s) needs {nodes * gpus_per_node} GPUs, but torch sees "
-        f"{gpus} here ({seen(os.environ, [variable])}). Leave it out, or write --gpus-per-node 0 to run on CPUs."
+        f"{gpus} here ({describe(os.environ, [variable])}). Leave it out, or write --gpus-per-node 0 to run on CPUs."
     )

@@ -20,11 +20,11 @@ from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
 from azureml_strategy.cluster.environ import HANG_WATCH_SWITCH
-from azureml_strategy.cluster.isolation import Attempt, IsolatedCallback
+from azureml_strategy.cluster.isolation import CapturedResult, IsolatedCallback
 from azureml_strategy.cluster.launchers import local
 from azureml_strategy.cluster.redaction import redact_text
 from azureml_strategy.control import roll_call
-from azureml_strategy.control.gather import gather, meet
+from azureml_strategy.control.gather import gather, open_shared_store
 from azureml_strategy.control.process import Member, address_towards, this_process
 from azureml_strategy.control.rendezvous import another_connection
 from azureml_strategy.control.store import ControlStore
@@ -109,30 +109,32 @@ class HangWatch(IsolatedCallback):
         if trainer.world_size == 1 or not dist.is_initialized():
             return
         # All ranks must reach the meeting, even if this fails on one of them.
-        ready = Attempt(lambda: _member(trainer))
+        ready = CapturedResult(lambda: _member(trainer))
         try:
-            met = meet("HangWatch", trainer.global_rank, trainer.world_size, ready.value, self._dead_after_s)
+            shared = open_shared_store(
+                "HangWatch", trainer.global_rank, trainer.world_size, ready.value, self._dead_after_s
+            )
         except RuntimeError as error:
             if not _LOST_CONNECTION.search(str(error)):
                 raise
-            met = None  # a rank has ended, which the run's next collective reports as well
-        ready.settle()
-        if met is None:
+            shared = None  # a rank has ended, which the run's next collective reports as well
+        ready.reraise()
+        if shared is None:
             return
-        store, members = met.store, {each.rank: each for each in met.told if each is not None}
-        if store is None or len(members) < len(met.told):
+        store, members = shared.store, {each.rank: each for each in shared.values if each is not None}
+        if store is None or len(members) < len(shared.values):
             if store is not None:
                 store.close()
-            elif len(met.outside) < len(met.told):
+            elif len(shared.unconnected) < len(shared.values):
                 rank_zero_warn(
-                    f"Nobody watches for hangs: no connection to the rendezvous store on rank(s) {met.outside}."
+                    f"Nobody watches for hangs: no connection to the rendezvous store on rank(s) {shared.unconnected}."
                 )
             return
-        begun = Attempt(lambda: self._start(trainer, store, members))
+        begun = CapturedResult(lambda: self._start(trainer, store, members))
         began = _gather_unless_ended(begun.fault is None)
         if began is not None and not all(began):  # None: a rank has ended, and the running watches name it
             self._close()
-        begun.settle()
+        begun.reraise()
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

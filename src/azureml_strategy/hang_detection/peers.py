@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from azureml_strategy.control.process import Liveness, Member, check_liveness, is_gone, is_seen
+from azureml_strategy.control.process import Liveness, Member, check_liveness, is_gone, shares_process_table
 from azureml_strategy.control.store import ControlStore
 from azureml_strategy.hang_detection.flight_recorder import Collective
 from azureml_strategy.hang_detection.main_thread import START, Frames
@@ -184,7 +184,7 @@ class Peers:
         with ThreadPoolExecutor(_MOST_AT_ONCE) as pool:
             found = dict(zip(ranks, pool.map(lambda rank: check_liveness(self.members[rank]), ranks), strict=True))
         self._reachable |= {
-            rank for rank, liveness in found.items() if liveness == "alive" or is_seen(self.members[rank])
+            rank for rank, liveness in found.items() if liveness == "alive" or shares_process_table(self.members[rank])
         }
         # If a process has never answered, a firewall may be what refuses or drops the connection.
         return {rank: liveness if rank in self._reachable else "unknown" for rank, liveness in found.items()}

@@ -35,7 +35,7 @@ def register_run(
     checkpoint: str | None = None,
     version: str | None = None,
     trust_pickles: bool = False,
-    told: Mapping[str, Any] | None = None,
+    overrides: Mapping[str, Any] | None = None,
 ) -> Model:
     """Register the weights of a finished job.
 
@@ -47,7 +47,7 @@ def register_run(
         checkpoint: path of the checkpoint in that output. None lets `choose_checkpoint` choose.
         version: version of the model. None takes the next number.
         trust_pickles: whether to run the code that the checkpoint's files ask for.
-        told: what the caller knows of the module, as `told_of_module` makes it.
+        overrides: what the caller knows of the module, as `module_overrides` makes it.
 
     Returns:
         The registered model: a folder with `weights.ckpt`, which `LightningModule.load_from_checkpoint` reads.
@@ -71,7 +71,7 @@ def register_run(
         if fault is not None:
             raise JobError(f"{chosen} of {job} is damaged: {fault}. {_listed([*stored])} Type --checkpoint PATH.")
         return register_checkpoint(
-            client, name, local, version=version, tags=tags, trust_pickles=trust_pickles, told=told
+            client, name, local, version=version, tags=tags, trust_pickles=trust_pickles, overrides=overrides
         )
 
 
@@ -83,7 +83,7 @@ def register_checkpoint(
     version: str | None = None,
     tags: dict[str, str] | None = None,
     trust_pickles: bool = False,
-    told: Mapping[str, Any] | None = None,
+    overrides: Mapping[str, Any] | None = None,
 ) -> Model:
     """Register the weights of a checkpoint on this machine, written by any strategy, without the optimizer states.
 
@@ -94,7 +94,7 @@ def register_checkpoint(
         version: version of the model. None takes the next number.
         tags: tags on the model's page.
         trust_pickles: whether to run the code that the checkpoint's files ask for.
-        told: what the caller knows of the module, as `told_of_module` makes it.
+        overrides: what the caller knows of the module, as `module_overrides` makes it.
 
     Raises:
         JobError: the path is not a checkpoint.
@@ -110,7 +110,7 @@ def register_checkpoint(
     with TemporaryDirectory() as folder:
         content = Path(folder) / name
         try:
-            weights = consolidate(checkpoint, content / WEIGHTS, trust_pickles=trust_pickles, told=told)
+            weights = consolidate(checkpoint, content / WEIGHTS, trust_pickles=trust_pickles, overrides=overrides)
             own_class = recorded_class(content / WEIGHTS)
         except CheckpointFormatError as error:
             raise JobError(str(error)) from error

@@ -8,7 +8,6 @@ from typing import Literal
 
 from azureml_strategy.network.infiniband import HCA
 from azureml_strategy.network.node import Node
-from azureml_strategy.network.vm_sizes import VMSize
 
 Verdict = Literal["ok", "warning", "problem"]
 
@@ -93,28 +92,18 @@ def _repair(node: Node) -> str:
 
 
 def _degraded(node: Node) -> Iterator[Finding]:
-    left = _left(node)
+    usable, size = len(node.usable_hcas), node.vm_size
+    left = "the others carry its share"
+    if size is not None and size.infiniband and size.hcas:
+        share = f"all-reduce reaches at most {usable / size.hcas:.0%} of its bandwidth"
+        left = f"{usable} of the {size.hcas} adapters of {size.name} are usable, {share}"
     for fault, names in _faults(node).items():
         yield Finding("problem", f"InfiniBand {', '.join(names)}", f"{fault}; {left}.", _repair(node))
-    size = node.vm_size
     if size is None or not size.infiniband:
         return
     if size.hcas and sum(hca.is_infiniband for hca in node.hcas) < size.hcas:
         advice = "The node lacks adapters: replace the node, and report it to Azure."
         yield Finding("problem", "InfiniBand", f"{left}.", advice)
-    yield from _slow_links(node, size)
-
-
-def _left(node: Node) -> str:
-    """How much bandwidth the usable adapters leave, in words."""
-    usable, size = len(node.usable_hcas), node.vm_size
-    if size is None or not size.infiniband or not size.hcas:
-        return "the others carry its share"
-    share = f"all-reduce reaches at most {usable / size.hcas:.0%} of its bandwidth"
-    return f"{usable} of the {size.hcas} adapters of {size.name} are usable, {share}"
-
-
-def _slow_links(node: Node, size: VMSize) -> Iterator[Finding]:
     for hca in node.usable_hcas:
         if size.hca_gbps and hca.rate_gbps and hca.rate_gbps < size.hca_gbps:
             yield Finding(

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from azureml_strategy.network.sysfs import entries, read_number, read_text
 
-# The top bit of a partition key means full membership (InfiniBand Architecture Specification, 10.9.3).
+# The top bit of a partition key means full membership (InfiniBand Architecture Specification, 10.9.3). The key 0x8000
+# itself names no partition.
 _FULL_MEMBERSHIP = 0x8000
 _RATE = re.compile(r"([0-9.]+)\s*Gb/sec", re.I)
 _STATE = re.compile(r"[0-9]+:\s*(\w+)")  # "4: ACTIVE"
@@ -80,7 +81,10 @@ def read_hcas(sysfs: str | Path = "/sys", devices: str | Path = "/dev") -> tuple
         sysfs: mount point of sysfs.
         devices: folder of the device files.
     """
-    verbs = _verbs_devices(Path(sysfs), Path(devices))
+    # the verbs device of each adapter, if its device file exists
+    present = {entry.name for entry in entries(Path(devices) / "infiniband")}
+    names = {read_text(each / "ibdev"): each.name for each in entries(Path(sysfs) / "class/infiniband_verbs")}
+    verbs = {adapter: name for adapter, name in names.items() if adapter and name in present}
     folders = sorted(entries(Path(sysfs) / "class/infiniband"), key=lambda folder: natural_order(folder.name))
     return tuple(
         _read_port(folder, port, verbs.get(folder.name)) for folder in folders for port in _numbered(folder / "ports")
@@ -92,17 +96,11 @@ def natural_order(name: str) -> tuple[tuple[str, int], ...]:
     return tuple((text, int(number or -1)) for text, number in re.findall(r"(\D*)(\d*)", name))
 
 
-def _verbs_devices(sysfs: Path, devices: Path) -> dict[str, str]:
-    """The verbs device of each adapter, if its device file exists."""
-    names = {read_text(folder / "ibdev"): folder.name for folder in entries(sysfs / "class/infiniband_verbs")}
-    present = {entry.name for entry in entries(devices / "infiniband")}
-    return {adapter: name for adapter, name in names.items() if adapter and name in present}
-
-
 def _read_port(adapter: Path, port: int, verbs_device: str | None) -> HCA:
     folder = adapter / "ports" / str(port)
     rate = _RATE.match(read_text(folder / "rate") or "")
     numa_node = read_number(adapter / "device/numa_node")
+    keys = {index: read_number(folder / "pkeys" / str(index), base=16) or 0 for index in _numbered(folder / "pkeys")}
     return HCA(
         name=adapter.name,
         port=port,
@@ -110,7 +108,7 @@ def _read_port(adapter: Path, port: int, verbs_device: str | None) -> HCA:
         state=_state(folder / "state"),
         physical_state=_state(folder / "phys_state"),
         rate_gbps=_gbps(rate[1]) if rate else None,
-        full_pkey=_full_pkey(folder / "pkeys"),
+        full_pkey=next((index for index, key in keys.items() if key > _FULL_MEMBERSHIP), None),
         numa_node=numa_node if numa_node is not None and numa_node >= 0 else None,
         verbs_device=verbs_device,
     )
@@ -130,12 +128,3 @@ def _gbps(text: str) -> float | None:
 
 def _numbered(folder: Path) -> list[int]:
     return sorted(int(entry.name) for entry in entries(folder) if entry.name.isdecimal())
-
-
-def _full_pkey(folder: Path) -> int | None:
-    """The lowest index of a partition key with full membership; the key 0x8000 names no partition."""
-    for index in _numbered(folder):
-        key = read_number(folder / str(index), base=16)
-        if key is not None and key > _FULL_MEMBERSHIP:
-            return index
-    return None

@@ -25,8 +25,8 @@ from azureml_strategy.network.sysfs import read_text
 
 _PREFIXES = ("NCCL_", "RCCL_", "TORCH_NCCL_", "TORCH_FR_", "GLOO_")
 _NAMES = ("CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING")
-# These say which library is installed, and where: it reads none of them. NVIDIA's images set NCCL_VERSION, and whoever
-# builds torch the others (its cmake/Modules/FindNCCL.cmake).
+# These say which library is installed, and where. The library reads none of them. NVIDIA's images set NCCL_VERSION, and
+# whoever builds torch the others (its cmake/Modules/FindNCCL.cmake).
 _OF_THE_BUILD = re.compile(
     r"(?:NCCL|RCCL|GLOO)_(?:VERSION|VER|HOME|PREFIX|DIR|PATH|LIBRARIES|(?:ROOT|INCLUDE|LIB|LIBRARY)(?:_DIRS?|_PATH)?)"
 )
@@ -62,7 +62,11 @@ def configured_settings(
     settings = {name: (value, str(path)) for path in files for name, value in _read(path).items()}
     planned = planned_before(environ)
     given = {name: (value, "environment") for name, value in copied(environ).items() if planned.get(name) != value}
-    return {name: found for name, found in (settings | given).items() if _is_ours_to_read(name)}
+    return {
+        name: found
+        for name, found in (settings | given).items()
+        if name in _NAMES or (name.startswith(_PREFIXES) and not _OF_THE_BUILD.fullmatch(name))
+    }
 
 
 def planned_before(environ: Mapping[str, str]) -> dict[str, str]:
@@ -72,10 +76,6 @@ def planned_before(environ: Mapping[str, str]) -> dict[str, str]:
     except ValueError:
         return {}
     return noted if isinstance(noted, dict) else {}
-
-
-def _is_ours_to_read(name: str) -> bool:
-    return (name.startswith(_PREFIXES) and not _OF_THE_BUILD.fullmatch(name)) or name in _NAMES
 
 
 def _read(path: Path) -> dict[str, str]:
@@ -258,13 +258,10 @@ def plan_nccl(
     if "NCCL_IB_HCA" in configured:  # a user who names an adapter wants it, even for RoCE
         wanted = [setting for setting in wanted if setting.variable != "NCCL_IB_DISABLE"]
     conflicts = tuple(find_conflicts(node, configured, num_nodes))
+    switched_off = any(each.verdict == "problem" and each.subject.startswith("NCCL_") for each in conflicts)
     return NetworkPlan(
         settings=tuple(setting for setting in wanted if setting.variable not in configured),
         kept=tuple(Setting(name, value, "set already", source) for name, (value, source) in configured.items()),
         findings=(*find_faults(node), *conflicts),
-        infiniband=bool(node.usable_hcas) and not any(map(_switches_infiniband_off, conflicts)),
+        infiniband=bool(node.usable_hcas) and not switched_off,
     )
-
-
-def _switches_infiniband_off(conflict: Finding) -> bool:
-    return conflict.verdict == "problem" and conflict.subject.startswith("NCCL_")

@@ -7,6 +7,7 @@ import os
 import re
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -157,13 +158,19 @@ def read_node(
     sysfs, proc, devices = root / "sys", root / "proc", root / "dev"
     azure = is_azure_vm(sysfs)
     gpus, hcas = read_gpus(sysfs, proc, devices), read_hcas(sysfs, devices)
-    name, source = _job_vm_size(environ)
-    if name is None and azure:
-        name, source = _machine_vm_size(metadata_url, gpus, hcas)
-    size = _known_or_judged(name)
+    job = read_job(environ)
+    name, source = job.vm_size if job else None, "compute context"
+    if not name and azure:
+        name, source = instance_vm_size(metadata_url), "instance metadata"
+    if not name and azure:
+        name, source = guess_vm_size(gpus, sum(hca.is_infiniband for hca in hcas)), "GPUs and HCAs"
+    size = None
+    with suppress(UnknownVMSize):
+        size = lookup_vm_size(name) if name else None
+    memlock = _MEMLOCK.search(read_text(proc / "self/limits") or "")
     return Node(
-        vm_size_name=name,
-        vm_size_source=source,
+        vm_size_name=name or None,
+        vm_size_source=source if name else None,
         vm_size=size,
         azure=azure,
         gpus=gpus,
@@ -172,24 +179,9 @@ def read_node(
         topology_file=topology_file(size, root),
         default_topology=has_default_topology(root),
         gpudirect=gpudirect_support(sysfs, proc),
-        memlock=_memlock(proc),
+        memlock=int(memlock[1]) if memlock and memlock[1].isdecimal() else None,
         shared_memory=_capacity(devices / "shm"),
     )
-
-
-def _job_vm_size(environ: Mapping[str, str] | None) -> tuple[str | None, str | None]:
-    """Name of the VM size according to Azure ML, and the origin of the name."""
-    job = read_job(environ)
-    return (job.vm_size, "compute context") if job and job.vm_size else (None, None)
-
-
-def _machine_vm_size(metadata_url: str, gpus: GPUs, hcas: tuple[HCA, ...]) -> tuple[str | None, str | None]:
-    """Name of the VM size according to the VM itself, and the origin of the name."""
-    name = instance_vm_size(metadata_url)
-    if name:
-        return name, "instance metadata"
-    name = guess_vm_size(gpus, sum(hca.is_infiniband for hca in hcas))
-    return (name, "GPUs and HCAs") if name else (None, None)
 
 
 def guess_vm_size(gpus: GPUs, hcas: int) -> str | None:
@@ -217,18 +209,6 @@ def _is_model(model: str, size: VMSize) -> bool:
     if memory and size.gpu_memory_gb and float(memory[1]) != size.gpu_memory_gb:
         return False
     return size.gpu_model is not None and size.gpu_model.lower() in re.split(r"[^a-z0-9]+", model.lower())
-
-
-def _known_or_judged(name: str | None) -> VMSize | None:
-    try:
-        return lookup_vm_size(name) if name else None
-    except UnknownVMSize:
-        return None
-
-
-def _memlock(proc: Path) -> int | None:
-    limit = _MEMLOCK.search(read_text(proc / "self/limits") or "")
-    return int(limit[1]) if limit and limit[1].isdecimal() else None
 
 
 def _capacity(folder: Path) -> int | None:

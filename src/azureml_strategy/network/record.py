@@ -97,7 +97,7 @@ def _observed(transport: Transport | str, num_nodes: int) -> dict[str, Any]:
     """The fields of the record that come from NCCL's log."""
     if isinstance(transport, str):
         return {"kind": "unknown", "gpudirect": None, "hcas": [], "summary": transport, "errors": []}
-    seen = {
+    fields = {
         "kind": transport.kind,
         "gpudirect": transport.gpudirect,
         "hcas": sorted(transport.hcas, key=natural_order),
@@ -105,11 +105,11 @@ def _observed(transport: Transport | str, num_nodes: int) -> dict[str, Any]:
         "errors": [asdict(error) for error in (*transport.errors, *transport.findings)],
     }
     if num_nodes > 1:
-        return seen
+        return fields
     # With one node no traffic leaves it, whatever network NCCL selected.
     errors = [asdict(error) for error in without_network(transport.errors)]
     summary = f"{transport.intra_node or 'one device'}, inside one node"
-    return seen | {"kind": "p2p-only", "gpudirect": None, "summary": summary, "errors": errors}
+    return fields | {"kind": "p2p-only", "gpudirect": None, "summary": summary, "errors": errors}
 
 
 @dataclass(frozen=True)

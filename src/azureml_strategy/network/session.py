@@ -63,9 +63,13 @@ class NetworkSession:
         if self.launch.local_rank == 0:
             record = record_node(self.launch, socket.gethostname(), self.node, self.plan, self._transport())
             self.store.set(f"node/{self.launch.node_rank}", record.to_json())
-        network = RunNetwork(self.backend, self._collect()) if self.launch.rank == 0 else None
+        network = RunNetwork(self.backend, self._collect_records()) if self.launch.rank == 0 else None
         if self.require_infiniband:
-            self._insist(network)
+            if network is not None:
+                self.store.set("fallen_back", _missing_infiniband(network, self.launch.num_nodes) or "")
+            error = self.store.get("fallen_back").decode()
+            if error:
+                raise LaunchError(error)
         return network
 
     def _transport(self) -> Transport | str:
@@ -78,7 +82,7 @@ class NetworkSession:
         except (LookupError, OSError) as error:
             return str(error)
 
-    def _collect(self) -> list[NodeRecord]:
+    def _collect_records(self) -> list[NodeRecord]:
         from torch.distributed import DistError
 
         keys = [f"node/{node_rank}" for node_rank in range(self.launch.num_nodes)]
@@ -87,13 +91,6 @@ class NetworkSession:
         except DistError:
             keys = [key for key in keys if self.store.check([key])]
         return [NodeRecord.from_json(self.store.get(key)) for key in keys]
-
-    def _insist(self, network: RunNetwork | None) -> None:
-        if network is not None:
-            self.store.set("fallen_back", _fall_back(network, self.launch.num_nodes) or "")
-        error = self.store.get("fallen_back").decode()
-        if error:
-            raise LaunchError(error)
 
 
 def prepare_network(
@@ -150,7 +147,7 @@ def _obstacle(node: Node, plan: NetworkPlan, backend: str) -> str | None:
     return None
 
 
-def _fall_back(network: RunNetwork, num_nodes: int) -> str | None:
+def _missing_infiniband(network: RunNetwork, num_nodes: int) -> str | None:
     """The error for all processes if some node does not use InfiniBand; None if all do."""
     if len(network.nodes) < num_nodes:
         return f"require_infiniband=True, but only {len(network.nodes)} of {num_nodes} nodes told their transport."

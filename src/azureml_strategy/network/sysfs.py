@@ -114,7 +114,8 @@ def read_gpus(sysfs: str | Path = "/sys", proc: str | Path = "/proc", devices: s
     """
     nvidia = [read_text(folder / "information") for folder in entries(Path(proc) / "driver/nvidia/gpus")]
     if nvidia:
-        return GPUs("nvidia", tuple(_nvidia_model(text or "") for text in nvidia))
+        models = (_NVIDIA_MODEL.search(text or "") for text in nvidia)
+        return GPUs("nvidia", tuple(model[1].strip() if model else "" for model in models))
     files = [entry for entry in entries(Path(devices)) if re.fullmatch(r"nvidia\d+", entry.name)]
     if files:
         return GPUs("nvidia", ("",) * len(files))
@@ -158,8 +159,3 @@ def cuda_started(library: str = "libcuda.so.1") -> bool:
     except OSError:
         return False
     return int(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int()))) != _CUDA_NOT_INITIALIZED
-
-
-def _nvidia_model(information: str) -> str:
-    model = _NVIDIA_MODEL.search(information)
-    return model[1].strip() if model else ""

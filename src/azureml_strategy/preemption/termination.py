@@ -19,11 +19,11 @@ from typing_extensions import override
 from azureml_strategy.checkpoint.job_checkpoint import JobCheckpoint
 from azureml_strategy.checkpoint.loop_state import FitLoopState
 from azureml_strategy.cluster.environ import TERMINATION_SWITCH
-from azureml_strategy.cluster.isolation import Attempt, IsolatedCallback, passed_through
+from azureml_strategy.cluster.isolation import CapturedResult, IsolatedCallback, run_user_code
 from azureml_strategy.cluster.job import read_job
 from azureml_strategy.cluster.launchers import detect_ranks, local
 from azureml_strategy.control.agreement import State, StopAgreement, StopBarrier
-from azureml_strategy.control.gather import gather, meet
+from azureml_strategy.control.gather import gather, open_shared_store
 from azureml_strategy.control.store import ControlStore
 from azureml_strategy.interfaces import RunLogger, paused
 from azureml_strategy.lightning_internals import (
@@ -145,18 +145,18 @@ class TerminateTogether(IsolatedCallback):
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if stage != "fit" or next(each for each in callbacks if isinstance(each, TerminateTogether)) is not self:
             return
-        # If this fails on one rank, the others must not wait for it. The meeting is a collective, which notices at once
-        # that another rank has ended.
-        ready = Attempt(lambda: self._prepare(trainer))
-        met = meet("TerminateTogether", trainer.global_rank, trainer.world_size, ready.fault is None)
-        if ready.fault is not None or met.store is None or not all(met.told):
-            if met.store is not None:
-                met.store.close()
+        # If this fails on one rank, the others must not wait for it. Opening the store is a collective, which notices
+        # at once that another rank has ended.
+        ready = CapturedResult(lambda: self._prepare(trainer))
+        shared = open_shared_store("TerminateTogether", trainer.global_rank, trainer.world_size, ready.fault is None)
+        if ready.fault is not None or shared.store is None or not all(shared.values):
+            if shared.store is not None:
+                shared.store.close()
             elif dist.is_initialized():
                 rank_zero_warn(_NO_STORE)
-            ready.settle()
+            ready.reraise()
             return
-        self._store = met.store
+        self._store = shared.store
         self._rank = trainer.global_rank
         self._stops = 0  # alike on all ranks, also if a fit before this has failed on one
         self._listen_with_lightning(trainer)
@@ -165,12 +165,12 @@ class TerminateTogether(IsolatedCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._store is None:
             return
-        begun = Attempt(lambda: self._begin(trainer))
+        begun = CapturedResult(lambda: self._begin(trainer))
         # A Trainer may run alone while a process group exists.
         began = [begun.fault is None] if trainer.world_size == 1 else gather(begun.fault is None)
         if not all(began):
             self._give_up(trainer)
-            begun.settle()
+            begun.reraise()
             return
         # In each step Lightning broadcasts from rank 0 whether it got SIGTERM, for which the GPU must finish its work.
         replace_sigterm_broadcast(trainer, _skip_broadcast)
@@ -201,7 +201,7 @@ class TerminateTogether(IsolatedCallback):
             raise SIGTERMException(_exit_code(trainer, requested))
         signal_connector_of(trainer).received_sigterm = True
         # Lightning has restored the original handler, which ends the process.
-        passed_through(lambda: signal.raise_signal(signal.SIGTERM))
+        run_user_code(lambda: signal.raise_signal(signal.SIGTERM))
 
     @override
     def _give_up(self, trainer: Trainer | None) -> None:
@@ -218,7 +218,7 @@ class TerminateTogether(IsolatedCallback):
         if self._ctrl_c:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         if requested is not None:
-            passed_through(lambda: signal.raise_signal(requested))
+            run_user_code(lambda: signal.raise_signal(requested))
 
     def _prepare(self, trainer: Trainer) -> None:
         self._close(trainer)  # clean up after a previous run that failed
@@ -238,7 +238,7 @@ class TerminateTogether(IsolatedCallback):
         interrupted = agreement.reason.startswith(_NAMES[signal.SIGINT])
         signal_connector_of(trainer).received_sigterm = agreement.reason.startswith(_NAMES[signal.SIGTERM])
         # All ranks have agreed to stop here, so this one must come to the stop barrier even if it cannot save.
-        saved = Attempt(lambda: save_and_record(trainer, agreement.reason))
+        saved = CapturedResult(lambda: save_and_record(trainer, agreement.reason))
         if saved.fault is not None:
             self._report("save_and_record", saved.fault)
         with paused(trainer):
@@ -342,7 +342,7 @@ class TerminateTogether(IsolatedCallback):
             return
         self._calling = list(self._replaced)
         try:
-            passed_through(lambda: self._call_next(inspect.currentframe()))
+            run_user_code(lambda: self._call_next(inspect.currentframe()))
         finally:
             self._calling = []
             self._requested = None

@@ -15,9 +15,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
-from azureml_strategy.cluster.isolation import Attempt
+from azureml_strategy.cluster.isolation import CapturedResult
 from azureml_strategy.cluster.redaction import redact_text
-from azureml_strategy.control.gather import meet
+from azureml_strategy.control.gather import open_shared_store
 from azureml_strategy.control.store import ControlStore
 from azureml_strategy.hang_detection.alarm import run_folder
 from azureml_strategy.lightning_internals import accumulates, logged_step
@@ -120,7 +120,7 @@ class ProfileSteps(Callback):
         if not self._plans and not self._on_request:
             return
         self._drop_missed(trainer, logged_step(trainer))
-        self._store = meet("ProfileSteps", trainer.global_rank, trainer.world_size, True).store
+        self._store = open_shared_store("ProfileSteps", trainer.global_rank, trainer.world_size, True).store
         folder = run_folder(trainer) if self._folder is None else Path(self._folder)
         self._uploader = Uploader(trainer, self._store)
         self._writer = ProfileWriter(folder, trainer.global_rank, self._uploader)
@@ -212,7 +212,7 @@ class ProfileSteps(Callback):
         self._uploader.share_run()
         record_event(trainer, "profile", f"{plan.steps} profiled on rank(s) {', '.join(map(str, plan.ranks))}")
         if session is not None:
-            stopped = Attempt(session.stop)
+            stopped = CapturedResult(session.stop)
             if stopped.value:
                 self._writer.write(session, plan, lambda text: self._record_outcome(plan, text))
             else:
@@ -245,7 +245,7 @@ class ProfileSteps(Callback):
 
     def _attempt(self, trainer: Trainer, action: Callable[[], Any]) -> Any:
         """Do something with the profiler, whose own faults do not end the training."""
-        tried = Attempt(action)
+        tried = CapturedResult(action)
         if tried.fault is not None:
             self._refuse(trainer, _text(tried.fault))
         return tried.value
@@ -253,7 +253,7 @@ class ProfileSteps(Callback):
     def _close(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         if self._session is not None:  # of a training that has ended within the warm-up
-            Attempt(self._session.stop)
+            CapturedResult(self._session.stop)
         if self._writer is not None and not self._writer.wait(seconds):
             log.warning("The profile is still being written after %.0f s; the training ends without it.", seconds)
         if self._listener is not None:

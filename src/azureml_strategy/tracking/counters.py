@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from azureml_strategy.cluster.redaction import redact_text
 from azureml_strategy.control.channel import StoreLostError
-from azureml_strategy.control.gather import Meeting, meet
+from azureml_strategy.control.gather import SharedStore, open_shared_store
 from azureml_strategy.control.messages import from_json, to_json
 from azureml_strategy.control.store import ControlStore
 from azureml_strategy.lightning_internals import logged_step
@@ -236,7 +236,9 @@ def _meet(trainer: Trainer) -> ControlStore | None:
     """Meet the other ranks, if there are other nodes; None if there are not, or some rank has no connection."""
     if trainer.num_nodes == 1 or not dist.is_available() or not dist.is_initialized():
         return None
-    met: Meeting[None] = meet("NodeCounters", trainer.global_rank, trainer.world_size, None, _STORE_S)
-    if met.store is None:
+    shared: SharedStore[None] = open_shared_store(
+        "NodeCounters", trainer.global_rank, trainer.world_size, None, _STORE_S
+    )
+    if shared.store is None:
         rank_zero_info("Counters of the first node alone are recorded: there is no connection to the rendezvous store.")
-    return met.store
+    return shared.store

@@ -27,7 +27,7 @@ from azureml_strategy.checkpoint import JobCheckpoint
 from azureml_strategy.checkpoint.automatic import RestartNotice
 from azureml_strategy.checkpoint.elastic import ElasticRestart
 from azureml_strategy.checkpoint.module_record import remember_config
-from azureml_strategy.checkpoint.resume import ANY, AUTO, checkpoint_to_resume, forget_what_was_told, told_to_children
+from azureml_strategy.checkpoint.resume import ANY, AUTO, checkpoint_to_resume, children_resume_from, forget_choice
 from azureml_strategy.cluster import Launch, learn_launch, read_job
 from azureml_strategy.cluster.environ import TERMINATION_SWITCH, copied, switched_off
 from azureml_strategy.cluster.launch import PartialLaunch
@@ -166,7 +166,7 @@ def train(config: DictConfig, command: str | None = None) -> dict[str, float]:
     for logger in trainer.loggers:
         if isinstance(logger, JobMLFlowLogger) and _repeats(chosen, config.resume):
             logger.continue_run()
-    with _own_processes(trainer), told_to_children(chosen), _ended_record(trainer):
+    with _own_processes(trainer), children_resume_from(chosen), _ended_record(trainer):
         try:
             trainer.fit(model, datamodule=data, ckpt_path=chosen)
         except BaseException:
@@ -298,7 +298,7 @@ class _Started(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        forget_what_was_told()
+        forget_choice()
 
 
 class _CheckpointPlace(Callback):

@@ -20,11 +20,11 @@ from azureml_strategy.cluster.environ import (
     VARIABLES,
     LaunchError,
     declared_node_rank,
+    describe,
     in_azure_ml,
     is_placeholder,
     node_count,
     own_environ,
-    seen,
 )
 from azureml_strategy.cluster.launch import Launch, PartialLaunch, UnknownNodesError
 from azureml_strategy.cluster.launchers import deepspeed, local, mpi, pytorch, ray, tensorflow, torchrun
@@ -97,7 +97,7 @@ def _refuse_part_of_the_job(environ: Mapping[str, str], launch: Launch) -> None:
     if job_nodes is not None and job_nodes != launch.num_nodes:
         raise LaunchError(
             f"`{launch.launcher}` started processes on {launch.num_nodes} node(s), but the job has {job_nodes} "
-            f"({seen(environ, [name for name in NODE_VARIABLES if name in environ])}): the others would train "
+            f"({describe(environ, [name for name in NODE_VARIABLES if name in environ])}): the others would train "
             "alone. Start it over all nodes, or let Azure ML start the processes: `distribution: {type: pytorch, "
             "process_count_per_instance: 1}` and Trainer(strategy='azureml_ddp')."
         )
@@ -113,14 +113,14 @@ def _refuse_if_distributed(environ: Mapping[str, str]) -> None:
     if nodes > 1 or (declared_node_rank(environ) or 0) > 0:
         raise LaunchError(
             f"This job has several nodes ({_set(environ, NODE_VARIABLES)}), but no launcher gave this process a "
-            f"rank ({seen(environ, PYTORCH_VARIABLES)}): every node would train alone on all the data. "
+            f"rank ({describe(environ, PYTORCH_VARIABLES)}): every node would train alone on all the data. "
             "Add to the job: `distribution: {type: pytorch, process_count_per_instance: 1}`. If each process is meant "
             f"to work alone, as in a parallel job, set {GUARD_SWITCH}=off."
         )
     half = [name for name in ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR") if name in environ]
     if half and not _written_by_lightning(environ):
         raise LaunchError(
-            f"Some of the launcher's variables are set, but RANK is not ({seen(environ, PYTORCH_VARIABLES)}): this "
+            f"Some of the launcher's variables are set, but RANK is not ({describe(environ, PYTORCH_VARIABLES)}): this "
             "process cannot know its rank. Let Azure ML set all of them with "
             "`distribution: {type: pytorch}`, or remove those that are set in the job's `environment_variables`."
         )
@@ -132,4 +132,4 @@ def _written_by_lightning(environ: Mapping[str, str]) -> bool:
 
 
 def _set(environ: Mapping[str, str], names: tuple[str, ...]) -> str:
-    return seen(environ, [name for name in (*names, "NODE_RANK", "AZUREML_CR_NODE_RANK") if name in environ])
+    return describe(environ, [name for name in (*names, "NODE_RANK", "AZUREML_CR_NODE_RANK") if name in environ])

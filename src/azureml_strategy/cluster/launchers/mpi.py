@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from azureml_strategy.cluster.environ import (
     LaunchError,
+    describe,
     first_number,
     is_placeholder,
     main_address,
     main_port,
     node_count,
     required_number,
-    seen,
 )
 from azureml_strategy.cluster.launch import Launch
 
@@ -61,7 +61,7 @@ def read(environ: Mapping[str, str]) -> Launch | None:
     names = next((kind for kind in _KINDS if any(name in environ for name in kind.all())), None)
     if names is None:
         return None
-    why = f"mpirun started this process ({seen(environ, [name for name in names.all() if name in environ])})"
+    why = f"mpirun started this process ({describe(environ, [name for name in names.all() if name in environ])})"
     rank = required_number(environ, names.rank, why)
     world_size = required_number(environ, names.size, why)
     local_world_size = _local_world_size(environ, names, world_size)
@@ -91,7 +91,7 @@ def _local_world_size(environ: Mapping[str, str], names: _Names, world_size: int
     if not local_world_size:
         raise LaunchError(
             "mpirun started this process, but how many it started on each node is not known "
-            f"({seen(environ, (*names.all(), 'AZUREML_NODE_COUNT'))}), so neither is the node's rank. "
+            f"({describe(environ, (*names.all(), 'AZUREML_NODE_COUNT'))}), so neither is the node's rank. "
             "Use Azure ML's own launcher (`distribution: {type: mpi, process_count_per_instance: N}`) "
             "or pass the variables on with `mpirun -x`."
         )
@@ -104,6 +104,6 @@ def _refuse_round_robin(
     if local_rank != rank % local_world_size:
         raise LaunchError(
             f"mpirun dealt the ranks out over the nodes in turn: rank {rank} has local rank {local_rank}, with "
-            f"{local_world_size} processes on each node ({seen(environ, names.all())}). PyTorch needs the ranks "
+            f"{local_world_size} processes on each node ({describe(environ, names.all())}). PyTorch needs the ranks "
             "of a node side by side. Start it with `mpirun --map-by slot`, which Azure ML does by itself."
         )

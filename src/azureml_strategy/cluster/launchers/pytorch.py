@@ -11,12 +11,12 @@ from azureml_strategy.cluster.environ import (
     NODE_COUNT,
     NODE_VARIABLES,
     declared_node_rank,
+    describe,
     is_placeholder,
     main_address,
     main_port,
     node_count,
     required_number,
-    seen,
     whole_number,
 )
 from azureml_strategy.cluster.launch import Launch, PartialLaunch, UnknownNodesError
@@ -68,7 +68,7 @@ def _unknown_nodes(
     port = main_port(environ, trusted=not polluted)
     return UnknownNodesError(
         f"This is rank {rank} of {world_size}, but no variable says over how many nodes they are spread "
-        f"({seen(environ, (*PYTORCH_VARIABLES, *NODE_VARIABLES))}). The ranks tell one another when a Trainer starts. "
-        f"To know it before, set {NODE_COUNT} to the job's `resources.instance_count`.",
+        f"({describe(environ, (*PYTORCH_VARIABLES, *NODE_VARIABLES))}). The ranks tell one another when a Trainer "
+        f"starts. To know it before, set {NODE_COUNT} to the job's `resources.instance_count`.",
         PartialLaunch(rank, world_size, local_rank, node_rank, address, port),
     )

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from azureml_strategy.cluster.environ import (
     LaunchError,
     declared_node_rank,
+    describe,
     is_placeholder,
     main_address,
     main_port,
     node_count,
-    seen,
 )
 from azureml_strategy.cluster.launch import Launch
 
@@ -35,8 +35,9 @@ def read(environ: Mapping[str, str]) -> Launch | None:
         return None  # Ray on one node, as with Ray Tune: Ray's own integration knows the ranks
     if num_nodes is None or node_rank is None:
         raise LaunchError(
-            f"This process belongs to a Ray cluster, but its place in the job is not known ({seen(environ, _USED)}). "
-            "Use `distribution: {type: pytorch}`, or start training through Ray Train with Lightning's Ray strategy."
+            "This process belongs to a Ray cluster, but its place in the job is not known "
+            f"({describe(environ, _USED)}). Use `distribution: {{type: pytorch}}`, or start training through Ray Train "
+            "with Lightning's Ray strategy."
         )
     return Launch(
         launcher="ray",

@@ -22,7 +22,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from azureml_strategy.control.process import Member, is_gone, is_seen, this_process
+from azureml_strategy.control.process import Member, is_gone, shares_process_table, this_process
 from azureml_strategy.data.node_cache.blocks import BlockTable, make_blocks
 from azureml_strategy.data.node_cache.cache_folder import Files, Shared, map_shared
 from azureml_strategy.data.node_cache.protocol import (
@@ -102,7 +102,7 @@ class NodeCache:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         owner = Member(**self._owner)
-        if not is_seen(owner) or is_gone(owner):  # sent from another machine, or read from a file
+        if not shares_process_table(owner) or is_gone(owner):  # sent from another machine, or read from a file
             self._own()
         self._begin()
 

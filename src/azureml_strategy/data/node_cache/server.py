@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from azureml_strategy.control.process import Member, is_gone, is_seen
+from azureml_strategy.control.process import Member, is_gone, shares_process_table
 from azureml_strategy.data.node_cache.fetching import OpenSet
 from azureml_strategy.data.node_cache.keeper import Keeper
 from azureml_strategy.data.node_cache.protocol import (
@@ -60,7 +60,7 @@ class _Client:
     @property
     def lives(self) -> bool:
         """Whether the training goes on: a worker may outlive it."""
-        return self.owner is not None and (self.own or (is_seen(self.owner) and not is_gone(self.owner)))
+        return self.owner is not None and (self.own or (shares_process_table(self.owner) and not is_gone(self.owner)))
 
 
 class Server:

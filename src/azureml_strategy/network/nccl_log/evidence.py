@@ -14,7 +14,7 @@ _VERSION = re.compile(r"\b([NR])CCL version ?:? ?(\d{1,4}(?:\.\d{1,6}){1,3})")
 _USING = re.compile(r"NET/([^:]{1,64}?) ?: Using\b(.*)")
 _NETWORK = re.compile(r"(?:Using network|(?:Assigned|Initialized) NET plugin) (.{1,64}?)(?: to comm\b|\s{2}|$)")
 _SOCKETS = re.compile(r"\[\d+\]([^\s:\[\]]{1,64})")
-_MEETING = re.compile(r"(?:OOB|Bootstrap ?: Using) (?:\[\d+\])?([^\s:]{1,64}):")
+_BOOTSTRAP = re.compile(r"(?:OOB|Bootstrap ?: Using) (?:\[\d+\])?([^\s:]{1,64}):")
 _GPUDIRECT = re.compile(
     r"GPU Direct RDMA (?:\([\w-]+\) )?(enabled|disabled) for (GPU|HCA)(?:.*'([^'\s]{1,64})')?", re.I
 )
@@ -89,7 +89,10 @@ class Evidence:
             return
         for mark, read in _READERS:
             if mark in text:
-                read(self, host, text)
+                read(self, text)
+        for mark, read_of_host in _READERS_OF_HOST:
+            if mark in text:
+                read_of_host(self, host, text)
 
     def other(self, text: str) -> int:
         """Read a line that names NCCL but is not its message, such as torch's report of an exception.
@@ -97,7 +100,7 @@ class Evidence:
         Returns:
             How many of the following lines to pass on as well.
         """
-        self._version(None, text)
+        self._version(text)
         text = _RANK.sub("", text.strip())
         if self._expects_error:
             self._expects_error = False
@@ -120,7 +123,7 @@ class Evidence:
             self.failed = "IB"
             self.devices.gids |= "localGid" in text or "remoteGid" in text
 
-    def _version(self, host: str | None, text: str) -> None:
+    def _version(self, text: str) -> None:
         if found := _VERSION.search(text):
             self.library = "rccl" if found[1] == "R" else self.library
             self.version = self.version or found[2]
@@ -136,8 +139,8 @@ class Evidence:
             remember(self.loaded, found[1], None)
             self.relaxed_ordering = bool(self.relaxed_ordering) or "[RO]" in found[2]
 
-    def _meeting(self, host: str | None, text: str) -> None:
-        if found := _MEETING.search(text):
+    def _bootstrap_interface(self, text: str) -> None:
+        if found := _BOOTSTRAP.search(text):
             remember(self.interfaces, found[1], None)
             remember(self.bootstrap, found[1], None)
 
@@ -145,11 +148,11 @@ class Evidence:
         if found := _NETWORK.search(text):
             remember(self.selected, (host, found[1]), None)
 
-    def _loaded(self, host: str | None, text: str) -> None:
+    def _loaded(self, text: str) -> None:
         found = _NETWORK.search(text)
         remember(self.loaded, found[1] if found else "OFI", None)
 
-    def _gpudirect(self, host: str | None, text: str) -> None:
+    def _gpudirect(self, text: str) -> None:
         network = text.partition(" : ")[0].removeprefix("NET/")
         found = _GPUDIRECT.search(text)
         if not found or family(network) in ("socket", "ofi"):
@@ -161,17 +164,14 @@ class Evidence:
         if "(no module)" in text:
             self.without_module = self.without_module or text
 
-    def _named(self, host: str | None, text: str) -> None:
+    def _named(self, text: str) -> None:
         if found := _NAMED.search(text):
             self.devices.add_name(found[1] or found[2], "IB" if found[1] else None)
 
-    def _opened(self, host: str | None, text: str) -> None:
-        self.devices.add_list(host, text)
-
-    def _no_device(self, host: str | None, text: str) -> None:
+    def _no_device(self, text: str) -> None:
         self.without_device = self.without_device or text
 
-    def _communicator(self, host: str | None, text: str) -> None:
+    def _communicator(self, text: str) -> None:
         for name, value in _COMMUNICATOR.findall(text):
             if name == "MNNVL":
                 self.nvlink_between_nodes |= value == "1"
@@ -180,32 +180,32 @@ class Evidence:
             else:
                 self.ranks = max(self.ranks or 0, int(value))
 
-    def _setting(self, host: str | None, text: str) -> None:
+    def _setting(self, text: str) -> None:
         found = _SET.search(text)
         if found and found[1] in _WATCHED_SETTINGS:
             remember(self.settings, found[1], found[2])
 
-    def _failure(self, host: str | None, text: str) -> None:
-        self.errors.add(text)
 
-
-_READERS: tuple[tuple[str, Callable[[Evidence, str | None, str], None]], ...] = (
+# What a message must contain to be read, and the reader.
+_READERS: tuple[tuple[str, Callable[[Evidence, str], None]], ...] = (
     ("CCL version", Evidence._version),
-    (": Using", Evidence._using),
-    ("Bootstrap", Evidence._meeting),
-    ("; OOB ", Evidence._meeting),
-    ("Using network ", Evidence._network),
-    ("Assigned NET plugin ", Evidence._network),
+    ("Bootstrap", Evidence._bootstrap_interface),
+    ("; OOB ", Evidence._bootstrap_interface),
     ("Initialized NET plugin ", Evidence._loaded),
     ("NET/OFI Selected ", Evidence._loaded),
     ("GPU Direct RDMA ", Evidence._gpudirect),
     ("SHARP rank ", Evidence._named),
     ("Sharp rank ", Evidence._named),
     ("Made virtual device ", Evidence._named),
-    (":uverbs", Evidence._opened),
     ("No device found", Evidence._no_device),
     ("anks ", Evidence._communicator),
     ("set by environment to ", Evidence._setting),
-    ("open libibverbs", Evidence._failure),
-    (", retrying", Evidence._failure),
+    ("open libibverbs", lambda evidence, text: evidence.errors.add(text)),
+    (", retrying", lambda evidence, text: evidence.errors.add(text)),
+)
+_READERS_OF_HOST: tuple[tuple[str, Callable[[Evidence, str | None, str], object]], ...] = (
+    (": Using", Evidence._using),
+    ("Using network ", Evidence._network),
+    ("Assigned NET plugin ", Evidence._network),
+    (":uverbs", lambda evidence, host, text: evidence.devices.add_list(host, text)),
 )

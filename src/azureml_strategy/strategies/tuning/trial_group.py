@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import _abort_process_group
 
 from azureml_strategy.cluster.redaction import redact_text
 from azureml_strategy.control.channel import within
-from azureml_strategy.control.gather import Exchange, GroupExchange, StoreExchange, meet
+from azureml_strategy.control.gather import Exchange, GroupExchange, StoreExchange, open_shared_store
 
 Value = TypeVar("Value")
 # Between two looks at whether a trial has failed on another rank, in seconds. NCCL alone needs to be told.
@@ -43,7 +43,7 @@ class TrialGroup:
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank = rank
-        self._store = meet(type(self).__name__, rank, world_size, None).store
+        self._store = open_shared_store(type(self).__name__, rank, world_size, None).store
         self._exchange: Exchange = StoreExchange(self._store) if self._store is not None else GroupExchange(rank)
         self._is_nccl = dist.get_backend() == "nccl"
         self.group: dist.ProcessGroup | None = dist.new_group()
