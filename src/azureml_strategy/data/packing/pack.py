@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from azureml_strategy.data.packing.parts import Part
 from azureml_strategy.data.packing.shards import (
     SAMPLE_OVERHEAD,
     PackError,
@@ -24,7 +25,6 @@ from azureml_strategy.data.packing.shards import (
     join_shards,
     write_whole,
 )
-from azureml_strategy.data.packing.sources import Part
 from azureml_strategy.data.packing.workers import Meter, run_tasks
 from azureml_strategy.data.shard_index import INDEX_NAME, ShardIndex, load_index
 from azureml_strategy.data.tar_index import CLASSES_NAME

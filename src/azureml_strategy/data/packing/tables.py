@@ -15,8 +15,8 @@ from typing_extensions import override
 
 from azureml_strategy.data.folders import EXTENSIONS
 from azureml_strategy.data.packing.images import ImageForm, ImageRecords, Samples, read_classes
+from azureml_strategy.data.packing.parts import Part, by_split, file_digest
 from azureml_strategy.data.packing.shards import PackError, Records, write_whole
-from azureml_strategy.data.packing.sources import Part, by_split, file_digest
 from azureml_strategy.data.packing.workers import Task
 from azureml_strategy.data.passed_over import PassedOver, first_names, is_no_data, warn
 from azureml_strategy.data.shard_index import numbered_classes

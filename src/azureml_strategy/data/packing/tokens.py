@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from azureml_strategy.data.packing.parts import Part
 from azureml_strategy.data.packing.shards import PackError, Record, Records, write_whole
-from azureml_strategy.data.packing.sources import Part
 from azureml_strategy.data.packing.workers import Task
 from azureml_strategy.data.tokens import Corpus, Tokenizer, make_tokenizer
 from azureml_strategy.whole_reads import read_whole
