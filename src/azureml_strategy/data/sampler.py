@@ -17,6 +17,8 @@ from typing_extensions import override
 
 # More decoding processes than this only wait for one another. On a 96-core Azure VM each GPU gets 12.
 _MOST_WORKERS = 16
+# Seconds that a worker may take for one batch. A mount that stopped answering must end the run, not stall it forever.
+_BATCH_TIMEOUT = 600
 
 
 class ResumableSampler(DistributedSampler[int]):
@@ -275,6 +277,23 @@ def require(name: str, value: float, valid: bool, rule: str) -> None:
     """
     if not valid:
         raise ValueError(f"{name}={value!r}, but it must be {rule}.")
+
+
+def loader_options(trainer: Trainer | None, batch_size: int, workers: int) -> dict[str, Any]:
+    """Return arguments of a DataLoader.
+
+    Args:
+        trainer: of this rank; None outside of a Trainer.
+        batch_size: samples per batch.
+        workers: reading processes.
+    """
+    return {
+        "batch_size": batch_size,
+        "num_workers": workers,
+        "pin_memory": trainer.strategy.root_device.type == "cuda" if trainer is not None else torch.cuda.is_available(),
+        "persistent_workers": workers > 0,
+        "timeout": _BATCH_TIMEOUT if workers > 0 else 0,
+    }
 
 
 def default_num_workers(local_processes: int) -> int:
