@@ -77,7 +77,7 @@ class ResumableSampler(DistributedSampler[int]):
 
 @runtime_checkable
 class ReadsAhead(Protocol):
-    """A data set that can fetch what will be read, if it is told: packed shards behind the cache of the node."""
+    """A data set that can fetch what will be read, if that is announced: packed shards behind the node's cache."""
 
     def expect(self, numbers: NDArray[np.int64], following: NDArray[np.int64]) -> None:
         """Take note of what this process and its workers read in this pass, and in the next one."""
@@ -96,20 +96,18 @@ class PlannedLoader(DataLoader[Any]):
     @override
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's names the iterator's class
         data = self.dataset
-        if not (isinstance(data, ReadsAhead) and self._may_ask_twice()):
+        ours = isinstance(self.sampler, (ResumableSampler, EvaluationSampler))
+        repeatable = ours or type(self.sampler) in (SequentialSampler, DistributedSampler)
+        if not isinstance(data, ReadsAhead) or not repeatable:
             yield from super().__iter__()
             return
         numbers = np.fromiter(self.sampler, np.int64)
         following = getattr(self.sampler, "following", None)
         data.expect(numbers, numbers if following is None else following().numpy())
         for given, batch in enumerate(super().__iter__(), start=1):
-            # Told when it is handed out: worker processes are some batches ahead.
+            # Announced when it is handed out: worker processes are some batches ahead.
             data.reached(given * (self.batch_size or 1))
             yield batch
-
-    def _may_ask_twice(self) -> bool:
-        ours = isinstance(self.sampler, (ResumableSampler, EvaluationSampler))
-        return ours or type(self.sampler) in (SequentialSampler, DistributedSampler)
 
 
 class ResumableLoader(PlannedLoader):
@@ -157,7 +155,7 @@ class ResumableLoader(PlannedLoader):
             return {"epoch": 0, "samples": 0}
         assert self.batch_size is not None
         samples = self._begun_at + self._given * self.batch_size * self.sampler.num_replicas
-        if self.sampler.epoch != self._epoch:  # the next epoch was told, and has not begun
+        if self.sampler.epoch != self._epoch:  # the next epoch was set, and has not begun
             samples = self.sampler.first_sample
         return {"epoch": self.sampler.epoch, "samples": samples, "order": self._order()}
 
@@ -170,18 +168,15 @@ class ResumableLoader(PlannedLoader):
         self.sampler.set_epoch(state["epoch"])  # Lightning tells the epoch only after the workers have started
         before, now = state.get("order", {}), self._order()
         changed = [f"{name} {before[name]} is now {now.get(name)}" for name in before if before[name] != now.get(name)]
-        if changed and state["samples"] and self._has_batches_after(state["samples"]):
+        # What does not fill a batch on all replicas is left out at the end of an epoch.
+        left: int = self.sampler.depends_on()["length"] - state["samples"]
+        goes_on = left >= (self.batch_size or 0) * self.sampler.num_replicas
+        if changed and state["samples"] and goes_on:
             rank_zero_warn(
                 f"The checkpoint was written after {state['samples']} samples of epoch {state['epoch']}, in an order "
                 f"that is not the present one: {'; '.join(changed)}. So some samples of this epoch are read twice, and "
                 "others not at all. Go on with what the run began with, or accept it for this epoch."
             )
-
-    def _has_batches_after(self, samples: int) -> bool:
-        """Whether an epoch goes on after so many samples; what does not fill a batch on all replicas is left out."""
-        assert self.batch_size is not None
-        left: int = self.sampler.depends_on()["length"] - samples
-        return left >= self.batch_size * self.sampler.num_replicas
 
     def _order(self) -> dict[str, Any]:
         return {**self.sampler.depends_on(), "data": getattr(self.dataset, "digest", None)}
