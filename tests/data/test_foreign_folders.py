@@ -16,7 +16,7 @@ from tests.data.packed import packed_set
 
 from azureml_strategy.data.node_cache.blocks import make_blocks
 from azureml_strategy.data.node_cache.cache_folder import MARKER, CacheFolder
-from azureml_strategy.data.node_cache.protocol import CacheSettings, NodeCacheError, meeting, receive_from
+from azureml_strategy.data.node_cache.protocol import CacheSettings, NodeCacheError, receive_from, server_paths
 from azureml_strategy.data.readers import FolderReader, choose_cache
 from azureml_strategy.data.shard_index import INDEX_NAME, ShardIndex, ShardIndexError, load_index
 from azureml_strategy.inside import OutsideError, name_within
@@ -118,7 +118,7 @@ def test_a_predictable_folder_that_is_a_link_is_not_chosen(tmp_path: Path, monke
     chosen = choose_cache("auto", None)
     assert isinstance(chosen, CacheSettings)
     with pytest.raises(NodeCacheError, match="is not a folder that belongs to this user alone"):
-        meeting(None)
+        server_paths(None)
     written = log_folder(azure=False)
     assert not written.is_symlink()
     assert written.resolve().parent == tmp_path.resolve()

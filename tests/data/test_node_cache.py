@@ -25,7 +25,7 @@ from tests.data.packed import packed_set
 from azureml_strategy.control.process import this_process
 from azureml_strategy.data.node_cache import protocol, server
 from azureml_strategy.data.node_cache.client import CacheSettings, NodeCache, NodeCacheError
-from azureml_strategy.data.node_cache.protocol import Frame, meeting
+from azureml_strategy.data.node_cache.protocol import Frame, server_paths
 from azureml_strategy.data.shard_index import INDEX_NAME, ShardIndex
 
 pytestmark = pytest.mark.usefixtures("meeting_place")
@@ -243,7 +243,7 @@ def test_a_set_without_an_index_is_told(tmp_path: Path) -> None:
         cache_of(tmp_path)
     with pytest.raises(NodeCacheError, match="cannot be listed"):
         NodeCache(str(tmp_path / "nowhere"), CacheSettings(tmp_path / "cache", LARGE))
-    wait_until(lambda: not meeting((tmp_path / "cache").resolve()).socket.exists())
+    wait_until(lambda: not server_paths((tmp_path / "cache").resolve()).socket.exists())
 
 
 def hold(folder: Path, told: object) -> None:
@@ -328,13 +328,13 @@ def test_one_that_goes_while_its_set_is_opened_is_no_user_of_it(tmp_path: Path, 
     """Blocks of a set that nobody uses are the first to go."""
 
     async def users() -> int:
-        serving = server.Server(CacheSettings(), meeting(None))
+        serving = server.Server(CacheSettings(), server_paths(None))
         gone = server._Client(serving._slots.pop())
         own = asdict(this_process(0, 0))
         asked = {"address": str(tmp_path / "set"), "environ": {}, "known": "", "owner": own, "own": True, "reader": ""}
         await serving._open(gone, Frame(asked, b""))
-        (opened,) = serving._keeper._sets.values()
-        await serving._keeper.close()
+        (opened,) = serving._manager._sets.values()
+        await serving._manager.close()
         return opened.users
 
     assert asyncio.run(users()) == 0

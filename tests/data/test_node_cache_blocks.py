@@ -13,8 +13,8 @@ from tests.data.packed import packed_set
 
 from azureml_strategy.data.node_cache.blocks import BlockTable, make_blocks
 from azureml_strategy.data.node_cache.cache_folder import MARKER, CachedSet, CacheFolder
-from azureml_strategy.data.node_cache.eviction import Evictor, Ordered
-from azureml_strategy.data.node_cache.orders import NEVER, Orders
+from azureml_strategy.data.node_cache.eviction import EvictableSet, Evictor
+from azureml_strategy.data.node_cache.orders import NEVER, ReadSchedule
 from azureml_strategy.data.shard_index import ShardIndex, ShardIndexError
 
 
@@ -70,7 +70,7 @@ def test_the_limit_holds_at_every_step(tmp_path: Path, block_bytes: int, sizes: 
     limit = 60_000 + int((table.end - table.start).sum()) // 3
     folder = CacheFolder(tmp_path / "cache", limit)
     cached = folder.open_set(index, table, "a", block_bytes)
-    evictor = Evictor(folder, lambda: [Ordered(cached, Orders(table, np.zeros((1, 2), np.int64)), True)])
+    evictor = Evictor(folder, lambda: [EvictableSet(cached, ReadSchedule(table, np.zeros((1, 2), np.int64)), True)])
     chance = random.Random(len(table))
     largest = max(cached.cost(block) for block in range(len(table)))
     for step in range(400):
@@ -140,7 +140,7 @@ def test_old_sets_go_first_and_a_users_own_files_stay(tmp_path: Path) -> None:
     both = disk_usage(tmp_path / "cache")
     cache, cached = cache_of(tmp_path / "cache", index, "now", limit=both - 4096)
     table = make_blocks(index, 1)
-    evictor = Evictor(cache, lambda: [Ordered(cached, Orders(table, np.zeros((1, 2), np.int64)), True)])
+    evictor = Evictor(cache, lambda: [EvictableSet(cached, ReadSchedule(table, np.zeros((1, 2), np.int64)), True)])
     assert evictor.make_room(cached, 0)
     names = {path.parent.name for path in (tmp_path / "cache").glob(f"*/{MARKER}")}
     assert names == {"newer", "now"}
@@ -158,7 +158,7 @@ def test_a_second_server_does_not_share_the_folder(tmp_path: Path) -> None:
 def test_the_next_use_is_that_of_the_first_rank(tmp_path: Path) -> None:
     table = make_blocks(packed_set(tmp_path, 6, shards=1), 1)
     counters = np.zeros((2, 2), np.int64)
-    orders = Orders(table, counters)
+    orders = ReadSchedule(table, counters)
     assert (orders.next_use() == NEVER).all()
     orders.expect("a", np.array([0, 1, 2]), np.array([3, 1, 0]), slot=0, read=0)
     orders.expect("b", np.array([3, 4]), np.array([0]), slot=1, read=10)
@@ -180,10 +180,10 @@ def test_blocks_of_validation_stay_while_those_of_training_are_needed_later(tmp_
         training.write(block, content(table, block))
         validation.write(block, content(table, block))
     training.shared.used[3] = 5
-    orders = Orders(table, np.zeros((1, 2), np.int64))
+    orders = ReadSchedule(table, np.zeros((1, 2), np.int64))
     orders.expect("a", np.array([3, 4, 5, 20, 21]), np.array([5, 20, 21, 4, 3, 6]), slot=0, read=0)
     cache.limit = cache.bytes
-    sets = [Ordered(training, orders, True), Ordered(validation, Orders(table, orders._counters), True)]
+    sets = [EvictableSet(training, orders, True), EvictableSet(validation, ReadSchedule(table, orders._counters), True)]
     evictor = Evictor(cache, lambda: sets)
     assert evictor.make_room(training, 20)
     # What training does not need any more goes first, then what it needs after validation: none of what comes before.

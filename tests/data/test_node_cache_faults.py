@@ -25,8 +25,8 @@ from tests.faults.disks import why_not
 from azureml_strategy.data.node_cache import client, protocol
 from azureml_strategy.data.node_cache.cache_folder import shard_file
 from azureml_strategy.data.node_cache.client import CacheSettings, NodeCache, NodeCacheError
-from azureml_strategy.data.node_cache.mounts import double_cache
-from azureml_strategy.data.node_cache.protocol import Frame, meeting
+from azureml_strategy.data.node_cache.mounts import double_cache_warning
+from azureml_strategy.data.node_cache.protocol import Frame, server_paths
 from azureml_strategy.data.shard_index import RecordError, ShardIndex
 from azureml_strategy.data.storage import StorageError
 
@@ -152,7 +152,7 @@ def test_a_server_that_is_killed_again_and_again_is_told(tmp_path: Path, index: 
     cache = NodeCache(str(tmp_path / "set"), CacheSettings())
     # Whoever opens the lock file finds it locked, and nobody listens: as if each new server died at once.
     server = cache.statistics()["pid"]
-    place = meeting(None)
+    place = server_paths(None)
     os.kill(server, signal.SIGKILL)
     wait_for_end(server)
     place.log.write_text("")
@@ -214,10 +214,10 @@ def test_a_mount_that_caches_too_is_told(tmp_path: Path) -> None:
     place = tmp_path / "INPUT_images"
     (place / "train").mkdir(parents=True)
     mounts.write_text(f"/dev/sda / ext4 rw 0 0\nrslex {place} fuse.rslex ro 0 0\n")
-    assert "job.inputs.NAME.access=once" in double_cache(place / "train", {}, tmp_path / "proc")
+    assert "job.inputs.NAME.access=once" in double_cache_warning(place / "train", {}, tmp_path / "proc")
     off = {"DATASET_MOUNT_BLOCK_FILE_CACHE_ENABLED": "false"}
-    assert double_cache(place / "train", off, tmp_path / "proc") == ""
-    assert double_cache(tmp_path, {}, tmp_path / "proc") == ""
+    assert double_cache_warning(place / "train", off, tmp_path / "proc") == ""
+    assert double_cache_warning(tmp_path, {}, tmp_path / "proc") == ""
 
 
 def start_at_once(folder: Path, told: object, all_told: object) -> None:
@@ -294,7 +294,7 @@ def test_the_answer_to_a_question_that_was_interrupted_is_not_that_of_the_next_o
 def test_many_that_connect_at_once_wait_for_their_turn(tmp_path: Path) -> None:
     """A queue of one place takes two connections, and refuses the third."""
     with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(str(meeting(None).socket))
+        listening.bind(str(server_paths(None).socket))
         listening.listen(1)
         first = [client._connect(CacheSettings())[0] for _ in range(2)]
         threading.Timer(0.1, listening.accept).start()

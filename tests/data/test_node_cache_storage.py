@@ -16,7 +16,7 @@ from tests.data.packed import packed_set
 from tests.data.test_node_cache import LARGE, is_right, wait_for_end
 
 from azureml_strategy.data.node_cache.client import CacheSettings, NodeCache, NodeCacheError
-from azureml_strategy.data.node_cache.protocol import meeting
+from azureml_strategy.data.node_cache.protocol import server_paths
 from azureml_strategy.data.shard_index import RecordError
 from azureml_strategy.data.storage import StorageError
 from azureml_strategy.data.storage.variables import Variables, storage_variables
@@ -59,7 +59,7 @@ def test_each_client_reads_with_its_own_account(
     with pytest.raises(NodeCacheError, match="may not be read") as refused:
         NodeCache(address, settings)
     assert "d3Jvbmcg" not in str(refused.value)
-    assert "d3Jvbmcg" not in meeting(settings.folder).log.read_text()
+    assert "d3Jvbmcg" not in server_paths(settings.folder).log.read_text()
     first.close()
     second.close()
     wait_for_end(server)

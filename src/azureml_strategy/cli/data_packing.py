@@ -13,7 +13,7 @@ from azureml_strategy.cli.verbs import Verbs, add_verb, fail, print_text
 if TYPE_CHECKING:
     from azureml_strategy.data.packing.check import SetCheck
     from azureml_strategy.data.packing.pack import Packing
-    from azureml_strategy.data.packing.sources import Part
+    from azureml_strategy.data.packing.parts import Part
     from azureml_strategy.data.shard_index import ShardIndex
 
 _NAMED = 5

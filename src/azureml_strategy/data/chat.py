@@ -12,16 +12,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from typing_extensions import override
 
-from azureml_strategy.data.conversations import ConversationEncoder, Encoded, Learn, encode_files
+from azureml_strategy.data.conversations import ConversationEncoder, Learn, encode_files
 from azureml_strategy.data.images import IGNORED_LABEL
 from azureml_strategy.data.passed_over import PassedOver, first_names, warn
-from azureml_strategy.data.sampler import EvaluationSampler, ResumableLoader, global_seed, replica, require
-from azureml_strategy.data.text import SequenceSampler
+from azureml_strategy.data.sampler import ResumableLoader, global_seed, replica
+from azureml_strategy.data.text import SequenceSampler, TokenDataModule
 from azureml_strategy.data.tokens import Corpus, CorpusError, find_corpus
 from azureml_strategy.huggingface.sources import find_source
 
@@ -105,7 +104,11 @@ def write_conversations(folder: Path, corpus: Corpus, encoder: ConversationEncod
     folder.parent.mkdir(parents=True, exist_ok=True)
     written = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".samples-"))
     try:
-        _write_arrays(written, samples)
+        starts = np.cumsum([0, *(len(each.tokens) for each in samples)])
+        tokens = np.concatenate([each.tokens for each in samples]).astype(np.uint32)
+        learned = np.concatenate([each.learned for each in samples])
+        for name, array in zip(_ARRAYS, (tokens, learned, starts), strict=True):
+            np.save(written / f"{name}.npy", array)
         (written / _LEFT_OUT).write_text(json.dumps(_left_out(corpus, len(samples), others, encoder)))
         written.rename(folder)
     except OSError:
@@ -140,18 +143,6 @@ def _left_out(corpus: Corpus, samples: int, others: PassedOver, encoder: Convers
     return found
 
 
-def _read_left_out(folder: Path) -> list[str]:
-    kept = folder / _LEFT_OUT
-    return list(json.loads(kept.read_text())) if kept.is_file() else []  # an earlier version has written none
-
-
-def _write_arrays(folder: Path, samples: Sequence[Encoded]) -> None:
-    starts = np.cumsum([0, *(len(each.tokens) for each in samples)])
-    arrays = (np.concatenate([each.tokens for each in samples]), np.concatenate([each.learned for each in samples]))
-    for name, array in zip(_ARRAYS, (arrays[0].astype(np.uint32), arrays[1], starts), strict=True):
-        np.save(folder / f"{name}.npy", array)
-
-
 def _warn_of_cut_samples(folder: Path, length: int) -> None:
     """Warn of samples that end at `length` tokens, and of those in which nothing is left to learn."""
     starts = np.load(folder / "starts.npy", mmap_mode="r")
@@ -169,7 +160,7 @@ def _warn_of_cut_samples(folder: Path, length: int) -> None:
     )
 
 
-class ChatDataModule(LightningDataModule):
+class ChatDataModule(TokenDataModule):
     """Conversations from JSON lines, by the chat template of a model's tokenizer.
 
     A line is `{"messages": [{"role": ..., "content": ...}, ...]}`, `{"prompt": ..., "completion": ...}` or
@@ -208,22 +199,13 @@ class ChatDataModule(LightningDataModule):
         validation_fraction: float = 0.05,
         cache: str | os.PathLike[str] = "~/.cache/azureml_strategy/chat",
     ) -> None:
-        super().__init__()
-        require("sequence_length", sequence_length, sequence_length >= 1, "1 or more tokens")
-        require("batch_size", batch_size, batch_size >= 1, "1 or more: samples a step and process")
-        require("num_workers", num_workers, num_workers >= 0, "0 or more")
+        shared = (root, input_name, pattern, sequence_length, batch_size, num_workers, validation_fraction, cache)
+        super().__init__("samples", *shared)
         if learn not in ("answers", "all"):
             raise ValueError(f"learn={learn!r} is unknown. Write 'answers' or 'all'.")
-        rule = "from 0 to less than 1"
-        require("validation_fraction", validation_fraction, 0 <= validation_fraction < 1, rule)
         if (root is None) == (input_name is None):
             raise CorpusError("Name the JSON lines: data.root=FILE_OR_FOLDER, or data.input_name=INPUT_OF_THE_JOB.")
-        self.root, self.input_name, self.pattern = root, input_name, pattern
         self.tokenizer, self.learn = tokenizer, learn
-        self.sequence_length, self.batch_size, self.num_workers = sequence_length, batch_size, num_workers
-        self.validation_fraction = validation_fraction
-        self.cache = Path(cache).expanduser()
-        self.vocab_size: int | None = None
         self._folder: Path | None = None
         self._parts: dict[str, Sequence[int]] = {}
 
@@ -241,7 +223,11 @@ class ChatDataModule(LightningDataModule):
         """
         if self._folder is None:
             self._folder = self._locate(write=False)
-            self._parts = self._split(len(np.load(self._folder / "starts.npy", mmap_mode="r")) - 1)
+            count = len(np.load(self._folder / "starts.npy", mmap_mode="r")) - 1
+            # Split in the same way at every call.
+            order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
+            held = max(1, round(count * self.validation_fraction)) if self.validation_fraction else 0
+            self._parts = {"train": sorted(order[held:]), "val": sorted(order[:held])}
             _warn_of_cut_samples(self._folder, self.sequence_length)
 
     @override
@@ -255,20 +241,7 @@ class ChatDataModule(LightningDataModule):
                 f"{replicas} replicas. Set data.batch_size={max(len(samples) // replicas, 1)} or less, or give more."
             )
         sampler = SequenceSampler(samples, replicas, rank, global_seed())
-        return ResumableLoader(samples, sampler=sampler, **self._reading())
-
-    @override
-    def val_dataloader(self) -> DataLoader[Sample] | list[Any]:
-        """Return every validation sample once, in order; nothing if `validation_fraction` is 0."""
-        if not self.validation_fraction:
-            return []
-        samples = self._samples("val")
-        return DataLoader(samples, sampler=EvaluationSampler(samples, *replica(self.trainer)), **self._reading())
-
-    @override
-    def test_dataloader(self) -> DataLoader[Sample] | list[Any]:
-        """Return the same as for validation."""
-        return self.val_dataloader()
+        return ResumableLoader(samples, sampler=sampler, **self._loader_options())
 
     def _locate(self, write: bool) -> Path:
         from transformers import AutoTokenizer
@@ -281,8 +254,9 @@ class ChatDataModule(LightningDataModule):
         if write:
             corpus.warn_of_others(self.pattern)
             write_conversations(folder, corpus, encoder)
-            for text in _read_left_out(folder):
-                warn(text)
+            if (folder / _LEFT_OUT).is_file():  # an earlier version has written none
+                for text in json.loads((folder / _LEFT_OUT).read_text()):
+                    warn(text)
         elif not folder.is_dir():
             raise CorpusError(
                 f"{folder} holds no tokens, which one process of each node writes in prepare_data: it failed, or the "
@@ -290,22 +264,11 @@ class ChatDataModule(LightningDataModule):
             )
         return folder
 
-    def _split(self, count: int) -> dict[str, Sequence[int]]:
-        """Deal out the samples, the same way at every call."""
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
-        held = max(1, round(count * self.validation_fraction)) if self.validation_fraction else 0
-        return {"train": sorted(order[held:]), "val": sorted(order[:held])}
-
+    @override
     def _samples(self, part: str) -> Conversations:
         assert self._folder is not None, "setup() opens the tokens"
         return Conversations(self._folder, self._parts[part], self.sequence_length)
 
-    def _reading(self) -> dict[str, Any]:
-        on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
-        return {
-            "batch_size": self.batch_size,
-            "num_workers": self.num_workers,
-            "collate_fn": collate,
-            "pin_memory": on_gpu,
-            "persistent_workers": self.num_workers > 0,
-        }
+    @override
+    def _loader_options(self) -> dict[str, Any]:
+        return {**super()._loader_options(), "collate_fn": collate, "timeout": 0}  # the tokens are on a local disk

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 # A single batch may be equal by chance or on purpose: tiny data that wraps around, or a batch that is used repeatedly.
 _BATCHES = 2
-# About so many elements, spread over a tensor or array, are hashed: enough to tell batches apart, and little to copy
+# About so many elements, spread over a tensor or array, are hashed: enough to distinguish batches, and little to copy
 # from a GPU.
 _MOST_ELEMENTS = 4096
 # A batch may be any nest of containers. What lies deeper, or comes after so many leaves, does not count.
@@ -55,7 +55,7 @@ class DataCheck(IsolatedCallback):
 
     def __init__(self) -> None:
         self._channel: Channel | None = None
-        self._give_back: Callable[[], None] = _nothing_to_give
+        self._give_back: Callable[[], None] = _no_op
         self._name = ""
         self._batches: list[_Batch] | None = None
         self._looks = 0
@@ -76,7 +76,7 @@ class DataCheck(IsolatedCallback):
         if self._batches is not None:
             self._batches.append(_Batch(batch))
             if len(self._batches) == _BATCHES:
-                self._tell(trainer, _digests(self._batches))
+                self._publish(trainer, _digests(self._batches))
                 self._batches = None
         elif self._channel is not None:
             self._looks += 1
@@ -98,18 +98,18 @@ class DataCheck(IsolatedCallback):
         self._release()
 
     def _release(self) -> None:
-        give_back, self._give_back = self._give_back, _nothing_to_give
+        give_back, self._give_back = self._give_back, _no_op
         self._batches = self._channel = None
         give_back()
 
-    def _tell(self, trainer: Trainer, digests: list[str]) -> None:
-        """Leave the hashes in the store for rank 0."""
+    def _publish(self, trainer: Trainer, digests: list[str]) -> None:
+        """Write the hashes into the store for rank 0."""
         lease = lease_channel(trainer.world_size)
         if lease is None:
             return
         self._channel, self._give_back = lease
-        told = json.dumps({"replica": _replica(trainer)[0], "batches": digests})
-        self._channel.call(lambda store: store.set(f"{self._name}/{trainer.global_rank}", told), _ANSWER_SECONDS)
+        text = json.dumps({"replica": _replica(trainer)[0], "batches": digests})
+        self._channel.call(lambda store: store.set(f"{self._name}/{trainer.global_rank}", text), _ANSWER_SECONDS)
         if trainer.global_rank > 0:
             self._release()
 
@@ -121,9 +121,9 @@ class DataCheck(IsolatedCallback):
         )
         if len(found) < trainer.world_size and not at_end:
             return
-        told = {rank: json.loads(text) for rank, text in found.items()}
+        published = {rank: json.loads(text) for rank, text in found.items()}
         self._release()
-        for same in _same(told):
+        for same in _same(published):
             log.warning(
                 "Ranks %s train on the same samples: their first %d batches of %s are equal, so that they learn "
                 "together what one of them would alone. Nothing splits an IterableDataset but its own __iter__: let "
@@ -137,8 +137,8 @@ class DataCheck(IsolatedCallback):
             )
 
 
-def _nothing_to_give() -> None:
-    """Stands for giving back a channel that was not leased."""
+def _no_op() -> None:
+    """In place of giving back a channel, where none is leased."""
 
 
 class _Batch:
@@ -191,17 +191,13 @@ def _leaves(node: Any, depth: int) -> Iterator[Any]:
     elif isinstance(node, (str, bytes, int, float, complex)) or node is None:
         yield repr(node)
     elif type(node).__module__ == "numpy":
-        yield from _leaves_of_array(node)
+        if node.dtype.kind in "biufc" and node.ndim:
+            yield torch.from_numpy(node.copy())
+        elif node.size <= _MOST_ELEMENTS:
+            yield repr(node.tolist())
     elif depth < _DEEPEST:
         for child in _children(node):
             yield from _leaves(child, depth + 1)
-
-
-def _leaves_of_array(array: Any) -> Iterator[Any]:
-    if array.dtype.kind in "biufc" and array.ndim:
-        yield torch.from_numpy(array.copy())
-    elif array.size <= _MOST_ELEMENTS:
-        yield repr(array.tolist())
 
 
 def _children(node: Any) -> Iterable[Any]:
@@ -214,10 +210,10 @@ def _children(node: Any) -> Iterable[Any]:
     return list(getattr(node, "__dict__", {}).values())
 
 
-def _same(told: Mapping[int, Mapping[str, Any]]) -> list[list[int]]:
+def _same(published: Mapping[int, Mapping[str, Any]]) -> list[list[int]]:
     """Find groups of ranks with equal batches, one rank per replica. Skip ranks whose own batches are all equal."""
     by_batches: dict[tuple[str, ...], dict[int, int]] = {}
-    for rank, each in sorted(told.items()):
+    for rank, each in sorted(published.items()):
         if len(set(each["batches"])) > 1:
             by_batches.setdefault(tuple(each["batches"]), {}).setdefault(each["replica"], rank)
     return [list(ranks.values()) for ranks in by_batches.values() if len(ranks) > 1]
@@ -232,12 +228,11 @@ def _replica(trainer: Trainer) -> tuple[int, int]:
 def _is_split(trainer: Trainer) -> bool:
     """Tell whether every loader has a sampler that gives each replica its own samples."""
     loaders = CombinedLoader(trainer.train_dataloader).flattened
-    samplers = [(getattr(each, "sampler", None), getattr(each, "batch_sampler", None)) for each in loaders]
-    return all(isinstance(one, DistributedSampler) or _within(batches) for one, batches in samplers)
-
-
-def _within(batch_sampler: Any) -> bool:
-    return isinstance(getattr(batch_sampler, "sampler", None), DistributedSampler)
+    return all(
+        isinstance(getattr(each, "sampler", None), DistributedSampler)
+        or isinstance(getattr(getattr(each, "batch_sampler", None), "sampler", None), DistributedSampler)
+        for each in loaders
+    )
 
 
 def _names(trainer: Trainer) -> str:

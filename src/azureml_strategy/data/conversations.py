@@ -73,9 +73,15 @@ class ConversationEncoder:
         Raises:
             CorpusError: it is no JSON, of no known form, or not what the chat template takes.
         """
-        sample = _parse(line, place)
+        try:
+            sample = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise CorpusError(f"{place} is no JSON: {error}. Each line is one object: {_FORMS}.") from error
+        if not isinstance(sample, dict):
+            raise CorpusError(f"{place} is a {type(sample).__name__}. Each line is one object: {_FORMS}.")
         parts = list(self._parts(sample, place))
-        self.unread.update(sample.keys() - _read_keys(sample))
+        forms = ({"messages"}, {"prompt", "completion"}, {"text"})  # the first one that the line has is read
+        self.unread.update(sample.keys() - next((form for form in forms if form <= sample.keys()), {"text"}))
         tokens = np.array([token for piece, _ in parts for token in piece], dtype=np.int64)
         learned = np.array([flag for piece, flag in parts for _ in piece], dtype=np.bool_)
         return Encoded(tokens, learned)
@@ -98,6 +104,7 @@ class ConversationEncoder:
             raise CorpusError(f"{place} has the keys {', '.join(sample) or 'none'}. A line is {_FORMS}.")
 
     def _turns(self, messages: Sequence[Message], place: str) -> Iterator[tuple[list[int], bool]]:
+        """Yield the tokens of a conversation up to each answer, of the answer, and so on, and whether to learn them."""
         done: list[int] = []
         for index, message in enumerate(messages):
             if message["role"] == "assistant":
@@ -117,26 +124,28 @@ class ConversationEncoder:
 
     def _unread_keys(self, messages: Sequence[Message], place: str) -> Counter[str]:
         """Count the keys without which the chat template writes the same."""
-        others = Counter(key for message in messages for key in _unsaid(message))
-        if not others or self._change_nothing(others.keys(), messages, place):
+        others = Counter(key for message in messages for key in _other_keys(message))
+        if not others or self._have_no_effect(others.keys(), messages, place):
             return others
-        return Counter({key: count for key, count in others.items() if self._change_nothing({key}, messages, place)})
+        return Counter({key: count for key, count in others.items() if self._have_no_effect({key}, messages, place)})
 
-    def _change_nothing(self, keys: Set[str], messages: Sequence[Message], place: str) -> bool:
+    def _have_no_effect(self, keys: Set[str], messages: Sequence[Message], place: str) -> bool:
+        """Whether the chat template writes the same without these keys."""
         less = [
-            {key: value for key, value in message.items() if key not in keys & _unsaid(message)} for message in messages
+            {key: value for key, value in message.items() if key not in keys & _other_keys(message)}
+            for message in messages
         ]
         try:
-            return self._written(less, place) == self._written(messages, place)
+            return self._rendered(less, place) == self._rendered(messages, place)
         except CorpusError:  # the template needs them
             return False
 
     def _applied(self, messages: Sequence[Message], place: str, answer_follows: bool = False) -> list[int]:
-        text = self._written(messages, place, answer_follows)
+        text = self._rendered(messages, place, answer_follows)
         tokens: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return tokens
 
-    def _written(self, messages: Sequence[Message], place: str, answer_follows: bool = False) -> str:
+    def _rendered(self, messages: Sequence[Message], place: str, answer_follows: bool = False) -> str:
         if self._tokenizer.chat_template is None:
             raise CorpusError(
                 f"{place} is a conversation, but the tokenizer of {self._name} has no chat template. Take the "
@@ -163,13 +172,6 @@ class ConversationEncoder:
         return [] if end is None else [end]
 
 
-def _read_keys(sample: Mapping[str, Any]) -> set[str]:
-    """The keys of a line that are read: the first form that it has counts."""
-    if "messages" in sample:
-        return {"messages"}
-    return {"prompt", "completion"} if {"prompt", "completion"} <= sample.keys() else {"text"}
-
-
 def encode_files(corpus: Corpus, encoder: ConversationEncoder) -> Iterator[tuple[str, Encoded]]:
     """Yield place and tokens of each sample of all files, line by line; blank lines are passed over.
 
@@ -191,18 +193,8 @@ def _numbered(lines: Any, document: Path) -> Iterator[tuple[int, str]]:
         raise CorpusError(f"{document} is not UTF-8: {error}. Convert it, or leave it out by data.pattern.") from error
 
 
-def _parse(line: str, place: str) -> Mapping[str, Any]:
-    try:
-        sample = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise CorpusError(f"{place} is no JSON: {error}. Each line is one object: {_FORMS}.") from error
-    if not isinstance(sample, dict):
-        raise CorpusError(f"{place} is a {type(sample).__name__}. Each line is one object: {_FORMS}.")
-    return sample
-
-
-def _unsaid(message: Message) -> set[str]:
-    """The keys of a message that only a chat template could read."""
+def _other_keys(message: Message) -> set[str]:
+    """Return the keys of a message that only a chat template could read."""
     # OpenAI's format marks by a weight of 0 which answers are not to be learned.
     return message.keys() - {"role", "content", *(["weight"] if message["role"] == "assistant" else [])}
 

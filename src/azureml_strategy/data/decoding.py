@@ -80,7 +80,12 @@ def decode_pillow(record: bytes, choose_crop: ChooseCrop, square: Pixels) -> Non
         crop = choose_crop(width, height)
         # Decode the smallest whole image in which the crop still has `size` pixels a side.
         image.draft(None, (math.ceil(size * width / crop.width), math.ceil(size * height / crop.height)))
-        box = _scaled_box(crop, (width, height), image.size)
+        # The decoded image may be smaller than the original.
+        across, down = image.width / width, image.height / height
+        # Rounding must not push an edge out of the image: Pillow refuses that.
+        right = min((crop.left + crop.width) * across, image.width)
+        bottom = min((crop.top + crop.height) * down, image.height)
+        box = (crop.left * across, crop.top * down, right, bottom)
         square[:] = np.asarray(to_rgb(image).resize((size, size), Image.Resampling.BILINEAR, box=box))
     if crop.flip:
         _mirror(square)
@@ -111,7 +116,9 @@ def decode_simplejpeg(record: bytes, choose_crop: ChooseCrop, square: Pixels) ->
         )
     except ValueError:  # CMYK, or damage: Pillow reads some of these files, and says what is wrong with the others
         return decode_pillow(record, choose_crop, square)
-    _resize(pixels, _reduced(crop, reduction), square)
+    # libjpeg makes a pixel of each square of `reduction` pixels, and one of the remainder at the right and lower edges.
+    left, top, crop_width, crop_height = (side / reduction for side in crop[:4])
+    _resize(pixels, Crop(left, top, crop_width, crop_height, crop.flip), square)
     return None
 
 
@@ -146,7 +153,9 @@ def resize_antialiased(pixels: Tensor, square: Tensor) -> None:
 
 def _resize(pixels: Pixels, crop: Crop, square: Pixels) -> None:
     """Write the crop of an image to a square."""
-    left, top, right, bottom = _box(crop, pixels)
+    left, top = crop.left, crop.top
+    # Rounding must not push an edge out of the image: Pillow refuses that.
+    right, bottom = min(left + crop.width, pixels.shape[1]), min(top + crop.height, pixels.shape[0])
     if max(abs(edge - round(edge)) for edge in (left, top, right, bottom)) > _WHOLE:
         _resize_by_pillow(pixels, (left, top, right, bottom), square)
     else:
@@ -177,26 +186,11 @@ def _mirror(square: Pixels) -> None:
     image.copy_(image.flip(1))
 
 
-def _box(crop: Crop, pixels: Pixels) -> tuple[float, float, float, float]:
-    # Rounding must not push an edge out of the image: Pillow refuses that.
-    right, bottom = min(crop.left + crop.width, pixels.shape[1]), min(crop.top + crop.height, pixels.shape[0])
-    return crop.left, crop.top, right, bottom
-
-
 def _reduction(width: int, height: int, crop: Crop, size: int) -> int:
     """Return how many pixels may become one so that the crop still has `size` pixels a side."""
     if max(width, height) < 8:  # several scales would give the same few pixels
         return 1
     return next((each for each in _REDUCTIONS if min(crop.width, crop.height) >= each * size), 1)
-
-
-def _reduced(crop: Crop, reduction: int) -> Crop:
-    """Return the crop in the coordinates of an image that was decoded at a fraction of its size.
-
-    libjpeg makes a pixel of each square of `reduction` pixels, and one of the remainder at the right and lower edges.
-    """
-    left, top, width, height = (side / reduction for side in crop[:4])
-    return Crop(left, top, width, height, crop.flip)
 
 
 @lru_cache(maxsize=1024)  # as many as there are different sizes: to read a header takes 20 us
@@ -212,12 +206,3 @@ def _npy_size(header: bytes) -> tuple[int, int]:
             "uint8, (height, width, 3), in the order of C"
         )
     return int(shape[0]), int(shape[1])
-
-
-def _scaled_box(crop: Crop, seen: tuple[int, int], decoded: tuple[int, int]) -> tuple[float, float, float, float]:
-    """Return left, top, right and bottom of the crop in the decoded image, which may be smaller than the original."""
-    across, down = decoded[0] / seen[0], decoded[1] / seen[1]
-    # Rounding must not push an edge out of the image: Pillow refuses that.
-    right = min((crop.left + crop.width) * across, decoded[0])
-    bottom = min((crop.top + crop.height) * down, decoded[1])
-    return crop.left * across, crop.top * down, right, bottom

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import random
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from PIL import Image
 from typing_extensions import override
 
-from azureml_strategy.data.folders import DataFolderError, user_cache
+from azureml_strategy.data.folders import DataFolderError, user_cache, written_once
 from azureml_strategy.data.modules import ImageFolderDataModule
 from azureml_strategy.data.sampler import require
 
@@ -109,9 +106,22 @@ def write_digits(folder: Path, validation_fraction: float) -> None:
         folder: target; left as it is if it exists.
         validation_fraction: share of the digits for `val`.
     """
-    with _all_or_nothing(folder) as scratch:
-        if scratch is not None:
-            _write_files(scratch, validation_fraction)
+    with written_once(folder, ".digits-") as scratch:
+        if scratch is None:
+            return
+        from sklearn.datasets import load_digits  # half a second to import, needed once
+
+        digits = load_digits()
+        total = len(digits.images)
+        validation = set(random.Random(_SPLIT_SEED).sample(range(total), round(total * validation_fraction)))
+        for part in ("train", "val"):
+            for label in range(10):
+                (scratch / part / str(label)).mkdir(parents=True)
+        for number, (pixels, label) in enumerate(zip(digits.images, digits.target, strict=True)):
+            part = "val" if number in validation else "train"
+            image = Image.fromarray((pixels * (255 / _BRIGHTEST)).astype("uint8"))
+            image = image.resize((_PIXELS, _PIXELS), Image.Resampling.BICUBIC)
+            image.save(scratch / part / str(label) / f"{number:04}.jpg", quality=_QUALITY)
 
 
 def pack_digits(files: Path, folder: Path) -> None:
@@ -125,43 +135,6 @@ def pack_digits(files: Path, folder: Path) -> None:
     from azureml_strategy.data.packing.pack import Packing, pack
     from azureml_strategy.data.packing.sources import find_images
 
-    with _all_or_nothing(folder) as scratch:
+    with written_once(folder, ".digits-") as scratch:
         if scratch is not None:
             pack(Packing(find_images(files, ImageForm()), scratch, {}, _SHARD_BYTES))
-
-
-@contextmanager
-def _all_or_nothing(folder: Path) -> Iterator[Path | None]:
-    """Give a place to write a folder at, beside it, and rename it in the end; None if the folder exists.
-
-    A killed process leaves no incomplete data set. If several processes write at once, on any number of nodes, the
-    first one wins and the others use its files.
-    """
-    if folder.is_dir():
-        yield None
-        return
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".digits-") as scratch:
-        written = Path(scratch) / folder.name
-        yield written
-        try:
-            written.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # otherwise another process was first
-                raise
-
-
-def _write_files(folder: Path, validation_fraction: float) -> None:
-    from sklearn.datasets import load_digits  # half a second to import, needed once
-
-    digits = load_digits()
-    total = len(digits.images)
-    validation = set(random.Random(_SPLIT_SEED).sample(range(total), round(total * validation_fraction)))
-    for part in ("train", "val"):
-        for label in range(10):
-            (folder / part / str(label)).mkdir(parents=True)
-    for number, (pixels, label) in enumerate(zip(digits.images, digits.target, strict=True)):
-        part = "val" if number in validation else "train"
-        image = Image.fromarray((pixels * (255 / _BRIGHTEST)).astype("uint8"))
-        image = image.resize((_PIXELS, _PIXELS), Image.Resampling.BICUBIC)
-        image.save(folder / part / str(label) / f"{number:04}.jpg", quality=_QUALITY)

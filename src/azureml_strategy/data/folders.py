@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,9 +71,41 @@ def scan_class_folders(root: str | os.PathLike[str]) -> ClassFolders:
     empty = [name for name, (folder, _) in zip(classes, listed, strict=True) if not folder]
     if empty:
         warn(f"{len(empty)} of {len(classes)} class folders in {root} have no image: {first_names(empty)}")
-    _warn_of_others(root, len(names), [outside, *(others for _, others in listed)])
+    passed_over = PassedOver()
+    passed_over.extend([outside, *(others for _, others in listed)])
+    if passed_over:
+        warn(
+            f"{root}: {len(names):,} images are read, and {passed_over.count:,} other files and folders are passed "
+            f"over: {passed_over}. An image lies directly in the folder of its class and ends in "
+            f"{', '.join(EXTENSIONS)}: convert or move what is to be read."
+        )
     labels = np.repeat(np.arange(len(classes)), [len(folder) for folder, _ in listed])
     return ClassFolders(root, tuple(classes), np.array(names, dtype=np.bytes_), labels)
+
+
+@contextmanager
+def written_once(folder: Path, prefix: str) -> Iterator[Path | None]:
+    """Yield a path to write a folder at, which gets its name at the end of the context; None if the folder exists.
+
+    It lies beside the folder, so a killed process leaves no incomplete data set. If several processes write at once,
+    on any number of nodes, the first one wins and the others use its files.
+
+    Args:
+        folder: target.
+        prefix: of the temporary folder.
+    """
+    if folder.is_dir():
+        yield None
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=prefix) as scratch:
+        written = Path(scratch) / folder.name
+        yield written
+        try:
+            written.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # otherwise another process was first
+                raise
 
 
 def user_cache() -> Path:
@@ -153,14 +187,3 @@ def _image_names(root: str, class_name: str) -> tuple[list[bytes], PassedOver]:
 
 def _is_image(name: str) -> bool:
     return name.lower().endswith(EXTENSIONS) and not name.startswith(".")
-
-
-def _warn_of_others(root: str, images: int, listed: list[PassedOver]) -> None:
-    others = PassedOver()
-    others.extend(listed)
-    if others:
-        warn(
-            f"{root}: {images:,} images are read, and {others.count:,} other files and folders are passed over: "
-            f"{others}. An image lies directly in the folder of its class and ends in {', '.join(EXTENSIONS)}: convert "
-            "or move what is to be read."
-        )

@@ -59,7 +59,7 @@ class EncodedBatch:
         return self
 
 
-def _as_it_is(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch
 
 
@@ -72,7 +72,7 @@ class NvjpegDataModule(ImageFolderDataModule):
     @property
     @override
     def collate(self) -> Callable[[Any], Any]:
-        return _as_it_is
+        return _identity
 
     @override
     def setup(self, stage: str) -> None:

@@ -41,7 +41,7 @@ __all__ = [
 IGNORED_LABEL = -100
 # Records that are in memory at a time before they are decoded. A batch may hold hundreds of photographs of 5 MB.
 _RECORDS_AT_ONCE = 64
-# In place of the first draw of a data set.
+# In place of the first draw of a data set: no draw yet, or draws that need no check.
 _NOTHING_DRAWN, _NOT_WATCHED = -1, -2
 _SAME_CROPS = (
     "Image {draw} was drawn a second time as a draw of epoch 0, and is cropped and mirrored as before: by plain "
@@ -53,7 +53,7 @@ _SAME_CROPS = (
 
 
 class RecordSource(Protocol):
-    """Where the records of a data set come from: `FolderSource`, or `ShardedImages` for packed shards."""
+    """Where a data set reads its records from: `FolderSource`, or `ShardedImages` for packed shards."""
 
     @property
     def root(self) -> str:
@@ -236,7 +236,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]], ABC):
         return sample
 
     def __iter__(self) -> Iterator[tuple[Tensor, int]]:
-        """Yield each image once. A draw has no end, and Python would go on with what `__getitem__` takes."""
+        """Yield each image once. Without this, Python would call `__getitem__` for ever: it takes any draw."""
         return (self[number] for number in range(len(self)))
 
     def __getitems__(self, draws: Sequence[int]) -> ImageBatch:
@@ -285,7 +285,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]], ABC):
         numbers = {place: number for place, number in candidates.items() if number is not None}
         records = self.source.read(list(numbers.values()))
         for number, record in zip(numbers.values(), records, strict=True):
-            # Storage that cannot be reached says nothing of an image: to go on would train on substitutes.
+            # Storage that cannot be reached does not mean a damaged image: to go on would train on substitutes.
             if isinstance(record, Exception) and not is_damage(record):
                 raise storage_error(self.source.name(number), record) if isinstance(record, OSError) else record
         failed = [
@@ -315,7 +315,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]], ABC):
         except Exception as error:  # Pillow's decoders raise anything: OSError, SyntaxError, struct.error, ...
             if not is_damage(error):
                 raise
-            if number not in self.unreadable:  # twice in this batch
+            if number not in self.unreadable:  # it may be in this batch twice
                 self.unreadable.add(number, error)
             return False
         return True
@@ -366,7 +366,7 @@ class TrainingImages(ImageFolder):
 
     @override
     def expect(self, numbers: NDArray[np.int64], following: NDArray[np.int64]) -> None:
-        if len(following) and following.min() >= len(self):  # a sampler that counts epochs, if it starts once more, too
+        if len(following) and following.min() >= len(self):  # the sampler counts epochs, so no draw comes twice
             self._first.fill_(_NOT_WATCHED)
         super().expect(numbers, following)
 
@@ -440,8 +440,8 @@ def _allocate(count: int, size: int) -> Tensor:
     """Return blank images to write to, uint8 `(count, size, size, 3)`."""
     if get_worker_info() is None:
         return torch.zeros(count, size, size, 3, dtype=torch.uint8, device="cpu")
-    # In memory that the worker shares with the main process, as torch's default_collate does: from anywhere else they
-    # would be copied to it. The operating system gives it out blank.
+    # In memory that the worker shares with the main process, as torch's default_collate does: images elsewhere would be
+    # copied there. The operating system fills new memory with zeros.
     images = torch.empty(0, dtype=torch.uint8, device="cpu")
     images.set_(images.untyped_storage()._new_shared(count * size * size * 3, device="cpu"))  # type: ignore[no-untyped-call]
     return images.view(count, size, size, 3)

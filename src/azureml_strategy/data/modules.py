@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
@@ -25,15 +24,13 @@ from azureml_strategy.data.sampler import (
     WindowSampler,
     default_num_workers,
     global_seed,
+    loader_options,
     replica,
     require,
 )
 from azureml_strategy.data.shard_index import INDEX_NAME
 from azureml_strategy.data.sharded_images import ShardedImages
 from azureml_strategy.data.storage import is_remote
-
-# Seconds that a worker may take for one batch. A mount that stopped answering must end the run, not stall it forever.
-_BATCH_TIMEOUT = 600
 
 ImageLoader = DataLoader[tuple[Tensor, int]]
 
@@ -188,14 +185,14 @@ class ImageFolderDataModule(LightningDataModule):
                 f"data.batch_size={len(self._train) // replicas} or less, or use fewer processes."
             )
         sampler = self._sampler(self._train, replicas, rank)
-        return ResumableLoader(self.loaded(self._train), sampler=sampler, **self._reading())
+        return ResumableLoader(self.loaded(self._train), sampler=sampler, **self._loader_options())
 
     @override
     def val_dataloader(self) -> ImageLoader:
         """Return every validation image once, in order."""
         assert self._val is not None, "setup() lists the images"
         sampler = EvaluationSampler(self._val, *replica(self.trainer))
-        return PlannedLoader(self.loaded(self._val), sampler=sampler, **self._reading())
+        return PlannedLoader(self.loaded(self._val), sampler=sampler, **self._loader_options())
 
     @override
     def test_dataloader(self) -> ImageLoader:
@@ -234,7 +231,7 @@ class ImageFolderDataModule(LightningDataModule):
     def _sampler(self, images: TrainingImages, replicas: int, rank: int) -> TrainingSampler:
         source = images.source
         if self.shuffle == "full":
-            _check_room(source)
+            _warn_of_small_cache(source)
             return TrainingSampler(images, replicas, rank, global_seed())
         if not isinstance(source, ShardedImages):
             raise DataFolderError(
@@ -257,24 +254,15 @@ class ImageFolderDataModule(LightningDataModule):
             "data.root=azureml:NAME:VERSION, or give all nodes the same folder."
         )
 
-    def _reading(self) -> dict[str, Any]:
-        trainer = self.trainer
+    def _loader_options(self) -> dict[str, Any]:
         workers = self.num_workers
         if workers is None:
-            workers = default_num_workers(trainer.num_devices if trainer is not None else 1)
-        on_gpu = trainer.strategy.root_device.type == "cuda" if trainer is not None else torch.cuda.is_available()
-        return {
-            "batch_size": self.batch_size,
-            "num_workers": workers,
-            "pin_memory": on_gpu,
-            "persistent_workers": workers > 0,
-            "timeout": _BATCH_TIMEOUT if workers > 0 else 0,
-            "collate_fn": self.collate,
-        }
+            workers = default_num_workers(self.trainer.num_devices if self.trainer is not None else 1)
+        return {**loader_options(self.trainer, self.batch_size, workers), "collate_fn": self.collate}
 
 
-def _check_room(source: Any) -> None:
-    """Warn where each epoch reads a set from storage again that a full shuffle reads at random."""
+def _warn_of_small_cache(source: Any) -> None:
+    """Warn if the cache cannot hold the set: a full shuffle reads at random, so each epoch reads storage again."""
     if not isinstance(source, ShardedImages) or not is_remote(source.root):
         return
     size = int(source.index.length.sum(dtype="int64"))

@@ -132,7 +132,7 @@ class FolderReader:
 
 
 class _File:
-    """An open file, which is closed as soon as no thread uses it: one may read while another makes room for others."""
+    """An open file, closed when no thread uses it: one thread may read while another drops it to open a new file."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -158,7 +158,9 @@ def find_index(folder: Path) -> ShardIndex:
         if MADE_OF not in index.facts or index.facts[MADE_OF] == _indexed_files(folder):
             return index
     files = _indexed_files(folder)
-    kept = _kept_index(folder, files)
+    # Where the index is kept if not beside the tar files. It has another name if a file, size or time is another one.
+    name = hashlib.sha256(repr((str(folder.absolute()), files)).encode()).hexdigest()[:16]
+    kept = user_cache() / "shards" / f"{name}.npz"
     if kept.is_file():
         return load_index(kept)
     index = index_tars(folder)
@@ -178,27 +180,21 @@ def _indexed_files(folder: Path) -> list[list[str | int]]:
     return [[name, facts.st_size, facts.st_mtime_ns] for name, facts in names]
 
 
-def _kept_index(folder: Path, files: list[list[str | int]]) -> Path:
-    """Where the index of these tar files is kept if not beside them. Another file, size or time is another index."""
-    name = hashlib.sha256(repr((str(folder.absolute()), files)).encode()).hexdigest()[:16]
-    return user_cache() / "shards" / f"{name}.npz"
-
-
 def _verified_index(folder: Path) -> ShardIndex:
     """Find the index of a folder, and refuse one whose shards do not lie there, by their names and sizes."""
     index = find_index(folder)
     with os.scandir(folder) as entries:
-        seen = {entry.name: entry.stat().st_size for entry in entries if entry.name.endswith(".tar")}
+        found = {entry.name: entry.stat().st_size for entry in entries if entry.name.endswith(".tar")}
     expected = dict(zip(index.shards, index.sizes.tolist(), strict=True))
-    added = sorted(name for name in seen if name not in expected and is_indexed(name))
+    added = sorted(name for name in found if name not in expected and is_indexed(name))
     for name in (*expected, *added):
-        if seen.get(name) != expected.get(name):
-            there = f"has {seen[name]:,} bytes" if name in seen else "is missing"
-            told = f"has {expected[name]:,} bytes" if name in expected else "is not of the set"
+        if found.get(name) != expected.get(name):
+            actual = f"has {found[name]:,} bytes" if name in found else "is missing"
+            indexed = f"has {expected[name]:,} bytes" if name in expected else "is not of the set"
             anew = f"; or rm {shlex.quote(str(folder / INDEX_NAME))}, and the shards are indexed as they are"
             raise ShardIndexError(
-                f"{folder}: {name} {there}, but by {INDEX_NAME} it {told}. Copy the folder again from where the set "
-                f"was packed{anew if index.kind != 'tokens' else ''}."
+                f"{folder}: {name} {actual}, but by {INDEX_NAME} it {indexed}. Copy the folder again from where the "
+                f"set was packed{anew if index.kind != 'tokens' else ''}."
             )
     return index
 
@@ -276,23 +272,20 @@ def parse_bytes(size: int | str) -> int:
 
 
 def _roomiest_disk() -> Path:
-    """The writable place with the most room for a cache that is mounted from a local disk, or the temporary folder.
+    """Return the writable local disk with the most room for a cache, or the temporary folder.
 
-    What a cache takes there counts as room, and of places that are alike the one that has a cache counts: so that all
-    processes of a job take the same, and the next job finds what this one has left.
+    What a cache takes there counts as room. Of disks with about the same room, one that has a cache is preferred. So
+    all processes of a job choose the same one, and the next job finds what this one has left.
     """
     places = [Path(mount.target) for mount in read_mounts(Path("/proc")) if mount.is_disk and not mount.read_only]
     # Path.is_dir would fail in a folder of somebody else's.
     places = [each for each in places if each != Path("/") and os.path.isdir(each) and os.access(each, os.W_OK)]
-    # What is there already and belongs to others, or leads elsewhere, is not used.
-    places = [each for each in (Path(tempfile.gettempdir()), *places) if _may_be_ours(each / _CACHE_FOLDER)]
+    # A cache folder that belongs to others, or is a link, is not used.
+    folders = {each: each / _CACHE_FOLDER for each in (Path(tempfile.gettempdir()), *places)}
+    places = [each for each, folder in folders.items() if not os.path.lexists(folder) or is_private(folder)]
     rooms = {place: _available(place / _CACHE_FOLDER) for place in places or [Path(tempfile.gettempdir())]}
     alike = [place for place, room in rooms.items() if room >= _ALIKE * max(rooms.values())]
     return max(alike, key=lambda place: os.access(place / _CACHE_FOLDER, os.W_OK))
-
-
-def _may_be_ours(folder: Path) -> bool:
-    return not os.path.lexists(folder) or is_private(folder)
 
 
 def _available(place: Path) -> int:

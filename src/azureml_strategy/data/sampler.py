@@ -17,6 +17,8 @@ from typing_extensions import override
 
 # More decoding processes than this only wait for one another. On a 96-core Azure VM each GPU gets 12.
 _MOST_WORKERS = 16
+# Seconds that a worker may take for one batch. A mount that stopped answering must end the run, not stall it forever.
+_BATCH_TIMEOUT = 600
 
 
 class ResumableSampler(DistributedSampler[int]):
@@ -75,7 +77,7 @@ class ResumableSampler(DistributedSampler[int]):
 
 @runtime_checkable
 class ReadsAhead(Protocol):
-    """A data set that can fetch what will be read, if it is told: packed shards behind the cache of the node."""
+    """A data set that can fetch what will be read, if that is announced: packed shards behind the node's cache."""
 
     def expect(self, numbers: NDArray[np.int64], following: NDArray[np.int64]) -> None:
         """Take note of what this process and its workers read in this pass, and in the next one."""
@@ -94,20 +96,18 @@ class PlannedLoader(DataLoader[Any]):
     @override
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's names the iterator's class
         data = self.dataset
-        if not (isinstance(data, ReadsAhead) and self._may_ask_twice()):
+        ours = isinstance(self.sampler, (ResumableSampler, EvaluationSampler))
+        repeatable = ours or type(self.sampler) in (SequentialSampler, DistributedSampler)
+        if not isinstance(data, ReadsAhead) or not repeatable:
             yield from super().__iter__()
             return
         numbers = np.fromiter(self.sampler, np.int64)
         following = getattr(self.sampler, "following", None)
         data.expect(numbers, numbers if following is None else following().numpy())
         for given, batch in enumerate(super().__iter__(), start=1):
-            # Told when it is handed out: worker processes are some batches ahead.
+            # Announced when it is handed out: worker processes are some batches ahead.
             data.reached(given * (self.batch_size or 1))
             yield batch
-
-    def _may_ask_twice(self) -> bool:
-        ours = isinstance(self.sampler, (ResumableSampler, EvaluationSampler))
-        return ours or type(self.sampler) in (SequentialSampler, DistributedSampler)
 
 
 class ResumableLoader(PlannedLoader):
@@ -155,7 +155,7 @@ class ResumableLoader(PlannedLoader):
             return {"epoch": 0, "samples": 0}
         assert self.batch_size is not None
         samples = self._begun_at + self._given * self.batch_size * self.sampler.num_replicas
-        if self.sampler.epoch != self._epoch:  # the next epoch was told, and has not begun
+        if self.sampler.epoch != self._epoch:  # the next epoch was set, and has not begun
             samples = self.sampler.first_sample
         return {"epoch": self.sampler.epoch, "samples": samples, "order": self._order()}
 
@@ -168,18 +168,15 @@ class ResumableLoader(PlannedLoader):
         self.sampler.set_epoch(state["epoch"])  # Lightning tells the epoch only after the workers have started
         before, now = state.get("order", {}), self._order()
         changed = [f"{name} {before[name]} is now {now.get(name)}" for name in before if before[name] != now.get(name)]
-        if changed and state["samples"] and self._has_batches_after(state["samples"]):
+        # What does not fill a batch on all replicas is left out at the end of an epoch.
+        left: int = self.sampler.depends_on()["length"] - state["samples"]
+        goes_on = left >= (self.batch_size or 0) * self.sampler.num_replicas
+        if changed and state["samples"] and goes_on:
             rank_zero_warn(
                 f"The checkpoint was written after {state['samples']} samples of epoch {state['epoch']}, in an order "
                 f"that is not the present one: {'; '.join(changed)}. So some samples of this epoch are read twice, and "
                 "others not at all. Go on with what the run began with, or accept it for this epoch."
             )
-
-    def _has_batches_after(self, samples: int) -> bool:
-        """Whether an epoch goes on after so many samples; what does not fill a batch on all replicas is left out."""
-        assert self.batch_size is not None
-        left: int = self.sampler.depends_on()["length"] - samples
-        return left >= self.batch_size * self.sampler.num_replicas
 
     def _order(self) -> dict[str, Any]:
         return {**self.sampler.depends_on(), "data": getattr(self.dataset, "digest", None)}
@@ -275,6 +272,23 @@ def require(name: str, value: float, valid: bool, rule: str) -> None:
     """
     if not valid:
         raise ValueError(f"{name}={value!r}, but it must be {rule}.")
+
+
+def loader_options(trainer: Trainer | None, batch_size: int, workers: int) -> dict[str, Any]:
+    """Return arguments of a DataLoader.
+
+    Args:
+        trainer: of this rank; None outside of a Trainer.
+        batch_size: samples per batch.
+        workers: reading processes.
+    """
+    return {
+        "batch_size": batch_size,
+        "num_workers": workers,
+        "pin_memory": trainer.strategy.root_device.type == "cuda" if trainer is not None else torch.cuda.is_available(),
+        "persistent_workers": workers > 0,
+        "timeout": _BATCH_TIMEOUT if workers > 0 else 0,
+    }
 
 
 def default_num_workers(local_processes: int) -> int:

@@ -170,7 +170,8 @@ def load_index(source: Path | bytes, where: str = "") -> ShardIndex:
                 f"it has layout {header['version']}, and this azureml-strategy reads layout {_VERSION}: upgrade it"
             )
         classes, facts = tuple(header["classes"]), dict(header["facts"])
-        _require_texts(header["kind"], *header["shards"], *classes)
+        if not all(isinstance(each, str) for each in (header["kind"], *header["shards"], *classes)):
+            raise ValueError("a name in it is no text")
         return ShardIndex(header["kind"], tuple(header["shards"]), **arrays, classes=classes, facts=facts)
     except FileNotFoundError as error:
         raise ShardIndexError(
@@ -187,11 +188,6 @@ def _exactly(array: NDArray[Any], kind: type[Any]) -> NDArray[Any]:
     if array.ndim != 1 or array.dtype != kind:
         raise ValueError(f"it holds {array.dtype} of {array.ndim} dimensions in the place of numbers")
     return array
-
-
-def _require_texts(*values: object) -> None:
-    if not all(isinstance(each, str) for each in values):
-        raise ValueError("a name in it is no text")
 
 
 class RecordError(OSError):

@@ -69,7 +69,8 @@ class ShardedTokens(Dataset[tuple[Tensor, Tensor]]):
         for number, content in zip(needed, self.reader.read(needed), strict=True):
             if isinstance(content, Exception):
                 raise content
-            records[number] = _parse(content, self._dtype)
+            # numpy's format 1.0: ten bytes, whose last two are the length of a header, then the header and the tokens
+            records[number] = np.frombuffer(content, self._dtype, offset=10 + int.from_bytes(content[8:10], "little"))
         return [self._sequence(index, records) for index in indices]
 
     def expect(self, sequences: NDArray[np.int64], following: NDArray[np.int64]) -> None:
@@ -141,8 +142,3 @@ class PackedText:
                 f"The text was packed with another tokenizer: its hash is {packed[:12]}, and that of data.tokenizer "
                 f"(with data.end_of_text) is {identity[:12]}. Leave data.tokenizer out, or pack the text with this one."
             )
-
-
-def _parse(content: bytes, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """The tokens of a record in numpy's format 1.0: ten bytes, of which the last two tell the length of a header."""
-    return np.frombuffer(content, dtype, offset=10 + int.from_bytes(content[8:10], "little"))

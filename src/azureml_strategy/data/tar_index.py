@@ -1,4 +1,4 @@
-"""Indexes WebDataset tar files that were packed by something else and have no index: each is read once."""
+"""Indexes WebDataset tar files that were packed by something else and have no index. Each is read once."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def index_tars(folder: Path, workers: int = 1, names: Iterable[str] | None = Non
     else:
         with ProcessPoolExecutor(min(workers, len(paths)), get_context("spawn")) as pool:
             found = list(pool.map(_index_file, paths))
-    text = _decoded((folder / CLASSES_NAME).read_bytes()) if CLASSES_NAME in sizes else None
-    return _join(shards, sizes, found, text)
+    classes = (folder / CLASSES_NAME).read_bytes() if CLASSES_NAME in sizes else None
+    return _join(shards, sizes, found, classes)
 
 
 async def index_storage(storage: Storage) -> ShardIndex:
@@ -115,10 +115,10 @@ async def index_storage(storage: Storage) -> ShardIndex:
     finally:
         # By a thread: those that still run after an error ask the loop for their reads.
         await asyncio.to_thread(threads.shutdown, cancel_futures=True)
-    text = None
+    classes = None
     if CLASSES_NAME in sizes:
-        text = _decoded(bytes(await storage.read(CLASSES_NAME, 0, sizes[CLASSES_NAME])))
-    return _join(shards, sizes, found, text)
+        classes = bytes(await storage.read(CLASSES_NAME, 0, sizes[CLASSES_NAME]))
+    return _join(shards, sizes, found, classes)
 
 
 def is_indexed(name: str) -> bool:
@@ -152,7 +152,7 @@ def shard_names(files: Iterable[str], where: str) -> list[str]:
 
 
 def split_of(name: str) -> str | None:
-    """Return the split that the last such word of a path tells: `train`, `val` or `test`; None if there is none."""
+    """Return the split that the last such word of a path names: `train`, `val` or `test`; None if there is none."""
     found = _SPLIT.findall(name)
     if not found:
         return None
@@ -211,8 +211,8 @@ class _Ranges(io.RawIOBase):
 
 
 @dataclass
-class _Found:
-    """What the files of one shard are, by the keys of their samples."""
+class _ShardFiles:
+    """The files of one shard, by the keys of their samples."""
 
     shard: str
     records: dict[str, tuple[int, int, int]] = field(default_factory=dict)
@@ -235,21 +235,17 @@ class _Found:
                 raise self.error(name, "a second label of this key. Give each sample a key of its own.")
             self.classes[key] = _label(content.decode("utf-8", "replace"))
         elif suffix == "json":
-            label = self._described(name, content)
-            if label is not None:
+            try:
+                parsed = json.loads(content)
+            except (ValueError, RecursionError) as error:
+                raise self.error(name, f"no JSON: {_shown(str(error))}. {_AGAIN}") from error
+            label = parsed.get("label", parsed.get("cls")) if isinstance(parsed, dict) else None
+            if isinstance(label, int | str):
                 self.described[key] = label
             else:
                 self.rest.append(name)
         elif not any(map(is_no_data, name.split("/"))):
             self.rest.append(name)
-
-    def _described(self, name: str, content: bytes) -> int | str | None:
-        try:
-            parsed = json.loads(content)
-        except (ValueError, RecursionError) as error:
-            raise self.error(name, f"no JSON: {_shown(str(error))}. {_AGAIN}") from error
-        label = parsed.get("label", parsed.get("cls")) if isinstance(parsed, dict) else None
-        return label if isinstance(label, int | str) else None
 
     def error(self, entry: str, reason: str) -> ShardIndexError:
         return ShardIndexError(f"{self.shard}: {_shown(entry)} is {reason}")
@@ -261,7 +257,23 @@ class _Found:
                 f"{self.shard} holds no image ({kinds}). Remove it, or give the folder of the images."
             )
         labels = self.classes or self.described
-        _refuse_truth(self.shard, labels)
+        self._check_labels(labels)
+        if "npy" in self.suffixes and len(self.suffixes) > 1:
+            raise ShardIndexError(f"{self.shard} holds .npy files beside images. Make two sets of them.")
+        offset, length, checksum = np.array(list(self.records.values()), np.int64).T
+        arrays = (offset, length.astype(np.uint32), checksum.astype(np.uint32))
+        given = [labels[key] for key in self.records]
+        suffix = "cls" if self.classes else "json"
+        others = [self.described.get(key) for key in self.records] if self.classes and self.described else []
+        return ShardSamples(*arrays, given, "npy" in self.suffixes, suffix, others, *self._passed_over())
+
+    def _check_labels(self, labels: Mapping[str, int | str]) -> None:
+        truth = next((key for key, label in labels.items() if isinstance(label, bool)), None)
+        if truth is not None:
+            raise ShardIndexError(
+                f"{self.shard}: the label in {_shown(truth)}.json is {json.dumps(labels[truth])}, which is no class. "
+                'Write the number of the class, "label": 1, or its name.'
+            )
         missing = next((key for key in self.records if key not in labels), None)
         if missing is not None:
             raise ShardIndexError(
@@ -272,14 +284,6 @@ class _Found:
         alone = next((key for key in self.classes if key not in self.records), None)
         if alone is not None:
             raise ShardIndexError(f"{self.shard}: the label {_shown(alone)}.cls has no image. {_AGAIN}")
-        if "npy" in self.suffixes and len(self.suffixes) > 1:
-            raise ShardIndexError(f"{self.shard} holds .npy files beside images. Make two sets of them.")
-        offset, length, checksum = np.array(list(self.records.values()), np.int64).T
-        arrays = (offset, length.astype(np.uint32), checksum.astype(np.uint32))
-        given = [labels[key] for key in self.records]
-        suffix = "cls" if self.classes else "json"
-        others = [self.described.get(key) for key in self.records] if self.classes and self.described else []
-        return ShardSamples(*arrays, given, "npy" in self.suffixes, suffix, others, *self._passed_over())
 
     def _passed_over(self) -> tuple[PassedOver, Counter[str]]:
         """The files of samples without an image, and how many of each suffix lie beside images and are not read."""
@@ -291,15 +295,6 @@ class _Found:
             elif suffix != "json":  # it was read, whatever it says
                 unread[f".{_shown(suffix)}"] += 1
         return alone, unread
-
-
-def _refuse_truth(shard: str, labels: Mapping[str, int | str]) -> None:
-    truth = next((key for key, label in labels.items() if isinstance(label, bool)), None)
-    if truth is not None:
-        raise ShardIndexError(
-            f"{shard}: the label in {_shown(truth)}.json is {json.dumps(labels[truth])}, which is no class. Write the "
-            'number of the class, "label": 1, or its name.'
-        )
 
 
 class Entry(NamedTuple):
@@ -327,7 +322,13 @@ def read_tar(file: BinaryIO, size: int, name: str) -> Iterator[Entry]:
     Raises:
         ShardIndexError: it is truncated, damaged or compressed, or has a file that is kept in parts.
     """
-    _refuse_compressed(file.read(8), name)
+    start = file.read(8)
+    for signature, kind in _COMPRESSED.items():
+        if start.startswith(signature):
+            raise ShardIndexError(
+                f"{name} is compressed by {kind}, and no sample can be read by its place. Decompress it: gunzip, "
+                "bunzip2, unxz or zstd -d; images are compressed already."
+            )
     file.seek(0)
     entry = "its first entry"
     try:
@@ -372,32 +373,23 @@ def _shown(text: str) -> str:
 
 
 def _index(file: BinaryIO, size: int, name: str) -> ShardSamples:
-    found = _Found(name)
+    files = _ShardFiles(name)
     for entry in read_tar(file, size, name):
         if entry.content is None:
-            found.rest.append(entry.name)
+            files.rest.append(entry.name)
         else:
-            found.add(entry.name, entry.offset, entry.content)
-    return found.samples()
+            files.add(entry.name, entry.offset, entry.content)
+    return files.samples()
 
 
 def _check_end(file: BinaryIO, offset: int, size: int, name: str, last: str) -> None:
-    """Python's reader ends at the first block that is no header, as if the tar ended there."""
+    """Check that a tar ends where Python's reader has stopped. That stops at the first block that is no header."""
     file.seek(offset)
     if offset >= size:
         raise ShardIndexError(f"{name} ends after {last} without a tar's mark of the end: it is truncated. {_AGAIN}")
     while block := file.read(_RANGE):
         if any(block):
             raise ShardIndexError(f"{name} is damaged after {last}: at byte {offset} is no header of a tar. {_AGAIN}")
-
-
-def _refuse_compressed(start: bytes, name: str) -> None:
-    for signature, kind in _COMPRESSED.items():
-        if start.startswith(signature):
-            raise ShardIndexError(
-                f"{name} is compressed by {kind}, and no sample can be read by its place. Decompress it: gunzip, "
-                "bunzip2, unxz or zstd -d; images are compressed already."
-            )
 
 
 def _split_name(name: str) -> tuple[str, str]:
@@ -413,8 +405,9 @@ def _label(text: str) -> int | str:
 
 
 def _join(
-    shards: Sequence[str], sizes: Mapping[str, int], found: Sequence[ShardSamples], text: str | None
+    shards: Sequence[str], sizes: Mapping[str, int], found: Sequence[ShardSamples], names: bytes | None
 ) -> ShardIndex:
+    classes = _class_names(names) if names is not None else ()
     kinds = {samples.raw for samples in found}
     if len(kinds) > 1:
         raise ShardIndexError("Some of the tar files hold images and others pixels (.npy). Make two sets of them.")
@@ -424,7 +417,6 @@ def _join(
             f"The labels of {of_suffix['cls']} are in .cls files, and those of {of_suffix['json']} in .json files. "
             "They may count differently: write .cls files for all images of the set, or make two sets."
         )
-    classes = class_names(text) if text is not None else ()
     numbers = [_numbers(name, samples, classes) for name, samples in zip(shards, found, strict=True)]
     label = np.concatenate(numbers)
     arrays: dict[str, Any] = {
@@ -438,37 +430,27 @@ def _join(
         label=label,
         **arrays,
         classes=classes or numbered_classes("The tar files", label),
-        facts=_passed_over(found, sorted(name for name in sizes if _is_unread_tar(name))),
+        facts=_passed_over(found, sizes),
     )
 
 
-def _is_unread_tar(name: str) -> bool:
-    return name.lower().endswith((".tar", *_COMPRESSED_NAMES)) and not is_indexed(name) and not is_no_data(name)
-
-
-def _passed_over(found: Sequence[ShardSamples], tars: Iterable[str]) -> dict[str, Any]:
-    """What was not read, as an index records it; nothing if there is nothing."""
+def _passed_over(found: Sequence[ShardSamples], files: Iterable[str]) -> dict[str, Any]:
+    """Return what was not read, as an index records it; an empty mapping if all was read."""
     alone, unread = PassedOver(), sum((samples.unread for samples in found), Counter[str]())
-    for name in tars:
-        alone.add(name)
+    for name in sorted(files):
+        is_tar = name.lower().endswith((".tar", *_COMPRESSED_NAMES))
+        if is_tar and not is_indexed(name) and not is_no_data(name):
+            alone.add(name)
     alone.extend(samples.alone for samples in found)
     return {PASSED_OVER: {**asdict(alone), "unread": dict(unread)}} if alone or unread else {}
 
 
-def _decoded(content: bytes) -> str:
+def _class_names(content: bytes) -> tuple[str, ...]:
+    """Return the names of the classes in a `classes.txt`, a line each."""
     try:
-        return content.decode("utf-8")
+        names = content.decode("utf-8").splitlines()
     except UnicodeDecodeError as error:
         raise ShardIndexError(f"{CLASSES_NAME} is no UTF-8, at byte {error.start:,}. Write it as UTF-8.") from error
-
-
-def class_names(text: str) -> tuple[str, ...]:
-    """Return the names of the classes in the text of a `classes.txt`, a line each.
-
-    Raises:
-        ShardIndexError: a line between others is blank.
-    """
-    names = text.splitlines()
     while names and not names[-1].strip():
         names.pop()
     blank = next((number for number, name in enumerate(names, 1) if not name.strip()), None)
@@ -483,7 +465,16 @@ def class_names(text: str) -> tuple[str, ...]:
 def _numbers(shard: str, samples: ShardSamples, classes: tuple[str, ...]) -> NDArray[np.int32]:
     """Return the labels of a shard as places of classes."""
     labels = samples.labels
-    _refuse_ambiguous(shard, labels, classes)
+    # Refuse numbers that may be places of classes, or names of others: of the classes 1, 10 and 2, what is 1?
+    named = {number: place for place, name in enumerate(classes) if isinstance(number := _label(name), int)}
+    unclear = next((label for label in labels if isinstance(label, int) and named.get(label, label) != label), None)
+    if unclear is not None:
+        raise ShardIndexError(
+            f"{shard}: the label {unclear} may be the place of a class in {CLASSES_NAME}, counted from 0, or the class "
+            f"of that name, at place {named[unclear]}. If the labels are places, rename the classes: "
+            f"sed -i 's/^/class /' {CLASSES_NAME}. If they are names, "
+            "write the place of its class into each .cls file, and rename them."
+        )
     places = {name: number for number, name in enumerate(classes)}
     numbers = [label if isinstance(label, int) else places.get(label, -1) for label in labels]
     most = len(classes) if classes else 2**31
@@ -503,16 +494,3 @@ def _numbers(shard: str, samples: ShardSamples, classes: tuple[str, ...]) -> NDA
                 f"{_shown(repr(samples.others[place]))}. Correct one of them, or remove the .json files."
             )
     return np.array(numbers, np.int32)
-
-
-def _refuse_ambiguous(shard: str, labels: Sequence[int | str], classes: tuple[str, ...]) -> None:
-    """Refuse numbers that may be places of classes, and names of others: of the classes 1, 10 and 2, what is 1?"""
-    named = {number: place for place, name in enumerate(classes) if isinstance(number := _label(name), int)}
-    unclear = next((label for label in labels if isinstance(label, int) and named.get(label, label) != label), None)
-    if unclear is not None:
-        raise ShardIndexError(
-            f"{shard}: the label {unclear} may be the place of a class in {CLASSES_NAME}, counted from 0, or the class "
-            f"of that name, at place {named[unclear]}. If the labels are places, rename the classes: "
-            f"sed -i 's/^/class /' {CLASSES_NAME}. If they are names, "
-            "write the place of its class into each .cls file, and rename them."
-        )

@@ -22,6 +22,7 @@ from azureml_strategy.data.sampler import (
     ResumableLoader,
     ResumableSampler,
     global_seed,
+    loader_options,
     replica,
     require,
 )
@@ -40,9 +41,6 @@ from azureml_strategy.data.tokens import (
 
 if TYPE_CHECKING:
     from azureml_strategy.data.readers import ShardReader
-
-# Seconds that a worker may take for one batch. A mount that stopped answering must end the run, not stall it forever.
-_BATCH_TIMEOUT = 600
 
 
 class SequenceSampler(ResumableSampler):
@@ -96,7 +94,62 @@ def count_tokens(batch: tuple[Tensor, Tensor] | Mapping[str, Tensor]) -> int:
     return batch["input_ids"].numel() if isinstance(batch, Mapping) else batch[0].numel()
 
 
-class TextDataModule(LightningDataModule):
+class TokenDataModule(LightningDataModule):
+    """What the data modules of text and of conversations have in common.
+
+    Args:
+        noun: what a sample is called in messages, in the plural.
+        others: see the data modules.
+    """
+
+    def __init__(
+        self,
+        noun: str,
+        root: str | os.PathLike[str] | None,
+        input_name: str | None,
+        pattern: str,
+        sequence_length: int,
+        batch_size: int,
+        num_workers: int,
+        validation_fraction: float,
+        cache: str | os.PathLike[str],
+    ) -> None:
+        super().__init__()
+        require("sequence_length", sequence_length, sequence_length >= 1, "1 or more tokens")
+        require("batch_size", batch_size, batch_size >= 1, f"1 or more: {noun} a step and process")
+        require("num_workers", num_workers, num_workers >= 0, "0 or more")
+        rule = "from 0 to less than 1"
+        require("validation_fraction", validation_fraction, 0 <= validation_fraction < 1, rule)
+        self.root, self.input_name, self.pattern = root, input_name, pattern
+        self.sequence_length, self.batch_size, self.num_workers = sequence_length, batch_size, num_workers
+        self.validation_fraction = validation_fraction
+        self.cache = Path(cache).expanduser()
+        self.vocab_size: int | None = None
+
+    @override
+    def val_dataloader(self) -> DataLoader[Any] | list[Any]:
+        """Return every validation sample once, in order; nothing if `validation_fraction` is 0."""
+        if not self.validation_fraction:
+            return []
+        samples = self._samples("val")
+        return PlannedLoader(
+            samples, sampler=EvaluationSampler(samples, *replica(self.trainer)), **self._loader_options()
+        )
+
+    @override
+    def test_dataloader(self) -> DataLoader[Any] | list[Any]:
+        """Return the same as for validation."""
+        return self.val_dataloader()
+
+    def _samples(self, part: str) -> Any:
+        """Return the data set of `train` or `val`."""
+        raise NotImplementedError
+
+    def _loader_options(self) -> dict[str, Any]:
+        return loader_options(self.trainer, self.batch_size, self.num_workers)
+
+
+class TextDataModule(TokenDataModule):
     """Sequences of tokens from text files, by default the source of Python's standard library on this machine.
 
     Batches are `(inputs, targets)`, int64 `(batch_size, sequence_length)` each: the target of a token is the next
@@ -143,23 +196,10 @@ class TextDataModule(LightningDataModule):
         validation_fraction: float = 0.05,
         cache: str | os.PathLike[str] = "~/.cache/azureml_strategy/text",
     ) -> None:
-        super().__init__()
-        require("sequence_length", sequence_length, sequence_length >= 1, "1 or more tokens")
-        require("batch_size", batch_size, batch_size >= 1, "1 or more: sequences a step and process")
-        require("num_workers", num_workers, num_workers >= 0, "0 or more")
-        rule = "from 0 to less than 1"
-        require("validation_fraction", validation_fraction, 0 <= validation_fraction < 1, rule)
-        self.root = root
-        self.input_name = input_name
-        self.pattern = pattern
+        shared = (root, input_name, pattern, sequence_length, batch_size, num_workers, validation_fraction, cache)
+        super().__init__("sequences", *shared)
         self.tokenizer = tokenizer
         self.end_of_text = end_of_text
-        self.sequence_length = sequence_length
-        self.batch_size = batch_size
-        self.num_workers = num_workers
-        self.validation_fraction = validation_fraction
-        self.cache = Path(cache).expanduser()
-        self.vocab_size: int | None = None
         self._files: TokenFiles | PackedText | None = None
 
     @override
@@ -177,9 +217,17 @@ class TextDataModule(LightningDataModule):
         """
         if self._files is None:
             packed = self._packed()
-            self._files = read_manifest(self._locate(write=False)) if packed is None else self._open(packed)
-            self._check_tokens(self._files)
-            self._check_same_everywhere(self._files)
+            files = self._files = read_manifest(self._locate(write=False)) if packed is None else self._open(packed)
+            needed = self.sequence_length + 1
+            validation = files.count("val") if self.validation_fraction else needed
+            for purpose, tokens in (("training", files.count("train")), ("validation", validation)):
+                if tokens < needed:
+                    raise CorpusError(
+                        f"The text has {tokens} tokens for {purpose}, fewer than one sequence of "
+                        f"{self.sequence_length} and the token after it. Set data.sequence_length={max(tokens - 1, 1)} "
+                        "or less, give more text, or change data.validation_fraction."
+                    )
+            self._check_same_everywhere(files)
 
     @override
     def teardown(self, stage: str) -> None:
@@ -195,7 +243,7 @@ class TextDataModule(LightningDataModule):
         Raises:
             CorpusError: there are fewer sequences than one batch on each replica.
         """
-        sequences = self._sequences("train")
+        sequences = self._samples("train")
         replicas, rank = replica(self.trainer)
         if len(sequences) < self.batch_size * replicas:
             raise CorpusError(
@@ -204,20 +252,7 @@ class TextDataModule(LightningDataModule):
                 f"data.batch_size={len(sequences) // replicas} or less, or use fewer processes."
             )
         sampler = SequenceSampler(sequences, replicas, rank, global_seed())
-        return ResumableLoader(sequences, sampler=sampler, **self._reading())
-
-    @override
-    def val_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]] | list[Any]:
-        """Return every validation sequence once, in order; nothing if `validation_fraction` is 0."""
-        if not self.validation_fraction:
-            return []
-        sequences = self._sequences("val")
-        return PlannedLoader(sequences, sampler=EvaluationSampler(sequences, *replica(self.trainer)), **self._reading())
-
-    @override
-    def test_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]] | list[Any]:
-        """Return the same as for validation."""
-        return self.val_dataloader()
+        return ResumableLoader(sequences, sampler=sampler, **self._loader_options())
 
     def open_reader(self, address: str) -> ShardReader:
         """Open a packed set: a folder, or an address in Blob Storage, which is kept in `cache` as it is read."""
@@ -263,35 +298,12 @@ class TextDataModule(LightningDataModule):
             write_tokens(folder, corpus, tokenizer, self.validation_fraction)
         return folder
 
-    def _sequences(self, part: str) -> TokenSequences | ShardedTokens:
+    @override
+    def _samples(self, part: str) -> TokenSequences | ShardedTokens:
         assert self._files is not None, "setup() opens the tokens"
         if isinstance(self._files, PackedText):
             return ShardedTokens(self._files.readers[part], self.sequence_length)
         return TokenSequences(self._files.path(part), self._files.dtype, self.sequence_length)
-
-    def _reading(self) -> dict[str, Any]:
-        trainer = self.trainer
-        on_gpu = trainer.strategy.root_device.type == "cuda" if trainer is not None else torch.cuda.is_available()
-        workers = self.num_workers > 0
-        return {
-            "batch_size": self.batch_size,
-            "num_workers": self.num_workers,
-            "pin_memory": on_gpu,
-            "persistent_workers": workers,
-            "timeout": _BATCH_TIMEOUT if workers else 0,
-        }
-
-    def _check_tokens(self, files: TokenFiles | PackedText) -> None:
-        needed = self.sequence_length + 1
-        validation = files.count("val") if self.validation_fraction else needed
-        parts = {"training": files.count("train"), "validation": validation}
-        for purpose, tokens in parts.items():
-            if tokens < needed:
-                raise CorpusError(
-                    f"The text has {tokens} tokens for {purpose}, fewer than one sequence of {self.sequence_length} "
-                    f"and the token after it. Set data.sequence_length={max(tokens - 1, 1)} or less, give more text, "
-                    "or change data.validation_fraction."
-                )
 
     def _check_same_everywhere(self, files: TokenFiles | PackedText) -> None:
         if self.trainer is None:

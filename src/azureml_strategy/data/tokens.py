@@ -7,7 +7,6 @@ import json
 import os
 import random
 import sysconfig
-import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -19,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from azureml_strategy.data.folders import resolve_root
+from azureml_strategy.data.folders import resolve_root, written_once
 from azureml_strategy.data.passed_over import PassedOver, is_no_data, warn
 from azureml_strategy.whole_reads import read_whole
 
@@ -69,10 +68,7 @@ def token_folder(cache: Path, corpus: Corpus, tokenizer: Tokenizer, validation_f
 
 
 def write_tokens(folder: Path, corpus: Corpus, tokenizer: Tokenizer, validation_fraction: float) -> None:
-    """Write the token files, all or nothing.
-
-    They are written beside the folder and renamed into place, so a killed process leaves no incomplete data set. If
-    several processes write at once, on any number of nodes, the first one wins and the others use its files.
+    """Write the token files, all or nothing, as `written_once` does.
 
     Args:
         folder: target; left as it is if it exists.
@@ -83,23 +79,16 @@ def write_tokens(folder: Path, corpus: Corpus, tokenizer: Tokenizer, validation_
     Raises:
         CorpusError: a document cannot be read, or none is left for training.
     """
-    if folder.is_dir():
-        return
-    parts = dict(zip(("train", "val"), corpus.split(validation_fraction), strict=True))
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".tokens-") as scratch:
-        written = Path(scratch) / folder.name
+    with written_once(folder, ".tokens-") as written:
+        if written is None:
+            return
+        parts = dict(zip(("train", "val"), corpus.split(validation_fraction), strict=True))
         written.mkdir()
         digest = hashlib.sha256()
         counts = {part: _write_part(written, part, paths, tokenizer, digest) for part, paths in parts.items()}
         facts = TokenFiles(folder, tokenizer.dtype.name, **counts, digest=digest.hexdigest())
         manifest = {name: value for name, value in asdict(facts).items() if name != "folder"}
         (written / _MANIFEST).write_text(json.dumps(manifest | {"root": str(corpus.root)}, indent=1))
-        try:
-            written.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # otherwise another process was first
-                raise
 
 
 def read_manifest(folder: Path) -> TokenFiles:
@@ -369,9 +358,13 @@ def _standard_library(folder: Path) -> Iterator[Path]:
 
 
 def _corpus(root: Path, found: Iterable[Path], pattern: str, others: PassedOver | None = None) -> Corpus:
-    files = sorted(path for path in found if path.is_file() and not _hidden(path.relative_to(root)))
+    files = []
+    for path in found:
+        hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
+        if path.is_file() and not hidden:
+            files.append(path)
     documents, empty = [], PassedOver()
-    for path in files:
+    for path in sorted(files):
         if path.stat().st_size:
             documents.append(path)
         else:
@@ -380,7 +373,3 @@ def _corpus(root: Path, found: Iterable[Path], pattern: str, others: PassedOver 
         seen = f"{len(files)} file(s) that match {pattern!r}, all of them empty" if files else f"no file {pattern!r}"
         raise CorpusError(f"{root} has {seen}. Give another folder, data.root=..., or data.pattern='*.md', say.")
     return Corpus(root, tuple(documents), others or PassedOver(), empty)
-
-
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)

@@ -34,7 +34,7 @@ def skeleton(record: ModelRecord) -> PreTrainedModel:
 
 
 def _without_code(config: Any) -> Any:
-    """A configuration without what names code to fetch and run: kernels of the hub, and classes of a repository."""
+    """Return a configuration without the keys that name code to run: kernels of the hub, classes of a repository."""
     if isinstance(config, list):
         return [_without_code(each) for each in config]
     if not isinstance(config, dict):
@@ -69,8 +69,14 @@ def whole(record: ModelRecord, weights: Mapping[str, Tensor], checkpoint: Path) 
         CheckpointFormatError: weights are missing or unknown, or tied ones differ.
     """
     model = skeleton(record)
-    _require_equal(tied_weights(model), record.prefix, weights, checkpoint)
-    return model, _assign(model, record.prefix, weights, set(tied_weights(model)), checkpoint)
+    tied, own = tied_weights(model), _below(record.prefix, weights)
+    for name, other in tied.items():
+        if name in own and other in own and not torch.equal(own[name], own[other]):
+            raise CheckpointFormatError(
+                f"{checkpoint} has different values in {name} and {other}, which the configuration ties. Set "
+                "tie_word_embeddings=False in the configuration that you train, if they are to differ."
+            )
+    return model, _assign(model, record.prefix, weights, set(tied), checkpoint)
 
 
 def adapted(
@@ -114,8 +120,17 @@ def adapted(
     wrapped = _wrapped(model, adapters)
     if merge and left_out:
         _require_same(wrapped, left_out, source or record.source, checkpoint)
-    own = _assign(wrapped, adapters.prefix, weights, left_out.keys() | _tied_in(wrapped, model), checkpoint)
-    return (_merged(wrapped, record) if merge else wrapped), own
+    inner = next(name for name, each in wrapped.named_modules() if each is model)
+    may_miss = left_out.keys() | {f"{inner}.{name}" for name in tied_weights(model)}
+    own = _assign(wrapped, adapters.prefix, weights, may_miss, checkpoint)
+    if not merge:
+        return wrapped, own
+    if len(wrapped.peft_config) > 1:
+        raise CheckpointFormatError(
+            f"The model has {len(wrapped.peft_config)} adapters: {', '.join(wrapped.peft_config)}. Leave --merge out, "
+            "and merge those that you want by peft's add_weighted_adapter."
+        )
+    return wrapped.merge_and_unload(), own
 
 
 def _load_base(record: ModelRecord, base: BaseRecord, source: str) -> PreTrainedModel:
@@ -153,23 +168,6 @@ def _wrapped(model: PreTrainedModel, adapters: AdapterRecord) -> PeftModel:
     return wrapped
 
 
-def _merged(wrapped: PeftModel, record: ModelRecord) -> PreTrainedModel:
-    if len(wrapped.peft_config) > 1:
-        raise CheckpointFormatError(
-            f"The model has {len(wrapped.peft_config)} adapters: {', '.join(wrapped.peft_config)}. Leave --merge out, "
-            "and merge those that you want by peft's add_weighted_adapter."
-        )
-    merged: PreTrainedModel = wrapped.merge_and_unload()
-    return merged
-
-
-def _tied_in(wrapped: PeftModel, model: PreTrainedModel) -> set[str]:
-    """The names that tied weights have inside the wrapper."""
-    tied = tied_weights(model)
-    inner = next(name for name, each in wrapped.named_modules() if each is model)
-    return {f"{inner}.{name}" for name in tied}
-
-
 def _require_same(wrapped: PeftModel, sums: Mapping[str, int], source: str, checkpoint: Path) -> None:
     parameters = dict(wrapped.named_parameters(remove_duplicate=False))
     found = own_checksums({name: parameters[name] for name in sums if name in parameters})
@@ -180,17 +178,6 @@ def _require_same(wrapped: PeftModel, sums: Mapping[str, int], source: str, chec
             f"{len(different)} of {len(sums)} parameters differ, such as {different[0]}. Name the base that they were "
             "trained on: --model FOLDER"
         )
-
-
-def _require_equal(tied: Mapping[str, str], prefix: str, weights: Mapping[str, Tensor], checkpoint: Path) -> None:
-    """Check that tied weights, of which one is written, are equal."""
-    own = _below(prefix, weights)
-    for name, other in tied.items():
-        if name in own and other in own and not torch.equal(own[name], own[other]):
-            raise CheckpointFormatError(
-                f"{checkpoint} has different values in {name} and {other}, which the configuration ties. Set "
-                "tie_word_embeddings=False in the configuration that you train, if they are to differ."
-            )
 
 
 def _assign(

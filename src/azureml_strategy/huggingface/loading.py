@@ -142,11 +142,10 @@ def load_pretrained(
     dtype = dtype or _TYPES.get(loading.precision, torch.float32)
     cls = internals.class_for(model_class or AutoModelForCausalLM, config)
     with internals.float32_by_default():
-        model: PreTrainedModel = (
-            load_under_zero_3(cls, config, files, dtype)
-            if loading.way == "zero_3"
-            else _sketched(cls, config, files, dtype, found)
-        )
+        if loading.way == "zero_3":
+            model = load_under_zero_3(cls, config, files, dtype)
+        else:
+            model = _sketched(cls, config, files, dtype, found)
     setattr(model, _SOURCE, found)
     model.name_or_path = model.config.name_or_path = found.name
     if (found.folder / "generation_config.json").is_file() and model.can_generate():
@@ -240,7 +239,8 @@ def _configuration(auto: Any, source: Source, changes: dict[str, Any]) -> Any:
     return config
 
 
-def _sketched(cls: Any, config: Any, files: list[Path], dtype: torch.dtype, source: Source) -> Any:
+def _sketched(cls: Any, config: Any, files: list[Path], dtype: torch.dtype, source: Source) -> PreTrainedModel:
+    model: PreTrainedModel
     model, in_files, mismatched, unset = internals.sketch(cls, config, files, dtype)
     if mismatched:
         name, found, wanted = mismatched[0]

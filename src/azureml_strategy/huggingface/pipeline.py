@@ -1,8 +1,8 @@
 """A transformers model as a chain of layers that a pipeline cuts: embedding, blocks, norm, head.
 
 The layers are the module's own, under their own names. A stage runs views of them: the same parameters with another
-forward, which runs the model's own forward with that layer alone (`Shells`). The head runs in the user's step on the
-last stage, where the model's base gives what came out of the pipeline.
+forward, which runs the model's own forward with that layer alone (`PartRunner`). The head runs in the user's step on
+the last stage, where the model's base returns what came out of the pipeline.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from typing_extensions import override
 
-from azureml_strategy.huggingface.shells import Shells
+from azureml_strategy.huggingface.shells import PartRunner
 from azureml_strategy.huggingface.transformers_internals import (
     body,
     checkpoints_activations,
@@ -85,13 +85,13 @@ class ModelChain:
         name, model = _only_model(module, recomputing)
         self._module, self._model = module, model
         self._base = body(model)
-        self._shells = _shells(self._base, has_weights)
+        self._runner = _part_runner(self._base, has_weights)
         self._given: tuple[str, ...] = INPUTS[:1]
         base = next(each for each, layer in module.named_modules() if layer is self._base)
-        self._parts = {f"{base}.{part}": part for part in self._shells.parts}
+        self._parts = {f"{base}.{part}": part for part in self._runner.parts}
         heads = [each for each, layer in _beside(module, base) if has_weights(layer)]
         kinds = {
-            **{each: self._shells.parts[part] for each, part in self._parts.items()},
+            **{each: self._runner.parts[part] for each, part in self._parts.items()},
             **dict.fromkeys(heads, "head"),
         }
         ties = _ties({f"{name}.{one}": f"{name}.{other}" for one, other in tied_weights(model).items()}, kinds)
@@ -126,7 +126,7 @@ class ModelChain:
             f"mask and positions, so it cannot be cut into stages. {_ELSEWHERE}"
         )
         try:
-            fits = self._shells.check()
+            fits = self._runner.check()
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise UnfitModelError(words) from error
         if not fits:
@@ -198,7 +198,7 @@ class ModelChain:
             difference = _difference(_by_name(self._base, args, kwargs), inputs)
             if calls > 1 or difference:
                 raise UnfitModelError(self._wrong_call(step, difference or "a second time", inputs))
-            return self._shells.output(self._named(outputs))
+            return self._runner.output(self._named(outputs))
 
         self._base.forward = forward
         try:
@@ -220,7 +220,7 @@ class ModelChain:
 
     def _run(self, part: str, inputs: Any) -> Any:
         named = self._named(inputs)
-        states = self._shells.run(part, named)
+        states = self._runner.run(part, named)
         along = list(named.values())[1:]
         return (states, *along) if along else states
 
@@ -292,10 +292,10 @@ def _refusals(module: nn.Module, name: str, model: PreTrainedModel, recomputing:
         yield f"has {switch}=True in its configuration, but most layers are in other processes. Set it to False."
 
 
-def _shells(base: PreTrainedModel, has_weights: HasWeights) -> Shells:
+def _part_runner(base: PreTrainedModel, has_weights: HasWeights) -> PartRunner:
     plan = pipeline_plan(base)
     try:
-        return Shells(base, plan, has_weights)
+        return PartRunner(base, plan, has_weights)
     except (LookupError, ValueError) as error:
         raise UnfitModelError(
             f"{type(base).__name__} is not made of the parts {', '.join(plan)}, as its plan for pipelines says. "

@@ -1,10 +1,11 @@
 """Runs the parts of a transformers model one at a time, each by the model's own forward.
 
-A shell is a shallow copy of the model that has one part alone: the other blocks are missing, other parts hand on what
-they are given, and the hidden states of the part before come in as `inputs_embeds`. So no forward is written again, and
-masks and rotary embeddings are the model's own: each block computes them again from the attention mask and positions.
+A partial model is a shallow copy of the model that has only one part. The other blocks are missing, all other parts
+return what they are given, and the hidden states of the part before come in as `inputs_embeds`. So no forward is
+written again, and masks and rotary embeddings are the model's own: each block computes them again from the attention
+mask and positions.
 
-`check` shows that the parts together do what the whole model does.
+`check` shows that the parts together compute what the whole model computes.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class Shells:
-    """The parts of a model without a head, such as LlamaModel.
+class PartRunner:
+    """Runs the parts of a model without a head, such as LlamaModel.
 
     Args:
         base: the model.
@@ -46,7 +47,8 @@ class Shells:
         at = plan.index(self._blocks)
         self._tokens, self._embedding = plan[0], _groups(plan[:at], children, has_weights)
         self.parts = dict.fromkeys(self._embedding, "embedding")
-        self.parts |= {f"{self._blocks}.{index}": "block" for index in range(len(self._layers()))}
+        layers = cast(nn.ModuleList, base.get_submodule(self._blocks))
+        self.parts |= {f"{self._blocks}.{index}": "block" for index in range(len(layers))}
         self.parts |= dict.fromkeys(plan[at + 1 :], "norm")
         added = self._embedding.keys() - {self._tokens}
         self._neutral = {name: _Zero() if name in added else nn.Identity() for name in plan}
@@ -62,27 +64,24 @@ class Shells:
         owner, _, index = part.rpartition(".")
         if owner == self._blocks:
             block = self._base.get_submodule(part)
-            return self._states(self._shell({}, {int(index): block}), inputs)
+            return self._states(self._partial_model({}, {int(index): block}), inputs)
         real = {name: self._base.get_submodule(name) for name in self._embedding.get(part, [part])}
-        return self._states(self._shell(real, {}), inputs, embedded=part != self._tokens)
+        return self._states(self._partial_model(real, {}), inputs, embedded=part != self._tokens)
 
     def output(self, inputs: Mapping[str, Tensor]) -> Any:
         """Return what the model returns when hidden states leave its last part."""
-        return self._forward(self._shell({}, {}), inputs)
+        return self._forward(self._partial_model({}, {}), inputs)
 
-    def _layers(self) -> nn.ModuleList:
-        return cast(nn.ModuleList, self._base.get_submodule(self._blocks))
-
-    def _states(self, shell: PreTrainedModel, inputs: Mapping[str, Tensor], embedded: bool = True) -> Tensor:
-        states: Tensor = self._forward(shell, inputs, embedded).last_hidden_state
+    def _states(self, partial: PreTrainedModel, inputs: Mapping[str, Tensor], embedded: bool = True) -> Tensor:
+        states: Tensor = self._forward(partial, inputs, embedded).last_hidden_state
         return states
 
-    def _forward(self, shell: PreTrainedModel, inputs: Mapping[str, Tensor], embedded: bool = True) -> Any:
+    def _forward(self, partial: PreTrainedModel, inputs: Mapping[str, Tensor], embedded: bool = True) -> Any:
         first = {"inputs_embeds": inputs["input_ids"], "input_ids": None} if embedded else {}
-        # of the class: the model itself may have another one while a step runs
-        return type(shell).forward(shell, **{**inputs, **first}, use_cache=False)
+        # The forward of the class: while a step runs, the model itself may have another one.
+        return type(partial).forward(partial, **{**inputs, **first}, use_cache=False)
 
-    def _shell(
+    def _partial_model(
         self, parts: Mapping[str, nn.Module], blocks: Mapping[int, nn.Module], window: int | None = None
     ) -> PreTrainedModel:
         """Return a copy of the model with these parts and blocks alone.
@@ -92,48 +91,43 @@ class Shells:
             blocks: by their index in the model.
             window: replaces the length of a sliding window.
         """
-        shell = copy.copy(self._base)
+        partial = copy.copy(self._base)
         children = {**self._neutral, self._blocks: nn.ModuleList(blocks.values()), **parts}
-        vars(shell)["_modules"] = {**dict(self._base.named_children()), **children}
-        shell.config = self._config(list(blocks), window)
-        return shell
-
-    def _config(self, blocks: Sequence[int], window: int | None) -> Any:
-        config = copy.copy(self._base.config)
+        vars(partial)["_modules"] = {**dict(self._base.named_children()), **children}
+        config = partial.config = copy.copy(self._base.config)
         config.num_hidden_layers = len(blocks)
         if getattr(config, "layer_types", None) is not None:
             config.layer_types = [config.layer_types[index] for index in blocks]
         if window is not None and isinstance(getattr(config, "sliding_window", None), int):
             config.sliding_window = window
-        return config
+        return partial
 
     def check(self) -> bool:
-        """Return whether the shells of all parts together do what the whole model does.
+        """Return whether the partial models together compute what the whole model computes.
 
-        The whole forward runs with blocks that only note what they are given and return states of their own. Each
-        block's shell must give its block the same, and nothing else may change the states on their way. The blocks
-        must be in this process; their weights are not used.
+        The whole forward runs with blocks that only record their arguments and return prepared states. Each block's
+        partial model must give its block the same arguments, and nothing else may change the states on their way. The
+        blocks must be in this process; their weights are not used.
         """
-        with torch.no_grad():
-            return self._agree(*self._samples())
-
-    def _agree(self, inputs: Mapping[str, Tensor], states: Sequence[Tensor]) -> bool:
+        inputs, states = self._samples()
         numbers = range(len(states) - 1)
-        blocks = self._layers()
-        seen: list[Any] = []
-        noting = {each: _replaced(blocks[each], _Notes(seen, states[each + 1])) for each in numbers}
-        tokens = {self._tokens: _replaced(nn.Identity(), _Notes([], states[0]))}
-        last = self._states(self._shell(tokens, noting, _WINDOW), inputs, embedded=False)
-        whole, start = list(seen), self._states(self._shell(tokens, {}), inputs, embedded=False)
-        seen.clear()
-        for each in numbers:
-            self._states(self._shell({}, {each: noting[each]}, _WINDOW), {**inputs, "input_ids": states[each]})
-        unchanged = self._states(self._shell({}, {}), {**inputs, "input_ids": states[0]})
-        pairs = [(last, states[-1]), (start, states[0]), (unchanged, states[0]), (whole, seen)]
+        blocks = cast(nn.ModuleList, self._base.get_submodule(self._blocks))
+        calls: list[Any] = []
+        recording = {each: _replaced(blocks[each], _RecordedForward(calls, states[each + 1])) for each in numbers}
+        tokens = {self._tokens: _replaced(nn.Identity(), _RecordedForward([], states[0]))}
+        with torch.no_grad():
+            last = self._states(self._partial_model(tokens, recording, _WINDOW), inputs, embedded=False)
+            of_whole, start = list(calls), self._states(self._partial_model(tokens, {}), inputs, embedded=False)
+            calls.clear()
+            for each in numbers:
+                part = self._partial_model({}, {each: recording[each]}, _WINDOW)
+                self._states(part, {**inputs, "input_ids": states[each]})
+            unchanged = self._states(self._partial_model({}, {}), {**inputs, "input_ids": states[0]})
+        pairs = [(last, states[-1]), (start, states[0]), (unchanged, states[0]), (of_whole, calls)]
         return all(_equal(one, other) for one, other in pairs)
 
     def _samples(self) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """Two sequences of other lengths, and states before and after each block."""
+        """Return two sequences of unequal lengths, and states before and after each block."""
         buffers = (each for each in self._base.buffers() if not each.is_meta)
         device = next((each.device for each in buffers), torch.device("cpu"))
         shape = (2, 2 * _WINDOW)
@@ -147,25 +141,25 @@ class Shells:
         return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}, states
 
 
-_WINDOW = 4  # tokens; the samples are longer, so that blocks with and without a sliding window get other masks
+_WINDOW = 4  # tokens; the samples are longer, so that blocks with and without a sliding window get different masks
 
 
 class _Zero(nn.Module):
-    """Adds nothing: stands for an embedding that another shell adds."""
+    """Adds nothing. It replaces an embedding that another partial model adds."""
 
     @override
     def forward(self, *args: Any) -> Tensor:
         return torch.zeros(())  # without dimensions, so it changes neither dtype nor shape
 
 
-class _Notes:
-    """A forward that notes its arguments and returns always the same."""
+class _RecordedForward:
+    """A forward that records its arguments and always returns the same."""
 
-    def __init__(self, seen: list[Any], states: Tensor) -> None:
-        self._seen, self._states = seen, states
+    def __init__(self, calls: list[Any], states: Tensor) -> None:
+        self._calls, self._states = calls, states
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        self._seen.append((args, kwargs))
+        self._calls.append((args, kwargs))
         return self._states
 
 
@@ -189,11 +183,10 @@ def _replaced(layer: nn.Module, forward: Callable[..., Any]) -> nn.Module:
 
 
 def _equal(one: Any, other: Any) -> bool:
+    def same(one: Any, other: Any) -> bool:
+        if isinstance(one, Tensor) and isinstance(other, Tensor):
+            return one.dtype == other.dtype and torch.equal(one, other)
+        return bool(one == other)
+
     (mine, structure), (theirs, others) = tree_flatten(one), tree_flatten(other)
-    return structure == others and all(map(_same, mine, theirs))
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    return bool(one == other)
+    return structure == others and all(map(same, mine, theirs))

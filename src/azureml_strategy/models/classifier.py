@@ -88,9 +88,16 @@ class ImageClassifier(MeanOverLabels):
         self.save_hyperparameters(ignore=["network"], logger=False)
         memory_format = torch.channels_last if channels_last else torch.contiguous_format
         self.normalise = Normalisation(mean, std, memory_format)
-        self.network = _with_memory_format(network, memory_format)
+        # torch annotates this overload of Module.to for tensors of four dimensions only.
+        self.network: nn.Module = network.to(memory_format=memory_format)  # type: ignore[call-overload]
         if compile:
-            _compile_in_place(self.network)
+            # A call that starts in code of torch.nn is not traced: torch.compile would silently do nothing.
+            if type(self.network).forward.__module__.startswith("torch.nn."):
+                raise ValueError(
+                    f"compile=True has no effect on a bare {type(self.network).__name__}. Give a network of a class of "
+                    "your own, whose forward calls it, or leave compile=False."
+                )
+            self.network.compile()
         self.data_classes: int | None = None
 
     @override
@@ -216,18 +223,3 @@ class ImageClassifier(MeanOverLabels):
             # The value is already the same on every rank. The maximum of equal numbers is exact; their mean may be
             # rounded.
             self.log(f"{stage}/{name}", value, reduce_fx="max", sync_dist=True)
-
-
-def _compile_in_place(network: nn.Module) -> None:
-    if type(network).forward.__module__.startswith("torch.nn."):
-        # A call that starts in code of torch.nn is not traced: torch.compile would silently do nothing.
-        raise ValueError(
-            f"compile=True has no effect on a bare {type(network).__name__}. Give a network of a class of your own, "
-            "whose forward calls it, or leave compile=False."
-        )
-    network.compile()
-
-
-def _with_memory_format(network: nn.Module, memory_format: torch.memory_format) -> nn.Module:
-    # torch annotates this overload of Module.to for tensors of four dimensions only
-    return network.to(memory_format=memory_format)  # type: ignore[call-overload, no-any-return]

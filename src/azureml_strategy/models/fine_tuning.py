@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
-from torch.optim import AdamW
 from typing_extensions import override
 
 from azureml_strategy.huggingface.loading import load_pretrained
 from azureml_strategy.huggingface.losses import adds_to_loss, token_losses
 from azureml_strategy.huggingface.sources import PretrainedModelError
 from azureml_strategy.huggingface.tokens import IGNORED
-from azureml_strategy.models import optimizer as recipe
-from azureml_strategy.models.label_means import MeanOverLabels
+from azureml_strategy.models.language_model import NextTokenModule
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,7 +31,7 @@ _FLOPS_PER_WEIGHT = {False: 6.0, True: 4.0}
 _OWN = {"labels", "shift_labels", "num_items_in_batch", "use_cache"}
 
 
-class FineTuner(MeanOverLabels):
+class FineTuner(NextTokenModule):
     """A pretrained language model that learns from `TextDataModule` or `ChatDataModule`.
 
     Batches are pairs `(inputs, targets)`, or dictionaries with `input_ids`, `shift_labels` and `attention_mask`, all
@@ -99,7 +98,13 @@ class FineTuner(MeanOverLabels):
         if settings["activation_checkpointing"]:
             recompute: Any = model.gradient_checkpointing_enable
             recompute({"use_reentrant": False})
-        self._check_vocabulary(model.config.get_text_config().vocab_size)
+        tokens = getattr(getattr(self.trainer, "datamodule", None), "vocab_size", None)
+        rows = model.config.get_text_config().vocab_size
+        if tokens is not None and tokens > rows:
+            raise PretrainedModelError(
+                f"The tokenizer of the data has {tokens} tokens, but {settings['path']} has embeddings for {rows}: "
+                f"it is another model's. Write data.tokenizer={settings['path']}."
+            )
         self._weights = sum(getattr(each, "ds_numel", each.numel()) for each in model.parameters())
         self.model = self._with_adapters(model) if settings["lora_rank"] else model
 
@@ -127,33 +132,13 @@ class FineTuner(MeanOverLabels):
         return self.for_step(loss)
 
     @override
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self._log_loss("val", batch)
-
-    @override
-    def on_validation_epoch_end(self) -> None:
-        self._log_perplexity("val")
-
-    @override
-    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self._log_loss("test", batch)
-
-    @override
-    def on_test_epoch_end(self) -> None:
-        self._log_perplexity("test")
+    def evaluation_loss(self, batch: Mapping[str, Tensor]) -> Tensor:
+        return self._losses(batch, _tokens(batch))[1]
 
     @override
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """Return AdamW, with a learning rate that changes at every step."""
-        settings = self.hparams
-        rate = settings["learning_rate"] or _RATES[bool(settings["lora_rank"])]
-        groups = recipe.decay_groups(self, settings["weight_decay"])
-        adamw = AdamW(groups, lr=rate, betas=(settings["beta1"], settings["beta2"]))
-        total = recipe.total_steps(self.trainer)
-        return {
-            "optimizer": adamw,
-            "lr_scheduler": recipe.warmup_cosine_schedule(adamw, settings["warmup_steps"], total),
-        }
+        return self.adamw(self.hparams["learning_rate"] or _RATES[bool(self.hparams["lora_rank"])])
 
     def training_flops(self, batch: Mapping[str, Tensor]) -> float:
         """Floating-point operations of a forward and backward pass on a batch, without attention's own.
@@ -190,34 +175,13 @@ class FineTuner(MeanOverLabels):
 
         They are one tensor if the model adds nothing to the cross-entropy.
         """
-        if not adds_to_loss(self._pretrained):
-            loss = self._loss(batch, tokens)
-            return loss, loss
-        with token_losses(self._pretrained) as entropies:
-            loss = self._loss(batch, tokens)
-        return loss, entropies[-1]
-
-    def _loss(self, batch: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
-        """Return the model's loss: the sum of those of a batch's tokens, divided by `tokens`, and what it adds."""
         labels = batch["shift_labels"]
-        outputs = self.model(
-            **self._inputs(batch), labels=labels, shift_labels=labels, num_items_in_batch=tokens, use_cache=False
-        )
+        with token_losses(self._pretrained) if adds_to_loss(self._pretrained) else nullcontext() as entropies:
+            outputs = self.model(
+                **self._inputs(batch), labels=labels, shift_labels=labels, num_items_in_batch=tokens, use_cache=False
+            )
         loss: Tensor = outputs.loss
-        return loss
-
-    def _log_loss(self, stage: str, batch: Mapping[str, Tensor]) -> None:
-        # Average over batches and ranks, weighted by their tokens: exact, whatever their sizes.
-        tokens = (batch["shift_labels"] != IGNORED).sum()
-        # Lightning's own strategies average these weights over the ranks in whole numbers, so they must divide.
-        weight = int(tokens) * self.trainer.world_size
-        _, entropy = self._losses(batch, _tokens(batch))
-        self.log(f"{stage}/loss", entropy, batch_size=weight, sync_dist=True)
-
-    def _log_perplexity(self, stage: str) -> None:
-        loss = self.trainer.callback_metrics[f"{stage}/loss"]
-        # The value is already the same on every rank. The maximum of equal numbers is exact; their mean may be rounded.
-        self.log(f"{stage}/perplexity", loss.exp(), reduce_fx="max", sync_dist=True)
+        return loss, loss if entropies is None else entropies[-1]
 
     def _with_adapters(self, model: PreTrainedModel) -> Any:
         import peft
@@ -231,7 +195,15 @@ class FineTuner(MeanOverLabels):
             target_modules=settings["lora_targets"],
             task_type="CAUSAL_LM",
         )
-        self._warn_of_unused_targets([name for name, _ in model.named_modules()])
+        targets = settings["lora_targets"]
+        names = [] if isinstance(targets, str) else list(targets)
+        layers = [f".{name}" for name, _ in model.named_modules()]
+        unused = [name for name in names if not any(layer.endswith(f".{name}") for layer in layers)]
+        if 0 < len(unused) < len(names):  # peft refuses targets only if none of them names a layer
+            rank_zero_warn(
+                f"{len(unused)} of {len(names)} names in model.lora_targets are of no layer of {settings['path']}, "
+                f"and no adapters are added for them: {', '.join(unused)}."
+            )
         try:
             return peft.get_peft_model(model, config)
         except ValueError as error:
@@ -240,26 +212,6 @@ class FineTuner(MeanOverLabels):
                 f"model.lora_targets={settings['lora_targets']} names no layer of {settings['path']}: {error} Its "
                 f"linear layers are {', '.join(linear)}; all-linear takes all but the last."
             ) from error
-
-    def _warn_of_unused_targets(self, layers: Sequence[str]) -> None:
-        """Name the targets that peft passes over, as it refuses them only if none names a layer."""
-        targets = self.hparams["lora_targets"]
-        names = [] if isinstance(targets, str) else list(targets)
-        unused = [name for name in names if not any(f".{layer}".endswith(f".{name}") for layer in layers)]
-        if 0 < len(unused) < len(names):
-            rank_zero_warn(
-                f"{len(unused)} of {len(names)} names in model.lora_targets are of no layer of {self.hparams['path']}, "
-                f"and no adapters are added for them: {', '.join(unused)}."
-            )
-
-    def _check_vocabulary(self, rows: int) -> None:
-        """Check that the model has an embedding for each token of the data."""
-        tokens = getattr(getattr(self.trainer, "datamodule", None), "vocab_size", None)
-        if tokens is not None and tokens > rows:
-            raise PretrainedModelError(
-                f"The tokenizer of the data has {tokens} tokens, but {self.hparams['path']} has embeddings for {rows}: "
-                f"it is another model's. Write data.tokenizer={self.hparams['path']}."
-            )
 
 
 def forward_arguments(model: PreTrainedModel) -> set[str]:

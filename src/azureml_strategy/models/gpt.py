@@ -258,13 +258,14 @@ class Block(nn.Module):
     @override
     def forward(self, hidden: Tensor) -> Tensor:
         """Map `(N, T, width)` to `(N, T, width)`."""
-        if self.checkpointed and torch.is_grad_enabled():
-            return cast(Tensor, checkpoint(self._forward, hidden, use_reentrant=False))
-        return self._forward(hidden)
 
-    def _forward(self, hidden: Tensor) -> Tensor:
-        hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden)))
-        return cast(Tensor, hidden + self.dropout(self.mlp(self.mlp_norm(hidden))))
+        def compute(hidden: Tensor) -> Tensor:
+            hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden)))
+            return cast(Tensor, hidden + self.dropout(self.mlp(self.mlp_norm(hidden))))
+
+        if self.checkpointed and torch.is_grad_enabled():
+            return cast(Tensor, checkpoint(compute, hidden, use_reentrant=False))
+        return compute(hidden)
 
 
 def gpt_layers(config: GPTConfig, seed: int) -> list[ChainLayer]:

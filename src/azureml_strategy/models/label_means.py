@@ -29,19 +29,20 @@ class MeanOverLabels(LightningModule):
 
     Strategies average gradients over ranks, pipelines over micro-batches, and Lightning over accumulated batches. Each
     of these means counts a batch with few labels as much as one with many. So a step divides its sum of losses by the
-    mean number of labels of a rank. Of accumulated batches the numbers are known no earlier than with the last one;
-    their losses are divided by the first one's number, and the gradients are put right before they are clipped.
+    mean number of labels of a rank. For accumulated batches, the total is known only with the last one. So their losses
+    are divided by the first one's number, and the gradients are scaled to the right mean before they are clipped.
 
     In an evaluation, the samples that torch's DistributedSampler repeats to fill up the shares of the ranks are given
     the label -100, so that each sample counts once.
     """
 
-    # Mean number of labels of a rank in this batch, or of one of its micro-batches, to divide by, thus not 0; None
-    # outside of a Trainer.
+    # Mean number of labels of a rank in this batch, or in one of its micro-batches. Losses are divided by it, so it is
+    # never 0. None outside of a Trainer.
     _mean_labels: Tensor | None = None
-    # The same, and 0 where there is no label.
+    # The same number, but 0 where there is no label.
     _counted = torch.zeros(())
-    # Of accumulated batches: what losses are divided by, the sum, and how many. None outside of an accumulation.
+    # Of accumulated batches: the number that losses are divided by, the sum of all numbers, and the number of batches.
+    # None outside of an accumulation.
     _accumulated: tuple[Tensor, Tensor, int] | None = None
     _rows_before = 0
     _began_batch = False  # whether the hook of this class ran
@@ -78,10 +79,13 @@ class MeanOverLabels(LightningModule):
             raise self._without_super("on_train_batch_start", "batch, batch_idx", "counts the labels of all ranks")
 
     def for_step(self, loss: Tensor) -> Tensor:
-        """Weigh the loss of a batch, a sum divided by the mean number of labels, among the accumulated batches."""
+        """Weigh the loss of one of several accumulated batches: a sum divided by the batch's mean number of labels."""
         mean = self._mean_labels
-        if mean is None or self.trainer.accumulate_grad_batches == 1 or not self._can_scale:
+        if mean is None or self.trainer.accumulate_grad_batches == 1:
             return loss
+        strategy = self.trainer.strategy
+        if isinstance(strategy, DeepSpeedStrategy) and not isinstance(strategy, AveragesGradients):
+            return loss  # Lightning's own strategy gives no access to its gradients, so they cannot be put right
         first, total, batches = self._accumulated or (mean, torch.zeros_like(mean), 0)
         if batches >= self.trainer.accumulate_grad_batches:
             raise self._without_super("on_after_backward", "", "weighs accumulated batches by their labels")
@@ -104,13 +108,17 @@ class MeanOverLabels(LightningModule):
 
     @override
     def on_after_backward(self) -> None:
-        if self._accumulated is None or not self._ends_step:
+        if self._accumulated is None:
+            return
+        strategy = self.trainer.strategy
+        ends_step = strategy.ends_step() if isinstance(strategy, AveragesGradients) else not accumulates(self.trainer)
+        if not ends_step:
             return
         (first, total, batches), self._accumulated = self._accumulated, None
-        # Of fewer batches, at the end of an epoch, Lightning makes a step that is as much smaller, and so does this.
+        # At the end of an epoch, fewer batches may be accumulated. Lightning's step is smaller then, and so is this.
         factor = batches * first / at_least_one(total, self.trainer)
-        if isinstance(self.trainer.strategy, AveragesGradients):
-            self.trainer.strategy.scale_gradients(factor)
+        if isinstance(strategy, AveragesGradients):
+            strategy.scale_gradients(factor)
             return
         for parameter in self.parameters():
             if parameter.grad is not None:
@@ -125,17 +133,6 @@ class MeanOverLabels(LightningModule):
     def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         if _is_ours(type(self).test_step):
             self._ignore_repeated(batch, batch_idx, self.trainer.test_dataloaders, dataloader_idx)
-
-    @property
-    def _can_scale(self) -> bool:
-        """Whether gradients can be put right. Lightning's own strategy for DeepSpeed keeps them to itself."""
-        strategy = self.trainer.strategy
-        return isinstance(strategy, AveragesGradients) or not isinstance(strategy, DeepSpeedStrategy)
-
-    @property
-    def _ends_step(self) -> bool:
-        strategy = self.trainer.strategy
-        return strategy.ends_step() if isinstance(strategy, AveragesGradients) else not accumulates(self.trainer)
 
     def _without_super(self, hook: str, arguments: str, does: str) -> MisconfigurationException:
         name = type(self).__name__
@@ -163,9 +160,9 @@ def _counts(labels: Any) -> bool:
 
 
 def _samples_read_once(loader: Any) -> int | None:
-    """The number of samples that a rank reads before those it repeats; None if it repeats none, or who knows which.
+    """Return how many samples a rank reads before it repeats some; None if it repeats none, or that is not known.
 
-    Lightning gives torch's DistributedSampler to a loader that has none. It puts the first samples once more behind the
+    Lightning gives torch's DistributedSampler to a loader that has no sampler. It repeats the first samples behind the
     last ones.
     """
     sampler = getattr(loader, "sampler", None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import cast
+from typing import Any, cast
 
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
@@ -21,7 +21,54 @@ from azureml_strategy.sequence_parallel import SequenceGroup
 Batch = tuple[Tensor, Tensor]
 
 
-class LanguageModel(MeanOverLabels):
+class NextTokenModule(MeanOverLabels):
+    """The evaluation and the optimizer of modules that learn to predict each next token."""
+
+    def evaluation_loss(self, batch: Any) -> Tensor:
+        """Return the mean cross-entropy over the tokens of a batch."""
+        raise NotImplementedError
+
+    @override
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._log_loss("val", batch)
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        self._log_perplexity("val")
+
+    @override
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self._log_loss("test", batch)
+
+    @override
+    def on_test_epoch_end(self) -> None:
+        self._log_perplexity("test")
+
+    def adamw(self, learning_rate: float, eps: float = 1e-8) -> OptimizerLRSchedulerConfig:
+        """Return AdamW, with a learning rate that changes at every step."""
+        settings = self.hparams
+        groups = recipe.decay_groups(self, settings["weight_decay"])
+        adamw = AdamW(groups, lr=learning_rate, betas=(settings["beta1"], settings["beta2"]), eps=eps)
+        total = recipe.total_steps(self.trainer)
+        return {
+            "optimizer": adamw,
+            "lr_scheduler": recipe.warmup_cosine_schedule(adamw, settings["warmup_steps"], total),
+        }
+
+    def _log_loss(self, stage: str, batch: Any) -> None:
+        # Average over batches and ranks, weighted by their tokens: exact, whatever their sizes.
+        tokens = int((self.labels_of(batch) != IGNORED).sum())
+        # Lightning's own strategies average these weights over the ranks in whole numbers, so they must divide.
+        weight = tokens * self.trainer.world_size
+        self.log(f"{stage}/loss", self.evaluation_loss(batch), batch_size=weight, sync_dist=True)
+
+    def _log_perplexity(self, stage: str) -> None:
+        loss = self.trainer.callback_metrics[f"{stage}/loss"]
+        # The value is already the same on every rank. The maximum of equal numbers is exact; their mean may be rounded.
+        self.log(f"{stage}/perplexity", loss.exp(), reduce_fx="max", sync_dist=True)
+
+
+class LanguageModel(NextTokenModule):
     """A GPT that learns to predict each next token.
 
     Batches are `(inputs, targets)`, both int64 `(N, T)`: the target of a token is the next token, and a target of -100
@@ -118,7 +165,12 @@ class LanguageModel(MeanOverLabels):
             ValueError: the data has more tokens than the network, or longer sequences.
         """
         data = getattr(self.trainer, "datamodule", None)
-        self._check_vocabulary(getattr(data, "vocab_size", None))
+        tokens = getattr(data, "vocab_size", None)
+        if tokens is not None and tokens > self.network.vocab_size:
+            raise ValueError(
+                f"The network has {self.network.vocab_size} tokens, but the tokenizer has {tokens}, and those beyond "
+                f"would have no embedding. Set model.network.vocab_size={tokens} or more."
+            )
         self._check_length(getattr(data, "sequence_length", None))
 
     @override
@@ -138,33 +190,13 @@ class LanguageModel(MeanOverLabels):
         return self.weighed(loss, targets)
 
     @override
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self._log_loss("val", batch)
-
-    @override
-    def on_validation_epoch_end(self) -> None:
-        self._log_perplexity("val")
-
-    @override
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
-        self._log_loss("test", batch)
-
-    @override
-    def on_test_epoch_end(self) -> None:
-        self._log_perplexity("test")
+    def evaluation_loss(self, batch: Batch) -> Tensor:
+        return self._loss(batch)
 
     @override
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """Return AdamW, with a learning rate that changes at every step."""
-        settings = self.hparams
-        groups = recipe.decay_groups(self, settings["weight_decay"])
-        betas = (settings["beta1"], settings["beta2"])
-        adamw = AdamW(groups, lr=settings["learning_rate"], betas=betas, eps=settings["eps"])
-        total = recipe.total_steps(self.trainer)
-        return {
-            "optimizer": adamw,
-            "lr_scheduler": recipe.warmup_cosine_schedule(adamw, settings["warmup_steps"], total),
-        }
+        return self.adamw(self.hparams["learning_rate"], self.hparams["eps"])
 
     def _loss(self, batch: Batch) -> Tensor:
         inputs, targets = self.pipeline_batch(batch)
@@ -187,24 +219,6 @@ class LanguageModel(MeanOverLabels):
         for layer in self.layers:
             states = layer(states)
         return states
-
-    def _log_loss(self, stage: str, batch: Batch) -> None:
-        # Average over batches and ranks, weighted by their tokens: exact, whatever their sizes.
-        tokens = int((batch[1] != IGNORED).sum())
-        # Lightning's own strategies average these weights over the ranks in whole numbers, so they must divide.
-        self.log(f"{stage}/loss", self._loss(batch), batch_size=tokens * self.trainer.world_size, sync_dist=True)
-
-    def _log_perplexity(self, stage: str) -> None:
-        loss = self.trainer.callback_metrics[f"{stage}/loss"]
-        # The value is already the same on every rank. The maximum of equal numbers is exact; their mean may be rounded.
-        self.log(f"{stage}/perplexity", loss.exp(), reduce_fx="max", sync_dist=True)
-
-    def _check_vocabulary(self, tokens: int | None) -> None:
-        if tokens is not None and tokens > self.network.vocab_size:
-            raise ValueError(
-                f"The network has {self.network.vocab_size} tokens, but the tokenizer has {tokens}, and those beyond "
-                f"would have no embedding. Set model.network.vocab_size={tokens} or more."
-            )
 
     def _check_length(self, length: int | None) -> None:
         if length is not None and length > self.network.context:

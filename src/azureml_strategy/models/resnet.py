@@ -80,7 +80,12 @@ class ResNet50(nn.Module):
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.flatten = nn.Flatten()
         self.fc = nn.Linear(2048, num_classes)
-        _initialise(self, zero_init_residual)
+        # As torchvision does: He et al. 2015 (https://arxiv.org/abs/1502.01852) by fan-out.
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            elif isinstance(module, Bottleneck) and zero_init_residual:
+                nn.init.zeros_(module.bn3.weight)
 
     @override
     def forward(self, images: Tensor) -> Tensor:
@@ -103,12 +108,3 @@ class ResNet50(nn.Module):
 def _stage(in_channels: int, channels: int, blocks: int, stride: int) -> nn.Sequential:
     first = Bottleneck(in_channels, channels, stride)
     return nn.Sequential(first, *(Bottleneck(channels * _EXPANSION, channels, 1) for _ in range(blocks - 1)))
-
-
-def _initialise(network: nn.Module, zero_init_residual: bool) -> None:
-    """Initialise as torchvision does: He et al. 2015 (https://arxiv.org/abs/1502.01852) by fan-out."""
-    for module in network.modules():
-        if isinstance(module, nn.Conv2d):
-            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-        elif isinstance(module, Bottleneck) and zero_init_residual:
-            nn.init.zeros_(module.bn3.weight)

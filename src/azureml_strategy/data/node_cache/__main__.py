@@ -1,7 +1,7 @@
 """Runs the cache server of a node: `python -m azureml_strategy.data.node_cache SETTINGS`, which the first client does.
 
-The process that was started ends as soon as clients can connect, with status 0; the server is its child, which no
-training waits for. What goes wrong before that is on standard error, and the status is 1.
+The process that was started ends with status 0 as soon as clients can connect. The server is its child, which no
+training waits for. If something goes wrong before that, it is on standard error, and the status is 1.
 """
 
 from __future__ import annotations
@@ -18,41 +18,41 @@ from pathlib import Path
 def main() -> int:
     """Start the server, unless another process was faster."""
     settings = json.loads(sys.argv[1])
-    # A connection for each worker of the node and each set, and files of the cache. The limit is often 1,024.
+    # The server has a connection for each worker of the node and each set, and open files of the cache. The limit is
+    # often 1,024.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    ready, tell = os.pipe()
+    ready, ready_writer = os.pipe()
     if os.fork():
-        os.close(tell)
+        os.close(ready_writer)
         return 0 if os.read(ready, 1) else 1
     os.close(ready)
-    _run(settings, tell)
+    _run(settings, ready_writer)
     return 0
 
 
-def _run(told: dict[str, object], tell: int) -> None:
-    from azureml_strategy.data.node_cache.protocol import QUEUE, CacheSettings, meeting
+def _run(options: dict[str, object], ready_writer: int) -> None:
+    from azureml_strategy.data.node_cache.protocol import QUEUE, CacheSettings, server_paths
     from azureml_strategy.data.node_cache.server import serve
 
-    folder = Path(str(told["folder"])) if told["folder"] else None
-    place = meeting(folder)
-    lock = os.open(place.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    def started() -> None:
+        os.write(ready_writer, b".")
+        os.close(ready_writer)
+
+    folder = Path(str(options["folder"])) if options["folder"] else None
+    paths = server_paths(folder)
+    lock = os.open(paths.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        os.write(tell, b".")
+        os.write(ready_writer, b".")
         return
-    place.socket.unlink(missing_ok=True)  # of a server that was killed
+    paths.socket.unlink(missing_ok=True)  # of a server that was killed
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
-        listening.bind(str(place.socket))
+        listening.bind(str(paths.socket))
         listening.listen(QUEUE)
-        settings = CacheSettings(folder, int(str(told["limit"])), int(str(told["block_bytes"])))
-        serve(settings, place, listening, lambda: _tell(tell))
-
-
-def _tell(ready: int) -> None:
-    os.write(ready, b".")
-    os.close(ready)
+        settings = CacheSettings(folder, int(str(options["limit"])), int(str(options["block_bytes"])))
+        serve(settings, paths, listening, started)
 
 
 if __name__ == "__main__":

@@ -58,15 +58,12 @@ class BlockTable:
             | (self.start[blocks[1:]] - self.end[blocks[:-1]] > GAP)
         )
         for run in np.split(blocks, np.flatnonzero(apart) + 1):
-            yield from self._cut(run.tolist())
-
-    def _cut(self, run: list[int]) -> Iterator[tuple[int, int]]:
-        first = run[0]
-        for before, block in pairwise(run):
-            if self.end[block] - self.start[first] > RANGE:
-                yield first, before
-                first = block
-        yield first, run[-1]
+            first, last = int(run[0]), int(run[-1])
+            for before, block in pairwise(run.tolist()):
+                if self.end[block] - self.start[first] > RANGE:
+                    yield first, before
+                    first = block
+            yield first, last
 
 
 def make_blocks(index: ShardIndex, block_bytes: int) -> BlockTable:

@@ -10,7 +10,6 @@ import os
 import resource
 import shutil
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +22,7 @@ from azureml_strategy.data.shard_index import INDEX_NAME, ShardIndex, load_index
 from azureml_strategy.inside import is_private
 from azureml_strategy.whole_reads import read_range
 
-# Only folders with this file are ours. It tells the layout of the folder, and the size of its blocks.
+# Only folders with this file belong to the cache. It holds the layout of the folder, and the size of its blocks.
 MARKER = ".azureml-strategy-cache"
 _LAYOUT = 1
 _PRESENT, _USED = "present", "used"
@@ -76,7 +75,7 @@ class Files:
 
 
 class Shared(NamedTuple):
-    """What all processes of a node see of a set's blocks.
+    """Memory that all processes of a node share about a set's blocks.
 
     Attributes:
         present: uint8 `(blocks,)`, 1 where a block can be read from the cache.
@@ -88,8 +87,8 @@ class Shared(NamedTuple):
 
 
 def map_shared(folder: Path, blocks: int) -> Shared:
-    """Map what a set's folder in the cache tells of its blocks."""
-    # As plain arrays: numpy is several times slower with its own class for these.
+    """Map the files in a set's folder that all processes share."""
+    # As plain arrays: numpy is several times slower with its own class for mapped files.
     return Shared(
         np.asarray(np.memmap(folder / _PRESENT, np.uint8, "r+", shape=(blocks,))),
         np.asarray(np.memmap(folder / _USED, np.int64, "r+", shape=(blocks,))),
@@ -114,7 +113,7 @@ class CachedSet:
         self.shared = map_shared(folder, len(table))
         self._files = Files(folder, index.shards, os.O_RDWR | os.O_CREAT)
         self._taken = {shard: _taken(folder / shard_file(shard)) for shard in range(len(index.shards))}
-        # What is not shards, and does not grow.
+        # All but the shards, which does not grow.
         self._fixed = _taken_by_all(folder) - sum(self._taken.values())
         self.bytes = self._fixed + sum(self._taken.values())
 
@@ -124,7 +123,7 @@ class CachedSet:
         return (-(-end // _PAGE) - start // _PAGE) * _PAGE
 
     def write(self, block: int, content: memoryview) -> None:
-        """Write a block, and tell that it is there: in this order, so that nobody looks for what is not.
+        """Write a block, and then mark it as present: in this order, so that nobody reads it too early.
 
         Raises:
             OSError: the disk is full, or broken.
@@ -149,9 +148,9 @@ class CachedSet:
         return read_range(self._files[int(self._table.shard[block])], end - start, start)
 
     def remove(self, block: int) -> None:
-        """Tell that a block is not there, and free its pages but for those that others have a part of.
+        """Mark a block as absent, and free its pages but for those that it shares with other blocks.
 
-        A reader that has seen it before reads zeros now. The checksum tells.
+        A reader that saw the mark just before reads zeros now, and notices by the checksum.
 
         Raises:
             OSError: the disk is broken.
@@ -169,7 +168,7 @@ class CachedSet:
             self._count(shard)
 
     def _has_part(self, block: int, step: int, page: int) -> bool:
-        """Whether another block that is there, before or after this one, has a part of a page."""
+        """Whether another block that is present, before or after this one, has a part of a page."""
         table, other = self._table, block + step
         while 0 <= other < len(table) and table.shard[other] == table.shard[block]:
             if table.start[other] // _PAGE > page or (table.end[other] - 1) // _PAGE < page:
@@ -207,8 +206,8 @@ class CacheFolder:
         self.folder, self.limit = folder, limit - limit // _SLACK
         self.sets: dict[str, CachedSet] = {}
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Others may write to the folder, such as one below /tmp: what lies there may be a link of theirs.
-        # Kept open: it is ours until the process ends.
+        # Other users may write to the folder, such as one below /tmp: what lies there may be a link of theirs.
+        # The lock is kept open, and so held until the process ends.
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         self._lock = os.open(folder / f"{MARKER}.lock", flags, 0o600)
         try:
@@ -216,7 +215,8 @@ class CacheFolder:
         except BlockingIOError:
             raise OSError(errno.EBUSY, "another user, or a container, keeps its cache there already") from None
         _refuse_without_holes(folder)
-        self._old = {each: _taken_by_all(each) for each in _ours(folder)}
+        own = [path.parent for path in folder.glob(f"*/{MARKER}") if is_private(path.parent)]
+        self._old = {each: _taken_by_all(each) for each in own}
         self._own = folder.stat().st_blocks * 512
 
     @property
@@ -226,7 +226,7 @@ class CacheFolder:
 
     @property
     def free(self) -> int:
-        """Bytes that it may still take; what old sets take can be freed."""
+        """Bytes that it may still take. Old sets count as free: they can be removed."""
         return self.limit - self._own - sum(each.bytes for each in self.sets.values())
 
     def open_set(self, index: ShardIndex, table: BlockTable, digest: str, block_bytes: int) -> CachedSet:
@@ -245,7 +245,7 @@ class CacheFolder:
                 _make(folder, index, facts)
             os.utime(folder)
             self.sets[digest] = CachedSet(folder, index, table)
-            # The clock begins anew with the machine: what was read late before that would seem to be in use for ever.
+            # The clock begins again when the machine starts: times from before would lie in the future for long.
             used, now = self.sets[digest].shared.used, time.monotonic_ns()
             used[used > now] = now
         return self.sets[digest]
@@ -261,7 +261,7 @@ class CacheFolder:
 
 
 def _is_made(folder: Path, digest: str, facts: dict[str, int]) -> bool:
-    """Whether a set's folder is whole: after a power cut the end of each of its files may be lost."""
+    """Whether a set's folder is complete: after a power cut the end of each of its files may be lost."""
     blocks = facts["blocks"]
     try:
         made = json.loads((folder / MARKER).read_text()) == facts
@@ -279,7 +279,7 @@ def _make(folder: Path, index: ShardIndex, facts: dict[str, int]) -> None:
     folder.mkdir(mode=0o700)
     (folder / MARKER).write_text(json.dumps(facts))
     index.save(folder / INDEX_NAME)
-    # All of their bytes are there from the start: a process that writes to a mapped file on a full disk is killed.
+    # Their bytes are allocated from the start: a process that writes to a mapped file on a full disk is killed.
     _allocate(folder / _USED, 8 * facts["blocks"])
     _allocate(folder / _PRESENT, facts["blocks"])
 
@@ -290,16 +290,12 @@ def _allocate(path: Path, size: int) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a set. Its marker goes last, so that what is left of it, if this is interrupted, is known as ours."""
+    """Remove a set, its marker last: if this is interrupted, the rest is still recognized as part of the cache."""
     (folder / _PRESENT).unlink(missing_ok=True)
     for path in folder.iterdir():
         if path.name != MARKER:
             path.unlink()
     shutil.rmtree(folder)
-
-
-def _ours(folder: Path) -> Iterable[Path]:
-    return [path.parent for path in folder.glob(f"*/{MARKER}") if is_private(path.parent)]
 
 
 def _taken(path: Path) -> int:

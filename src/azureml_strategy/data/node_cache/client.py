@@ -28,12 +28,12 @@ from azureml_strategy.data.node_cache.cache_folder import Files, Shared, map_sha
 from azureml_strategy.data.node_cache.protocol import (
     CacheSettings,
     Frame,
-    Meeting,
     NodeCacheError,
+    ServerPaths,
     encode,
     map_counters,
-    meeting,
     receive_from,
+    server_paths,
 )
 from azureml_strategy.data.shard_index import RecordError, ShardIndex, check_record, load_index
 from azureml_strategy.data.storage import StorageError, is_remote
@@ -42,19 +42,19 @@ from azureml_strategy.whole_reads import read_range
 
 __all__ = ["CacheSettings", "NodeCache", "NodeCacheError"]
 
-# A server that says nothing for so long stands still; while it works it says so every 20 seconds.
+# A server that sends nothing for so long has stopped; while it works on a request it says so every 20 seconds.
 _PATIENCE_SECONDS = 600.0
-# A server that was killed is started again so often for one request.
+# How often a server that was killed is started again for one request.
 _STARTS = 3
 # A new server reads its libraries first, from a disk that may be slow on a new node.
 _START_SECONDS = 120.0
 # Bytes of records that one request asks for.
 _AT_ONCE = 64 << 20
-_LAST_WORDS = 2000
+_LOG_TAIL = 2000
 _ALIKE = 0.05
 
 _all: weakref.WeakSet[NodeCache]
-_left: list[IO[bytes]] = []
+_kept_after_fork: list[IO[bytes]] = []
 _count = itertools.count()
 
 
@@ -78,13 +78,14 @@ class NodeCache:
         self._settings = CacheSettings(folder, settings.limit, settings.block_bytes)
         self._address = address if is_remote(address) else str(Path(address).expanduser().resolve())
         self._own()
-        self._digest = ""  # a copy in a worker has that of the first: both read one version of the set
+        self._digest = ""  # copies in workers keep it, so that all of them read one version of the set
         self._begin()
         self._connected()
 
     def _own(self) -> None:
+        """Make this process the owner: the server lives as long as it, and counts what its workers read as its own."""
         self._owner = asdict(this_process(0, 0))
-        # What tells this object and its copies in workers from others.
+        # The name of this object and of its copies in workers, which no other object has.
         self._reader = f"{os.getpid()}-{next(_count)}"
 
     def _begin(self) -> None:
@@ -135,7 +136,7 @@ class NodeCache:
         return [found[place] for place in range(len(wanted))]
 
     def expect(self, numbers: NDArray[np.int64], following: NDArray[np.int64]) -> None:
-        """Tell which samples this rank will read, in order, so that they are fetched before.
+        """Announce which samples this rank will read, in order, so that they are fetched before they are needed.
 
         Args:
             numbers: of the pass that begins now.
@@ -149,11 +150,11 @@ class NodeCache:
             self._request({"ask": "expect", "length": len(numbers)}, self._expected[0].tobytes())
 
     def reached(self, position: int) -> None:
-        """Tell how many samples of this pass have been handed out. It costs some microseconds."""
+        """Announce how many samples of this pass have been handed out. It costs some microseconds."""
         with self._lock:
             link = self._link
             if link is None or link.pid != os.getpid() or link.has_ended():
-                try:  # so that a new server knows what to prefetch; what fails here fails again where it is told
+                try:  # so that a new server knows what to prefetch; the next read raises what fails here
                     link = self._connected()
                 except NodeCacheError:
                     return
@@ -191,8 +192,8 @@ class NodeCache:
             while absent or damaged:
                 asked = absent + damaged
                 frame = self._request({"ask": "read", "damaged": len(damaged)}, wanted[asked].tobytes())
-                there = self._from_answer(wanted, asked, frame, found)
-                absent, damaged = [], [*itertools.chain(*self._from_cache(self._connected(), wanted, there, found))]
+                cached = self._from_answer(wanted, asked, frame, found)
+                absent, damaged = [], [*itertools.chain(*self._from_cache(self._connected(), wanted, cached, found))]
             link = self._connected()
             link.counters[link.slot, 1] += len(places)
         except NodeCacheError as error:
@@ -201,7 +202,7 @@ class NodeCache:
     def _from_cache(
         self, link: _Link, wanted: NDArray[np.int64], places: list[int], found: dict[int, bytes | Exception]
     ) -> tuple[list[int], list[int]]:
-        """Read what is in the cache; return the places of what is not there, and of what is damaged there."""
+        """Read what is in the cache; return the places of the records that are absent, and of the damaged ones."""
         if link.cached is None or self._table is None:
             return places, []
         index, numbers = self.index, wanted[places]
@@ -209,7 +210,7 @@ class NodeCache:
         blocks = self._table.of[numbers]
         present = link.cached.present[blocks] != 0
         link.cached.used[blocks[present]] = time.monotonic_ns()
-        # Lists: one number of an array at a time costs a tenth of what the read itself does.
+        # Lists: to take numbers out of an array one by one costs a tenth of the time of the read itself.
         columns = (numbers, present, index.shard[numbers], index.length[numbers], index.offset[numbers])
         rows = zip(places, *(column.tolist() for column in columns), strict=True)
         for place, number, there, shard, length, offset in rows:
@@ -230,7 +231,7 @@ class NodeCache:
     def _from_answer(
         self, wanted: NDArray[np.int64], asked: list[int], frame: Frame, found: dict[int, bytes | Exception]
     ) -> list[int]:
-        """Take the records of an answer; return the places of those that are in the cache by now."""
+        """Take the records of an answer; return the places of those that are in the cache now."""
         there, at, payload = [], 0, memoryview(frame.payload)
         for row, (place, size) in enumerate(zip(asked, frame.header["sizes"], strict=True)):
             number = int(wanted[place])
@@ -244,7 +245,7 @@ class NodeCache:
         return there
 
     def _request(self, header: dict[str, Any], payload: bytes = b"") -> Frame:
-        """Ask the server, which is started again where it has ended.
+        """Send a request to the server. If it has ended, it is started again.
 
         Raises:
             NodeCacheError: it cannot answer, or ends again and again.
@@ -257,11 +258,11 @@ class NodeCache:
                 self.close()
         raise NodeCacheError(
             f"The cache server of this node has ended {_STARTS + 1} times while it was asked for `{header['ask']}`. "
-            f"{_last_words(link.place)}"
+            f"{_log_tail(link.paths)}"
         )
 
     def _connected(self) -> _Link:
-        """Return this process's connection, a new one where there is none."""
+        """Return this process's connection; connect if there is none."""
         link = self._link
         if link is not None and link.pid == os.getpid() and not link.has_ended():
             return link
@@ -283,12 +284,12 @@ class NodeCache:
             return link
         raise NodeCacheError(
             f"The cache server of this node has ended {_STARTS + 1} times while it opened {self._address}. "
-            f"{_last_words(meeting(self._settings.folder))}"
+            f"{_log_tail(server_paths(self._settings.folder))}"
         )
 
     def _open(self, link: _Link) -> None:
         own = self._owner["pid"] == os.getpid()
-        # The server was perhaps started by another job, with another account's variables.
+        # The server may have been started by another job, with another account's variables.
         environ = storage_variables(os.environ if is_remote(self._address) else {})
         who = {"owner": self._owner, "own": own, "reader": self._reader}
         asked = {"ask": "open", "address": self._address, "environ": environ, "known": self._digest, **who}
@@ -297,7 +298,7 @@ class NodeCache:
             raise NodeCacheError(
                 f"{self._address} is another set than when this training began: its index has changed. Start again."
             )
-        # A limit that was measured, as a share of what is free, differs a little from one process to the next.
+        # A limit that is a share of the free space differs a little from one process to the next.
         if own and facts["cached"] and abs(facts["limit"] - self._settings.limit) > _ALIKE * facts["limit"]:
             warnings.warn(
                 f"The cache in {self._settings.folder} is in use already with limit={facts['limit']}, which stays; "
@@ -318,15 +319,15 @@ class NodeCache:
 class _Link:
     """A process's connection to the server, and the files that it maps."""
 
-    def __init__(self, connection: tuple[socket.socket, Meeting]) -> None:
+    def __init__(self, connection: tuple[socket.socket, ServerPaths]) -> None:
         self.pid = os.getpid()
-        self._socket, self.place = connection
+        self._socket, self.paths = connection
         self._file: IO[bytes] = self._socket.makefile("rb")
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
         try:
-            self.counters = map_counters(self.place.slots)
-        except FileNotFoundError as error:  # a server takes them with it, and this one ends just now
+            self.counters = map_counters(self.paths.slots)
+        except FileNotFoundError as error:  # a server removes them when it ends, as this one does just now
             self._file.close()
             self._socket.close()
             raise ConnectionError("the server ends") from error
@@ -335,7 +336,7 @@ class _Link:
         self.files: Any = None
 
     def use(self, folder: Path, index: ShardIndex, blocks: int) -> None:
-        """Read from the cache, too."""
+        """Map the cache, so that records are read from it directly."""
         self.cached, self.files = map_shared(folder, blocks), Files(folder, index.shards, os.O_RDONLY)
 
     def request(self, header: dict[str, Any], payload: bytes = b"") -> Frame:
@@ -355,9 +356,9 @@ class _Link:
             self.close()
             raise NodeCacheError(
                 f"The cache server of this node has said nothing for {_PATIENCE_SECONDS:.0f} seconds: it was stopped, "
-                f"or its disk hangs. {_last_words(self.place)}"
+                f"or its disk hangs. {_log_tail(self.paths)}"
             ) from error
-        except BaseException:  # such as Ctrl-C: the answer that comes later must not be taken for the next question's
+        except BaseException:  # such as Ctrl-C: the answer that comes later must not become that of the next request
             self.close()
             raise
         for notice in frame.header.get("notices", ()):
@@ -369,7 +370,7 @@ class _Link:
 
     def has_ended(self) -> bool:
         """Whether the server has closed the connection."""
-        # Between a question and the next nothing else can come. The number of a closed socket may be another file's.
+        # Between two requests nothing can arrive but the end. After `close`, the descriptor may be another file's.
         return self._file.closed or bool(self._poll.poll(0))
 
     def close(self) -> None:
@@ -379,9 +380,13 @@ class _Link:
         if self.files is not None:
             self.files.close()
 
-    def leave(self) -> None:
-        """Close a forked child's copy. Its file is kept: a thread that read from it has locked it there for ever."""
-        _left.append(self._file)
+    def close_after_fork(self) -> None:
+        """Close a forked child's copy of the connection.
+
+        The buffered file is kept, never closed: a thread of the parent may have held its lock at the fork, and in the
+        child nobody releases that.
+        """
+        _kept_after_fork.append(self._file)
         descriptor = self._socket.detach()
         if descriptor >= 0:
             os.close(descriptor)
@@ -389,33 +394,33 @@ class _Link:
             self.files.close()
 
 
-def _connect(settings: CacheSettings) -> tuple[socket.socket, Meeting]:
+def _connect(settings: CacheSettings) -> tuple[socket.socket, ServerPaths]:
     """Connect to the server; start it if there is none."""
-    place = meeting(settings.folder)
+    paths = server_paths(settings.folder)
     until = time.monotonic() + _START_SECONDS
     while time.monotonic() < until:
         try:
-            connection = _try(place)
+            connection = _try(paths)
             if connection is None:
-                _start(settings, place)
-                # Another process's server may be about to listen; or ours was the faster one, and connects at once.
-                connection = _try(place)
+                _start(settings, paths)
+                # Our server answers at once. If another process's was faster, it may not listen yet.
+                connection = _try(paths)
             if connection is not None:
-                return connection, place
+                return connection, paths
         except BlockingIOError:  # others wait for the server, as many as its queue holds
             pass
         time.sleep(0.05)
     raise NodeCacheError(
-        f"The cache server of this node does not answer at {place.socket} after {_START_SECONDS:.0f} seconds. "
-        f"{_last_words(place)}"
+        f"The cache server of this node does not answer at {paths.socket} after {_START_SECONDS:.0f} seconds. "
+        f"{_log_tail(paths)}"
     )
 
 
-def _try(place: Meeting) -> socket.socket | None:
+def _try(paths: ServerPaths) -> socket.socket | None:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(_PATIENCE_SECONDS)
     try:
-        connection.connect(str(place.socket))
+        connection.connect(str(paths.socket))
     except (FileNotFoundError, ConnectionRefusedError):
         connection.close()
         return None
@@ -425,12 +430,12 @@ def _try(place: Meeting) -> socket.socket | None:
     return connection
 
 
-def _start(settings: CacheSettings, place: Meeting) -> None:
-    """Start a server. Of several that are started at once, one serves, and the others end."""
-    told = {**asdict(settings), "folder": str(settings.folder) if settings.folder else None}
-    command = [sys.executable, "-m", "azureml_strategy.data.node_cache", json.dumps(told)]
+def _start(settings: CacheSettings, paths: ServerPaths) -> None:
+    """Start a server. If several are started at once, one of them serves, and the others end."""
+    options = {**asdict(settings), "folder": str(settings.folder) if settings.folder else None}
+    command = [sys.executable, "-m", "azureml_strategy.data.node_cache", json.dumps(options)]
     with (
-        place.log.open("ab") as log,
+        paths.log.open("ab") as log,
         # In a session of its own: Ctrl-C ends the training, which needs the server until then.
         subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log, start_new_session=True
@@ -442,32 +447,36 @@ def _start(settings: CacheSettings, place: Meeting) -> None:
             os.killpg(process.pid, signal.SIGKILL)
             raise NodeCacheError(
                 f"The cache server of this node was not ready after {_START_SECONDS:.0f} seconds: the disk of the "
-                f"cache, or that of Python's libraries, hangs. {_last_words(place)}"
+                f"cache, or that of Python's libraries, hangs. {_log_tail(paths)}"
             ) from error
     if code:
-        raise NodeCacheError(f"The cache server of this node cannot start. {_last_words(place)}")
+        raise NodeCacheError(f"The cache server of this node cannot start. {_log_tail(paths)}")
 
 
-def _last_words(place: Meeting) -> str:
+def _log_tail(paths: ServerPaths) -> str:
     try:
-        text = place.log.read_text(errors="replace")[-_LAST_WORDS:].strip()
+        text = paths.log.read_text(errors="replace")[-_LOG_TAIL:].strip()
     except OSError:
         text = ""
     return (
-        f"It said last: {text}" if text else f"It left no message in {place.log}: it was killed, as for want of memory."
+        f"It said last: {text}" if text else f"It left no message in {paths.log}: it was killed, as for want of memory."
     )
 
 
 _all = weakref.WeakSet()
 
 
-def _forked() -> None:
-    """A child's copy of a connection would keep it open after its owner's end; and its lock may be held by nobody."""
+def _after_fork_in_child() -> None:
+    """Give each object in a forked child a lock and a connection of its own.
+
+    The child's copy would keep the parent's connection open after the parent has ended. And a lock that a thread of the
+    parent held at the fork is never released in the child.
+    """
     for each in list(_all):
         each._lock = threading.RLock()
         link, each._link = each._link, None
         if link is not None:
-            link.leave()
+            link.close_after_fork()
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,4 +1,4 @@
-"""Which blocks make room for others: those that are needed last (Belady 1966), as the orders of all ranks are known."""
+"""Which blocks make room for others: those that are needed last (Belady 1966), as all ranks announce what they read."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from azureml_strategy.data.node_cache.cache_folder import CachedSet, CacheFolder
-from azureml_strategy.data.node_cache.orders import NEVER, Orders
+from azureml_strategy.data.node_cache.orders import NEVER, ReadSchedule
 
-# The choice is made for this share of the cache at once. It costs some 100 ms for a million blocks; and what is chosen
-# stays right, but for blocks that were read meanwhile, which would have been better still.
+# Blocks for this share of the cache are chosen at once, which takes some 100 ms for a million blocks. The choice stays
+# right, but for blocks that were read meanwhile: these would now be an even better choice.
 _SHARE = 64
 
 
-class Ordered(NamedTuple):
-    """A set, as the choice sees it.
+class EvictableSet(NamedTuple):
+    """What the choice depends on, of a set.
 
     Attributes:
         cached: its blocks.
-        orders: its uses to come.
+        schedule: when its blocks will be read.
         in_use: whether any process has it open.
     """
 
     cached: CachedSet
-    orders: Orders
+    schedule: ReadSchedule
     in_use: bool
 
 
@@ -41,15 +41,15 @@ class _Victim(NamedTuple):
 class Evictor:
     """Makes room in the cache. One thread uses it.
 
-    A set whose order nobody has told, and one that is not read just now, such as validation during training, is
+    A set whose order no rank has announced, or that is not read just now, such as validation during training, is
     needed after the current pass. Of blocks that are needed equally late, the one that was not read for longest goes.
 
     Args:
         folder: of the cache.
-        sets: gives the sets as they are now.
+        sets: returns the sets as they are now.
     """
 
-    def __init__(self, folder: CacheFolder, sets: Callable[[], Collection[Ordered]]) -> None:
+    def __init__(self, folder: CacheFolder, sets: Callable[[], Collection[EvictableSet]]) -> None:
         self._folder, self._sets = folder, sets
         self._victims: deque[_Victim] = deque()
         self._uses: dict[CachedSet, NDArray[np.int64]] = {}
@@ -58,7 +58,7 @@ class Evictor:
         self.evicted = 0
 
     def forget(self) -> None:
-        """The orders have changed. Any thread may tell."""
+        """Choose again at the next call: the schedules have changed. Any thread may call it."""
         self._changed = True
 
     def make_room(self, cached: CachedSet, block: int) -> bool:
@@ -73,8 +73,12 @@ class Evictor:
         need = cached.cost(block)
         self._offered += need
         while self._folder.bytes + need > self._folder.limit:
-            if not self._folder.remove_old() and not self._evict_for(cached, block):
+            if self._folder.remove_old():
+                continue
+            victim = self._last_needed(cached)
+            if victim is None or victim.next_use < self._uses[cached][block]:
                 return False
+            self._evict(victim)
         return True
 
     def shrink(self) -> None:
@@ -91,20 +95,13 @@ class Evictor:
                 return
             self._evict(victim)
 
-    def _evict_for(self, cached: CachedSet, block: int) -> bool:
-        victim = self._last_needed(cached)
-        if victim is None or victim.next_use < self._uses[cached][block]:
-            return False
-        self._evict(victim)
-        return True
-
     def _evict(self, victim: _Victim) -> None:
         self._victims.popleft()
         victim.cached.remove(victim.block)
         self.evicted += 1
 
     def _last_needed(self, known: CachedSet | None = None) -> _Victim | None:
-        """The next victim; it stays the next until it is evicted."""
+        """Return the block to evict next; it stays the next until it is evicted."""
         share = self._folder.limit // _SHARE
         is_new = known is not None and known not in self._uses
         if not self._victims or is_new or self._offered > share or self._changed:
@@ -112,7 +109,7 @@ class Evictor:
         while self._victims:
             victim = self._victims[0]
             shared = victim.cached.shared
-            # One that was read since is not what it was chosen for.
+            # A block that was read since it was chosen is not evicted.
             if shared.present[victim.block] and shared.used[victim.block] <= self._chosen_at:
                 return victim
             self._victims.popleft()
@@ -135,17 +132,17 @@ class Evictor:
         )
 
 
-def _next_uses(sets: Collection[Ordered]) -> list[NDArray[np.int64]]:
-    """When the blocks of each set are needed next, in samples of a rank from now."""
-    told = [each for each in sets if each.orders and each.in_use]
-    current = max(told, key=lambda each: int(each.cached.shared.used.max()), default=None)
-    later = current.orders.remaining() if current else 0
+def _next_uses(sets: Collection[EvictableSet]) -> list[NDArray[np.int64]]:
+    """Return when the blocks of each set are needed next, in samples of a rank from now."""
+    scheduled = [each for each in sets if each.schedule and each.in_use]
+    current = max(scheduled, key=lambda each: int(each.cached.shared.used.max()), default=None)
+    later = current.schedule.remaining() if current else 0
     found = []
     for each in sets:
-        uses = each.orders.next_use()
+        uses = each.schedule.next_use()
         if not each.in_use:
             uses[:] = NEVER
-        elif not each.orders:
+        elif not each.schedule:
             uses[:] = later
         elif each is not current:
             uses += later
@@ -154,7 +151,7 @@ def _next_uses(sets: Collection[Ordered]) -> list[NDArray[np.int64]]:
 
 
 def _furthest(uses: NDArray[np.int64], used: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    """The places of the blocks that are needed last, the last first; of equal ones, that were not read for longest."""
+    """Return the places of the blocks that are needed last. Equally late ones are sorted by their last use."""
     if not len(uses):
         return np.empty(0, np.int64)
     span = max(int(used.max() - used.min()), 1)

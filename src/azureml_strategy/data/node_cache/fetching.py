@@ -1,4 +1,4 @@
-"""Fetches blocks from storage: none twice at once, neighbours together, and what a reader waits for first."""
+"""Fetches blocks from storage: no block twice at once, neighbours together, and first what a reader waits for."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from azureml_strategy.data.node_cache.blocks import BlockTable
 from azureml_strategy.data.node_cache.cache_folder import CachedSet
-from azureml_strategy.data.node_cache.orders import Orders
+from azureml_strategy.data.node_cache.orders import ReadSchedule
 from azureml_strategy.data.shard_index import ShardIndex
 from azureml_strategy.data.storage import Storage, StorageError
 
-# Ranges that are being fetched or stored, beyond which nothing is prefetched. At 15 ms a request, 64 of 100 kB fill 3
+# If so many ranges are being fetched or stored, nothing more is prefetched. At 15 ms a request, 64 of 100 kB fill 3
 # Gbit/s; the longer ranges that the prefetch makes of neighbours fill 10 and more.
 _UNDER_WAY = 64
 
@@ -31,10 +31,10 @@ class OpenSet:
         digest: of the index.
         table: its blocks.
         index_file: where clients read the index.
-        orders: its uses to come.
+        schedule: when its blocks will be read.
         cached: what the node keeps of it; None without a cache.
         arriving: blocks that are being fetched, or were fetched and are not in the cache yet.
-        busy: bool `(blocks,)`, the same for numpy.
+        busy: bool `(blocks,)`, whether a block is in `arriving`.
         users: connections that have it open.
     """
 
@@ -44,7 +44,7 @@ class OpenSet:
     digest: str
     table: BlockTable
     index_file: str
-    orders: Orders
+    schedule: ReadSchedule
     cached: CachedSet | None = None
     arriving: dict[int, asyncio.Future[memoryview]] = field(default_factory=dict)
     users: int = 0
@@ -101,7 +101,7 @@ class Fetcher:
         of.busy[first : last + 1] = True
         self._under_way += 1
         task = loop.create_task(self._fetch(of, first, last, futures))
-        self._tasks.add(task)  # the loop itself would let it go
+        self._tasks.add(task)  # the loop itself holds only weak references
         task.add_done_callback(self._tasks.discard)
         return task
 
@@ -110,14 +110,20 @@ class Fetcher:
         try:
             start = int(table.start[first])
             content = await self.read(of, int(table.shard[first]), start, int(table.end[last]) - start)
-            parts = [(block, _part(table, block, start, content)) for block in futures]
+            parts = [
+                (block, content[int(table.start[block]) - start : int(table.end[block]) - start]) for block in futures
+            ]
             for block, part in parts:
                 futures[block].set_result(part)
-            return await self._stored(of, parts)
-        except Exception as error:  # of whatever kind: somebody waits for it
+            if of.cached is None:
+                return False
+            fetched = Fetched(of, parts, asyncio.get_running_loop().create_future())
+            self._store.put_nowait(fetched)
+            return await fetched.stored
+        except Exception as error:  # of any kind: somebody waits for it
             for future in futures.values():
                 future.set_exception(error)
-                future.exception()  # nobody need ask for it
+                future.exception()  # or asyncio would warn of an error that nobody asked for
             return False
         finally:
             self._under_way -= 1
@@ -160,19 +166,9 @@ class Fetcher:
         index = of.index
         places = [(int(index.shard[each]), int(index.offset[each]), int(index.length[each])) for each in numbers]
         found = await asyncio.gather(*(self.read(of, *place) for place in places), return_exceptions=True)
-        return [_storage_error(each) if isinstance(each, BaseException) else each for each in found]
-
-    async def _stored(self, of: OpenSet, blocks: list[tuple[int, memoryview]]) -> bool:
-        if of.cached is None:
-            return False
-        fetched = Fetched(of, blocks, asyncio.get_running_loop().create_future())
-        self._store.put_nowait(fetched)
-        return await fetched.stored
+        return [as_storage_error(each) if isinstance(each, BaseException) else each for each in found]
 
 
-def _part(table: BlockTable, block: int, start: int, content: memoryview) -> memoryview:
-    return content[int(table.start[block]) - start : int(table.end[block]) - start]
-
-
-def _storage_error(error: BaseException) -> StorageError:
+def as_storage_error(error: BaseException | None) -> StorageError:
+    """Return an error of any kind as a `StorageError`."""
     return error if isinstance(error, StorageError) else StorageError(f"{type(error).__name__}: {error}")

@@ -13,7 +13,7 @@ from azureml_strategy.data.storage import Storage
 
 
 class Version(NamedTuple):
-    """One state of a set. Another one of these says that its index may be another.
+    """One state of a set. If it has changed, the index of the set may have changed.
 
     Attributes:
         place: what the address leads to.

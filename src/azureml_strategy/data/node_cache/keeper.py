@@ -1,4 +1,4 @@
-"""What the server does: opens sets, answers with records, and stores what was fetched."""
+"""The work of the cache server: opens sets, returns records, and stores what was fetched."""
 
 from __future__ import annotations
 
@@ -17,67 +17,61 @@ from numpy.typing import NDArray
 
 from azureml_strategy.data.node_cache.blocks import make_blocks
 from azureml_strategy.data.node_cache.cache_folder import CacheFolder
-from azureml_strategy.data.node_cache.eviction import Evictor, Ordered
-from azureml_strategy.data.node_cache.fetching import Fetched, Fetcher, OpenSet
+from azureml_strategy.data.node_cache.eviction import EvictableSet, Evictor
+from azureml_strategy.data.node_cache.fetching import Fetched, Fetcher, OpenSet, as_storage_error
 from azureml_strategy.data.node_cache.indexes import Version, look, read_index
-from azureml_strategy.data.node_cache.mounts import double_cache
-from azureml_strategy.data.node_cache.orders import Orders
+from azureml_strategy.data.node_cache.mounts import double_cache_warning
+from azureml_strategy.data.node_cache.orders import ReadSchedule
 from azureml_strategy.data.node_cache.prefetch import Prefetcher
-from azureml_strategy.data.node_cache.protocol import CacheSettings, Meeting
+from azureml_strategy.data.node_cache.protocol import CacheSettings, ServerPaths
 from azureml_strategy.data.shard_index import INDEX_NAME, ShardIndex
-from azureml_strategy.data.storage import Storage, StorageError, is_remote, open_storage
+from azureml_strategy.data.storage import Storage, is_remote, open_storage
 from azureml_strategy.data.storage.variables import Variables
 
-# What one turn of the disk's thread takes: some 6 MB of records of 100 kB.
+# Ranges that the disk's thread stores in one go: some 6 MB of records of 100 kB.
 _AT_ONCE = 64
-
-# A damaged shard is told at once; then its other records may still be had one by one. Storage that cannot be reached
-# has been tried for minutes, and is not tried again.
+# A damaged shard fails at once. Then its other records are read one by one. Storage that cannot be reached has been
+# tried for minutes, and is not tried again.
 _QUICK_SECONDS = 10.0
 _Result = TypeVar("_Result")
 
 
-class Keeper:
-    """The sets of a node, and what is kept of them.
+class CacheManager:
+    """The sets that a node has open, and what it keeps of them.
 
     Args:
         settings: of the cache.
-        place: where the server is met; indexes lie beside it where there is no cache.
+        paths: files of the server. Without a cache, indexes lie beside them.
         counters: of all clients.
-        read: tells how many samples of a set the processes of each rank have read.
+        read: returns how many samples of a set the processes of each rank have read.
     """
 
     def __init__(
         self,
         settings: CacheSettings,
-        place: Meeting,
+        paths: ServerPaths,
         counters: NDArray[np.int64],
         read: Callable[[OpenSet], dict[str, int]],
     ) -> None:
-        self._settings, self._place, self._counters, self._read = settings, place, counters, read
+        self._settings, self._paths, self._counters, self._read = settings, paths, counters, read
         self._notices: list[str] = []
         self._opening: dict[tuple[str, str], asyncio.Task[tuple[OpenSet, Version]]] = {}
         self._making = asyncio.Lock()
         self._sets: dict[tuple[str, ...], OpenSet] = {}
         self._prefetchers: dict[str, tuple[Prefetcher, asyncio.Task[None]]] = {}
-        self._folder = self._open_folder()
+        self._folder: CacheFolder | None = None
+        if settings.folder is not None:
+            try:
+                self._folder = CacheFolder(settings.folder, settings.limit)
+            except OSError as error:
+                self._notice(f"{settings.folder} cannot be used: {_reason(error)}")
         self._queue: asyncio.Queue[Fetched] = asyncio.Queue()
         self._fetcher = Fetcher(self._queue)
         self._stored = 0
-        self._evictor = Evictor(self._folder, self._ordered) if self._folder else None
+        self._evictor = Evictor(self._folder, self._evictable_sets) if self._folder else None
         self._storing: asyncio.Task[None] | None = None
-        # Whatever changes the cache is done by one thread, in order.
+        # One thread makes all changes of the cache, in order.
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="disk")
-
-    def _open_folder(self) -> CacheFolder | None:
-        folder = self._settings.folder
-        if folder is None:
-            return None
-        try:
-            return CacheFolder(folder, self._settings.limit)
-        except OSError as error:
-            self._notice(f"{folder} cannot be used: {_reason(error)}")
-            return None
 
     def _notice(self, reason: str) -> None:
         self._notices.append(
@@ -86,12 +80,12 @@ class Keeper:
         )
 
     def take_notices(self) -> list[str]:
-        """Return what users have to know, once."""
+        """Return the warnings for users that were not returned before."""
         notices, self._notices = self._notices, []
         return notices
 
     def facts(self) -> dict[str, object]:
-        """Return what a client has to know of the cache."""
+        """Return the facts about the cache that a client needs."""
         return {"limit": self._settings.limit, "block_bytes": self._block_bytes()}
 
     def statistics(self) -> dict[str, int]:
@@ -106,7 +100,7 @@ class Keeper:
         }
 
     def _block_bytes(self) -> int:
-        # Without a cache a record is fetched alone: what comes with it would be lost.
+        # Without a cache, each record is fetched alone: its neighbours would be fetched for nothing.
         return self._settings.block_bytes if self._folder else 1
 
     async def open(self, address: str, environ: Variables, known: str) -> OpenSet:
@@ -115,20 +109,20 @@ class Keeper:
         Args:
             address: of the set.
             environ: the client's variables that storage reads; none for a folder.
-            known: the digest of the set that the client has open already; empty when it begins. One that begins gets
-                the set as it is now, and the others go on with what they had.
+            known: the digest of the set that the client has open already; empty when it begins. A client that begins
+                gets the set as it is now, and the others go on with the version that they have.
 
         Raises:
             OSError: it cannot be reached.
             ValueError: it has no index that can be used.
         """
-        had = self._sets.get(self._key(address, environ, known))
-        if had is not None:
-            return had
+        opened = self._sets.get(self._key(address, environ, known))
+        if opened is not None:
+            return opened
         key = (address, environ.mark)
         opening = self._opening.get(key)
         if opening is not None and opening.done() and await self._is_outdated(address, environ, opening.result()[1]):
-            # Unless another client has noticed it too, and was faster.
+            # Another client may have replaced it meanwhile; that newer task stays.
             self._opening = {each: task for each, task in self._opening.items() if task is not opening}
         if key not in self._opening:
             self._opening[key] = asyncio.ensure_future(self._open(address, environ))
@@ -139,7 +133,7 @@ class Keeper:
             raise
 
     async def _is_outdated(self, address: str, environ: Variables, version: Version) -> bool:
-        """Whether a set was written anew since it was opened, or its address leads to another one by now."""
+        """Whether a set was written again since it was opened, or its address leads to another set now."""
         storage = open_storage(address, environ)
         try:
             return await look(storage) != version
@@ -147,8 +141,8 @@ class Keeper:
             await storage.close()
 
     def _key(self, address: str, environ: Variables, digest: str) -> tuple[str, ...]:
-        # What a cache holds of a set is that of all its copies: whoever opens it has read the same index by his own
-        # rights. Without a cache each address is read for itself, by each client's own rights.
+        # All copies of a set share what the cache holds of it: whoever opens a copy has read the same index with its
+        # own rights. Without a cache, each address is read separately, with each client's own rights.
         return (digest,) if self._folder else (address, environ.mark, digest)
 
     async def _open(self, address: str, environ: Variables) -> tuple[OpenSet, Version]:
@@ -161,12 +155,12 @@ class Keeper:
             await storage.close()
             raise
         key = self._key(address, environ, digest)
-        async with self._making:  # the same set may be opened by clients of other rights at the same time
+        async with self._making:  # clients with other rights may open the same set at the same time
             if (opened := self._sets.get(key)) is None:
                 self._sets[key] = opened = await self._make(address, storage, index, digest)
-                await self._shrink()  # by now the set is one of those that can give way
+                await self._shrink()  # only now is the set among those that can be evicted
                 return opened, version
-        # The newest one knows the files as they are now, and its rights are the freshest.
+        # The newest storage knows the files as they are now, and its credentials are the freshest.
         opened.storage, storage = storage, opened.storage
         await storage.close()
         return opened, version
@@ -176,22 +170,23 @@ class Keeper:
 
         if not is_remote(address):  # an index that was made beside tars may be older than they are
             return await asyncio.to_thread(find_index, Path(address).expanduser())
-        return await read_index(storage, version, self._place.socket.parent)
+        return await read_index(storage, version, self._paths.socket.parent)
 
     async def _make(self, address: str, storage: Storage, index: ShardIndex, digest: str) -> OpenSet:
         table = await asyncio.to_thread(make_blocks, index, self._block_bytes())
-        orders = Orders(table, self._counters)
-        # Its own: another server of this user, which takes its files with it, may have the same set open.
-        path = self._place.socket.with_name(f"{self._place.socket.stem}-{digest}.npz")
-        opened = OpenSet(address, storage, index, digest, table, str(path), orders)
+        schedule = ReadSchedule(table, self._counters)
+        # A file of this server alone: another server of this user may have the same set open, and removes its files.
+        path = self._paths.socket.with_name(f"{self._paths.socket.stem}-{digest}.npz")
+        opened = OpenSet(address, storage, index, digest, table, str(path), schedule)
         if self._folder and not is_remote(address):
-            self._notices += filter(None, [double_cache(Path(address), os.environ)])
+            self._notices += filter(None, [double_cache_warning(Path(address), os.environ)])
         if self._folder is not None and self._evictor is not None:
             try:
                 opened.cached = await self._on_disk(
                     self._folder.open_set, index, table, digest, self._settings.block_bytes
                 )
-                self._start_storing()
+                if self._storing is None:
+                    self._storing = asyncio.ensure_future(self._store())
             except OSError as error:
                 self._turn_off(error)
         if opened.cached is not None:
@@ -201,7 +196,7 @@ class Keeper:
         return opened
 
     async def _shrink(self) -> None:
-        """Have the limit hold, which may be lower than that of the job that has left the cache."""
+        """Evict until the limit holds: that of the job that has left the cache may have been higher."""
         if self._evictor is None:
             return
         try:
@@ -209,27 +204,36 @@ class Keeper:
         except OSError as error:
             self._turn_off(error)
 
-    def _ordered(self) -> list[Ordered]:
-        return [Ordered(each.cached, each.orders, each.users > 0) for each in list(self._sets.values()) if each.cached]
+    def _evictable_sets(self) -> list[EvictableSet]:
+        return [
+            EvictableSet(each.cached, each.schedule, each.users > 0)
+            for each in list(self._sets.values())
+            if each.cached
+        ]
 
     def expect(
         self, of: OpenSet, rank: str, this: NDArray[np.int64], following: NDArray[np.int64], slot: int, read: int
     ) -> None:
-        """Take a rank's order, and prefetch by it."""
-        of.orders.expect(rank, this, following, slot, read)
-        self._orders_changed(of)
+        """Take note of the order in which a rank will read, and prefetch in this order."""
+        of.schedule.expect(rank, this, following, slot, read)
+        self._schedule_changed(of)
 
     def forget(self, of: OpenSet, rank: str) -> None:
-        """A rank has gone."""
-        of.orders.forget(rank)
-        self._orders_changed(of)
+        """Forget the order of a rank that has ended."""
+        of.schedule.forget(rank)
+        self._schedule_changed(of)
 
-    def _orders_changed(self, of: OpenSet) -> None:
+    def _schedule_changed(self, of: OpenSet) -> None:
         if self._evictor is None or self._folder is None or of.cached is None:
             return
         self._evictor.forget()
         if of.digest not in self._prefetchers:
-            prefetcher = Prefetcher(of, of.cached, self._folder, self._fetcher, lambda: self._read_of(of))
+
+            def read() -> dict[str, int]:
+                counts = self._read(of)
+                return {rank: counts.get(rank, 0) for rank in of.schedule.ranks()}
+
+            prefetcher = Prefetcher(of, of.cached, self._folder, self._fetcher, read)
             task = asyncio.ensure_future(prefetcher.run())
             task.add_done_callback(self._prefetch_ended)
             self._prefetchers[of.digest] = (prefetcher, task)
@@ -239,10 +243,6 @@ class Keeper:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._turn_off(error)
 
-    def _read_of(self, of: OpenSet) -> dict[str, int]:
-        read = self._read(of)
-        return {rank: read.get(rank, 0) for rank in of.orders.ranks()}
-
     async def records(
         self, of: OpenSet, numbers: list[int], damaged: set[int]
     ) -> list[bytes | memoryview | Exception | None]:
@@ -251,14 +251,14 @@ class Keeper:
         Args:
             of: the set.
             numbers: of the samples.
-            damaged: those that a client has found damaged in the cache, or not to be read there.
+            damaged: those that a client has found damaged or unreadable in the cache.
 
         Returns:
-            each record, or why it cannot be had, or None if it is in the cache by now.
+            each record, or the error why it cannot be read, or None if it is in the cache now.
         """
         for block in {int(of.table.of[number]) for number in damaged}:
             await self._drop_if_damaged(of, block)
-        wanted = [number for number in numbers if number in damaged or not self._is_there(of, number)]
+        wanted = [number for number in numbers if number in damaged or not self._is_cached(of, number)]
         began = time.monotonic()
         arrived = await self._fetcher.demand(of, {int(of.table.of[number]) for number in wanted})
         found: dict[int, bytes | memoryview | Exception] = {}
@@ -272,10 +272,11 @@ class Keeper:
         if time.monotonic() - began < _QUICK_SECONDS:
             found.update(zip(failed, await self._fetcher.records(of, failed), strict=True))
         else:
-            found.update((number, _error(arrived[int(of.table.of[number])])) for number in failed)
+            blocks = {number: arrived[int(of.table.of[number])] for number in failed}
+            found.update((number, as_storage_error(block.exception())) for number, block in blocks.items())
         return [found.get(number) for number in numbers]
 
-    def _is_there(self, of: OpenSet, number: int) -> bool:
+    def _is_cached(self, of: OpenSet, number: int) -> bool:
         return of.cached is not None and bool(of.cached.shared.present[of.table.of[number]])
 
     async def _drop_if_damaged(self, of: OpenSet, block: int) -> None:
@@ -287,10 +288,6 @@ class Keeper:
         except OSError as error:
             self._turn_off(error)
 
-    def _start_storing(self) -> None:
-        if self._storing is None:
-            self._storing = asyncio.ensure_future(self._store())
-
     async def _store(self) -> None:
         """Store what arrives, one batch after another, until cancelled."""
         while True:
@@ -298,8 +295,8 @@ class Keeper:
             while not self._queue.empty() and len(batch) < _AT_ONCE:
                 batch.append(self._queue.get_nowait())
             try:
-                stored = await self._on_disk(self._store_all, batch)
-            except Exception as error:  # of whatever kind: what is fetched must not pile up in memory
+                stored = await self._on_disk(lambda batch: [self._store_one(each) for each in batch], batch)
+            except Exception as error:  # of any kind: what is fetched must not pile up in memory
                 self._turn_off(error)
                 stored = [False] * len(batch)
             for each, done in zip(batch, stored, strict=True):
@@ -307,9 +304,6 @@ class Keeper:
 
     async def _on_disk(self, work: Callable[..., _Result], *arguments: object) -> _Result:
         return await asyncio.get_running_loop().run_in_executor(self._disk, work, *arguments)
-
-    def _store_all(self, batch: list[Fetched]) -> list[bool]:
-        return [self._store_one(each) for each in batch]
 
     def _store_one(self, fetched: Fetched) -> bool:
         cached, complete = fetched.of.cached, True
@@ -324,7 +318,7 @@ class Keeper:
         return complete
 
     def _turn_off(self, error: BaseException) -> None:
-        """Store nothing any more. What is there may still be read."""
+        """Stop storing. Clients may still read what the cache holds."""
         if self._evictor is None:
             return
         self._evictor = None
@@ -344,7 +338,7 @@ class Keeper:
                 task.cancel()
         for each in self._sets.values():
             await each.storage.close()
-            if Path(each.index_file).parent == self._place.socket.parent:
+            if Path(each.index_file).parent == self._paths.socket.parent:
                 Path(each.index_file).unlink(missing_ok=True)
 
 
@@ -353,13 +347,8 @@ def _record(of: OpenSet, number: int, block: memoryview) -> memoryview:
     return block[begin : begin + int(of.index.length[number])]
 
 
-def _error(failed: asyncio.Future[memoryview]) -> Exception:
-    error = failed.exception()
-    return error if isinstance(error, StorageError) else StorageError(f"{type(error).__name__}: {error}")
-
-
 def _is_sound(of: OpenSet, block: int, content: memoryview) -> bool:
-    """Whether all records of a block have their checksum: a damaged one is fetched anew each time, and not kept."""
+    """Whether all records of a block have their checksum. A damaged one is not stored, and fetched each time."""
     return all(crc32(_record(of, each, content)) == of.index.checksum[each] for each in of.table.samples(block))
 
 

@@ -11,7 +11,7 @@ from azureml_strategy.network.doctor.disks import mount_of, read_mounts
 _BLOCKS, _WHOLE = "DATASET_MOUNT_BLOCK_FILE_CACHE_ENABLED", "DATASET_MOUNT_BLOCK_BASED_CACHE_ENABLED"
 
 
-def double_cache(folder: Path, environ: Mapping[str, str], proc: Path = Path("/proc")) -> str:
+def double_cache_warning(folder: Path, environ: Mapping[str, str], proc: Path = Path("/proc")) -> str:
     """Say what to switch off where the mount of a folder caches what the node's cache keeps as well; else nothing.
 
     Args:

@@ -20,7 +20,7 @@ class RankOrder:
     Attributes:
         blocks: int32, the block of each sample, in the order of reading.
         length: samples of this pass; the rest is of the next.
-        slot: where the rank tells how many of this pass it has handed out.
+        slot: of the rank's counter of samples that it has handed out in this pass.
         read_before: samples that the rank's processes had read when the pass began.
     """
 
@@ -32,7 +32,7 @@ class RankOrder:
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """The uses of a set to come, of all ranks, by time.
+    """All future uses of a set's blocks, by all ranks, sorted by time.
 
     Attributes:
         blocks: int32, the block of each use.
@@ -43,8 +43,8 @@ class Timeline:
     times: NDArray[np.int64]
 
 
-class Orders:
-    """The orders of all ranks for one set. Time is counted in samples of a rank, as ranks go at the same pace.
+class ReadSchedule:
+    """In what order all ranks will read one set. Time is counted in samples of a rank: ranks go at the same pace.
 
     Args:
         table: of the set.
@@ -59,10 +59,10 @@ class Orders:
         return bool(self._ranks)
 
     def expect(self, rank: str, this: NDArray[np.int64], following: NDArray[np.int64], slot: int, read: int) -> None:
-        """Take a rank's order.
+        """Take note of the order in which a rank will read.
 
         Args:
-            rank: anything that tells it from others.
+            rank: a name that no other rank has.
             this: samples of the pass that begins now.
             following: samples of the next pass.
             slot: of the rank's counters.
@@ -72,17 +72,17 @@ class Orders:
         self._ranks[rank] = RankOrder(blocks, len(this), slot, read)
 
     def forget(self, rank: str) -> None:
-        """A rank has gone."""
+        """Forget the order of a rank that has ended."""
         self._ranks.pop(rank, None)
 
     def remaining(self) -> int:
-        """How much of the pass is to come, in samples of a rank."""
+        """Return how much of the pass is left, in samples of a rank."""
         return max((order.length - self._reached(order) for order in list(self._ranks.values())), default=0)
 
     def next_use(self) -> NDArray[np.int64]:
         """Return when each block is needed next: int64 `(blocks,)`, in samples of a rank from now; or `NEVER`.
 
-        What a rank's workers have read, and what was not handed out yet, counts as needed: it may be read again.
+        Samples that a rank's workers have read but not handed out yet count as needed: they may be read again.
         """
         uses = np.full(len(self._table), NEVER, np.int64)
         for order in list(self._ranks.values()):
@@ -96,16 +96,16 @@ class Orders:
         """Merge what the ranks have not read yet.
 
         Args:
-            read: samples that the processes of each rank have read so far. A rank that came since is not in it.
+            read: samples that the processes of each rank have read so far. A rank that has just begun is not in it.
         """
         rest = [order.blocks[self._front(order, read.get(rank, 0)) :] for rank, order in list(self._ranks.items())]
-        rest.append(np.empty(0, np.int32))  # the last rank may have gone
+        rest.append(np.empty(0, np.int32))  # the last rank may have ended
         times = np.concatenate([np.arange(len(each)) for each in rest])
         order = np.argsort(times, kind="stable")
         return Timeline(np.concatenate(rest)[order], times[order])
 
     def front(self, read: dict[str, int]) -> int:
-        """How far the ranks have come altogether, in samples; it only grows within a pass."""
+        """Return how many samples the ranks have read altogether; it only grows within a pass."""
         return sum(self._front(order, read.get(rank, 0)) for rank, order in list(self._ranks.items()))
 
     def needed(self) -> NDArray[np.bool_]:
@@ -116,12 +116,12 @@ class Orders:
         return needed
 
     def ranks(self) -> list[str]:
-        """Return the ranks that have told their order."""
+        """Return the ranks that have announced what they will read."""
         return list(self._ranks)
 
     def _reached(self, order: RankOrder) -> int:
         return min(max(int(self._counters[order.slot, 0]), 0), order.length)
 
     def _front(self, order: RankOrder, read: int) -> int:
-        """Where the rank's processes read now: workers read ahead of what is handed out."""
+        """Return how far the rank's processes have read: workers read ahead of what is handed out."""
         return min(max(self._reached(order), read - order.read_before, 0), order.length)

@@ -15,15 +15,15 @@ from azureml_strategy.data.node_cache.cache_folder import CachedSet, CacheFolder
 from azureml_strategy.data.node_cache.fetching import Fetcher, OpenSet
 from azureml_strategy.data.node_cache.orders import Timeline
 
-# How much is fetched ahead of the readers where it takes the place of something else: what a line of 25 Gbit/s brings
-# in 160 ms, but at most a thirty-second part of the cache, as what waits there keeps others out.
+# How much is fetched ahead of the readers where something else has to be evicted for it: what a line of 25 Gbit/s
+# brings in 160 ms, but at most 1/32 of the cache, as what waits there keeps other blocks out.
 _AHEAD, _SHARE = 512 << 20, 32
-# Blocks that are needed this close to one another are looked at together: neighbours among them come by one request.
+# So many bytes that are needed next are planned together: neighbours among them come by one request.
 _WINDOW = 8 << 20
-# Where the cache has room for all of a pass, neighbours that the pass needs as well come along, up to such a range:
-# storage serves few long requests at several times the rate of many short ones.
+# Where the cache has room for all of a pass, a request is widened by neighbours that the pass needs as well, up to this
+# length: storage serves few long requests at several times the rate of many short ones.
 _AROUND = 512 << 10
-# Uses that are looked at in one go, and uses that may be fetched in one go.
+# Uses that are examined in one go, and uses that may be fetched in one go.
 _LOOK, _MOST = 1 << 16, 4096
 _WAIT_SECONDS = 0.02
 
@@ -38,7 +38,7 @@ class Prefetcher:
         cached: what the node keeps of it.
         folder: of the cache.
         fetcher: that asks storage.
-        read: tells how many samples the processes of each rank have read.
+        read: returns how many samples the processes of each rank have read.
     """
 
     def __init__(
@@ -53,13 +53,13 @@ class Prefetcher:
         self._fetcher, self._read = fetcher, read
         self._ahead = min(_AHEAD, folder.limit // _SHARE)
         self._changed = asyncio.Event()
-        # What was prefetched and is to be read: when, and its bytes.
+        # What was prefetched and is not read yet: when it is needed, and its bytes.
         self._waiting: deque[tuple[int, int]] = deque()
         self._waiting_bytes = self._under_way_bytes = 0
         self._ranks, self._began_at, self._failed_at = 1, 0, -1
 
     def changed(self) -> None:
-        """The orders have changed."""
+        """Begin again with the new schedule."""
         self._changed.set()
 
     async def run(self) -> None:
@@ -67,21 +67,25 @@ class Prefetcher:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            if self._of.orders:
+            if self._of.schedule:
                 await self._follow()
 
     async def _follow(self) -> None:
         """Prefetch a timeline to its end, or until there is another one."""
         read = self._read()
-        self._ranks, self._began_at, self._failed_at = max(len(read), 1), self._of.orders.front(read), -1
+        self._ranks, self._began_at, self._failed_at = max(len(read), 1), self._of.schedule.front(read), -1
         self._waiting.clear()
         self._waiting_bytes = 0
-        timeline = await asyncio.to_thread(self._of.orders.timeline, read)
-        needed = self._of.orders.needed()
-        around = needed if self._has_room_for(needed) else None
+        timeline = await asyncio.to_thread(self._of.schedule.timeline, read)
+        needed = self._of.schedule.needed()
+        missing = np.flatnonzero(needed & (self._present == 0))
+        size = int((self._of.table.end[missing] - self._of.table.start[missing] + 4096).sum())
+        around = needed if size < self._folder.free else None
         at = 0
         while not self._changed.is_set():
-            at = max(at, int(np.searchsorted(timeline.times, self._now())))  # the readers may have come further
+            # The readers may have overtaken it. Time is counted in samples of a rank since the timeline began.
+            now = (self._front() - self._began_at) // self._ranks
+            at = max(at, int(np.searchsorted(timeline.times, now)))
             blocks = timeline.blocks[at : at + _LOOK]
             if not len(blocks):
                 return
@@ -89,16 +93,8 @@ class Prefetcher:
             at = await self._fetch(timeline, missing, around) if len(missing) else at + len(blocks)
             await asyncio.sleep(0)
 
-    def _has_room_for(self, needed: NDArray[np.bool_]) -> bool:
-        missing = np.flatnonzero(needed & (self._present == 0))
-        return int((self._of.table.end[missing] - self._of.table.start[missing] + 4096).sum()) < self._folder.free
-
-    def _now(self) -> int:
-        """How far the readers have come since the timeline began, in samples of a rank."""
-        return (self._front() - self._began_at) // self._ranks
-
     def _front(self) -> int:
-        return self._of.orders.front(self._read())
+        return self._of.schedule.front(self._read())
 
     async def _fetch(self, timeline: Timeline, missing: NDArray[np.int64], around: NDArray[np.bool_] | None) -> int:
         """Fetch the first of the missing places of a timeline; return the place to go on from."""
@@ -121,7 +117,7 @@ class Prefetcher:
         return int(places[-1]) + 1
 
     async def _room(self, time: int, size: int, fits: bool) -> bool:
-        """Wait until so many bytes may be fetched; False if what they are for is over, or the order has changed."""
+        """Wait until so many bytes may be fetched; False if their readers have passed, or the schedule has changed."""
         while not self._changed.is_set():
             front = self._front()
             now = (front - self._began_at) // self._ranks
@@ -129,7 +125,7 @@ class Prefetcher:
                 self._waiting_bytes -= self._waiting.popleft()[1]
             if time < now:
                 return False
-            # What did not fit, or could not be had, is not tried again before somebody has read something.
+            # After a block that did not fit or failed, nothing is tried before somebody has read something.
             if front > self._failed_at and (
                 fits
                 or not self._waiting

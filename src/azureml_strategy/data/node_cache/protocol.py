@@ -1,4 +1,4 @@
-"""How the clients and the server of a node's cache find and understand one another."""
+"""How the clients and the server of a node's cache find each other, and the messages that they exchange."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from numpy.typing import NDArray
 from azureml_strategy.data.storage import StorageError
 from azureml_strategy.inside import OutsideError, private_folder
 
-# A record of this many bytes or more is a block of its own. It costs a byte of presence and eight of its last use.
+# A record of this many bytes or more is a block of its own. A block takes nine bytes of shared memory: one says whether
+# it is present, and eight when it was last used.
 BLOCK_BYTES = 64 << 10
 # sun_path of sockaddr_un has 108 bytes, unix(7).
 _LONGEST_SOCKET = 107
-# A header lists one number a record, and the message of each record that cannot be had.
+# A header has one number for each record, and an error message for each record that cannot be read.
 LONGEST_HEADER = 16 << 20
-# The records of a request, 64 MiB and one more; or eight bytes for each sample of two passes.
+# A payload is the records of a request, 64 MiB and one more; or eight bytes for each sample of two passes.
 LONGEST_PAYLOAD = 8 << 30
-# What room is made for before it comes; requests for records ask for so much at a time.
+# Bytes that memory is taken for before they arrive; requests for records ask for so much at a time.
 _AT_ONCE = 64 << 20
 # A server that works on a request says so this often.
 WORKING_SECONDS = 20.0
@@ -61,7 +62,7 @@ class Frame(NamedTuple):
     payload: bytes | bytearray
 
 
-class Meeting(NamedTuple):
+class ServerPaths(NamedTuple):
     """The files by which processes of one user on one machine find the server of one cache folder."""
 
     socket: Path
@@ -70,16 +71,16 @@ class Meeting(NamedTuple):
     slots: Path
 
 
-def meeting(folder: Path | None) -> Meeting:
-    """Return where the server of a cache folder is met; without a folder, that of this job.
+def server_paths(folder: Path | None) -> ServerPaths:
+    """Return the files of the server of a cache folder; without a folder, of this job's server.
 
     Raises:
-        NodeCacheError: the place belongs to somebody else, or its path is too long for a socket.
+        NodeCacheError: their folder belongs to somebody else, or its path is too long for a socket.
     """
     # Two jobs without a cache share nothing, and may have different rights.
     what = f"folder {folder.resolve()}" if folder else f"job {os.environ.get('AZUREML_RUN_ID', '')}"
-    place = _private_folder() / hashlib.sha256(what.encode()).hexdigest()[:12]
-    found = Meeting(*(place.with_suffix(suffix) for suffix in (".sock", ".lock", ".log", ".slots")))
+    base = _private_folder() / hashlib.sha256(what.encode()).hexdigest()[:12]
+    found = ServerPaths(*(base.with_suffix(suffix) for suffix in (".sock", ".lock", ".log", ".slots")))
     if len(os.fsencode(found.socket)) > _LONGEST_SOCKET:
         raise NodeCacheError(
             f"{found.socket} is too long for a Unix socket (107 bytes). Set TMPDIR to a shorter path, such as /tmp."
@@ -97,16 +98,16 @@ def _private_folder() -> Path:
             "Remove it, or set TMPDIR to another folder."
         ) from error
     if folder.stat().st_mode & 0o077:
-        folder.chmod(0o700)  # who reaches the socket can ask the server
+        folder.chmod(0o700)  # whoever reaches the socket can send requests to the server
     return folder
 
 
 def encode(header: dict[str, Any], payload: bytes | memoryview = b"") -> bytes:
-    """Return a message as it is sent, but for its payload, which follows.
+    """Return the first line of a message; the payload is sent after it.
 
     Args:
-        header: what JSON can say.
-        payload: whose length the header tells.
+        header: can be written as JSON.
+        payload: its length is added to the header.
     """
     return json.dumps({**header, "bytes": memoryview(payload).nbytes}).encode() + b"\n"
 

@@ -1,4 +1,4 @@
-"""The cache server of a node: it fetches, keeps and evicts for all training processes and workers of the machine."""
+"""The cache server of a node: it fetches, keeps and evicts for all training processes and workers of the node."""
 
 from __future__ import annotations
 
@@ -9,15 +9,11 @@ import sys
 import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from azureml_strategy.control.process import Member, is_gone, shares_process_table
 from azureml_strategy.data.node_cache.fetching import OpenSet
-from azureml_strategy.data.node_cache.keeper import Keeper
+from azureml_strategy.data.node_cache.keeper import CacheManager
 from azureml_strategy.data.node_cache.protocol import (
     LONGEST_HEADER,
     QUEUE,
@@ -25,7 +21,7 @@ from azureml_strategy.data.node_cache.protocol import (
     WORKING_SECONDS,
     CacheSettings,
     Frame,
-    Meeting,
+    ServerPaths,
     encode,
     map_counters,
     numbers_of,
@@ -33,10 +29,13 @@ from azureml_strategy.data.node_cache.protocol import (
 )
 from azureml_strategy.data.storage.variables import Variables
 
-# The server ends so long after its last client, which may be about to come again; and if none has come at all.
+# The server ends so long after its last client has left, as that may come again; and if no client has come at all.
 _LINGER_SECONDS, _FIRST_SECONDS = 1.0, 60.0
 _LOOK_SECONDS = 0.25
+# In place of the size of a record: the client finds it in the cache now, or it cannot be read.
 THERE, FAILED = -1, -2
+
+_Answer = tuple[dict[str, Any], list[bytes | memoryview]]
 
 
 @dataclass(eq=False)
@@ -45,9 +44,9 @@ class _Client:
 
     Attributes:
         slot: of its counters.
-        owner: the training process that it belongs to; a worker's is not its own process.
-        own: whether it is the owner's connection.
-        reader: what tells the rank, and a set's use by it, from others; its workers' connections have the same.
+        owner: the training process that it belongs to. A worker's connection belongs to the process that started it.
+        own: whether it is the owner's own connection.
+        reader: the name of a rank's use of a set. The connections of its workers have the same.
         of: the set that it reads.
     """
 
@@ -68,17 +67,21 @@ class Server:
 
     Args:
         settings: of the cache.
-        place: where clients find it.
+        paths: where clients find it.
     """
 
-    def __init__(self, settings: CacheSettings, place: Meeting) -> None:
-        self._place = place
-        self._counters = _new_counters(place.slots)
+    def __init__(self, settings: CacheSettings, paths: ServerPaths) -> None:
+        self._paths = paths
+        # A new file: clients of an earlier server may still have the old one.
+        paths.slots.unlink(missing_ok=True)
+        with paths.slots.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, 16 * SLOTS)
+        self._counters = map_counters(paths.slots)
         self._clients: set[_Client] = set()
         self._slots = set(range(SLOTS))
-        # Samples that processes have read that are gone, by rank and set.
+        # Samples that processes have read that have ended, by rank and set.
         self._read_before: dict[tuple[str, OpenSet], int] = {}
-        self._keeper = Keeper(settings, place, self._counters, self._read)
+        self._manager = CacheManager(settings, paths, self._counters, self._read)
         self._had_clients = False
 
     async def serve(self, listening: Any, started: Callable[[], None]) -> None:
@@ -88,23 +91,22 @@ class Server:
             listening: the socket.
             started: called when clients can connect.
         """
-        server = await asyncio.start_unix_server(self._attend, sock=listening, limit=LONGEST_HEADER, backlog=QUEUE)
+        server = await asyncio.start_unix_server(
+            self._handle_client, sock=listening, limit=LONGEST_HEADER, backlog=QUEUE
+        )
         started()
         try:
-            await self._last_client()
+            idle = 0.0
+            while idle < (_LINGER_SECONDS if self._had_clients else _FIRST_SECONDS):
+                await asyncio.sleep(_LOOK_SECONDS)
+                idle = 0.0 if any(client.lives for client in list(self._clients)) else idle + _LOOK_SECONDS
         finally:
-            self._place.socket.unlink(missing_ok=True)
-            self._place.slots.unlink(missing_ok=True)
+            self._paths.socket.unlink(missing_ok=True)
+            self._paths.slots.unlink(missing_ok=True)
             server.close()
-            await self._keeper.close()
+            await self._manager.close()
 
-    async def _last_client(self) -> None:
-        silent = 0.0
-        while silent < (_LINGER_SECONDS if self._had_clients else _FIRST_SECONDS):
-            await asyncio.sleep(_LOOK_SECONDS)
-            silent = 0.0 if any(client.lives for client in list(self._clients)) else silent + _LOOK_SECONDS
-
-    async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _handle_client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         client = _Client(self._slots.pop())
         self._counters[client.slot] = 0
         self._clients.add(client)
@@ -124,26 +126,26 @@ class Server:
             key = (client.reader, client.of)
             self._read_before[key] = self._read_before.get(key, 0) + int(self._counters[client.slot, 1])
             if client.own:
-                self._keeper.forget(client.of, client.reader)
+                self._manager.forget(client.of, client.reader)
             client.of.users -= 1
         self._slots.add(client.slot)
 
     async def _answer(self, client: _Client, frame: Frame, writer: asyncio.StreamWriter) -> None:
-        """Answer a request, and tell meanwhile that it is being worked on."""
+        """Answer a request; until the answer is there, send now and then that it is being worked on."""
         work = asyncio.ensure_future(self._work(client, frame))
         while not (await asyncio.wait([work], timeout=WORKING_SECONDS))[0]:
             writer.write(encode({"working": True}))
             await writer.drain()
         header, parts = work.result()
-        header["notices"] = self._keeper.take_notices()
+        header["notices"] = self._manager.take_notices()
         header["bytes"] = sum(len(part) for part in parts)
         writer.write(json.dumps(header).encode() + b"\n")
         for part in parts:
             writer.write(part)
         await writer.drain()
 
-    async def _work(self, client: _Client, frame: Frame) -> tuple[dict[str, Any], list[bytes | memoryview]]:
-        answer: Callable[[_Client, Frame], Awaitable[tuple[dict[str, Any], list[bytes | memoryview]]]] = {
+    async def _work(self, client: _Client, frame: Frame) -> _Answer:
+        answer: Callable[[_Client, Frame], Awaitable[_Answer]] = {
             "open": self._open,
             "read": self._read_records,
             "expect": self._expect,
@@ -151,45 +153,45 @@ class Server:
         }[frame.header["ask"]]
         try:
             return await answer(client, frame)
-        except Exception as error:  # whatever it is: the client has to be told
+        except Exception as error:  # of any kind: the client waits for an answer
             if not isinstance(error, (OSError, ValueError)):
                 traceback.print_exc()
             return {"error": str(error) or type(error).__name__, "kind": type(error).__name__}, []
 
-    async def _open(self, client: _Client, frame: Frame) -> tuple[dict[str, Any], list[bytes | memoryview]]:
+    async def _open(self, client: _Client, frame: Frame) -> _Answer:
         header = frame.header
         client.owner, client.own, client.reader = Member(**header["owner"]), header["own"], header["reader"]
-        of = await self._keeper.open(header["address"], Variables(header.pop("environ")), header["known"])
-        if client in self._clients:  # one that was killed meanwhile would count as a user for ever
+        of = await self._manager.open(header["address"], Variables(header.pop("environ")), header["known"])
+        if client in self._clients:  # a client that was killed meanwhile would count as a user for ever
             client.of = of
             of.users += 1
         cached = str(of.cached.folder) if of.cached else None
         facts = {"digest": of.digest, "index": of.index_file, "cached": cached, "slot": client.slot}
-        return {**facts, **self._keeper.facts()}, []
+        return {**facts, **self._manager.facts()}, []
 
-    async def _read_records(self, client: _Client, frame: Frame) -> tuple[dict[str, Any], list[bytes | memoryview]]:
+    async def _read_records(self, client: _Client, frame: Frame) -> _Answer:
         assert client.of is not None
         numbers = numbers_of(frame.payload).tolist()
-        found = await self._keeper.records(client.of, numbers, set(numbers[len(numbers) - frame.header["damaged"] :]))
+        found = await self._manager.records(client.of, numbers, set(numbers[len(numbers) - frame.header["damaged"] :]))
         sizes = [THERE if each is None else FAILED if isinstance(each, Exception) else len(each) for each in found]
         errors = {place: str(each) for place, each in enumerate(found) if isinstance(each, Exception)}
         parts = [each for each in found if each is not None and not isinstance(each, Exception)]
         return {"sizes": sizes, "errors": errors}, parts
 
-    async def _expect(self, client: _Client, frame: Frame) -> tuple[dict[str, Any], list[bytes | memoryview]]:
+    async def _expect(self, client: _Client, frame: Frame) -> _Answer:
         assert client.of is not None
         numbers = numbers_of(frame.payload)
         length = frame.header["length"]
         self._counters[client.slot, 0] = 0
         read = self._read(client.of).get(client.reader, 0)
-        self._keeper.expect(client.of, client.reader, numbers[:length], numbers[length:], client.slot, read)
+        self._manager.expect(client.of, client.reader, numbers[:length], numbers[length:], client.slot, read)
         return {}, []
 
-    async def _statistics(self, client: _Client, frame: Frame) -> tuple[dict[str, Any], list[bytes | memoryview]]:
-        return {"statistics": self._keeper.statistics()}, []
+    async def _statistics(self, client: _Client, frame: Frame) -> _Answer:
+        return {"statistics": self._manager.statistics()}, []
 
     def _read(self, of: OpenSet) -> dict[str, int]:
-        """How many samples of a set the processes of each rank have read."""
+        """Return how many samples of a set the processes of each rank have read."""
         read = {rank: count for (rank, each), count in self._read_before.items() if each is of}
         for client in self._clients:
             if client.of is of:
@@ -197,26 +199,18 @@ class Server:
         return read
 
 
-def _new_counters(path: Path) -> NDArray[np.int64]:
-    # A new file: clients of a server before may still have the old one.
-    path.unlink(missing_ok=True)
-    with path.open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, 16 * SLOTS)
-    return map_counters(path)
-
-
-def serve(settings: CacheSettings, place: Meeting, listening: Any, started: Callable[[], None]) -> None:
+def serve(settings: CacheSettings, paths: ServerPaths, listening: Any, started: Callable[[], None]) -> None:
     """Run a server until its last client has gone. Then the process ends at once: threads may wait for a dead mount.
 
     Args:
         settings: of the cache.
-        place: where clients find it.
+        paths: where clients find it.
         listening: the socket.
         started: called when clients can connect.
     """
 
     async def run() -> None:
-        await Server(settings, place).serve(listening, started)
+        await Server(settings, paths).serve(listening, started)
         sys.stderr.flush()
         os._exit(0)
 

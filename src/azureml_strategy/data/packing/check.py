@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from isal.isal_zlib import crc32
@@ -76,7 +76,7 @@ async def check_set(storage: Storage, quick: bool, advance: Callable[[int, int],
         numbers = np.unique(np.linspace(0, len(index) - 1, QUICK, dtype=np.int64))
     numbers = numbers[usable[index.shard[numbers]]]
     damaged: dict[int, str] = {}
-    async for found, read in _check_records(storage, index, list(_ranges(index, numbers))):
+    async for found, read in _check_records(storage, index, _ranges(index, numbers)):
         damaged |= found
         check.records += read
         advance(read, len(numbers))
@@ -108,14 +108,13 @@ def _ranges(index: ShardIndex, numbers: NDArray[np.int64]) -> Iterator[NDArray[n
 
 
 async def _check_records(
-    storage: Storage, index: ShardIndex, ranges: list[NDArray[np.int64]]
+    storage: Storage, index: ShardIndex, ranges: Iterator[NDArray[np.int64]]
 ) -> AsyncIterator[tuple[dict[int, str], int]]:
     """Check ranges of records, several at once, in any order."""
-    waiting = iter(ranges)
     running: set[asyncio.Task[tuple[dict[int, str], int]]] = set()
     try:
         while True:
-            while len(running) < _AT_ONCE and (numbers := next(waiting, None)) is not None:
+            while len(running) < _AT_ONCE and (numbers := next(ranges, None)) is not None:
                 running.add(asyncio.create_task(_check_range(storage, index, numbers)))
             if not running:
                 return
@@ -164,10 +163,9 @@ def describe(index: ShardIndex) -> list[tuple[str, str]]:
         few, many = f"{counts[least]:,} ({index.classes[least]})", f"{counts[most]:,} ({index.classes[most]})"
         each = f"of {few} to {many} samples" if counts[least] != counts[most] else f"of {counts[least]:,} samples each"
         rows.append(("classes", f"{len(index.classes):,}, {each}"))
-    return [*rows, *(_fact(name, value) for name, value in index.facts.items()), ("digest", index.digest)]
-
-
-def _fact(name: str, value: Any) -> tuple[str, str]:
-    if name == PASSED_OVER:
-        return "passed over", passed_over_text(value)
-    return name, str(len(value) if isinstance(value, list) else value)
+    for name, value in index.facts.items():
+        if name == PASSED_OVER:
+            rows.append(("passed over", passed_over_text(value)))
+        else:
+            rows.append((name, str(len(value) if isinstance(value, list) else value)))
+    return [*rows, ("digest", index.digest)]

@@ -213,20 +213,16 @@ class ImageRecords(Records):
     def mean_bytes(self, order: NDArray[np.int64]) -> float:
         if self.form.resize is None:
             return float(np.mean(self._samples.length))
-        return float(np.mean([len(content) for _, content in self._probe(order)]))
-
-    def _probe(self, order: NDArray[np.int64]) -> list[tuple[str, bytes]]:
-        """The first images of the order that can be read, as they are packed."""
-        probed = []
+        sizes = []
         reason = ""
         for number in order[:_PROBED].tolist():
             try:
-                probed.append(self.record(number)[:2])
+                sizes.append(len(self.record(number).content))
             except UnreadableError as error:
                 reason = f"{self.name(number)} ({error})"
-        if not probed:
+        if not sizes:
             raise PackError(f"None of the first images can be read; the last: {reason}. Is this a set of images?")
-        return probed
+        return float(np.mean(sizes))
 
     @override
     def facts(self) -> dict[str, Any]:

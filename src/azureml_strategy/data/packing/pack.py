@@ -11,20 +11,22 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from azureml_strategy.data.packing.images import ImageRecords
+from azureml_strategy.data.packing.parts import Part
 from azureml_strategy.data.packing.shards import (
     SAMPLE_OVERHEAD,
     PackError,
     Records,
     ShardTask,
+    atomic_write,
     join_shards,
-    write_whole,
 )
-from azureml_strategy.data.packing.sources import Part
 from azureml_strategy.data.packing.workers import Meter, run_tasks
 from azureml_strategy.data.shard_index import INDEX_NAME, ShardIndex, load_index
 from azureml_strategy.data.tar_index import CLASSES_NAME
@@ -81,9 +83,6 @@ class _Shards:
     records: Records
     tasks: list[ShardTask]
 
-    def done(self) -> int:
-        return sum(task.stop - task.start for task in self.tasks if task.is_done())
-
 
 def pack(packing: Packing) -> dict[str, ShardIndex]:
     """Pack a data set.
@@ -98,24 +97,22 @@ def pack(packing: Packing) -> dict[str, ShardIndex]:
         PackError: the folder holds something else, too many samples cannot be read, or the disk is full. What is packed
             stays, and the same call goes on with it.
     """
-    with _told(packing.out):
+    with _os_errors_as_pack_errors(packing.out):
         finished = _finished(packing)
         if finished:
             return finished
         work = _begin(packing)
         with _locked(work):
-            _prepare(packing, work)
-            found = {name: part.records(_of(work, name), packing.workers) for name, part in packing.parts.items()}
+            folders = {name: work / (name or "all") for name in packing.parts}
+            for name, folder in folders.items():
+                _prepare(packing, name, folder)
+            found = {name: part.records(folders[name], packing.workers) for name, part in packing.parts.items()}
             records = _agree_on_classes(found)
-            shards = [_deal(name, each, packing, _of(work, name)) for name, each in records.items()]
+            shards = [_deal(name, each, packing, folders[name]) for name, each in records.items()]
             unreadable = _write_shards(packing, shards)
             indexes = {each.part: _write_index(packing, each, unreadable) for each in shards}
             shutil.rmtree(work)
         return indexes
-
-
-def _of(work: Path, part: str) -> Path:
-    return work / (part or "all")
 
 
 def _finished(packing: Packing) -> dict[str, ShardIndex]:
@@ -135,11 +132,11 @@ def _finished(packing: Packing) -> dict[str, ShardIndex]:
 
 
 def _begin(packing: Packing) -> Path:
-    """Make the folder, or see that it holds a part of this very packing."""
+    """Make the folder, or check that what it holds was begun by the same packing."""
     work = packing.out / WORK_NAME
     plan = work / "plan.json"
     if plan.is_file():
-        _compare(json.loads(plan.read_text()), json.loads(json.dumps(packing.plan())), packing.out)
+        _require_same_plan(json.loads(plan.read_text()), json.loads(json.dumps(packing.plan())), packing.out)
         return work
     others = [path.name for path in packing.out.iterdir() if path.name != WORK_NAME] if packing.out.is_dir() else []
     if others:
@@ -148,12 +145,12 @@ def _begin(packing: Packing) -> Path:
             "yet."
         )
     work.mkdir(parents=True, exist_ok=True)
-    with write_whole(plan) as file:
+    with atomic_write(plan) as file:
         file.write(json.dumps(packing.plan(), indent=1).encode())
     return work
 
 
-def _compare(begun: dict[str, Any], now: dict[str, Any], out: Path) -> None:
+def _require_same_plan(begun: dict[str, Any], now: dict[str, Any], out: Path) -> None:
     if begun == now:
         return
     anew = f"Finish it as it was begun, or begin anew: rm -r {out}"
@@ -182,8 +179,8 @@ def _locked(work: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _told(out: Path) -> Iterator[None]:
-    """Turn what the operating system refuses into a sentence."""
+def _os_errors_as_pack_errors(out: Path) -> Iterator[None]:
+    """Raise errors of the operating system as a `PackError`, whose message says how to go on."""
     try:
         yield
     except OSError as error:
@@ -196,29 +193,22 @@ def _told(out: Path) -> Iterator[None]:
         ) from error
 
 
-def _prepare(packing: Packing, work: Path) -> None:
-    for name, part in packing.parts.items():
-        folder = _of(work, name)
-        folder.mkdir(exist_ok=True)
-        (packing.out / name).mkdir(exist_ok=True)
-        for scratch in (*_scratches(folder), *_scratch_indexes(packing.out / name)):
-            # Its process may still be ending, and take it away itself.
-            shutil.rmtree(scratch) if scratch.is_dir() else scratch.unlink(missing_ok=True)
-        tasks = [task for task in part.tasks(folder) if not task.is_done()]
-        if tasks:
-            for _ in run_tasks(tasks, packing.workers, Meter(f"Unpacking {name}".strip(), part.count)):
-                pass
-
-
-def _scratches(work: Path) -> list[Path]:
-    """What a killed process left incomplete."""
-    found = (*work.iterdir(), *work.glob("unpacked/*"), *work.glob("tokens/*"))
-    hidden = [path for path in found if path.name.startswith(".")]
-    return hidden + [path for path in work.glob("[!.]*.tar.*") if path.suffix != ".npz"]
-
-
-def _scratch_indexes(folder: Path) -> list[Path]:
-    return [path for name in (INDEX_NAME, CLASSES_NAME) for path in folder.glob(f".{name}.*")]
+def _prepare(packing: Packing, name: str, folder: Path) -> None:
+    """Make the folders of a part, remove what a killed process left incomplete, and run the part's tasks."""
+    target, part = packing.out / name, packing.parts[name]
+    folder.mkdir(exist_ok=True)
+    target.mkdir(exist_ok=True)
+    files = (*folder.iterdir(), *folder.glob("unpacked/*"), *folder.glob("tokens/*"))
+    incomplete = [path for path in files if path.name.startswith(".")]
+    incomplete += [path for path in folder.glob("[!.]*.tar.*") if path.suffix != ".npz"]
+    incomplete += [path for each in (INDEX_NAME, CLASSES_NAME) for path in target.glob(f".{each}.*")]
+    for path in incomplete:
+        # Its process may still be ending, and remove it itself.
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    tasks = [task for task in part.tasks(folder) if not task.is_done()]
+    if tasks:
+        for _ in run_tasks(tasks, packing.workers, Meter(f"Unpacking {name}".strip(), part.count)):
+            pass
 
 
 def _agree_on_classes(records: dict[str, Records]) -> dict[str, Records]:
@@ -230,13 +220,10 @@ def _agree_on_classes(records: dict[str, Records]) -> dict[str, Records]:
                 f"The classes of {name} are not those of the other part: {', '.join(each.classes[:3])}, ... and "
                 f"{', '.join(longest[:3])}, ... Give both the same classes in the same order."
             )
-    return {name: _with_classes(each, longest) for name, each in records.items()}
-
-
-def _with_classes(records: Records, classes: tuple[str, ...]) -> Records:
-    from azureml_strategy.data.packing.images import ImageRecords
-
-    return replace(records, classes=classes) if isinstance(records, ImageRecords) else records
+    return {
+        name: replace(each, classes=longest) if isinstance(each, ImageRecords) else each
+        for name, each in records.items()
+    }
 
 
 def _deal(part: str, records: Records, packing: Packing, work: Path) -> _Shards:
@@ -247,17 +234,16 @@ def _deal(part: str, records: Records, packing: Packing, work: Path) -> _Shards:
         samples = len(records)
         numbers = np.random.default_rng(packing.seed).permutation(samples) if records.shuffled else np.arange(samples)
         total = (records.mean_bytes(numbers) + SAMPLE_OVERHEAD) * samples
-        with write_whole(order) as file:
+        with atomic_write(order) as file:
             np.save(file, numbers)
-        with write_whole(count) as file:
+        with atomic_write(count) as file:
             file.write(json.dumps(min(samples, max(1, round(total / packing.shard_size)))).encode())
     shards, samples = int(json.loads(count.read_text())), len(records)
     ends = [samples * number // shards for number in range(shards + 1)]
-    target = packing.out / part
-    names = [f"{part or 'shard'}-{number:06}.tar" for number in range(shards)]
+    targets = [packing.out / part / f"{part or 'shard'}-{number:06}.tar" for number in range(shards)]
     tasks = [
-        ShardTask(records, order, start, stop, target / name, work)
-        for name, start, stop in zip(names, ends, ends[1:], strict=False)
+        ShardTask(records, order, start, stop, target, work)
+        for target, (start, stop) in zip(targets, pairwise(ends), strict=True)
     ]
     return _Shards(part, records, tasks)
 
@@ -266,12 +252,14 @@ def _write_shards(packing: Packing, shards: Sequence[_Shards]) -> dict[str, list
     """Write the shards that are not done yet, and return what could not be read, by part."""
     unreadable: dict[str, list[str]] = {each.part: [] for each in shards}
     parts = {task.target: each.part for each in shards for task in each.tasks}
-    tasks = [task for each in shards for task in each.tasks if not task.is_done()]
-    noun = shards[0].records.noun
-    total, done = sum(len(each.records) for each in shards), sum(each.done() for each in shards)
-    waiting = {task.target for task in tasks}
-    for task in (task for each in shards for task in each.tasks if task.target not in waiting):
-        unreadable[parts[task.target]] += task.read().unreadable
+    noun, total = shards[0].records.noun, sum(len(each.records) for each in shards)
+    tasks, done = [], 0
+    for task in (task for each in shards for task in each.tasks):
+        if task.is_done():
+            done += task.stop - task.start
+            unreadable[parts[task.target]] += task.read().unreadable
+        else:
+            tasks.append(task)
     _check_unreadable(packing, unreadable, noun, total)
     for task in run_tasks(tasks, packing.workers, Meter(f"Packing {noun}", total, done)):
         assert isinstance(task, ShardTask)
@@ -300,7 +288,7 @@ def _write_index(packing: Packing, shards: _Shards, unreadable: Mapping[str, lis
     index = join_shards(packed, shards.records, facts)
     folder = packing.out / shards.part
     if index.classes:
-        with write_whole(folder / CLASSES_NAME) as file:
+        with atomic_write(folder / CLASSES_NAME) as file:
             file.write("".join(f"{name}\n" for name in index.classes).encode())
     index.save(folder / INDEX_NAME)
     return index

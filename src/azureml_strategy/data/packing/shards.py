@@ -1,4 +1,4 @@
-"""Writes the tar shards of a packed set one by one: each is read back before it gets its name."""
+"""Writes the tar shards of a packed set one by one. Each is read back before it gets its name."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import tarfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -171,7 +172,10 @@ class ShardTask:
                 file.flush()
                 os.fsync(file.fileno())
                 _verify(file, shard)
-            self._keep(shard)
+            header = json.dumps({"size": shard.size, "unreadable": shard.unreadable}).encode()
+            arrays = {name: getattr(shard, name) for name in _ARRAYS}
+            with atomic_write(self._kept) as kept:
+                np.savez(kept, header=np.frombuffer(header, np.uint8), **arrays)
             scratch.replace(self.target)
         finally:
             scratch.unlink(missing_ok=True)
@@ -196,12 +200,6 @@ class ShardTask:
         arrays = (column.astype(kind) for column, kind in zip(columns, _ARRAYS.values(), strict=True))
         return PackedShard(self.target.name, file.tell(), unreadable, *arrays)
 
-    def _keep(self, shard: PackedShard) -> None:
-        header = json.dumps({"size": shard.size, "unreadable": shard.unreadable}).encode()
-        arrays = {name: getattr(shard, name) for name in _ARRAYS}
-        with write_whole(self._kept) as file:
-            np.savez(file, header=np.frombuffer(header, np.uint8), **arrays)
-
 
 @dataclass(frozen=True, eq=False)
 class PackedShard:
@@ -222,28 +220,19 @@ class PackedShard:
     checksum: NDArray[np.uint32]
 
 
-class write_whole:  # noqa: N801 - used like a function
-    """A file that has its name only once it is complete and on disk: `with write_whole(path) as file`."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._scratch = path.with_name(f".{path.name}.{os.getpid()}")
-        self._file: BinaryIO
-
-    def __enter__(self) -> BinaryIO:
-        self._file = self._scratch.open("wb")
-        return self._file
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if kind is None:
-                self._file.flush()
-                os.fsync(self._file.fileno())
-            self._file.close()
-            if kind is None:
-                self._scratch.replace(self._path)
-        finally:
-            self._scratch.unlink(missing_ok=True)
+@contextmanager
+def atomic_write(path: Path) -> Iterator[BinaryIO]:
+    """Open a file that gets its name only once it is complete and on disk."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    file = scratch.open("wb")
+    try:
+        with file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
 
 
 def join_shards(shards: Sequence[PackedShard], records: Records, facts: dict[str, Any]) -> ShardIndex:
@@ -263,13 +252,10 @@ def join_shards(shards: Sequence[PackedShard], records: Records, facts: dict[str
 def _verify(file: BinaryIO, shard: PackedShard) -> None:
     """Read the records back from the disk, not from memory, and compare their checksums."""
     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    for offset, length, checksum in _places(shard):
+    records = (shard.offset.tolist(), shard.length.tolist(), shard.checksum.tolist())
+    for offset, length, checksum in zip(*records, strict=True):
         if crc32(read_range(file.fileno(), length, offset)) != checksum:
             raise PackError(
                 f"{shard.name} was written, but its bytes {offset} to {offset + length} read back otherwise: the disk "
                 "or its controller is damaged. Pack to another disk."
             )
-
-
-def _places(shard: PackedShard) -> Iterator[tuple[int, int, int]]:
-    return zip(shard.offset.tolist(), shard.length.tolist(), shard.checksum.tolist(), strict=True)

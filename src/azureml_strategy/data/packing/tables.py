@@ -15,8 +15,8 @@ from typing_extensions import override
 
 from azureml_strategy.data.folders import EXTENSIONS
 from azureml_strategy.data.packing.images import ImageForm, ImageRecords, Samples, read_classes
-from azureml_strategy.data.packing.shards import PackError, Records, write_whole
-from azureml_strategy.data.packing.sources import Part, by_split, file_digest
+from azureml_strategy.data.packing.parts import Part, by_split, file_digest
+from azureml_strategy.data.packing.shards import PackError, Records, atomic_write
 from azureml_strategy.data.packing.workers import Task
 from azureml_strategy.data.passed_over import PassedOver, first_names, is_no_data, warn
 from azureml_strategy.data.shard_index import numbered_classes
@@ -112,7 +112,12 @@ class TablePart(Part):
         length, label = (np.concatenate([table[name] for table in tables]) for name in ("length", "label"))
         offset = np.concatenate([np.cumsum(table["length"]) - table["length"] for table in tables])
         classes = self.columns.classes or numbered_classes(f"Column {self.columns.label}", label)
-        self._check_labels(label, classes)
+        if int(label.min()) < 0 or int(label.max()) >= len(classes):
+            raise PackError(
+                f"The labels in column {self.columns.label} of {self.names[0]} are from {label.min()} to "
+                f"{label.max()}, and there are {len(classes)} classes. Images without a label (-1) cannot be packed: "
+                "leave this split out."
+            )
         return Samples(
             str(unpacked),
             classes,
@@ -126,23 +131,15 @@ class TablePart(Part):
             unit="row",
         )
 
-    def _check_labels(self, label: np.ndarray[Any, Any], classes: Sequence[str]) -> None:
-        if int(label.min()) < 0 or int(label.max()) >= len(classes):
-            raise PackError(
-                f"The labels in column {self.columns.label} of {self.names[0]} are from {label.min()} to "
-                f"{label.max()}, and there are {len(classes)} classes. Images without a label (-1) cannot be packed: "
-                "leave this split out."
-            )
-
 
 @dataclass(frozen=True)
 class UnpackTask:
-    """The images of one file of a data set, to be written side by side into one file.
+    """Writes the images of one file of a data set one after the other into one file.
 
     Attributes:
         table: the Parquet or Arrow file.
         columns: which of its columns.
-        target: the file to write; what lies where is written beside it, as `.npz`, last.
+        target: the file to write. The lengths and labels of its images are written beside it, as `.npz`, last.
     """
 
     table: Path
@@ -165,7 +162,7 @@ class UnpackTask:
         """
         lengths: list[int] = []
         labels: list[int] = []
-        with write_whole(self.target) as file:
+        with atomic_write(self.target) as file:
             for image, label in read_rows(self.table, self.columns):
                 content = _content(image)
                 if content is None or label is None:
@@ -174,7 +171,7 @@ class UnpackTask:
                 lengths.append(len(content))
                 labels.append(label)
                 advance()
-        with write_whole(self._kept) as file:
+        with atomic_write(self._kept) as file:
             np.savez(file, length=np.array(lengths, np.int64), label=np.array(labels, np.int32))
 
     def _missing(self, row: int, image: Any, what: str) -> str:
@@ -207,22 +204,19 @@ def find_tables(source: Path, form: ImageForm) -> dict[str, Part]:
     parts = {split: TablePart(source, own, form) for split, own in by_split(names, source).items()}
     if len({part.columns for part in parts.values()}) > 1:
         raise PackError(f"{source}: training and validation have other columns or classes. Is this one data set?")
-    _warn_of_other_columns(next(iter(parts.values())))
+    part = next(iter(parts.values()))
+    columns = part.columns
+    unpacked = [name for name in _schema(source / part.names[0]).names if name not in columns[:2]]
+    if unpacked:
+        warn(
+            f"{source}: the columns {columns.image} and {columns.label} are packed, and {len(unpacked)} others are "
+            f"not: {first_names(unpacked)}."
+        )
     return dict(parts)
 
 
-def _warn_of_other_columns(part: TablePart) -> None:
-    columns = part.columns
-    others = [name for name in _schema(part.source / part.names[0]).names if name not in columns[:2]]
-    if others:
-        warn(
-            f"{part.source}: the columns {columns.image} and {columns.label} are packed, and {len(others)} others are "
-            f"not: {first_names(others)}."
-        )
-
-
 def _table_names(source: Path) -> tuple[list[str], PassedOver]:
-    """The tables below a folder, and the files beside them that are none."""
+    """Return the tables below a folder, and the other files beside them."""
     found: list[str] = []
     others = PassedOver()
     for folder, folders, files in os.walk(source):
@@ -240,7 +234,7 @@ def _table_names(source: Path) -> tuple[list[str], PassedOver]:
 
 
 def _own_tables(folder: Path, files: Sequence[str]) -> list[str]:
-    """The tables of a data set in a folder, without what `map` and `filter` keep beside them."""
+    """Return the tables of a data set in a folder, without what `map` and `filter` keep beside them."""
     if "state.json" not in files:  # not of `save_to_disk`
         return sorted(name for name in files if name.endswith(_SUFFIXES) and not name.startswith((".", "cache-")))
     state = _read_json(folder / "state.json")
@@ -260,7 +254,7 @@ def _own_tables(folder: Path, files: Sequence[str]) -> list[str]:
 
 
 def _read_json(source: Path | bytes) -> dict[str, Any]:
-    """What a text of JSON holds; nothing if that is no mapping.
+    """Return the mapping in a JSON text; an empty one if it holds something else.
 
     Raises:
         PackError: it is no JSON.
@@ -280,6 +274,8 @@ def find_columns(table: Path) -> Columns:
         PackError: it is unclear.
     """
     schema = _schema(table)
+    import pyarrow  # installed, or `_schema` would have raised
+
     info = _read_json((schema.metadata or {}).get(b"huggingface", b"{}")).get("info")
     features = info.get("features") if isinstance(info, dict) else None
     if not features and (table.parent / "dataset_info.json").is_file():
@@ -290,7 +286,13 @@ def find_columns(table: Path) -> Columns:
     labels = [name for name in schema.names if kinds.get(name) == "ClassLabel"]
     image = _choose("image", _IMAGE_COLUMNS, images, images, table, schema.names)
     label = _choose("label", _LABEL_COLUMNS, schema.names, labels, table, schema.names)
-    return Columns(image, label, _class_names(features.get(label), schema.field(label), table))
+    kind, feature = schema.field(label).type, features.get(label)
+    if not pyarrow.types.is_integer(kind):
+        raise PackError(
+            f"The labels in column {label} of {table} are of type {kind}, not numbers of classes. Convert "
+            f"them: dataset.class_encode_column({label!r})."
+        )
+    return Columns(image, label, tuple(feature.get("names") or ()) if isinstance(feature, dict) else ())
 
 
 def _holds_images(field: pyarrow.Field) -> bool:
@@ -316,23 +318,13 @@ def _choose(
     )
 
 
-def _class_names(feature: Any, field: pyarrow.Field, table: Path) -> tuple[str, ...]:
-    import pyarrow
-
-    if not pyarrow.types.is_integer(field.type):
-        raise PackError(
-            f"The labels in column {field.name} of {table} are of type {field.type}, not numbers of classes. Convert "
-            f"them: dataset.class_encode_column({field.name!r})."
-        )
-    return tuple(feature.get("names") or ()) if isinstance(feature, dict) else ()
-
-
 def _schema(table: Path) -> pyarrow.Schema:
-    _require_pyarrow(table)
-    import pyarrow
-    import pyarrow.ipc
-    import pyarrow.parquet
-
+    try:
+        import pyarrow
+        import pyarrow.ipc
+        import pyarrow.parquet
+    except ImportError as error:
+        raise PackError(f"{table.name} is read by pyarrow, which is not installed: {install_line('data')}") from error
     try:
         if table.suffix == ".parquet":
             return pyarrow.parquet.read_schema(table)
@@ -387,10 +379,3 @@ def _batches(table: Path, columns: Columns) -> Iterator[pyarrow.RecordBatch]:
         return
     with pyarrow.memory_map(str(table)) as mapped:
         yield from pyarrow.ipc.open_stream(mapped)
-
-
-def _require_pyarrow(table: Path) -> None:
-    try:
-        import pyarrow  # noqa: F401
-    except ImportError as error:
-        raise PackError(f"{table.name} is read by pyarrow, which is not installed: {install_line('data')}") from error

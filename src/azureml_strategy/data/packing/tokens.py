@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from azureml_strategy.data.packing.shards import PackError, Record, Records, write_whole
-from azureml_strategy.data.packing.sources import Part
+from azureml_strategy.data.packing.parts import Part
+from azureml_strategy.data.packing.shards import PackError, Record, Records, atomic_write
 from azureml_strategy.data.packing.workers import Task
 from azureml_strategy.data.tokens import Corpus, Tokenizer, make_tokenizer
 from azureml_strategy.whole_reads import read_whole
@@ -31,7 +31,7 @@ _GROUP_BYTES = 16 * 2**20
 
 @dataclass(frozen=True)
 class TokenizerChoice:
-    """How text becomes tokens, as the user said it. Each process makes the tokenizer itself.
+    """How text becomes tokens, as the user chose. Each process makes the tokenizer itself.
 
     Attributes:
         name: a file, folder or hub id; None for bytes.
@@ -71,8 +71,10 @@ class TokenPart(Part):
     def tasks(self, work: Path) -> Sequence[Task]:
         folder = work / "tokens"
         folder.mkdir(exist_ok=True)
-        groups = enumerate(_groups(self.documents))
-        return [EncodeTask(group, self.choice, folder / f"{number:06}.bin") for number, group in groups]
+        return [
+            EncodeTask(group, self.choice, folder / f"{number:06}.bin")
+            for number, group in enumerate(_groups(self.documents))
+        ]
 
     @override
     def examples(self) -> Iterator[bytes]:
@@ -111,7 +113,7 @@ class EncodeTask:
             CorpusError: a document cannot be read as text.
         """
         tokenizer = self.choice.make()
-        with write_whole(self.target) as file:
+        with atomic_write(self.target) as file:
             for document in self.documents:
                 file.write(tokenizer.encode(document).tobytes())
                 advance()
@@ -142,7 +144,7 @@ class TokenRecords(Records):
 
     @cached_property
     def _files(self) -> tuple[list[Path], list[int]]:
-        """The files of tokens, and the number of the first token of each, and of the one after the last."""
+        """The files of tokens, and the number of each one's first token, with the number of all tokens at the end."""
         paths = sorted(self.folder.glob("*.bin"))
         counts = (path.stat().st_size // self._dtype.itemsize for path in paths)
         return paths, list(accumulate(counts, initial=0))
@@ -157,11 +159,7 @@ class TokenRecords(Records):
 
     @override
     def record(self, number: int) -> Record:
-        written = io.BytesIO()
-        np.save(written, self._tokens(number * self._run, (number + 1) * self._run))
-        return Record("npy", written.getvalue(), None)
-
-    def _tokens(self, start: int, stop: int) -> NDArray[Any]:
+        start, stop = number * self._run, (number + 1) * self._run
         paths, starts = self._files
         first = int(np.searchsorted(starts, start, side="right")) - 1
         parts = []
@@ -173,7 +171,9 @@ class TokenRecords(Records):
             parts.append(np.fromfile(path, self._dtype, count, offset=place * self._dtype.itemsize))
             if len(parts[-1]) < count:
                 raise PackError(f"{path} gave {len(parts[-1])} of {count} tokens from token {place} on. Pack anew.")
-        return np.concatenate(parts)
+        written = io.BytesIO()
+        np.save(written, np.concatenate(parts))
+        return Record("npy", written.getvalue(), None)
 
     @override
     def name(self, number: int) -> str:

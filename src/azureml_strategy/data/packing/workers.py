@@ -1,4 +1,4 @@
-"""Runs the pieces of a packing in processes, which end with the one that started them, and shows how far it is."""
+"""Runs the tasks of a packing in processes, which end with the one that started them, and shows the progress."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from typing import Any, Protocol, TypeVar
 
 from azureml_strategy.data.packing.shards import PackError
 
-# Seconds between two looks at how far the processes are.
-_LOOK = 0.2
+# Seconds between two updates of the progress.
+_UPDATE_S = 0.2
 # Seconds between two lines where standard error is no terminal.
-_LINE = 30.0
+_LINE_S = 30.0
 
 _counter: Any = None
 _ending: Any = None
@@ -39,21 +39,21 @@ AnyTask = TypeVar("AnyTask", bound=Task)
 
 
 class Stopped(Exception):  # noqa: N818 - not an error: the packing was given up elsewhere
-    """The packing ends; this piece is done another time."""
+    """The packing ends. This task is run again by the next packing."""
 
 
 class Meter:
-    """Shows on standard error how far a piece of work is: a bar on a terminal, else a line now and then.
+    """Shows progress on standard error: a bar on a terminal, else a line now and then.
 
     Args:
-        what: is done: `Packing images`.
-        total: samples there are.
+        what: name of the work, such as `Packing images`.
+        total: number of samples.
         done: samples that an earlier run has done.
     """
 
     def __init__(self, what: str, total: int, done: int = 0) -> None:
         self._what, self._total, self._before = what, total, done
-        self._started = self._told = time.monotonic()
+        self._started = self._printed = time.monotonic()
         self._bar: Any = None
         if sys.stderr.isatty():
             from rich.console import Console
@@ -70,9 +70,9 @@ class Meter:
         """Show that so many samples were done by this run."""
         if self._bar is not None:
             self._bar.update(self._row, completed=self._before + done)
-        elif time.monotonic() - self._told >= _LINE:
-            self._told = time.monotonic()
-            rate = done / (self._told - self._started)
+        elif time.monotonic() - self._printed >= _LINE_S:
+            self._printed = time.monotonic()
+            rate = done / (self._printed - self._started)
             left = f", {(self._total - self._before - done) / rate / 60:,.0f} min left" if rate else ""
             text = f"{self._what}: {self._before + done:,} of {self._total:,}, {rate:,.0f}/s{left}"
             print(text, file=sys.stderr, flush=True)
@@ -84,12 +84,12 @@ class Meter:
 
 
 def run_tasks(tasks: Sequence[AnyTask], workers: int, meter: Meter) -> Iterator[AnyTask]:
-    """Run pieces of work, and return each one when it is done; all that runs is given up if the caller stops early.
+    """Run tasks, and yield each one when it is done. If the caller stops early, all that still run are given up.
 
     Args:
-        tasks: pieces, in the order in which they begin.
-        workers: processes. One is this process itself.
-        meter: shows how far they are.
+        tasks: in the order in which they begin.
+        workers: number of processes; with 1, the tasks run in this process.
+        meter: shows the progress.
 
     Raises:
         PackError: a process was killed, or as of the tasks.
@@ -123,10 +123,10 @@ def _run_in_processes(tasks: Sequence[AnyTask], workers: int, meter: Meter) -> I
     # Not forked: pyarrow and others have threads, which a forked process would lack.
     context = multiprocessing.get_context("spawn")
     counter, ending = context.Value("q", 0), context.Event()
-    with ProcessPoolExecutor(workers, context, _start_worker, (counter, ending)) as pool, _ended(pool, ending):
-        running: dict[Future[None], AnyTask] = {pool.submit(_run_there, task): task for task in tasks}
+    with ProcessPoolExecutor(workers, context, _start_worker, (counter, ending)) as pool, _stopping(pool, ending):
+        running: dict[Future[None], AnyTask] = {pool.submit(_run_in_worker, task): task for task in tasks}
         while running:
-            done, _ = wait(running, timeout=_LOOK, return_when=FIRST_COMPLETED)
+            done, _ = wait(running, timeout=_UPDATE_S, return_when=FIRST_COMPLETED)
             meter.show(counter.value)
             for future in done:
                 task = running.pop(future)
@@ -141,7 +141,8 @@ def _run_in_processes(tasks: Sequence[AnyTask], workers: int, meter: Meter) -> I
 
 
 @contextmanager
-def _ended(pool: ProcessPoolExecutor, ending: Any) -> Iterator[None]:
+def _stopping(pool: ProcessPoolExecutor, ending: Any) -> Iterator[None]:
+    """Stop the workers at the end of the context, also if the caller stops early."""
     try:
         yield
     finally:
@@ -157,14 +158,14 @@ def _start_worker(counter: Any, ending: Any) -> None:
 
 
 def _end_with_parent() -> None:
-    """A process that was killed with -9 ends nobody: its workers would wait for work for ever."""
+    """End this worker when its parent ends: after a kill -9 of the parent it would wait for work for ever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
     os._exit(1)
 
 
-def _run_there(task: Task) -> None:
+def _run_in_worker(task: Task) -> None:
     def advance() -> None:
         with _counter.get_lock():
             _counter.value += 1

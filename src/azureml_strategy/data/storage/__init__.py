@@ -31,26 +31,26 @@ class StorageError(OSError):
 
 
 def own_fault(error: OSError, folder: str | os.PathLike[str]) -> bool:
-    """Whether a file has an error by itself, and not its folder: of a mount that is gone, every file is."""
+    """Whether an error is of one file alone, and not of its folder: if a mount is gone, every file of it has one."""
     if error.errno not in OF_ONE_FILE:
         return False
     try:
         with os.scandir(folder) as entries:
-            return next(entries, None) is not None  # the folder that a mount lay on is there without it, and empty
+            return next(entries, None) is not None  # without its mount, the folder is there, but empty
     except OSError:
         return False
 
 
 def storage_error(what: str, error: OSError) -> StorageError:
-    """Say that the storage did not give a file."""
+    """Return the error that the storage did not return a file."""
     if isinstance(error, StorageError):
         return error
-    told = StorageError(
+    raised = StorageError(
         f"{what} cannot be read ({_reason(error)}). That is no damage of the data, so nothing was left out or "
         "replaced: see that its disk or mount is there and may be read, and resume."
     )
-    told.__cause__ = error
-    return told
+    raised.__cause__ = error
+    return raised
 
 
 class Storage(ABC):

@@ -37,20 +37,16 @@ def find_folder(place: BlobFolder | DatastoreFolder | DataAsset, environ: Mappin
     if isinstance(place, BlobFolder):
         return place
     with lent_variables(environ):
-        return _look_up(place, environ)
-
-
-def _look_up(place: DatastoreFolder | DataAsset, environ: Mapping[str, str]) -> BlobFolder:
-    if isinstance(place, DataAsset):
-        address = _asset_path(place, environ)
-        # Recipes read the folders `train` and `val` of an asset.
-        found = parse_address(f"{address.rstrip('/')}/{place.path}".rstrip("/"), environ)
-        if isinstance(found, DataAsset):
-            raise StorageError(f"The data asset leads to {address}, which is no folder.")
-        if isinstance(found, BlobFolder):
-            return found
-        place = found
-    return _datastore_folder(place, environ)
+        if isinstance(place, DataAsset):
+            address = _asset_path(place, environ)
+            # Recipes read the folders `train` and `val` of an asset.
+            found = parse_address(f"{address.rstrip('/')}/{place.path}".rstrip("/"), environ)
+            if isinstance(found, DataAsset):
+                raise StorageError(f"The data asset leads to {address}, which is no folder.")
+            if isinstance(found, BlobFolder):
+                return found
+            place = found
+        return _datastore_folder(place, environ)
 
 
 def _asset_path(asset: DataAsset, environ: Mapping[str, str]) -> str:

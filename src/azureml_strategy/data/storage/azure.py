@@ -128,14 +128,17 @@ class AzureStorage(Storage):
         if tag != self._tags.setdefault(name, tag):
             raise StorageError(_changed(self.address, name))
         if answer.meta["size"] < start + length:
-            raise StorageError(_too_short(self.address, name, answer.meta["size"], start, length))
+            raise StorageError(
+                f"{self.address.rstrip('/')}/{name} ends after {answer.meta['size']:,} bytes; {length:,} from byte "
+                f"{start:,} on were asked for. It is incomplete, or was changed: copy it again."
+            )
         content = memoryview(await answer.bytes_async())
         if len(content) != length:
             raise UnusableAnswerError(f"{len(content):,} bytes came where {length:,} were asked for")
         return content
 
     async def _ask(self, what: str, request: Callable[[AzureStore], Awaitable[_Result]]) -> _Result:
-        """Make a request until it succeeds, cannot succeed, or patience ends.
+        """Repeat a request until it succeeds, cannot succeed, or was tried for long enough.
 
         Args:
             what: is asked for, for messages.
@@ -178,14 +181,14 @@ class AzureStorage(Storage):
         return fault.kind is not Kind.NO_IDENTITY or not connection.worked or waited > patience.total
 
     def _renew(self, rejected: _Connection, identity: IdentityCredential) -> None:
-        """Have the next request ask for a new token. The first of the reads whose token was rejected does it."""
+        """Ask for a new token at the next request. Of all reads whose token was rejected, only the first does it."""
         if self._connection is rejected:
             identity.forget()
             self._connection = _Connection(rejected.folder, identity, self._pauses.patience)
             self._connection.worked = rejected.worked
 
     async def _connect(self) -> _Connection:
-        """Look the address up in its workspace, if it is one there, and find what may read it; once."""
+        """Find the folder of the address, in its workspace if need be, and a credential for it; once."""
         async with self._connecting:
             if self._connection is None:
                 folder = await asyncio.to_thread(find_folder, self._place, self._environ)
@@ -269,11 +272,4 @@ def _changed(address: str, name: str) -> str:
     return (
         f"{address.rstrip('/')}/{name} was changed while it was read: its ETag is not the one that it had first. Write "
         "a new version of a data set to a folder of its own, and start this run again."
-    )
-
-
-def _too_short(address: str, name: str, size: int, start: int, length: int) -> str:
-    return (
-        f"{address.rstrip('/')}/{name} ends after {size:,} bytes; {length:,} from byte {start:,} on were asked for. It "
-        "is incomplete, or was changed: copy it again."
     )

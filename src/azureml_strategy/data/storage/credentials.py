@@ -92,10 +92,10 @@ class IdentityCredential(Credential):
 
 @contextmanager
 def lent_variables(environ: Mapping[str, str]) -> Iterator[None]:
-    """Let the Azure libraries see the variables of the job that storage is read for, not those of this process.
+    """Show the Azure libraries the variables of the job that storage is read for, not those of this process.
 
-    Only Python's view of them changes: threads of other libraries may read the environment itself at any time. One
-    thread at once; the others wait for their turn.
+    Only Python's view of the environment changes: threads of other libraries may read the environment itself at any
+    time. One thread at a time does this; the others wait.
 
     Args:
         environ: environment variables.

@@ -1,8 +1,8 @@
-"""What goes wrong between here and Blob Storage: what is tried again, how often, and what a user is told.
+"""Failures between this node and Blob Storage: which requests are tried again, how often, and what a message says.
 
-obstore's own repetition is switched off: it asks again after a tenth of a second, also where the service is too busy to
-answer, and it cannot renew a rejected token. It does not hand over the headers of an answer, so that a `Retry-After`
-cannot be read. The pauses grow beyond any that Blob Storage asks for, and all reads of a storage make them together.
+obstore's own retries are switched off: it asks again after a tenth of a second, even if the service is too busy to
+answer, and it cannot renew a rejected token. It does not return the headers of an answer, so a `Retry-After` cannot be
+read. The pauses grow beyond any that Blob Storage asks for, and all reads of a storage pause together.
 """
 
 from __future__ import annotations
