@@ -41,17 +41,17 @@ class Stream:
         address = (member.launch.main_address, PORT)
         if member.launch.rank == 0:
             with socket.create_server(address) as server:
-                member.place.meet()
+                member.place.barrier()
                 self.link, _ = server.accept()
         else:
-            member.place.meet()
+            member.place.barrier()
             self.link = socket.create_connection(address)
 
     def bandwidth(self, times: int) -> float:
         """GB/s of the median transfer of the message, from before its first byte is sent until its last is here."""
         seconds = []
         for _ in range(times):
-            self.member.place.meet()
+            self.member.place.barrier()
             start = time.perf_counter()
             self._transfer()
             seconds.append(time.perf_counter() - start)

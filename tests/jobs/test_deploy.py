@@ -17,7 +17,7 @@ from tests.jobs.rendering import cache
 
 from azureml_strategy.checkpoint.module_record import CLASS, MODULE
 from azureml_strategy.cli import main
-from azureml_strategy.jobs.deploy import _shares
+from azureml_strategy.jobs.deploy import _new_traffic
 from azureml_strategy.jobs.endpoints import DeployRequest, document
 from azureml_strategy.jobs.image import shipped_dockerfile
 from azureml_strategy.jobs.service_errors import JobError
@@ -352,7 +352,7 @@ def while_made(azure_service: AzureService, name: str, happens: Callable[[], Non
 def test_traffic_is_always_a_hundred_per_cent(
     before: dict[str, int], wanted: int | None, shares: dict[str, int] | None
 ) -> None:
-    assert _shares(before, "new", wanted) == shares
+    assert _new_traffic(before, "new", wanted) == shares
     assert shares is None or sum(shares.values()) == 100
 
 

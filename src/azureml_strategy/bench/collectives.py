@@ -48,9 +48,9 @@ class Place:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait until every process of the group has called this and its device is idle."""
-        # Not `barrier`: it must be told the device, and does not wait for it.
+        # Not torch's `barrier`: it must be told the device, and does not wait for it.
         dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
         self.synchronize()
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from azureml_strategy.bench.collectives import Check, Collective, Place, check
+from azureml_strategy.bench.collectives import Collective, Place, check
 
 # Messages with which c10d's Backend ("Backend gloo does not support ..."), gloo and NCCL refuse an operation or dtype.
 _REFUSAL = re.compile(r"not support|unsupported|invalid scalar type", re.I)
@@ -88,39 +88,29 @@ def measure(collective: Collective, place: Place, size: int, procedure: Procedur
         raise Unavailable(str(error)) from error
     sent.zero_()  # repeated sums in place would grow to infinity
     seconds = _time(lambda: collective.run(sent, received, place), place, procedure)
-    return _summarize(collective, place.world_size, total * dtype.itemsize, seconds, found)
+    median = statistics.median(seconds)
+    bandwidth = total * dtype.itemsize / median / 1e9
+    return Measurement(
+        collective=collective.name,
+        size=total * dtype.itemsize,
+        median_s=median,
+        p95_s=statistics.quantiles(seconds, n=20, method="inclusive")[-1] if len(seconds) > 1 else median,
+        min_s=min(seconds),
+        max_s=max(seconds),
+        algorithm_bandwidth=bandwidth,
+        bus_bandwidth=bandwidth * collective.bus_factor(place.world_size),
+        checked=found.checked,
+        wrong=found.wrong,
+    )
 
 
 def _time(run: Callable[[], None], place: Place, procedure: Procedure) -> list[float]:
     """Return the slowest rank's time of each iteration: a collective ends when the last rank does."""
     seconds = []
     for _ in range(procedure.warmup + procedure.iterations):
-        place.meet()
+        place.barrier()
         start = time.perf_counter()
         run()
         place.synchronize()
         seconds.append(time.perf_counter() - start)
     return place.highest(seconds[procedure.warmup :])
-
-
-def _summarize(collective: Collective, world_size: int, size: int, seconds: list[float], found: Check) -> Measurement:
-    median = statistics.median(seconds)
-    bandwidth = size / median / 1e9
-    return Measurement(
-        collective=collective.name,
-        size=size,
-        median_s=median,
-        p95_s=_percentile_95(seconds),
-        min_s=min(seconds),
-        max_s=max(seconds),
-        algorithm_bandwidth=bandwidth,
-        bus_bandwidth=bandwidth * collective.bus_factor(world_size),
-        checked=found.checked,
-        wrong=found.wrong,
-    )
-
-
-def _percentile_95(values: list[float]) -> float:
-    if len(values) == 1:
-        return values[0]
-    return statistics.quantiles(values, n=20, method="inclusive")[-1]

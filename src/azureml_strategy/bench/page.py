@@ -29,8 +29,9 @@ def bench_page(content: Mapping[str, Any]) -> Page:
         results = read_results(content)
     except BenchError as error:
         raise ReportError(str(error)) from None
-    conditions, judged = results.conditions, results.verdict
-    x_unit = "message size" if isinstance(results.measured, Sweep) else "node"
+    conditions, judged, measured = results.conditions, results.verdict, results.measured
+    x_unit = "message size" if isinstance(measured, Sweep) else "node"
+    chart = drawn_chart("GB/s", partial(draw, results=results), x_unit, wide=True)
     return Page(
         title=f"Network of {count(conditions.nodes, 'node')}",
         kicker="Report on a benchmark",
@@ -46,8 +47,8 @@ def bench_page(content: Mapping[str, Any]) -> Page:
         tiles=[Tile("all-reduce", f"{figure(judged.measured)} GB/s", judged.word)] if judged else [],
         steps=_steps(results),
         sections=[
-            Section("Bus bandwidth", charts=[drawn_chart("GB/s", partial(draw, results=results), x_unit, wide=True)]),
-            Section("Measurements", tables=[_table(results.measured)]),
+            Section("Bus bandwidth", charts=[chart]),
+            Section("Measurements", tables=[_table(measured)]),
             Section("What was seen", tables=[Table([[line] for line in remarks(results)])]),
         ],
     )

@@ -67,15 +67,15 @@ def measure_pairs(place: Place, nodes: int, size: int, procedure: Procedure, tim
     pairs = list(itertools.combinations(range(nodes), 2))
     # One position for each pair. Only the first process of the pair fills it, so the sum over the job has all values.
     bandwidths, wrong = [0.0] * len(pairs), [0.0] * len(pairs)
-    for played in tournament(nodes):
-        for pair in played:
-            inside = _enter(place, pair, nodes, timeout)
-            if inside:
-                found = measure(COLLECTIVES["all-reduce"], inside, size, procedure)
-                dist.destroy_process_group(inside.group)
-                bandwidths[pairs.index(pair)] = found.bus_bandwidth * (inside.rank == 0)
-                wrong[pairs.index(pair)] = found.wrong * (inside.rank == 0)
-        place.meet()
+    for disjoint_pairs in tournament(nodes):
+        for pair in disjoint_pairs:
+            in_pair = _join_pair(place, pair, nodes, timeout)
+            if in_pair:
+                found = measure(COLLECTIVES["all-reduce"], in_pair, size, procedure)
+                dist.destroy_process_group(in_pair.group)
+                bandwidths[pairs.index(pair)] = found.bus_bandwidth * (in_pair.rank == 0)
+                wrong[pairs.index(pair)] = found.wrong * (in_pair.rank == 0)
+        place.barrier()
     bandwidths, wrong = place.total(bandwidths), place.total(wrong)
     return PairBandwidths(
         dict(zip(pairs, bandwidths, strict=True)),
@@ -83,7 +83,7 @@ def measure_pairs(place: Place, nodes: int, size: int, procedure: Procedure, tim
     )
 
 
-def _enter(place: Place, pair: Pair, nodes: int, timeout: timedelta) -> Place | None:
+def _join_pair(place: Place, pair: Pair, nodes: int, timeout: timedelta) -> Place | None:
     """Return this process's place in a new group of two nodes; None if its node is neither."""
     processes = place.world_size // nodes
     ranks = [node * processes + local_rank for node in pair for local_rank in range(processes)]
@@ -127,19 +127,15 @@ def diagnose(bandwidths: Mapping[Pair, float], expected: float | None = None) ->
         expected: bandwidth that a pair must reach, in GB/s; used only for two nodes.
     """
     nodes = sorted({node for pair in bandwidths for node in pair})
-    usual = expected if len(nodes) == 2 else _usual(bandwidths, nodes)
+    best = [max(bandwidths[pair] for pair in _pairs_of(bandwidths, node)) for node in nodes]
+    usual = expected if len(nodes) == 2 else statistics.median_high(best)
     if usual is None:
         return Diagnosis(None, None, (), ())
     slow = {pair for pair, bandwidth in bandwidths.items() if bandwidth < SLOW * usual}
-    slow_nodes = () if len(nodes) == 2 else tuple(node for node in nodes if _pairs(bandwidths, node) <= slow)
+    slow_nodes = () if len(nodes) == 2 else tuple(node for node in nodes if _pairs_of(bandwidths, node) <= slow)
     links = tuple(sorted(pair for pair in slow if not set(pair) & set(slow_nodes)))
     return Diagnosis(usual, SLOW * usual, slow_nodes, links)
 
 
-def _usual(bandwidths: Mapping[Pair, float], nodes: list[int]) -> float:
-    best = [max(bandwidths[pair] for pair in _pairs(bandwidths, node)) for node in nodes]
-    return statistics.median_high(best)
-
-
-def _pairs(bandwidths: Mapping[Pair, float], node: int) -> set[Pair]:
+def _pairs_of(bandwidths: Mapping[Pair, float], node: int) -> set[Pair]:
     return {pair for pair in bandwidths if node in pair}

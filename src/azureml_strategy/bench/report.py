@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from azureml_strategy.bench.measure import Measurement
 from azureml_strategy.bench.options import format_size
 from azureml_strategy.bench.results import Pairs, Results, Sweep
 from azureml_strategy.tracking.tables import print_table
@@ -43,7 +42,9 @@ def draw(axes: Axes, results: Results) -> None:
     """Draw the picture on axes of any figure."""
     if isinstance(results.measured, Sweep):
         _draw_sweep(axes, results.measured)
-        _draw_expectation(axes, results)
+        expected = results.verdict.expectation.bandwidth if results.verdict else None
+        if expected is not None:
+            axes.axhline(expected, linestyle="--", color="black", label="expected of all-reduce")
         if axes.get_legend_handles_labels()[0]:
             axes.legend()
     else:
@@ -60,12 +61,6 @@ def _draw_sweep(axes: Axes, sweep: Sweep) -> None:
     axes.set_ylabel("bus bandwidth, GB/s")
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
-
-
-def _draw_expectation(axes: Axes, results: Results) -> None:
-    expected = results.verdict.expectation.bandwidth if results.verdict else None
-    if expected is not None:
-        axes.axhline(expected, linestyle="--", color="black", label="expected of all-reduce")
 
 
 def _draw_pairs(axes: Axes, pairs: Pairs, nodes: int) -> None:
@@ -96,16 +91,13 @@ def _sweep_table(sweep: Sweep, results: Results) -> Table:
     for column in ("size", "median ms", "p95 ms", "algorithm GB/s", "bus GB/s", "result"):
         table.add_column(column, justify="right")
     for each in sweep.measurements:
-        table.add_row(*_cells(each))
+        times = [f"{1e3 * seconds:.3f}" for seconds in (each.median_s, each.p95_s)]
+        bandwidths = [_digits(bandwidth) for bandwidth in (each.algorithm_bandwidth, each.bus_bandwidth)]
+        result = "WRONG" if each.wrong else "right"
+        table.add_row(each.collective, format_size(each.size), *times, *bandwidths, result)
     for name in sweep.unavailable:
         table.add_row(name, *[""] * 5, f"not available on {results.conditions.backend}")
     return table
-
-
-def _cells(each: Measurement) -> list[str]:
-    times = [f"{1e3 * seconds:.3f}" for seconds in (each.median_s, each.p95_s)]
-    bandwidths = [_digits(bandwidth) for bandwidth in (each.algorithm_bandwidth, each.bus_bandwidth)]
-    return [each.collective, format_size(each.size), *times, *bandwidths, "WRONG" if each.wrong else "right"]
 
 
 def _digits(bandwidth: float) -> str:

@@ -70,6 +70,10 @@ class Sweep:
         """Return the measurement of a collective at its largest size; None if it was not measured."""
         return next((each for each in reversed(self.measurements) if each.collective == collective), None)
 
+    def to_dict(self) -> dict[str, object]:
+        """Return the measurements as values of JSON, by key of the file."""
+        return {"collectives": [asdict(each) for each in self.measurements], "unavailable": self.unavailable}
+
     @property
     def wrong(self) -> list[Measurement]:
         """Measurements whose collective gave a wrong result."""
@@ -89,6 +93,14 @@ class Pairs:
     size: int
     bandwidths: PairBandwidths
     diagnosis: Diagnosis
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the measurements as values of JSON, by key of the file."""
+        bandwidths = [
+            {"nodes": pair, "bus_bandwidth": bandwidth, "wrong": pair in self.bandwidths.wrong}
+            for pair, bandwidth in self.bandwidths.bus_bandwidth.items()
+        ]
+        return {"pairs": {"size": self.size, "bandwidths": bandwidths, "diagnosis": asdict(self.diagnosis)}}
 
 
 @dataclass(frozen=True)
@@ -119,7 +131,7 @@ class Results:
         content = {
             "conditions": asdict(self.conditions),
             "verdict": asdict(self.verdict) if self.verdict else None,
-            **(_sweep(self.measured) if isinstance(self.measured, Sweep) else _pairs(self.measured)),
+            **self.measured.to_dict(),
             "network": json.loads(self.network.to_json()),
         }
         return json.dumps(content, indent=2)
@@ -138,7 +150,9 @@ def read_results(content: Mapping[str, Any]) -> Results:
         judged, network = content["verdict"], content["network"]
         results = Results(
             conditions=Conditions(**content["conditions"]),
-            measured=_read_pairs(content["pairs"]) if "pairs" in content else _read_sweep(content),
+            measured=_read_pairs(content["pairs"])
+            if "pairs" in content
+            else Sweep([Measurement(**each) for each in content["collectives"]], dict(content["unavailable"])),
             verdict=judged and Verdict(**{**judged, "expectation": Expectation(**judged["expectation"])}),
             network=RunNetwork(network["backend"], [NodeRecord(**node) for node in network["nodes"]]),
         )
@@ -161,19 +175,15 @@ def _missing(results: Results) -> list[str]:
         if results.conditions.nodes > len(found) + 1:  # fewer pairs than nodes: there may be too many to count
             return [f"pairs of {results.conditions.nodes} nodes, of which it has {len(found)}"]
         pairs = itertools.combinations(range(results.conditions.nodes), 2)
-        return [f"nodes {first} and {second}" for first, second in pairs if not _is_whole(found.get((first, second)))]
-    done = {(each.collective, each.size) for each in measured.measurements if _is_whole(each.bus_bandwidth)}
+        return [f"nodes {first} and {second}" for first, second in pairs if not _is_number(found.get((first, second)))]
+    done = {(each.collective, each.size) for each in measured.measurements if _is_number(each.bus_bandwidth)}
     names = dict.fromkeys(each.collective for each in measured.measurements)
     sizes = sorted({each.size for each in measured.measurements})
     return [f"{name} of {size:,} bytes" for name in names for size in sizes if (name, size) not in done]
 
 
-def _is_whole(bandwidth: float | None) -> bool:
+def _is_number(bandwidth: float | None) -> bool:
     return bandwidth is not None and math.isfinite(bandwidth)
-
-
-def _read_sweep(content: Mapping[str, Any]) -> Sweep:
-    return Sweep([Measurement(**each) for each in content["collectives"]], dict(content["unavailable"]))
 
 
 def _read_pairs(content: Mapping[str, Any]) -> Pairs:
@@ -192,18 +202,6 @@ def write_atomically(path: Path, content: bytes) -> None:
     part = path.with_name(f".{path.name}.part")
     part.write_bytes(content)
     os.replace(part, path)
-
-
-def _sweep(sweep: Sweep) -> dict[str, object]:
-    return {"collectives": [asdict(each) for each in sweep.measurements], "unavailable": sweep.unavailable}
-
-
-def _pairs(pairs: Pairs) -> dict[str, object]:
-    bandwidths = [
-        {"nodes": pair, "bus_bandwidth": bandwidth, "wrong": pair in pairs.bandwidths.wrong}
-        for pair, bandwidth in pairs.bandwidths.bus_bandwidth.items()
-    ]
-    return {"pairs": {"size": pairs.size, "bandwidths": bandwidths, "diagnosis": asdict(pairs.diagnosis)}}
 
 
 def log_results(results: Results, files: Sequence[Path]) -> None:

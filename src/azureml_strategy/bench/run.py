@@ -55,7 +55,20 @@ def make_plan(options: BenchOptions, member: Member) -> Plan:
     Raises:
         BenchError: a message does not fit into the memory of some process. All processes raise it.
     """
-    conditions = _conditions(options, member)
+    backend, device = member.backend, member.place.device
+    cuda = device.type == "cuda"
+    conditions = Conditions(
+        backend=backend,
+        dtype=options.dtype,
+        nodes=member.launch.num_nodes,
+        processes_per_node=member.launch.local_world_size,
+        device=torch.cuda.get_device_name(device) if cuda else "CPU",
+        vm_size=member.session.node.vm_size_name,
+        iterations=_ITERATIONS[backend] if options.iterations is None else options.iterations,
+        warmup=_WARMUP[backend] if options.warmup is None else options.warmup,
+        torch=torch.__version__,
+        nccl=".".join(map(str, torch.cuda.nccl.version())) if cuda else None,  # type: ignore[no-untyped-call]
+    )
     return Plan(
         conditions=conditions,
         collectives=["all-reduce"] if options.pairs else options.collectives or list(COLLECTIVES),
@@ -84,23 +97,6 @@ def _sizes(options: BenchOptions, backend: str, largest: int) -> Sequence[int]:
     return options.sizes[-1:] if options.pairs else options.sizes
 
 
-def _conditions(options: BenchOptions, member: Member) -> Conditions:
-    backend, device = member.backend, member.place.device
-    cuda = device.type == "cuda"
-    return Conditions(
-        backend=backend,
-        dtype=options.dtype,
-        nodes=member.launch.num_nodes,
-        processes_per_node=member.launch.local_world_size,
-        device=torch.cuda.get_device_name(device) if cuda else "CPU",
-        vm_size=member.session.node.vm_size_name,
-        iterations=_ITERATIONS[backend] if options.iterations is None else options.iterations,
-        warmup=_WARMUP[backend] if options.warmup is None else options.warmup,
-        torch=torch.__version__,
-        nccl=".".join(map(str, torch.cuda.nccl.version())) if cuda else None,  # type: ignore[no-untyped-call]
-    )
-
-
 def run_bench(options: BenchOptions) -> int:
     """Measure as one process of a job. All processes must call it with the same options.
 
@@ -127,7 +123,12 @@ def run_bench(options: BenchOptions) -> int:
     if network is None:
         return 0  # a failure code of another rank could end the job before rank 0 has recorded the results
     results = Results(plan.conditions, measured, _judge(plan, measured), network)
-    _record(results, options)
+    files = [options.output, options.plot]
+    for path, content in zip(files, (results.to_json().encode(), plot(results)), strict=True):
+        write_atomically(path, content)
+    print_results(results, files)
+    if options.mlflow:
+        log_results(results, files)
     return 0 if results.sound else 1
 
 
@@ -182,12 +183,3 @@ def _judge(plan: Plan, measured: Sweep | Pairs) -> Verdict | None:
         return judge(max(measured.bandwidths.bus_bandwidth.values()), plan.expectation, in_ring=False)
     largest = measured.largest("all-reduce")
     return judge(largest.bus_bandwidth, plan.expectation, in_ring=plan.conditions.nodes > 1) if largest else None
-
-
-def _record(results: Results, options: BenchOptions) -> None:
-    files = [options.output, options.plot]
-    for path, content in zip(files, (results.to_json().encode(), plot(results)), strict=True):
-        write_atomically(path, content)
-    print_results(results, files)
-    if options.mlflow:
-        log_results(results, files)

@@ -72,13 +72,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = _parser()
     if "_ARGCOMPLETE" in os.environ:
-        completion.complete(parser, {"study": study._parser, "submit": submit._parser, "tune": tune._parser})
+        completion.complete(
+            parser, {"study": study.make_parser, "submit": submit.make_parser, "tune": tune.make_parser}
+        )
     if not arguments:
         sys.stderr.write(_FIRST_STEPS)
         return 2
     wrong = parser.wrong_verb(arguments)
     if wrong is not None:
-        return fail(f"{wrong}{_meant(arguments[0])}")
+        return fail(f"{wrong}{_verb_for(arguments[0])}")
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
         return fail(getattr(options, "parser", parser).wrong_words(unknown))
@@ -94,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return fail(advice)
 
 
-def _meant(word: str) -> str:
+def _verb_for(word: str) -> str:
     """What to type where a script or a recipe stands in place of a verb."""
     from azureml_strategy.training.recipes import shipped_recipes
 

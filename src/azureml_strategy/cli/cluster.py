@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING
 
 from azureml_strategy.cli.verbs import (
     Verbs,
@@ -17,9 +16,6 @@ from azureml_strategy.cli.verbs import (
     print_text,
     refusing,
 )
-
-if TYPE_CHECKING:
-    from azureml_strategy.jobs.compute import ClusterRequest
 
 _EPILOG = """\
 examples:
@@ -79,24 +75,10 @@ def _add_create(group: Verbs) -> None:
 @refusing
 def _create(options: argparse.Namespace) -> int:
     from azureml_strategy.jobs.client import plain
-    from azureml_strategy.jobs.compute import create_cluster, render_cluster
+    from azureml_strategy.jobs.compute import ClusterRequest, create_cluster, render_cluster
     from azureml_strategy.jobs.resources import find_size, scale_up_advice
 
-    cluster = render_cluster(_request(options))
-    advice = scale_up_advice(find_size(options.size), options.max_nodes)
-    if advice:
-        print(f"azureml-strategy: {advice}", file=sys.stderr)
-    made = make(options, cluster, create_cluster)
-    if made is not None:
-        nodes = f"{made.min_instances} to {made.max_instances} nodes of {made.size}"
-        print_text(f"{made.name}: {plain(made.provisioning_state)}, {nodes}")
-    return 0
-
-
-def _request(options: argparse.Namespace) -> ClusterRequest:
-    from azureml_strategy.jobs.compute import ClusterRequest
-
-    return ClusterRequest(
+    request = ClusterRequest(
         vm_size=options.size,
         max_nodes=options.max_nodes,
         min_nodes=options.min_nodes,
@@ -111,6 +93,15 @@ def _request(options: argparse.Namespace) -> ClusterRequest:
         allow_ethernet=options.allow_ethernet,
         tags=dict(options.tag or ()) or None,
     )
+    cluster = render_cluster(request)
+    advice = scale_up_advice(find_size(options.size), options.max_nodes)
+    if advice:
+        print(f"azureml-strategy: {advice}", file=sys.stderr)
+    made = make(options, cluster, create_cluster)
+    if made is not None:
+        nodes = f"{made.min_instances} to {made.max_instances} nodes of {made.size}"
+        print_text(f"{made.name}: {plain(made.provisioning_state)}, {nodes}")
+    return 0
 
 
 @refusing

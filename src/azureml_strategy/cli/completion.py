@@ -87,18 +87,20 @@ def candidates(
     """
     from argcomplete.completers import DirectoriesCompleter, FilesCompleter
 
+    from azureml_strategy.training.recipes import config_groups, shipped_recipes
+
     metavar = str(action.metavar or "")
     if prefix.startswith("-") and isinstance(parser, Parser):  # after words that argparse leaves unparsed
         return parser.option_names()
     found: list[str] = []
     if "RECIPE" in metavar:
-        found += [*_recipes(), *FilesCompleter(("yaml",))(prefix)]
+        found += [*(recipe.name for recipe in shipped_recipes()), *FilesCompleter(("yaml",))(prefix)]
     if "SCRIPT" in metavar:
         found += FilesCompleter(("py",))(prefix)
     if metavar == "KEY=VALUE" and not action.option_strings:
         found += overrides(prefix)
     if metavar == "VM_SIZE":
-        found += [size for size in _groups()["cluster"] if size != "default"]
+        found += [size for size in config_groups()["cluster"] if size != "default"]
     if metavar == "FOLDER":
         found += DirectoriesCompleter()(prefix=prefix)
     elif action.type is Path or any(word in metavar for word in ("FILE", "PATH", "COMMAND")):
@@ -108,8 +110,10 @@ def candidates(
 
 def overrides(prefix: str) -> Iterator[str]:
     """Overrides that begin so: `GROUP=`, then its choices; `job.`, then its keys; and the keys of every recipe."""
+    from azureml_strategy.training.recipes import config_groups
+
     group, equals, _ = prefix.partition("=")
-    groups = _groups()
+    groups = config_groups()
     if equals:
         yield from (f"{group}={choice}" for choice in groups.get(group, ()))
         return
@@ -121,18 +125,6 @@ def overrides(prefix: str) -> Iterator[str]:
     elif "." not in prefix:
         yield from (f"{name}=" for name in groups)
         yield from (f"{key}=" for key in _conf("base.yaml") if key not in ("defaults", "hydra"))
-
-
-def _recipes() -> list[str]:
-    from azureml_strategy.training.recipes import shipped_recipes
-
-    return [recipe.name for recipe in shipped_recipes()]
-
-
-def _groups() -> dict[str, list[str]]:
-    from azureml_strategy.training.recipes import config_groups
-
-    return config_groups()
 
 
 def _conf(file: str) -> dict[str, Any]:

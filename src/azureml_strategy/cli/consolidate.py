@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from azureml_strategy.cli.verbs import Verbs, add_verb, fail
+from azureml_strategy.cli.verbs import Verbs, add_checkpoint_options, add_verb, fail
 from azureml_strategy.lazy import install_line
 
 _EPILOG = """\
@@ -62,28 +62,7 @@ def add_to(verbs: Verbs) -> None:
     verb.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="hf: as trained if left out")
     verb.add_argument("--max-shard-size", metavar="SIZE", help="hf: the largest file of weights, such as 5GB")
     verb.add_argument("--code", type=Path, metavar="FOLDER", help="onnx: where the module's class is (default: here)")
-    add_module_options(verb)
-    verb.add_argument(
-        "--trust-pickles", action="store_true", help="run the code that the files ask for: you trust who wrote them"
-    )
-
-
-def add_module_options(verb: argparse.ArgumentParser) -> None:
-    """Add the options that tell of a module what its checkpoint does not."""
-    verb.add_argument("--module-class", metavar="MODULE.CLASS", help="class of the module, if not as recorded")
-    verb.add_argument(
-        "--input-shape", type=_sizes, metavar="SIZES", help="of one sample, such as 3,32,32, if not as recorded"
-    )
-    verb.add_argument(
-        "--input-dtype", choices=("float32", "uint8", "int64"), help="with --input-shape: float32 if left out"
-    )
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    parts = text.split(",")
-    if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of sizes. Write one number for each dimension: 3,32,32")
-    return tuple(int(part) for part in parts)
+    add_checkpoint_options(verb)
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -11,8 +11,10 @@ from azureml_strategy.cli.data_packing import add_pack, is_packed, show_packed
 from azureml_strategy.cli.verbs import (
     Verbs,
     add_create_options,
+    add_dry_run,
     add_group,
     add_verb,
+    add_version_option,
     add_workspace_options,
     client,
     make,
@@ -77,7 +79,7 @@ def add_to(verbs: Verbs) -> None:
 
 def _add_asset_options(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--name", required=True, metavar="NAME", help="of the data asset")
-    verb.add_argument("--version", metavar="VERSION", help="default: the next number")
+    add_version_option(verb)
     verb.add_argument("--description", metavar="TEXT", help="for its page")
     add_create_options(verb)
     add_workspace_options(verb)
@@ -96,7 +98,7 @@ def _add_attach(group: Verbs) -> None:
     attach.add_argument("--account", required=True, metavar="NAME", help="name of the storage account")
     attach.add_argument("--container", required=True, metavar="NAME", help="name of the blob container")
     attach.add_argument("--description", metavar="TEXT", help="for its page")
-    attach.add_argument("--dry-run", action="store_true", help="print the YAML and make nothing; needs no sign-in")
+    add_dry_run(attach)
     add_workspace_options(attach)
 
 

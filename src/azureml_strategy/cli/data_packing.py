@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     from azureml_strategy.data.packing.check import SetCheck
     from azureml_strategy.data.packing.pack import Packing
     from azureml_strategy.data.packing.parts import Part
-    from azureml_strategy.data.shard_index import ShardIndex
 
 _NAMED = 5
 # Options of which the other kind of data knows nothing.
@@ -76,28 +76,19 @@ def show_packed(address: str, quick: bool) -> int:
         The exit code: 1 if something is damaged.
     """
     from azureml_strategy.data.shard_index import ShardIndexError
-    from azureml_strategy.data.storage import StorageError
+    from azureml_strategy.data.storage import StorageError, is_remote
 
     folder = Path(address).expanduser()
     parts = [folder / name for name in ("train", "val") if (folder / name).is_dir()]
     try:
-        codes = [_show_set(str(part), quick) for part in parts] or [_show_set(address, quick)]
-    except StorageError as error:
-        return _show_below(address, quick, error)
+        return max([_show_set(str(part), quick) for part in parts] or [_show_set(address, quick)])
     except ShardIndexError as error:
         return fail(error)
-    return max(codes)
-
-
-def _show_below(address: str, quick: bool, error: Exception) -> int:
-    """Show the sets `train` and `val` below an address, where it has no files of its own."""
-    from azureml_strategy.data.storage import StorageError, is_remote
-
-    if not is_remote(address) or address.rstrip("/").endswith(("/train", "/val")):
-        return fail(error)
-    try:
-        return max(_show_set(f"{address.rstrip('/')}/{part}", quick) for part in ("train", "val"))
-    except StorageError:
+    except StorageError as error:
+        # An address in storage without files of its own may have the sets `train` and `val` below it.
+        if is_remote(address) and not address.rstrip("/").endswith(("/train", "/val")):
+            with suppress(StorageError):
+                return max(_show_set(f"{address.rstrip('/')}/{part}", quick) for part in ("train", "val"))
         return fail(error)
 
 
@@ -167,18 +158,14 @@ def _pack(options: argparse.Namespace) -> int:
     except KeyboardInterrupt as interrupt:
         raise KeyboardInterrupt("stopped by Ctrl-C. The same command goes on where it was.") from interrupt
     for part, index in indexes.items():
-        _report(options.out / part, index)
+        left_out = index.facts.get("unreadable", [])
+        for each in left_out[:_NAMED]:
+            print(f"azureml-strategy: left out, as it cannot be read: {each}", file=sys.stderr)
+        if len(left_out) > _NAMED:
+            print(f"azureml-strategy: and {len(left_out) - _NAMED:,} more, which its index names", file=sys.stderr)
+        shards = f"{len(index.shards):,} shard(s), {int(index.sizes.sum()) / 1e6:,.1f} MB"
+        print_text(f"{options.out / part}: {len(index):,} samples in {shards}, {index.digest}")
     return 0
-
-
-def _report(folder: Path, index: ShardIndex) -> None:
-    left_out = index.facts.get("unreadable", [])
-    for each in left_out[:_NAMED]:
-        print(f"azureml-strategy: left out, as it cannot be read: {each}", file=sys.stderr)
-    if len(left_out) > _NAMED:
-        print(f"azureml-strategy: and {len(left_out) - _NAMED:,} more, which its index names", file=sys.stderr)
-    size = int(index.sizes.sum()) / 1e6
-    print_text(f"{folder}: {len(index):,} samples in {len(index.shards):,} shard(s), {size:,.1f} MB, {index.digest}")
 
 
 def _packing(options: argparse.Namespace) -> Packing:
@@ -188,7 +175,13 @@ def _packing(options: argparse.Namespace) -> Packing:
     source, out = options.source.expanduser(), options.out.expanduser()
     if out.resolve().is_relative_to(source.resolve()):
         raise PackError(f"{out} lies in {source}, and would be packed itself. Give a folder outside of it.")
-    _refuse_unread(options)
+    unread = _IMAGES if options.text else _TEXT  # options that say nothing about what is packed
+    given = [name for name in unread if getattr(options, name) != options.parser.get_default(name)]
+    if given:
+        what, other = ("text", "images") if options.text else ("images", "text")
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        hint = "Leave it out." if options.text else "Leave it out, or add --text."
+        raise PackError(f"{names} is for {other}, but SRC is packed as {what}. {hint}")
     parts, kept = _text(options, source) if options.text else _images(options, source)
     return Packing(
         parts,
@@ -199,19 +192,6 @@ def _packing(options: argparse.Namespace) -> Packing:
         options.workers or len(os.sched_getaffinity(0)),
         options.max_unreadable,
     )
-
-
-def _refuse_unread(options: argparse.Namespace) -> None:
-    """Refuse options that say nothing about what is packed."""
-    from azureml_strategy.data.packing.shards import PackError
-
-    unread = _IMAGES if options.text else _TEXT
-    given = [name for name in unread if getattr(options, name) != options.parser.get_default(name)]
-    if given:
-        what, other = ("text", "images") if options.text else ("images", "text")
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        hint = "Leave it out." if options.text else "Leave it out, or add --text."
-        raise PackError(f"{names} is for {other}, but SRC is packed as {what}. {hint}")
 
 
 def _images(options: argparse.Namespace, source: Path) -> tuple[dict[str, Part], dict[str, object]]:

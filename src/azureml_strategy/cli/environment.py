@@ -6,8 +6,10 @@ import argparse
 
 from azureml_strategy.cli.verbs import (
     Verbs,
+    add_dry_run,
     add_group,
     add_verb,
+    add_version_option,
     add_workspace_options,
     client,
     make,
@@ -37,7 +39,7 @@ def add_to(verbs: Verbs) -> None:
         epilog=_EPILOG,
     )
     build.add_argument("name", metavar="NAME", help="of the environment")
-    build.add_argument("--version", metavar="VERSION", help="default: the next number")
+    add_version_option(build)
     build.add_argument("--build", metavar="FOLDER", help="folder with a Dockerfile and what it copies")
     build.add_argument("--dockerfile", default="Dockerfile", metavar="PATH", help="its path in that folder")
     build.add_argument("--base-image", metavar="IMAGE", help="this package's own Dockerfile on top of another image")
@@ -50,7 +52,7 @@ def add_to(verbs: Verbs) -> None:
         metavar="CLUSTER",
         help="run a job of seconds in it, there or on serverless compute",
     )
-    build.add_argument("--dry-run", action="store_true", help="print the YAML and make nothing; needs no sign-in")
+    add_dry_run(build)
     add_workspace_options(build)
 
 

@@ -51,19 +51,9 @@ def _run(options: argparse.Namespace) -> int:
                 file.write(content)
     except OSError as error:
         return fail(f"{folder.absolute()} cannot be written: {error}. Name another folder.")
-    print(_next(folder, sorted(contents)))
+    print(f"{folder}: {', '.join(sorted(contents))}. Next, as README.md there says:")
+    if folder.resolve() != Path.cwd():
+        print(f"  cd {shlex.quote(str(folder))}")
+    print("  python train.py\n  azureml-strategy emulate --nodes 2 -- python train.py")
+    print("  azureml-strategy train recipe.yaml")
     return 0
-
-
-def _next(folder: Path, made: list[str]) -> str:
-    """What has been made, and what to type."""
-    enter = [] if folder.resolve() == Path.cwd() else [f"  cd {shlex.quote(str(folder))}"]
-    return "\n".join(
-        [
-            f"{folder}: {', '.join(made)}. Next, as README.md there says:",
-            *enter,
-            "  python train.py",
-            "  azureml-strategy emulate --nodes 2 -- python train.py",
-            "  azureml-strategy train recipe.yaml",
-        ]
-    )

@@ -6,12 +6,13 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from azureml_strategy.cli.consolidate import add_module_options
 from azureml_strategy.cli.verbs import (
     Verbs,
+    add_checkpoint_options,
     add_create_options,
     add_group,
     add_verb,
+    add_version_option,
     add_workspace_options,
     client,
     print_text,
@@ -62,13 +63,8 @@ def _add_register(group: Verbs) -> None:
     register.add_argument(
         "--checkpoint", metavar="PATH", help="which, in that output (default: the best, else the last)"
     )
-    register.add_argument("--version", metavar="VERSION", help="default: the next number")
-    add_module_options(register)
-    register.add_argument(
-        "--trust-pickles",
-        action="store_true",
-        help="run the code that the checkpoint's files ask for: you trust who wrote them",
-    )
+    add_version_option(register)
+    add_checkpoint_options(register)
     add_workspace_options(register)
 
 
@@ -132,15 +128,9 @@ def _register(options: argparse.Namespace) -> int:
 
 @refusing
 def _deploy(options: argparse.Namespace) -> int:
-    _refuse_options_of_the_other_kind(options)
-    return _deploy_batch(options) if options.batch else _deploy_online(options)
-
-
-def _refuse_options_of_the_other_kind(options: argparse.Namespace) -> None:
     from azureml_strategy.jobs.service_errors import JobError
 
-    others = _ONLINE if options.batch else _BATCH
-    for name in others:
+    for name in _ONLINE if options.batch else _BATCH:
         if getattr(options, name) is not None:
             kind = "online endpoints: leave it or --batch out" if options.batch else "batch endpoints: add --batch"
             raise JobError(f"--{name.replace('_', '-')} is for {kind}.")
@@ -148,6 +138,7 @@ def _refuse_options_of_the_other_kind(options: argparse.Namespace) -> None:
         raise JobError("A batch endpoint predicts on a cluster. Type --compute NAME; `azureml-strategy cluster show`.")
     if options.traffic is not None and not 0 <= options.traffic <= 100:
         raise JobError(f"--traffic is {options.traffic}. Give per cent, from 0 to 100.")
+    return _deploy_batch(options) if options.batch else _deploy_online(options)
 
 
 def _deploy_online(options: argparse.Namespace) -> int:

@@ -68,5 +68,5 @@ class Parser(argparse.ArgumentParser):
         if option is None:
             return f"{self.prog} takes no {words[0]!r}. {known}"
         near = near_matches(option, self.option_names())
-        said = f"{self.prog} has no option {option!r}."
-        return " ".join(filter(None, (said, near if "mean" in near else "", self.about_options, known)))
+        wrong = f"{self.prog} has no option {option!r}."
+        return " ".join(filter(None, (wrong, near if "mean" in near else "", self.about_options, known)))

@@ -48,7 +48,10 @@ def _run(options: argparse.Namespace) -> int:
     try:
         answer.unlink(missing_ok=True)
         part = options.folder / f".{REQUEST}.part"
-        part.write_text(_words(options), encoding="utf-8")
+        given = {"steps": options.steps, "ranks": options.ranks}
+        given |= {name: "true" for name in ("shapes", "stacks", "memory") if getattr(options, name)}
+        words = [f"{name}={value}" for name, value in given.items() if value is not None]
+        part.write_text(" ".join(words) + "\n", encoding="utf-8")
         part.replace(request)
     except OSError as error:
         return fail(f"{request} cannot be written ({error.strerror}). Run this where the folder can be written to.")
@@ -75,9 +78,3 @@ def _withdraw(request: Path) -> bool:
     except FileNotFoundError:
         return False
     return True
-
-
-def _words(options: argparse.Namespace) -> str:
-    given = {"steps": options.steps, "ranks": options.ranks}
-    switches = {name: "true" for name in ("shapes", "stacks", "memory") if getattr(options, name)}
-    return " ".join(f"{name}={value}" for name, value in {**given, **switches}.items() if value is not None) + "\n"

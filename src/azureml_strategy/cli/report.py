@@ -58,7 +58,10 @@ def _run(options: argparse.Namespace) -> int:
     gc.disable()  # nearly all that is made stays until the end; looking for the rest takes a fifth of the time
     try:
         page = _page(options)
-        path = _output(options)
+        path = options.output
+        if path is None:
+            only = Path(options.runs[0])
+            path = only / _DEFAULT if len(options.runs) == 1 and only.is_dir() else Path(_DEFAULT)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(render(page), encoding="utf-8")
     except (ReportError, TrackingError, JobError, OSError) as error:
@@ -69,20 +72,13 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _output(options: argparse.Namespace) -> Path:
-    if options.output is not None:
-        return Path(options.output)
-    only = Path(options.runs[0])
-    return only / _DEFAULT if len(options.runs) == 1 and only.is_dir() else Path(_DEFAULT)
-
-
 def _page(options: argparse.Namespace) -> Page:
     files = [Path(each) for each in options.runs if Path(each).is_file()]
     if files:
         return _page_of_file(files[0], alone=len(options.runs) == 1)
     from azureml_strategy.reporting.run_page import run_page
 
-    records = [_record(each, options) for each in options.runs]
+    records = [_collect(each, options) for each in options.runs]
     if len(records) == 1:
         return run_page(records[0])
     from azureml_strategy.reporting.comparison import compare_page
@@ -90,10 +86,10 @@ def _page(options: argparse.Namespace) -> Page:
     return compare_page(records)
 
 
-def _record(run: str, options: argparse.Namespace) -> RunRecord:
+def _collect(run: str, options: argparse.Namespace) -> RunRecord:
     from azureml_strategy.reporting.collect import collect_run
 
-    run_id, store = _place(run, options.store)
+    run_id, store = _find_run(run, options.store)
     folder = Path(run) if Path(run).is_dir() else None
     record = collect_run(run_id, store, options.seconds, folder=folder)
     if options.status:
@@ -101,7 +97,7 @@ def _record(run: str, options: argparse.Namespace) -> RunRecord:
     return record
 
 
-def _place(run: str, store: str | None) -> tuple[str, str]:
+def _find_run(run: str, store: str | None) -> tuple[str, str]:
     """The id of a run and the address of its store."""
     from azureml_strategy.reporting.stores import ReportError
     from azureml_strategy.tracking.run import resolve_tracking_uri
@@ -112,14 +108,19 @@ def _place(run: str, store: str | None) -> tuple[str, str]:
     if not folder.is_dir():
         if "/" in run or run.endswith((".json", ".html", ".yaml")):
             raise ReportError(f"There is no {run}. Name a run id, the output folder of a run, or a JSON file.")
-        return run, resolve_tracking_uri(_workspace_store() if store == "azureml" else store)
+        if store == "azureml":
+            from azureml_strategy.jobs import connect
+            from azureml_strategy.jobs.metrics import tracking_uri
+
+            store = tracking_uri(connect())
+        return run, resolve_tracking_uri(store)
     place = folder / "run.json"
     if not place.is_file():
         raise ReportError(
             f"{run} has no run.json, which a recipe's run leaves in its output folder. Name the run by its id: "
             "azureml-strategy report RUN_ID --store URI."
         )
-    found = _json(place)
+    found = _read_json(place)
     if not isinstance(found, dict) or not {"run_id", "store"} <= found.keys():
         raise ReportError(f"{place} does not name a run: it needs run_id and store.")
     return str(found["run_id"]), resolve_tracking_uri(store or _store_of(str(found["store"])))
@@ -136,17 +137,10 @@ def _store_of(store: str) -> str | None:
     return store
 
 
-def _workspace_store() -> str:
-    from azureml_strategy.jobs import connect
-    from azureml_strategy.jobs.metrics import tracking_uri
-
-    return tracking_uri(connect())
-
-
 def _page_of_file(path: Path, alone: bool) -> Page:
     from azureml_strategy.reporting.stores import ReportError
 
-    content = _json(path)
+    content = _read_json(path)
     keys = content.keys() if isinstance(content, dict) else set()
     if not alone:
         raise ReportError(f"{path} is a file, and several are compared by run ids or folders only. Name it alone.")
@@ -164,7 +158,7 @@ def _page_of_file(path: Path, alone: bool) -> Page:
     )
 
 
-def _json(path: Path) -> Any:
+def _read_json(path: Path) -> Any:
     from azureml_strategy.reporting.stores import ReportError
 
     try:

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from azureml_strategy.cli.verbs import Verbs, add_verb, fail, split_command
+from azureml_strategy.cli.verbs import Verbs, add_unparsed_verb, fail, split_command, word_parser
 from azureml_strategy.command_line import is_override
-
-if TYPE_CHECKING:
-    from azureml_strategy.study import StudyOptions
 
 _EPILOG = """\
 examples:
@@ -26,35 +22,23 @@ _DESCRIPTION = "Run a recipe, or a command, at several sizes and compare through
 
 
 def add_to(verbs: Verbs) -> None:
-    """Add the verb.
-
-    Inside a verb, argparse of Python 3.10 and 3.11 does not accept positionals on both sides of an option. So this verb
-    takes every word unparsed, and `_parser` parses the words. The option prefix is the null character, with which no
-    word can start.
-    """
-    verb = add_verb(
-        verbs,
-        "study",
-        _run,
-        help="run a recipe at several sizes and compare speed and cost",
-        description=_DESCRIPTION,
-        prefix_chars="\0",
-        add_help=False,
+    """Add the verb."""
+    add_unparsed_verb(
+        verbs, "study", _run, help="run a recipe at several sizes and compare speed and cost", description=_DESCRIPTION
     )
-    verb.add_argument("words", nargs=argparse.REMAINDER)
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Make the parser of the verb's words."""
     from azureml_strategy.study.options import StudyOptions
 
-    parser = argparse.ArgumentParser(
-        prog="azureml-strategy study",
+    parser = word_parser(
+        "study",
         usage="%(prog)s RECIPE --nodes N,N [options] [KEY=VALUE ...]\n"
         "       %(prog)s --nodes N,N [options] [KEY=VALUE ...] -- COMMAND ...\n"
         "       %(prog)s --runs ID,ID [options]",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="name of a shipped recipe, or path of a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="what to change in it, at every size")
@@ -80,35 +64,31 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace) -> int:
     words, command = split_command(options.words)
-    options = _parser().parse_intermixed_args(words)
+    options = make_parser().parse_intermixed_args(words)
     if command and options.recipe is not None and is_override(options.recipe):
         options.recipe, options.overrides = None, [options.recipe, *options.overrides]
     from azureml_strategy.jobs import JobError
-    from azureml_strategy.study import StudyError, run_study
+    from azureml_strategy.study import StudyError, StudyOptions, run_study
+    from azureml_strategy.study.options import parse_list, parse_nodes
     from azureml_strategy.tracking.store import TrackingError
 
     try:
-        return run_study(_wanted(options, command or []))
+        return run_study(
+            StudyOptions(
+                recipe=options.recipe,
+                command=command or [],
+                overrides=options.overrides,
+                nodes=parse_nodes(options.nodes),
+                processes_per_node=options.processes_per_node,
+                local=options.local,
+                steps=options.steps,
+                runs=parse_list(options.runs),
+                store=options.store,
+                price_per_hour=options.price_per_hour,
+                currency=options.currency,
+                output=options.output,
+                plot=options.plot,
+            )
+        )
     except (StudyError, JobError, TrackingError) as error:
         return fail(error)
-
-
-def _wanted(options: argparse.Namespace, command: list[str]) -> StudyOptions:
-    from azureml_strategy.study import StudyOptions
-    from azureml_strategy.study.options import parse_list, parse_nodes
-
-    return StudyOptions(
-        recipe=options.recipe,
-        command=command,
-        overrides=options.overrides,
-        nodes=parse_nodes(options.nodes),
-        processes_per_node=options.processes_per_node,
-        local=options.local,
-        steps=options.steps,
-        runs=parse_list(options.runs),
-        store=options.store,
-        price_per_hour=options.price_per_hour,
-        currency=options.currency,
-        output=options.output,
-        plot=options.plot,
-    )

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 from azureml_strategy.cli.verbs import (
     Verbs,
-    add_verb,
+    add_unparsed_verb,
     add_workspace_options,
     fail,
     print_text,
     split_command,
+    word_parser,
     workspace_of,
 )
 from azureml_strategy.command_line import is_override
@@ -44,27 +45,19 @@ examples:
 
 
 def add_to(verbs: Verbs) -> None:
-    """Add the verb. It takes every word unparsed, as `study` does, and `_parser` parses the words before `--`."""
-    verb = add_verb(
+    """Add the verb."""
+    add_unparsed_verb(
         verbs,
         "submit",
         _run,
         help="submit a script, a command or a recipe as a job in Azure ML",
         description=_DESCRIPTION,
-        prefix_chars="\0",
-        add_help=False,
     )
-    verb.add_argument("words", nargs=argparse.REMAINDER)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="azureml-strategy submit",
-        usage=_USAGE,
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def make_parser() -> argparse.ArgumentParser:
+    """Make the parser of the verb's words before `--`."""
+    parser = word_parser("submit", usage=_USAGE, description=_DESCRIPTION, epilog=_EPILOG)
     parser.add_argument("program", nargs="?", metavar="SCRIPT|RECIPE", help="a script, a recipe, bench or doctor")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of `cluster`, `job`; of a recipe, any")
     parser.add_argument("--command", metavar="TEXT", help="in place of a script: a command line for the job's shell")
@@ -105,7 +98,7 @@ def _run(options: argparse.Namespace) -> int:
     from azureml_strategy.jobs.service_errors import JobError
 
     words, arguments = split_command(options.words)
-    parsed = _parser().parse_intermixed_args(words)
+    parsed = make_parser().parse_intermixed_args(words)
     try:
         import_azure("azure.ai.ml")  # before Hydra, which the extra `azure` brings as well
         plan = _plan(parsed, arguments)
@@ -148,10 +141,15 @@ def _plan(options: argparse.Namespace, arguments: list[str] | None) -> JobPlan:
         raise JobError("--command is the whole command line. Write the arguments into it.")
     if program in _VERBS and sweep is not None:
         raise JobError(f"`{program}` has nothing to sweep. Leave --sweep out.")
-    data = ProgramData(
-        dict(_named("--input", each) for each in options.input),
-        {name: path or None for name, path in (_pair(each) for each in options.output)},
-    )
+    inputs = {}
+    for given in options.input:
+        name, _, value = given.partition("=")
+        if not (name and value):
+            raise JobError(
+                f"--input {given} names no data. Write --input NAME=PATH, as images=azureml:imagenet@latest."
+            )
+        inputs[name] = value
+    outputs = {name: path or None for name, _, path in (given.partition("=") for given in options.output)}
     chosen = Program(
         script=program if program not in _VERBS else None,
         verb=program if program in _VERBS else None,
@@ -159,7 +157,7 @@ def _plan(options: argparse.Namespace, arguments: list[str] | None) -> JobPlan:
         command=options.command,
         arguments=tuple(arguments or ()),
     )
-    return plan_program(chosen, overrides, data, sweep)
+    return plan_program(chosen, overrides, ProgramData(inputs, outputs), sweep)
 
 
 def _sweep(options: argparse.Namespace) -> Sweep | None:
@@ -181,20 +179,6 @@ def _sweep(options: argparse.Namespace) -> Sweep | None:
         options.trials,
         options.concurrent,
     )
-
-
-def _pair(text: str) -> tuple[str, str]:
-    name, _, value = text.partition("=")
-    return name, value
-
-
-def _named(option: str, text: str) -> tuple[str, str]:
-    from azureml_strategy.jobs.service_errors import JobError
-
-    name, value = _pair(text)
-    if not (name and value):
-        raise JobError(f"{option} {text} names no data. Write {option} NAME=PATH, as images=azureml:imagenet@latest.")
-    return name, value
 
 
 def _print_job(plan: JobPlan, name: str | None) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import textwrap
 
-from azureml_strategy.cli.verbs import Verbs, add_verb, fail
+from azureml_strategy.cli.verbs import Verbs, add_recipe_arguments, add_verb, fail
 
 _EPILOG = """\
 examples:
@@ -31,12 +31,8 @@ def add_to(verbs: Verbs) -> None:
     )
     verb.details = _choices
     verb.about_options = "Hydra's flags follow the recipe: azureml-strategy train RECIPE -m seed=1,2."
-    verb.add_argument("recipe", metavar="RECIPE", help="name of a shipped recipe, or path of a YAML file")
-    verb.add_argument(
-        "overrides",
-        metavar="KEY=VALUE",
-        nargs=argparse.REMAINDER,
-        help="what to change, in Hydra's notation; Hydra's own flags work too",
+    add_recipe_arguments(
+        verb, nargs=argparse.REMAINDER, help="what to change, in Hydra's notation; Hydra's own flags work too"
     )
     add_verb(verbs, "recipes", _list, help="list the shipped recipes", description="List the shipped recipes.")
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from azureml_strategy.cli.verbs import Verbs, add_verb, fail
+from azureml_strategy.cli.verbs import Verbs, add_recipe_arguments, add_unparsed_verb, fail, word_parser
 
 _DESCRIPTION = """\
 Measure communication settings of DDP with a recipe's model and first batch: bucket sizes, how gradients are kept, and
@@ -30,29 +30,18 @@ _ONE_STEP = (
 
 
 def add_to(verbs: Verbs) -> None:
-    """Add the verb. It takes every word unparsed, as `study` does, and `_parser` parses the words."""
-    verb = add_verb(
-        verbs,
-        "tune",
-        _run,
-        help="find the fastest communication settings of DDP",
-        description=_DESCRIPTION,
-        prefix_chars="\0",
-        add_help=False,
+    """Add the verb."""
+    add_unparsed_verb(
+        verbs, "tune", _run, help="find the fastest communication settings of DDP", description=_DESCRIPTION
     )
-    verb.add_argument("words", nargs=argparse.REMAINDER)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="azureml-strategy tune",
-        usage="%(prog)s RECIPE [KEY=VALUE ...] [options]",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def make_parser() -> argparse.ArgumentParser:
+    """Make the parser of the verb's words."""
+    parser = word_parser(
+        "tune", usage="%(prog)s RECIPE [KEY=VALUE ...] [options]", description=_DESCRIPTION, epilog=_EPILOG
     )
-    parser.add_argument("recipe", metavar="RECIPE", help="name of a shipped recipe, or path of a YAML file")
-    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="what to change, in Hydra's notation")
+    add_recipe_arguments(parser, nargs="*", help="what to change, in Hydra's notation")
     parser.add_argument("--lossy", metavar="NAMES", help="allow compression: all, or some of bf16,fp16,powersgd")
     parser.add_argument("--static-graph", action="store_true", help="allow static_graph; if all steps use the same")
     parser.add_argument("--output", metavar="FILE.json", default="outputs/tuned_ddp.json", help="default: %(default)s")
@@ -65,9 +54,9 @@ def _run(options: argparse.Namespace) -> int:
     from azureml_strategy.training.recipes import RecipeError
     from azureml_strategy.training.run import speaks_for_all
 
-    options = _parser().parse_intermixed_args(options.words)
+    options = make_parser().parse_intermixed_args(options.words)
     output = Path(options.output).absolute()
-    before = _modified(output)
+    before = _modified_ns(output)
     lossy = "true" if options.lossy == "all" else f"[{options.lossy or ''}]"
     asked = [
         f"strategy.tuned='{output}'",
@@ -81,12 +70,12 @@ def _run(options: argparse.Namespace) -> int:
     except RecipeError as error:
         other = "'strategy.tune=true' does not fit" in str(error)
         return fail(f"Only recipes with strategy=ddp can be tuned. {error}" if other else error)
-    if not speaks_for_all(detect_ranks()) or _modified(output) != before:
+    if not speaks_for_all(detect_ranks()) or _modified_ns(output) != before:
         return 0
     print("azureml-strategy: nothing was measured; see above.", file=sys.stderr)
     return 1
 
 
-def _modified(file: Path) -> int | None:
+def _modified_ns(file: Path) -> int | None:
     """When a file was written, in nanoseconds; None if it is not there."""
     return file.stat().st_mtime_ns if file.is_file() else None

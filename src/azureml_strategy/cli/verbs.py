@@ -43,6 +43,23 @@ def add_verb(verbs: Verbs, name: str, run: Callable[[argparse.Namespace], int], 
     return parser
 
 
+def add_unparsed_verb(verbs: Verbs, name: str, run: Run, **described: Any) -> None:
+    """Add a verb that takes every word unparsed, and parses the words before `--` with a `word_parser` of its own.
+
+    Inside a verb, argparse of Python 3.10 and 3.11 does not accept positionals on both sides of an option; a parser of
+    its own does, by `parse_intermixed_args`. The option prefix here is the null character, with which no word starts.
+    """
+    verb = add_verb(verbs, name, run, prefix_chars="\0", add_help=False, **described)
+    verb.add_argument("words", nargs=argparse.REMAINDER)
+
+
+def word_parser(name: str, **described: Any) -> argparse.ArgumentParser:
+    """Make the parser of the words of a verb that `add_unparsed_verb` has added."""
+    return argparse.ArgumentParser(
+        prog=f"azureml-strategy {name}", formatter_class=argparse.RawDescriptionHelpFormatter, **described
+    )
+
+
 def split_command(words: Sequence[str]) -> tuple[list[str], list[str] | None]:
     """The words before the first `--`, and those after it; None if there is no `--`."""
     if "--" not in words:
@@ -103,7 +120,46 @@ def add_workspace_options(verb: argparse.ArgumentParser) -> None:
 def add_create_options(verb: argparse.ArgumentParser) -> None:
     """Add the options of every verb that creates something."""
     verb.add_argument("--tag", metavar="KEY=VALUE", action="append", type=_tag, help="a tag; may be repeated")
+    add_dry_run(verb)
+
+
+def add_dry_run(verb: argparse.ArgumentParser) -> None:
+    """Add the option by which `make` prints an entity in place of creating it."""
     verb.add_argument("--dry-run", action="store_true", help="print the YAML and make nothing; needs no sign-in")
+
+
+def add_version_option(verb: argparse.ArgumentParser) -> None:
+    """Add the option that names the version of what is registered."""
+    verb.add_argument("--version", metavar="VERSION", help="default: the next number")
+
+
+def add_recipe_arguments(verb: argparse.ArgumentParser, **overrides: Any) -> None:
+    """Add a recipe, and the overrides of it as `add_argument` describes them."""
+    verb.add_argument("recipe", metavar="RECIPE", help="name of a shipped recipe, or path of a YAML file")
+    verb.add_argument("overrides", metavar="KEY=VALUE", **overrides)
+
+
+def add_checkpoint_options(verb: argparse.ArgumentParser) -> None:
+    """Add the options that tell of a module what its checkpoint does not, and the one that trusts the checkpoint."""
+    verb.add_argument("--module-class", metavar="MODULE.CLASS", help="class of the module, if not as recorded")
+    verb.add_argument(
+        "--input-shape", type=_sizes, metavar="SIZES", help="of one sample, such as 3,32,32, if not as recorded"
+    )
+    verb.add_argument(
+        "--input-dtype", choices=("float32", "uint8", "int64"), help="with --input-shape: float32 if left out"
+    )
+    verb.add_argument(
+        "--trust-pickles",
+        action="store_true",
+        help="run the code that the checkpoint's files ask for: you trust who wrote them",
+    )
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of sizes. Write one number for each dimension: 3,32,32")
+    return tuple(int(part) for part in parts)
 
 
 def make(options: argparse.Namespace, wanted: Entity, create: Callable[[MLClient, Entity], Made]) -> Made | None:
@@ -145,7 +201,7 @@ def refusing(run: Run) -> Run:
     """Decorate a verb to print a `JobError` to standard error and return exit code 2."""
 
     @functools.wraps(run)
-    def told(options: argparse.Namespace) -> int:
+    def with_errors_printed(options: argparse.Namespace) -> int:
         from azureml_strategy.jobs.service_errors import JobError
 
         try:
@@ -153,4 +209,4 @@ def refusing(run: Run) -> Run:
         except JobError as error:
             return fail(error)
 
-    return told
+    return with_errors_printed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
 from azureml_strategy.cli.verbs import (
     Verbs,
@@ -16,9 +15,6 @@ from azureml_strategy.cli.verbs import (
     print_text,
     refusing,
 )
-
-if TYPE_CHECKING:
-    from azureml_strategy.jobs.workspace import WorkspaceRequest
 
 _EPILOG = """\
 examples:
@@ -81,19 +77,9 @@ def _add_protection(create: argparse.ArgumentParser) -> None:
 
 @refusing
 def _create(options: argparse.Namespace) -> int:
-    from azureml_strategy.jobs.workspace import create_workspace, render_workspace
+    from azureml_strategy.jobs.workspace import WorkspaceRequest, create_workspace, render_workspace
 
-    workspace = render_workspace(_request(options))
-    made = make(options, workspace, create_workspace)
-    if made is not None:
-        print_text(f"{made.name}: made in {made.location}, resource group {made.resource_group}")
-    return 0
-
-
-def _request(options: argparse.Namespace) -> WorkspaceRequest:
-    from azureml_strategy.jobs.workspace import WorkspaceRequest
-
-    return WorkspaceRequest(
+    request = WorkspaceRequest(
         name=options.workspace,
         region=options.region,
         description=options.description,
@@ -110,6 +96,10 @@ def _request(options: argparse.Namespace) -> WorkspaceRequest:
         identity_based_storage=options.identity_based_storage,
         tags=dict(options.tag or ()) or None,
     )
+    made = make(options, render_workspace(request), create_workspace)
+    if made is not None:
+        print_text(f"{made.name}: made in {made.location}, resource group {made.resource_group}")
+    return 0
 
 
 @refusing

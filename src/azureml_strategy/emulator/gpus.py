@@ -50,8 +50,17 @@ def share_out(nodes: int, processes_per_node: int, gpus_per_node: int | None = N
     each = processes_per_node if gpus_per_node is None else gpus_per_node
     if nodes * each > len(visible):
         if gpus_per_node is not None:
-            raise EmulationError(_too_few(variable, nodes, gpus_per_node, len(visible)))
-        return _hidden(variable, nodes, _shortage(nodes, processes_per_node, len(visible))) if visible else NodeGPUs()
+            raise EmulationError(
+                f"--gpus-per-node {gpus_per_node} for {nodes} node(s) needs {nodes * gpus_per_node} GPUs, but torch "
+                f"sees {len(visible)} here ({describe(os.environ, [variable])}). Leave it out, or write "
+                "--gpus-per-node 0 to run on CPUs."
+            )
+        line = (
+            f"GPUs: this machine shows {len(visible)}, too few for {nodes * processes_per_node} processes, and NCCL "
+            "lets no two share one. So all run on CPUs, by gloo. For GPUs, emulate at most "
+            f"{len(visible)} process(es)."
+        )
+        return _hidden(variable, nodes, line) if visible else NodeGPUs()
     if each == 0:
         return _hidden(variable, nodes, "GPUs: these nodes have none, and all run on CPUs.") if visible else NodeGPUs()
     shares = [visible[node * each : (node + 1) * each] for node in range(nodes)]
@@ -83,18 +92,3 @@ def _visible_gpus() -> tuple[str, list[str]]:
 
 def _hidden(variable: str, nodes: int, line: str) -> NodeGPUs:
     return NodeGPUs(variable, (_NONE,) * nodes, line)
-
-
-def _shortage(nodes: int, processes_per_node: int, gpus: int) -> str:
-    processes = nodes * processes_per_node
-    return (
-        f"GPUs: this machine shows {gpus}, too few for {processes} processes, and NCCL lets no two share one. So all "
-        f"run on CPUs, by gloo. For GPUs, emulate at most {gpus} process(es)."
-    )
-
-
-def _too_few(variable: str, nodes: int, gpus_per_node: int, gpus: int) -> str:
-    return (
-        f"--gpus-per-node {gpus_per_node} for {nodes} node(s) needs {nodes * gpus_per_node} GPUs, but torch sees "
-        f"{gpus} here ({describe(os.environ, [variable])}). Leave it out, or write --gpus-per-node 0 to run on CPUs."
-    )

@@ -57,9 +57,9 @@ class _OpenRun(EmulatedRun):
                 self.client.set_terminated(self.run_id, end.value, end.timestamp_ms)
         except (StoreAwayError, StoreRefusedError) as error:
             print(f"The job's run {self.run_id} could not be marked {status}: {error}")
-            self._keep(end)
+            self._keep_for_upload(end)
 
-    def _keep(self, end: End) -> None:
+    def _keep_for_upload(self, end: End) -> None:
         folder = Path.cwd()
         try:
             spool = OfflineQueue.create(folder, RunRequest(self.tracking_uri, self.run_id))
@@ -271,16 +271,23 @@ def emulate_run(job: EmulatedJob) -> Emulated:
     ports = nullcontext(DEFAULT_PORT) if job.isolate else reserved_port()  # isolated nodes have their own ports
     gpus = share_out(max(job.nodes, job.nodes_after or 0), job.processes_per_node, job.gpus_per_node)
     with mlflow_run(job.isolate, command_run_name(job.command)) as run, network or nullcontext(), ports as port:
-        _announce(job, run, gpus)
-        outcome = _run_preempted(job, run, gpus, port) if job.preemption else _run(job, run, gpus, network, port)
+        shape = f"{job.nodes} node(s) x {job.processes_per_node} process(es), distribution {job.distribution}"
+        links = f", isolated, {job.bandwidth or 'unshaped'} links" if job.isolate else ""
+        store = redact_text(run.tracking_uri)
+        print(f"Emulating an Azure ML job: {shape}{links}; run {run.run_id} in {store}", flush=True)
+        if gpus.line:
+            print(gpus.line, flush=True)
+        if job.preemption:
+            outcome = _run_preempted(job, run, gpus, port)
+        else:
+            outcome = run_together(_processes(job, run, gpus, network, port, EmulatedAttempt(), {}))
         run_status = {0: "FINISHED", 130: "KILLED", 141: "KILLED", 143: "KILLED"}.get(outcome.exit_code, "FAILED")
         run.end(run_status)
-    _report(outcome)
-    return Emulated(outcome.exit_code, run, error_sentence(outcome.last_lines) if outcome.failed else "")
-
-
-def _run(job: EmulatedJob, run: EmulatedRun, gpus: NodeGPUs, network: IsolatedNodes | None, port: int) -> Outcome:
-    return run_together(_processes(job, run, gpus, network, port, EmulatedAttempt(), {}))
+    if outcome.failed is None:
+        return Emulated(outcome.exit_code, run)
+    print(f"\n{outcome.failed} ended with {outcome.reason}; the other processes were ended. Its last lines:")
+    print("".join(f"  {line}\n" for line in outcome.last_lines) or "  (none)\n", end="", flush=True)
+    return Emulated(outcome.exit_code, run, error_sentence(outcome.last_lines))
 
 
 def _run_preempted(job: EmulatedJob, run: EmulatedRun, gpus: NodeGPUs, port: int) -> Outcome:
@@ -325,7 +332,7 @@ def _processes(
         # Azure ML sets no port under MPI and TensorFlow, but a job that shares its machine with others needs one.
         own_port = None if job.distribution in ("pytorch", "none") or port == DEFAULT_PORT else port
         environ = {
-            **_shared_machine(job, isolated=network is not None),
+            **_shell_variables(job, isolated=network is not None),
             **gpus.variables(node),
             **azure_variables(launch, job.distribution, addresses, run, own_port, attempt),
         }
@@ -336,7 +343,7 @@ def _processes(
     return processes
 
 
-def _shared_machine(job: EmulatedJob, isolated: bool) -> dict[str, str]:
+def _shell_variables(job: EmulatedJob, isolated: bool) -> dict[str, str]:
     """Return the shell's environment, with variables that let several nodes share one machine."""
     environ = without_job_variables(os.environ)
     processes = job.nodes * job.processes_per_node
@@ -350,18 +357,3 @@ def _shared_machine(job: EmulatedJob, isolated: bool) -> dict[str, str]:
 def _search_path() -> str:
     """Return a PATH where `python` and `azureml-strategy` are this environment's, even if it is not activated."""
     return os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
-
-
-def _announce(job: EmulatedJob, run: EmulatedRun, gpus: NodeGPUs) -> None:
-    shape = f"{job.nodes} node(s) x {job.processes_per_node} process(es), distribution {job.distribution}"
-    links = f", isolated, {job.bandwidth or 'unshaped'} links" if job.isolate else ""
-    print(f"Emulating an Azure ML job: {shape}{links}; run {run.run_id} in {redact_text(run.tracking_uri)}", flush=True)
-    if gpus.line:
-        print(gpus.line, flush=True)
-
-
-def _report(outcome: Outcome) -> None:
-    if outcome.failed is None:
-        return
-    print(f"\n{outcome.failed} ended with {outcome.reason}; the other processes were ended. Its last lines:")
-    print("".join(f"  {line}\n" for line in outcome.last_lines) or "  (none)\n", end="", flush=True)

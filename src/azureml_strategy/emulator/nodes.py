@@ -39,19 +39,15 @@ def reserved_port(preferred: int = DEFAULT_PORT) -> Iterator[int]:
     Yields:
         The port.
     """
-    with _hold(preferred) as holder:
+    holder = _bind(preferred) or _bind(0)
+    while holder is None or holder.getsockname()[1] == BATCH_PORT:
+        holder = _bind(0)
+    with holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         yield int(holder.getsockname()[1])
 
 
-def _hold(preferred: int) -> socket.socket:
-    holder = _bound(preferred) or _bound(0)
-    while holder is None or holder.getsockname()[1] == BATCH_PORT:
-        holder = _bound(0)
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    return holder
-
-
-def _bound(port: int) -> socket.socket | None:
+def _bind(port: int) -> socket.socket | None:
     both = socket.has_dualstack_ipv6()
     holder = socket.socket(socket.AF_INET6 if both else socket.AF_INET)
     if both:
@@ -79,7 +75,7 @@ class IsolatedNodes:
     """
 
     def __init__(self, nodes: int, bandwidth: str | None) -> None:
-        _refuse_unable(bandwidth, nodes)
+        _check_isolation(bandwidth, nodes)
         self.addresses = [f"{_SUBNET}.{_FIRST_HOST + node}" for node in range(nodes)]
         self._bandwidth = bandwidth
         self._names = [f"azureml-{os.getpid()}-{node}" for node in range(nodes)]
@@ -107,7 +103,7 @@ class IsolatedNodes:
             _run(f"ip -n {self._switch} link add switch type bridge")
             _run(f"ip -n {self._switch} link set switch up")
             for node, name in enumerate(self._names):
-                self._add(node, name)
+                self._add_node(node, name)
         except BaseException:  # a Ctrl-C must not leave namespaces behind
             self.__exit__(None, None, None)
             raise
@@ -124,7 +120,7 @@ class IsolatedNodes:
     def _port_command(self, node: int, state: str) -> list[str]:
         return ["ip", "-n", self._switch, "link", "set", f"port{node}", state]
 
-    def _add(self, node: int, name: str) -> None:
+    def _add_node(self, node: int, name: str) -> None:
         _run(f"ip netns add {name}")
         _run(f"ip link add eth0 netns {name} type veth peer name port{node} netns {self._switch}")
         _run(f"ip -n {self._switch} link set port{node} master switch up")
@@ -136,12 +132,12 @@ class IsolatedNodes:
             _run(f"tc -n {name} qdisc add dev eth0 root tbf rate {self._bandwidth} burst 512kb latency 50ms")
 
 
-def _refuse_unable(bandwidth: str | None, nodes: int) -> None:
+def _check_isolation(bandwidth: str | None, nodes: int) -> None:
     if not sys.platform.startswith("linux"):
         raise EmulationError(f"--isolate needs Linux network namespaces; this is {sys.platform}. Leave it out.")
     if os.geteuid() != 0:
         raise EmulationError(
-            f"--isolate needs root to make network namespaces. Type: {_as_root()}, or leave --isolate out."
+            f"--isolate needs root to make network namespaces. Type: {_sudo_command()}, or leave --isolate out."
         )
     # Check for root first: the tools are in /usr/sbin, which may not be on the PATH of other users.
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
@@ -153,7 +149,7 @@ def _refuse_unable(bandwidth: str | None, nodes: int) -> None:
         raise EmulationError(f"--isolate has addresses for {_MOST_NODES} nodes, not {nodes}. Use fewer.")
 
 
-def _as_root() -> str:
+def _sudo_command() -> str:
     """Return this command for sudo, with full paths: sudo's own PATH lacks the programs of this environment."""
     program = shutil.which(sys.argv[0])
     if os.path.basename(sys.argv[0]) == "__main__.py":

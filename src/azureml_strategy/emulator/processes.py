@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import IO
 
 # Time for a process to end in order after SIGTERM. Azure gives a spot node at least 30 s.
 _GRACE_SECONDS = 10.0
@@ -80,7 +79,9 @@ class _Running:
 
     def _forward(self) -> None:
         assert self.popen.stdout is not None
-        for line in _lines(self.popen.stdout):
+        for raw in self.popen.stdout:
+            # Of a progress bar that rewrites its line, only the last state.
+            line = raw.decode(errors="replace").rstrip("\r\n").rsplit("\r", 1)[-1]
             self.last_lines.append(line)
             try:
                 with _print_lock:
@@ -127,7 +128,7 @@ def run_together(processes: Sequence[Process], power_cut: PowerCut | None = None
         except _Interrupted as interrupted:
             return Outcome(interrupted.exit_code)
         finally:
-            _put_off_signals()
+            _ignore_signals()
             _end(running)
 
 
@@ -155,7 +156,8 @@ def _wait(running: Sequence[_Running], power_cut: PowerCut | None) -> Outcome:
             _signal([one for one in running if one.process.node == power_cut.node], signal.SIGKILL)
             return Outcome(128 + signal.SIGKILL, lost_node=power_cut.node)
         if any(one.unread for one in running):
-            _print_nowhere()
+            # Discard further output: its reader is gone, and Python would complain about that at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return Outcome(128 + signal.SIGPIPE)
         time.sleep(_POLL_SECONDS)
 
@@ -165,11 +167,6 @@ def _failure(one: _Running, code: int) -> Outcome:
     reason = f"exit code {code}" if code > 0 else signal.Signals(-code).name
     exit_code = code if code > 0 else 128 - code
     return Outcome(exit_code, f"{one.process.name} ({one.process.node})", reason, tuple(one.last_lines))
-
-
-def _print_nowhere() -> None:
-    """Discard further output: its reader is gone, and Python would complain about that at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _end(running: Sequence[_Running]) -> None:
@@ -197,7 +194,7 @@ def _interruptible() -> Iterator[None]:
     """Let SIGINT and SIGTERM end the wait, once; afterwards they are ignored while the processes are ended."""
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
-        _put_off_signals()
+        _ignore_signals()
         raise _Interrupted(signum)
 
     if not _in_main_thread():
@@ -211,7 +208,7 @@ def _interruptible() -> Iterator[None]:
             signal.signal(each, handler)
 
 
-def _put_off_signals() -> None:
+def _ignore_signals() -> None:
     if _in_main_thread():
         for each in _ENDING_SIGNALS:
             signal.signal(each, signal.SIG_IGN)
@@ -220,10 +217,3 @@ def _put_off_signals() -> None:
 def _in_main_thread() -> bool:
     """Whether this is the main thread, the only one where Python allows signal handlers."""
     return threading.current_thread() is threading.main_thread()
-
-
-def _lines(stream: IO[bytes]) -> Iterator[str]:
-    """Yield the lines of a stream; of a progress bar that rewrites its line, only the last state."""
-    for raw in stream:
-        text = raw.decode(errors="replace").rstrip("\r\n")
-        yield text.rsplit("\r", 1)[-1]

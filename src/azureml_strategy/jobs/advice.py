@@ -40,12 +40,12 @@ class _Rule:
 
     def fits(self, failure: Failure) -> bool:
         """Whether the rule applies to the failure."""
-        told = (
+        fits = (
             (self.code is not None and re.search(self.code, failure.code, re.I))
             or (self.message is not None and re.search(self.message, failure.message, re.I))
             or (self.status is not None and self.status == failure.status)
         )
-        return bool(told) and (self.url is None or re.search(self.url, failure.url, re.I) is not None)
+        return bool(fits) and (self.url is None or re.search(self.url, failure.url, re.I) is not None)
 
 
 def advice_for(failure: Failure) -> str:

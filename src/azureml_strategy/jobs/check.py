@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from azureml_strategy.jobs.client import WorkspaceSettings, connect, plain
+from azureml_strategy.jobs.client import connect, plain
 from azureml_strategy.jobs.inputs import asset_of, check_data, datastore_of
+from azureml_strategy.jobs.places import WorkspaceSettings
 from azureml_strategy.jobs.plan import JobPlan
 from azureml_strategy.jobs.render import build_job
 from azureml_strategy.jobs.resources import node_size
@@ -72,6 +73,7 @@ def check_submission(plan: JobPlan, workspace: WorkspaceSettings | None = None) 
 
 
 def _asked(what: str, ask: Callable[[], str | Finding]) -> Finding:
+    """The answer to one question as a finding; an error of Azure is a finding that the job cannot start."""
     try:
         with service_errors():
             answer = ask()
@@ -114,7 +116,9 @@ def _quota(plan: JobPlan, client: MLClient) -> Finding:
     if size is None or size.vcpus is None:
         return Finding("quota", "the cores of the nodes are not known; cluster=SIZE names their size", None)
     region = plan.cluster.region
-    offered = [each for each in client.compute.list_sizes(location=region) if _same(each.name, size.name)]
+    offered = [
+        each for each in client.compute.list_sizes(location=region) if str(each.name).lower() == size.name.lower()
+    ]
     if not offered:
         return Finding("quota", f"{size.name} is not offered in the workspace's region, or not to it", False)
     low = plan.cluster.tier == "low_priority"
@@ -158,10 +162,6 @@ class _Usage:
 
 def _plain_name(text: str) -> str:
     return re.sub(r"[^a-z0-9]", "", text.lower())
-
-
-def _same(one: str | None, other: str) -> bool:
-    return str(one).lower() == other.lower()
 
 
 def _data(plan: JobPlan, client: MLClient) -> str:

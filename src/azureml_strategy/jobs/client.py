@@ -98,9 +98,6 @@ def check_resource_id(option: str, value: str | None) -> None:
         )
 
 
-__all__ = ["WorkspaceSettings", "connect"]
-
-
 def connect(settings: WorkspaceSettings | None = None) -> MLClient:
     """Make a client for a workspace.
 
@@ -125,27 +122,26 @@ def connect(settings: WorkspaceSettings | None = None) -> MLClient:
         found.resource_group,
         found.name,
         enable_telemetry=False,
-        per_retry_policies=[_waits_told()],
+        per_retry_policies=[_long_pause_logger()],
     )
 
 
-def _waits_told() -> SansIOHTTPPolicy[Any, Any]:
+def _long_pause_logger() -> SansIOHTTPPolicy[Any, Any]:
     """A policy of azure-core's pipeline that logs when the service asks for a long pause, which azure-core obeys."""
     from azure.core.pipeline import PipelineRequest, PipelineResponse
     from azure.core.pipeline.policies import SansIOHTTPPolicy
 
     from azureml_strategy.jobs.azure_internals import get_retry_after
 
-    class WaitsTold(SansIOHTTPPolicy[Any, Any]):
+    class LongPauseLogger(SansIOHTTPPolicy[Any, Any]):
         def on_response(self, request: PipelineRequest[Any], response: PipelineResponse[Any, Any]) -> None:
             pause_s = get_retry_after(response) or 0
             if pause_s >= _LONG_PAUSE_S:
-                status = response.http_response.status_code
                 log.warning(
                     "%s asks for a pause of %s (HTTP %d) before it is asked again; Ctrl-C ends the waiting.",
                     urlsplit(request.http_request.url).hostname,
                     timedelta(seconds=round(pause_s)),
-                    status,
+                    response.http_response.status_code,
                 )
 
-    return WaitsTold()
+    return LongPauseLogger()

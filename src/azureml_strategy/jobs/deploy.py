@@ -78,18 +78,18 @@ def create_online(
     """
     name = str(deployment.name)
     found = _existing(lambda: client.online_endpoints.get(endpoint.name))
-    _shares((found.traffic if found else None) or {}, name, traffic)  # refuses before anything is made
+    _new_traffic((found.traffic if found else None) or {}, name, traffic)  # refuses before anything is made
     if found is None:
         with service_errors():
             client.online_endpoints.begin_create_or_update(endpoint).result()
     before = _existing(lambda: client.online_deployments.get(name, endpoint.name)) if found else None
     _keep_sizes(request, before, deployment)
     deployment.environment = online_environment(request, str(deployment.instance_type))
-    with _told_what_is_left("online", request, endpoint=found is None, deployment=before is None):
+    with _name_leftovers("online", request, endpoint=found is None, deployment=before is None):
         client.online_deployments.begin_create_or_update(deployment).result()
     with service_errors():
         made: ManagedOnlineEndpoint = client.online_endpoints.get(endpoint.name)
-        shares = _shares(made.traffic or {}, name, traffic)  # another one may have changed it in these minutes
+        shares = _new_traffic(made.traffic or {}, name, traffic)  # another one may have changed it in these minutes
         if shares is not None:
             made.traffic = shares
             made = client.online_endpoints.begin_create_or_update(made).result()
@@ -120,7 +120,7 @@ def create_batch(
             client.batch_endpoints.begin_create_or_update(endpoint).result()
     before = _existing(lambda: client.batch_deployments.get(name, endpoint.name)) if found else None
     _keep_sizes(request, before, deployment)
-    with _told_what_is_left("batch", request, endpoint=found is None, deployment=before is None):
+    with _name_leftovers("batch", request, endpoint=found is None, deployment=before is None):
         client.batch_deployments.begin_create_or_update(deployment).result()
     with service_errors():
         made: BatchEndpoint = client.batch_endpoints.get(endpoint.name)
@@ -172,7 +172,7 @@ def _keep_sizes(request: DeployRequest, before: Any, deployment: Any) -> None:
 
 
 @contextmanager
-def _told_what_is_left(kind: str, request: DeployRequest, *, endpoint: bool, deployment: bool) -> Iterator[None]:
+def _name_leftovers(kind: str, request: DeployRequest, *, endpoint: bool, deployment: bool) -> Iterator[None]:
     """Add to an error what a deployment that fails leaves, and the commands that tell more and remove it.
 
     Args:
@@ -197,8 +197,8 @@ def _told_what_is_left(kind: str, request: DeployRequest, *, endpoint: bool, dep
             remove = f", `az ml {kind}-deployment delete {which}` removes the latter"
         else:
             left, remove = f"The deployment {request.deployment} was there before, and is not removed", ""
-        told = f"{left}: `az ml {kind}-deployment {look}{remove}."
-        raise ServiceError(f"{error} {told}", code=error.code, status=error.status) from error
+        leftovers = f"{left}: `az ml {kind}-deployment {look}{remove}."
+        raise ServiceError(f"{error} {leftovers}", code=error.code, status=error.status) from error
 
 
 def _existing(get: Any) -> Any:
@@ -212,7 +212,7 @@ def _existing(get: Any) -> Any:
         return None
 
 
-def _shares(before: dict[str, int], name: str, wanted: int | None) -> dict[str, int] | None:
+def _new_traffic(before: dict[str, int], name: str, wanted: int | None) -> dict[str, int] | None:
     """The new traffic of each deployment; None leaves it as it is."""
     others = {each: share for each, share in before.items() if each != name and share}
     if wanted is None:

@@ -51,19 +51,6 @@ def write_dockerfile_context(path: Path, folder: Path) -> None:
     """
     text = read_text(path)
     instructions = list(read_instructions(text))
-    _check(path, text, instructions)
-    _copy_context(path, copied_paths(instructions), folder)
-    wheel = write_wheel(folder).name
-    ignored = folder / ".dockerignore"
-    if ignored.is_file():
-        ignored.write_text(f"{read_text(ignored)}\n!{wheel}\n", encoding="utf-8")
-    user = last_user(instructions)
-    lines = [f"COPY {wheel} {PLACE}/", *adding_lines(wheel)]
-    lines = ["USER root", *lines, f"USER {user}"] if user else lines
-    (folder / "Dockerfile").write_text(f"{text.rstrip()}\n\n" + "\n".join([*lines, ""]), encoding="utf-8")
-
-
-def _check(path: Path, text: str, instructions: Sequence[Instruction]) -> None:
     refuse_secret_lines(path.name, text)
     secrets = secret_variables(instructions)
     if secrets:
@@ -75,6 +62,15 @@ def _check(path: Path, text: str, instructions: Sequence[Instruction]) -> None:
         raise JobError(f"{path} has no FROM line, so that it is no Dockerfile.")
     if not instructions[-1].keyword:
         raise JobError(f"{path} ends within an instruction: its last line ends in a backslash. Take that out.")
+    _copy_context(path, copied_paths(instructions), folder)
+    wheel = write_wheel(folder).name
+    ignored = folder / ".dockerignore"
+    if ignored.is_file():
+        ignored.write_text(f"{read_text(ignored)}\n!{wheel}\n", encoding="utf-8")
+    user = last_user(instructions)
+    lines = [f"COPY {wheel} {PLACE}/", *adding_lines(wheel)]
+    lines = ["USER root", *lines, f"USER {user}"] if user else lines
+    (folder / "Dockerfile").write_text(f"{text.rstrip()}\n\n" + "\n".join([*lines, ""]), encoding="utf-8")
 
 
 def _copy_context(path: Path, copied: set[str], folder: Path) -> None:
@@ -110,15 +106,9 @@ def read_instructions(text: str) -> Iterator[Instruction]:
         yield Instruction(keyword.upper(), text.strip())
         if keyword.upper() in ("RUN", "COPY", "ADD"):
             for found in _HEREDOC.finditer(text):
-                _skip(lines, found[2])
+                next((line for line in lines if line.strip("\t") == found[2]), None)  # skips to the heredoc's end
     if joined.strip():
         yield Instruction("", joined.strip())
-
-
-def _skip(lines: Iterator[str], mark: str) -> None:
-    for line in lines:
-        if line.strip("\t") == mark:
-            return
 
 
 def copied_paths(instructions: Sequence[Instruction]) -> set[str]:
@@ -127,31 +117,28 @@ def copied_paths(instructions: Sequence[Instruction]) -> set[str]:
     for each in instructions:
         if each.keyword in ("COPY", "ADD"):
             found.update(_sources(each.text))
-        elif each.keyword == "ONBUILD" or (each.keyword == "RUN" and _binds_context(each.text)):
+        elif each.keyword == "ONBUILD":
             found.add(_EVERYTHING)
+        elif each.keyword == "RUN":
+            mounts = re.findall(r"--mount=(\S+)", each.text)
+            if any("from=" not in mount and ("type=bind" in mount or "type=" not in mount) for mount in mounts):
+                found.add(_EVERYTHING)
     return found
 
 
 def _sources(text: str) -> Iterator[str]:
+    """Yield the paths that a COPY or ADD takes from the context: its words without the last, which is the target."""
     flags = _FLAGS.match(text)
     rest = text[flags.end() :] if flags else text
     if "--from=" in text[: len(text) - len(rest)]:
         return
-    for word in _words(rest)[:-1]:
+    try:
+        words = [str(word) for word in json.loads(rest)] if rest.startswith("[") else rest.split()
+    except ValueError:
+        words = rest.split()  # a pattern such as [ab].txt
+    for word in words[:-1]:
         if not _ELSEWHERE.match(word):
             yield _EVERYTHING if "$" in word else word.removeprefix("./").strip("/") or _EVERYTHING
-
-
-def _words(text: str) -> list[str]:
-    try:
-        return [str(word) for word in json.loads(text)] if text.startswith("[") else text.split()
-    except ValueError:
-        return text.split()  # a pattern such as [ab].txt
-
-
-def _binds_context(text: str) -> bool:
-    mounts = re.findall(r"--mount=(\S+)", text)
-    return any("from=" not in mount and ("type=bind" in mount or "type=" not in mount) for mount in mounts)
 
 
 def is_below(file: str, paths: set[str]) -> bool:

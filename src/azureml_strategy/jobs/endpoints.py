@@ -90,7 +90,12 @@ class DeployRequest:
         _check_number("--instance-count", self.instance_count, _MOST_INSTANCES)
         _check_number("--mini-batch-size", self.mini_batch_size)
         _check_number("--max-samples", self.max_samples)
-        _check_size(self.instance_type)
+        if self.instance_type is not None and not _SIZE.fullmatch(self.instance_type):
+            raise JobError(
+                f"--instance-type {self.instance_type} is no name of a VM size. Type one such as {_INSTANCE_TYPE}."
+            )
+        if self.instance_type is not None:
+            refuse_retired(self.instance_type)
         if self.requirements is not None and self.environment is not None:
             raise JobError("--requirements is for our own image, which --environment replaces. Keep one of them.")
         for option, path in (("--code", self.code), ("--requirements", self.requirements)):
@@ -266,13 +271,6 @@ def _environment(request: DeployRequest, kind: str, *, cuda: bool) -> Environmen
 
 def _variables(request: DeployRequest) -> dict[str, str]:
     return {} if request.max_samples is None else {MAX_SAMPLES: str(request.max_samples)}
-
-
-def _check_size(size: str | None) -> None:
-    if size is not None and not _SIZE.fullmatch(size):
-        raise JobError(f"--instance-type {size} is no name of a VM size. Type one such as {_INSTANCE_TYPE}.")
-    if size is not None:
-        refuse_retired(size)
 
 
 def _check_name(option: str, name: str) -> None:

@@ -86,13 +86,11 @@ def find_environment_file(folders: Sequence[str]) -> str | None:
         The first that is there of requirements.txt, environment.yml or .yaml, conda.yml or .yaml, pyproject.toml with
         a `[project]` table, and Dockerfile; None if there is none.
     """
-    paths = (Path(folder, name) for folder in folders for name in _SEARCHED)
-    return next((str(path) for path in paths if path.is_file() and _describes(path)), None)
-
-
-def _describes(path: Path) -> bool:
-    """Whether a file that was not asked for is meant: a pyproject.toml may hold the settings of tools alone."""
-    return "project" in _toml(path) if path.name == "pyproject.toml" else _kind(path) is not None
+    for path in (Path(folder, name) for folder in folders for name in _SEARCHED if Path(folder, name).is_file()):
+        # A pyproject.toml that was not asked for may hold the settings of tools alone.
+        if "project" in _toml(path) if path.name == "pyproject.toml" else _kind(path) is not None:
+            return str(path)
+    return None
 
 
 def environment_context(file: str, base_image: str | None = None, root: str | None = None) -> Path:
@@ -111,8 +109,7 @@ def environment_context(file: str, base_image: str | None = None, root: str | No
         JobError: the file cannot be used; see the message.
     """
     path = Path(os.path.abspath(file))
-    top = Path(os.path.abspath(root or os.curdir))
-    found = Requirements(root=top if path.is_relative_to(top) else path.parent, base=path.parent)
+    found = _empty_requirements(path, root)
     fill: Callable[[Path], None] = {
         "requirements": partial(_fill_requirements, path, found, base_image),
         "conda": partial(_fill_conda, path, found, base_image),
@@ -135,14 +132,19 @@ def pins_of_file(file: str, root: str | None = None) -> list[str]:
     kind, path = environment_kind(file), Path(os.path.abspath(file))
     if kind not in ("requirements", "pyproject"):
         return []
-    top = Path(os.path.abspath(root or os.curdir))
-    found = Requirements(root=top if path.is_relative_to(top) else path.parent, base=path.parent)
+    found = _empty_requirements(path, root)
     if kind == "requirements":
         found.read(path)
     else:
         text = "".join(f"{each}\n" for each in _project(path).get("dependencies", []))
         found.read_all(read_lines(path.name, text), path.parent)
     return found.tested_pins()
+
+
+def _empty_requirements(path: Path, root: str | None) -> Requirements:
+    """Requirements before a file is read, which may refer to files of the folder of code, or else of its own folder."""
+    top = Path(os.path.abspath(root or os.curdir))
+    return Requirements(root=top if path.is_relative_to(top) else path.parent, base=path.parent)
 
 
 def _fill_requirements(path: Path, found: Requirements, base_image: str | None, folder: Path) -> None:

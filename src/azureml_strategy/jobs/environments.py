@@ -131,10 +131,6 @@ def _check(settings: EnvironmentSettings) -> None:
             f"job.environment.base_image is the base of our own Dockerfile, which job.environment.{given[0]} replaces. "
             "Keep one."
         )
-    _check_files(settings)
-
-
-def _check_files(settings: EnvironmentSettings) -> None:
     if settings.conda_file and not Path(settings.conda_file).is_file():
         raise JobError(f"job.environment.conda_file is {settings.conda_file}, but there is no such file.")
     if settings.build and not Path(settings.build, settings.dockerfile).is_file():

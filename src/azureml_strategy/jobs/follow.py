@@ -47,12 +47,13 @@ class SubmittedJob:
         studio_url: the job's page in Azure ML Studio.
 
     Attributes:
+        client: client of the job's workspace.
         name: name of the job, unique in its workspace.
         studio_url: the job's page in Azure ML Studio.
     """
 
     def __init__(self, client: MLClient, name: str, studio_url: str) -> None:
-        self._client = client
+        self.client = client
         self.name = name
         self.studio_url = studio_url
 
@@ -61,18 +62,13 @@ class SubmittedJob:
         """Id of the job's MLflow run: Azure ML gives the run the job's name."""
         return self.name
 
-    @property
-    def client(self) -> MLClient:
-        """Client of the job's workspace."""
-        return self._client
-
     def status(self) -> str:
         """Azure ML's word for the state of the job: Queued, Preparing, Running, Completed, Failed, Canceled, ...
 
         Raises:
             ServiceError: Azure did not answer.
         """
-        return show_job(self._client, self.name).status
+        return show_job(self.client, self.name).status
 
     def logs(self, file: str | None = None) -> str:
         """What a process of the job has printed.
@@ -84,7 +80,7 @@ class SubmittedJob:
             JobError: the job has no such log, or none yet.
             ServiceError: Azure did not answer.
         """
-        return read_log(self._client, self.name, file)
+        return read_log(self.client, self.name, file)
 
     def metrics(self) -> dict[str, float]:
         """The last value of each metric in the job's MLflow run.
@@ -93,7 +89,7 @@ class SubmittedJob:
             ServiceError: Azure did not answer.
             mlflow.exceptions.MlflowException: the workspace's MLflow did not answer, or azureml-mlflow is missing.
         """
-        return run_metrics(tracking_uri(self._client), self.run_id)
+        return run_metrics(tracking_uri(self.client), self.run_id)
 
     def download(self, folder: str | Path = ".", output: str | None = None) -> Path:
         """Fetch files of the job.
@@ -109,7 +105,7 @@ class SubmittedJob:
             JobError: the job has no such output, or is not over.
             ServiceError: Azure did not answer.
         """
-        download_job(self._client, self.name, Path(folder), output=output)
+        download_job(self.client, self.name, Path(folder), output=output)
         return Path(folder)
 
     def wait(self, timeout: float | None = None) -> str:
@@ -195,13 +191,22 @@ def follow_job(job: SubmittedJob, out: TextIO | None = None) -> str:
     Raises:
         ServiceError: Azure no longer answers. The job goes on.
     """
+    from azure.ai.ml.exceptions import JobException
+    from azure.core.exceptions import AzureError
+
     out = out or sys.stdout
     reader = LogReader(out)
     with redirect_stdout(reader):  # azure-ai-ml can only print the log to standard output
-        _stream(job)
+        try:
+            job.client.jobs.stream(job.name)
+        except JobException:
+            pass  # azure-ai-ml raises it for a failed job and for Ctrl-C; both are reported below
+        except AzureError as error:
+            raise translate(error) from error
     status = job.status()
-    if status in FINAL and not reader.streamed:
-        _print_all(job, reader)
+    # azure-ai-ml prints no log of a job that was already over.
+    if status in FINAL and not reader.streamed and printed_log(list(log_files(job.client, job.name))) is not None:
+        reader.write(read_log(job.client, job.name))
     throughput = reader.throughput()
     if throughput:
         out.write(f"Throughput: {throughput}\n")
@@ -211,22 +216,3 @@ def follow_job(job: SubmittedJob, out: TextIO | None = None) -> str:
     if status not in FINAL:
         out.write(f"The job goes on. `azureml-strategy jobs cancel {job.name}` ends it.\n")
     return status
-
-
-def _print_all(job: SubmittedJob, reader: LogReader) -> None:
-    """Print the log of a job that was already over: azure-ai-ml prints no log then."""
-    files = log_files(job.client, job.name)
-    if printed_log(list(files)) is not None:
-        reader.write(read_log(job.client, job.name))
-
-
-def _stream(job: SubmittedJob) -> None:
-    from azure.ai.ml.exceptions import JobException
-    from azure.core.exceptions import AzureError
-
-    try:
-        job.client.jobs.stream(job.name)
-    except JobException:
-        pass  # azure-ai-ml raises it for a failed job and for Ctrl-C; the caller reports both
-    except AzureError as error:
-        raise translate(error) from error

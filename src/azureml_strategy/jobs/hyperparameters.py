@@ -98,9 +98,9 @@ class Sweep:
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise JobError(f"--sweep gives {twice} twice. Name each hyperparameter once.")
-        _check(f"--sampling {self.sampling}", self.sampling, SAMPLINGS)
-        if self.goal is not None:
-            _check(f"--goal {self.goal}", self.goal, GOALS)
+        for option, word, known in (("--sampling", self.sampling, SAMPLINGS), ("--goal", self.goal, GOALS)):
+            if word is not None and word not in known:
+                raise JobError(f"{option} {word} is unknown. Known: {', '.join(known)}.")
         ranges = [parameter.key for parameter in self.parameters if parameter.kind != "choice"]
         if self.sampling == "grid" and ranges:
             raise JobError(
@@ -144,17 +144,17 @@ def parse_parameter(text: str) -> Parameter:
         raise JobError(f"--sweep {text!r} names no hyperparameter. Write KEY=choice(1, 2) or KEY=uniform(0, 1).")
     kind, values, named = _parse_call(f"--sweep {text!r}", expression)
     if kind == "choice":
-        return Parameter(key, kind, _choices(text, values, named))
+        return Parameter(key, kind, _parse_choice(text, values, named))
     if kind not in _DISTRIBUTIONS:
         raise JobError(f"--sweep {text!r}: there is no {kind!r}. {near_matches(kind, ['choice', *_DISTRIBUTIONS])}")
     names = _DISTRIBUTIONS[kind][1]
     numbers = dict(zip(names, values, strict=False)) | named
     if len(values) > len(names) or set(numbers) != set(names):
         raise JobError(f"--sweep {text!r}: {kind} takes {kind}({', '.join(names)}).")
-    return Parameter(key, kind, _numbers(text, kind, [numbers[name] for name in names]))
+    return Parameter(key, kind, _parse_range(text, kind, [numbers[name] for name in names]))
 
 
-def _choices(text: str, values: Sequence[Any], named: Mapping[str, Any]) -> tuple[float | str, ...]:
+def _parse_choice(text: str, values: Sequence[Any], named: Mapping[str, Any]) -> tuple[float | str, ...]:
     single = values[0] if len(values) == 1 and isinstance(values[0], (list, tuple, range)) else values
     wrong = [each for each in single if not isinstance(each, (bool, int, float, str))]
     if named or wrong or not single:
@@ -168,7 +168,7 @@ def _choices(text: str, values: Sequence[Any], named: Mapping[str, Any]) -> tupl
     return tuple(single)
 
 
-def _numbers(text: str, kind: str, given: Sequence[Any]) -> tuple[float, ...]:
+def _parse_range(text: str, kind: str, given: Sequence[Any]) -> tuple[float, ...]:
     if not all(isinstance(each, (int, float)) and not isinstance(each, bool) for each in given):
         raise JobError(f"--sweep {text!r}: {kind} takes numbers.")
     low, high = (given[0], given[1]) if "uniform" in kind else (0, 1)
@@ -219,16 +219,15 @@ def autotuning_parameters(stage: int, batch_size: int) -> list[Parameter]:
         from deepspeed.autotuning import constants
 
     space: dict[str, Any] = getattr(constants, f"DEFAULT_TUNING_SPACE_ZERO_{stage}")["zero_optimization"]
-    tried = {key: tuple(map(_whole, values)) for key, values in space.items() if isinstance(values, list)}
-    sizes = tuple(sorted({max(batch_size // 2, 1), batch_size, 2 * batch_size}))
-    return [Parameter("data.batch_size", "choice", sizes)] + [
-        Parameter(f"strategy.{key}", "choice", values) for key, values in tried.items()
+    found = [
+        Parameter("data.batch_size", "choice", tuple(sorted({max(batch_size // 2, 1), batch_size, 2 * batch_size})))
     ]
-
-
-def _whole(value: Any) -> Any:
-    """DeepSpeed writes sizes as 5e8, and takes integers."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    for key, values in space.items():
+        if isinstance(values, list):
+            # DeepSpeed writes sizes as 5e8, and takes integers.
+            whole = (int(each) if isinstance(each, float) and each.is_integer() else each for each in values)
+            found.append(Parameter(f"strategy.{key}", "choice", tuple(whole)))
+    return found
 
 
 def build_sweep(job: Command, sweep: Sweep) -> SweepJob:
@@ -256,7 +255,8 @@ def build_sweep(job: Command, sweep: Sweep) -> SweepJob:
                 f"job.outputs.{name}.path, or with \\${{{{name}}}} in it, which stands for the trial's name."
             )
     timeout = trial.limits.timeout if trial.limits else None
-    trials = sweep.trials or (_combinations(sweep.parameters) if sweep.sampling == "grid" else _TRIALS)
+    combinations = math.prod(len(parameter.values) for parameter in sweep.parameters)
+    trials = sweep.trials or (combinations if sweep.sampling == "grid" else _TRIALS)
     return SweepJob(
         name=trial.name,
         display_name=trial.display_name,
@@ -273,15 +273,11 @@ def build_sweep(job: Command, sweep: Sweep) -> SweepJob:
         search_space={parameter.name: _distribution(parameter) for parameter in sweep.parameters},
         sampling_algorithm=sweep.sampling,
         objective=Objective(goal=sweep.goal, primary_metric=sweep.metric),
-        early_termination=_policy(sweep.stop),
+        early_termination=_stop_policy(sweep.stop),
         limits=SweepJobLimits(
             max_total_trials=trials, max_concurrent_trials=min(sweep.concurrent, trials), trial_timeout=timeout
         ),
     )
-
-
-def _combinations(parameters: Sequence[Parameter]) -> int:
-    return math.prod(len(parameter.values) for parameter in parameters)
 
 
 def _distribution(parameter: Parameter) -> Any:
@@ -293,7 +289,7 @@ def _distribution(parameter: Parameter) -> Any:
     return getattr(sweep, kind)(**dict(zip(names, parameter.values, strict=True)))
 
 
-def _policy(text: str | None) -> Any:
+def _stop_policy(text: str | None) -> Any:
     from azure.ai.ml import sweep
 
     if text is None:
@@ -309,8 +305,3 @@ def _policy(text: str | None) -> Any:
     if "slack_amount" in named:
         settings = {key: value for key, value in settings.items() if key != "slack_factor"}
     return getattr(sweep, kind)(**settings | named)
-
-
-def _check(place: str, value: str, known: Sequence[str]) -> None:
-    if value not in known:
-        raise JobError(f"{place} is unknown. Known: {', '.join(known)}.")

@@ -104,22 +104,18 @@ def serving_folder(kind: str, requirements: Path | None, *, cuda: bool = True) -
         dockerfile = dockerfile.replace("--no-cache-dir", f"--no-cache-dir --extra-index-url {_TORCH_FOR_CPUS}")
 
     def fill(folder: Path) -> None:
-        own = [_shipped(f"{kind}.txt").decode(), "pillow\n"]
-        (folder / "serving.txt").write_text("".join(own), encoding="utf-8")
-        (folder / "constraints.txt").write_text(_without_pins_of(own[0]), encoding="utf-8")
+        server = _shipped(f"{kind}.txt").decode()
+        (folder / "serving.txt").write_text(f"{server}pillow\n", encoding="utf-8")
+        pinned = {line.partition("==")[0] for line in server.splitlines()}  # whose versions take precedence
+        tested = _shipped("constraints.txt").decode().splitlines(keepends=True)
+        constraints = [line for line in tested if line.partition("==")[0] not in pinned]
+        (folder / "constraints.txt").write_text("".join(constraints), encoding="utf-8")
         (folder / "own.txt").write_bytes(requirements.read_bytes() if requirements else b"")
         (folder / "conda.yaml").write_bytes(_shipped("conda.yaml"))
         (folder / "Dockerfile").write_text(dockerfile, encoding="utf-8")
         write_wheel(folder)
 
     return keep_context(fill)
-
-
-def _without_pins_of(requirements: str) -> str:
-    """constraints.txt without the packages that a list pins itself."""
-    others = {line.partition("==")[0] for line in requirements.splitlines()}
-    lines = _shipped("constraints.txt").decode().splitlines(keepends=True)
-    return "".join(line for line in lines if line.partition("==")[0] not in others)
 
 
 def keep_context(fill: Callable[[Path], None]) -> Path:
@@ -137,7 +133,7 @@ def keep_context(fill: Callable[[Path], None]) -> Path:
         written = Path(new) / "context"
         written.mkdir()
         fill(written)
-        folder = cache / _content(written)
+        folder = cache / _content_hash(written)
         # The rename is atomic: a folder of this name is always complete. It fails if another process was first.
         try:
             written.rename(folder)
@@ -156,7 +152,7 @@ def _shipped(name: str) -> bytes:
     return files("azureml_strategy.environments").joinpath(name).read_bytes()
 
 
-def _content(folder: Path) -> str:
+def _content_hash(folder: Path) -> str:
     digest = hashlib.sha256()
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
         content = file.read_bytes()
@@ -185,11 +181,15 @@ def _wheel() -> tuple[str, bytes]:
     installed = distribution(PACKAGE)
     stem = f"{PACKAGE.replace('-', '_')}-{installed.version}"
     contents = dict(_sources())
-    for name, text in _description(
-        installed.read_text("METADATA") or "", installed.read_text("entry_points.txt") or ""
-    ):
-        contents[f"{stem}.dist-info/{name}"] = text.encode()
-    contents[f"{stem}.dist-info/RECORD"] = _record(contents, f"{stem}.dist-info/RECORD").encode()
+    # Leave out the long description, the README: a changed word in it must not cause a new image.
+    headers = (installed.read_text("METADATA") or "").partition("\n\n")[0] + "\n"
+    described = [line for line in headers.splitlines(True) if not line.startswith("Description-Content")]
+    contents[f"{stem}.dist-info/METADATA"] = "".join(described).encode()
+    contents[f"{stem}.dist-info/entry_points.txt"] = (installed.read_text("entry_points.txt") or "").encode()
+    kind = f"Wheel-Version: 1.0\nGenerator: {PACKAGE}\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    contents[f"{stem}.dist-info/WHEEL"] = kind.encode()
+    record = [f"{name},sha256={_record_hash(contents[name])},{len(contents[name])}" for name in sorted(contents)]
+    contents[f"{stem}.dist-info/RECORD"] = "\n".join([*record, f"{stem}.dist-info/RECORD,,", ""]).encode()
     wheel = io.BytesIO()
     with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
         for name in sorted(contents):
@@ -209,18 +209,6 @@ def _sources() -> Iterator[tuple[str, bytes]]:
                 yield path.relative_to(root).as_posix(), path.read_bytes()
 
 
-def _description(metadata: str, entry_points: str) -> Iterator[tuple[str, str]]:
-    # Leave out the long description, the README: a changed word in it must not cause a new image.
-    headers = metadata.partition("\n\n")[0] + "\n"
-    yield "METADATA", "".join(line for line in headers.splitlines(True) if not line.startswith("Description-Content"))
-    yield "entry_points.txt", entry_points
-    yield "WHEEL", f"Wheel-Version: 1.0\nGenerator: {PACKAGE}\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-
-
-def _record(contents: dict[str, bytes], own_path: str) -> str:
-    lines = [f"{name},sha256={_digest(contents[name])},{len(contents[name])}" for name in sorted(contents)]
-    return "\n".join([*lines, f"{own_path},,", ""])
-
-
-def _digest(content: bytes) -> str:
+def _record_hash(content: bytes) -> str:
+    """The hash of a file as the RECORD of a wheel has it."""
     return base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()

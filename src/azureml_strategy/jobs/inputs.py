@@ -116,16 +116,12 @@ def data_runtime_variables(patterns: Collection[str], size: VMSize | None) -> di
             "hold for the whole job. Give them the same `access`, or let the smaller one be copied: mode: download."
         )
     pattern = different[0]
-    keeps = pattern in ("epochs", "random")
-    return {**_PATTERNS[pattern], **(_cache_size(size) if keeps else {})}
-
-
-def _cache_size(size: VMSize | None) -> dict[str, str]:
-    """Cache as much as the local disk can spare; the runtime's own default leaves only 150 MB free."""
-    if size is None or size.local_disk_gib is None:
-        return {}
-    spared = int(size.local_disk_gib - max(_FREE_GIB, _FREE_FRACTION * size.local_disk_gib))
-    return {"DATASET_MOUNT_CACHE_SIZE": str(spared * 2**30)}  # bytes
+    variables = dict(_PATTERNS[pattern])
+    if pattern in ("epochs", "random") and size is not None and size.local_disk_gib is not None:
+        # Cache as much as the local disk can spare; the runtime's own default leaves only 150 MB free.
+        spared = int(size.local_disk_gib - max(_FREE_GIB, _FREE_FRACTION * size.local_disk_gib))
+        variables["DATASET_MOUNT_CACHE_SIZE"] = str(spared * 2**30)  # bytes
+    return variables
 
 
 class OutputFiles:
@@ -191,7 +187,11 @@ def job_inputs(inputs: Mapping[str, InputSettings]) -> dict[str, Input | float |
         place = f"job.inputs.{name}"
         _check_name(place, name)
         if each.value is not None:
-            found[name] = _value(place, each)
+            if each.path is not None:
+                raise JobError(f"{place} has a path and a value. Keep one.")
+            if not isinstance(each.value, (bool, int, float, str)):
+                raise JobError(f"{place}.value is {each.value!r}. Azure ML takes a number, a text or a truth value.")
+            found[name] = each.value
             continue
         _check_choice(f"{place}.type", each.type, _INPUT_TYPES)
         _check_choice(f"{place}.mode", each.mode, [mode for mode, types in _INPUT_MODES.items() if each.type in types])
@@ -252,15 +252,6 @@ def path_overrides(job: JobSettings, overrides: Sequence[str]) -> list[str]:
         setters[key] = place
         found.append(f"{key}=${{{{{reference}}}}}")
     return found
-
-
-def _value(place: str, given: InputSettings) -> float | str:
-    value: float | str = given.value
-    if given.path is not None:
-        raise JobError(f"{place} has a path and a value. Keep one.")
-    if not isinstance(value, (bool, int, float, str)):
-        raise JobError(f"{place}.value is {value!r}. Azure ML takes a number, a text or a truth value.")
-    return value
 
 
 def _check_name(place: str, name: str) -> None:

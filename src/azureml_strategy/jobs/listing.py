@@ -147,7 +147,6 @@ def show_job(client: MLClient, name: str) -> JobSummary:
 
 def job_failure(client: MLClient, name: str) -> str | None:
     """Why a job failed, without secrets; None if Azure ML gives no reason."""
-
     error = getattr(run_details(client, name).error, "error", None)
     return redact_text(f"{error.code}: {error.message}") if error else None
 

@@ -74,10 +74,7 @@ def find_workspace(
     for source in (*sources, WorkspaceSettings(az.subscription)):
         if not configured.contradicts(source):
             configured = configured.over(source)
-    return _complete(asked.over(configured))
-
-
-def _complete(found: WorkspaceSettings) -> WorkspaceSettings:
+    found = asked.over(configured)
     missing = [field.name.replace("_", " ") for field in fields(found) if getattr(found, field.name) is None]
     if not missing:
         return found
@@ -92,8 +89,7 @@ def _config_file(folder: Path) -> WorkspaceSettings:
     """Read the nearest configuration file in this folder or above it, as Azure ML's own tools find it."""
     for each in (folder, *folder.parents):
         for name in _CONFIG_FILES:
-            found = _read_config(each / name)
-            if found:
+            if (found := _read_config(each / name)) is not None:
                 return found
     return WorkspaceSettings()
 
@@ -116,7 +112,9 @@ def _az_defaults(environ: Mapping[str, str]) -> WorkspaceSettings:
     settings = configparser.ConfigParser(interpolation=None)
     try:
         settings.read(folder / "config", encoding="utf-8-sig")
-        subscription = _az_subscription(folder / "azureProfile.json")
+        profile = folder / "azureProfile.json"
+        stored: Any = json.loads(profile.read_text(encoding="utf-8-sig")) if profile.is_file() else {}
+        subscriptions = [each["id"] for each in stored.get("subscriptions", []) if each.get("isDefault")]
     except (configparser.Error, ValueError) as error:
         raise JobError(
             f"The az command's settings in {folder} cannot be read ({str(error).splitlines()[0]}). Have them written "
@@ -126,11 +124,4 @@ def _az_defaults(environ: Mapping[str, str]) -> WorkspaceSettings:
         environ.get(f"AZURE_DEFAULTS_{name.upper()}") or settings.get("defaults", name, fallback=None)
         for name in ("group", "workspace")
     )
-    return WorkspaceSettings(subscription, group, workspace)
-
-
-def _az_subscription(profile: Path) -> str | None:
-    if not profile.is_file():
-        return None
-    subscriptions: list[dict[str, Any]] = json.loads(profile.read_text(encoding="utf-8-sig")).get("subscriptions", [])
-    return next((each["id"] for each in subscriptions if each.get("isDefault")), None)
+    return WorkspaceSettings(subscriptions[0] if subscriptions else None, group, workspace)

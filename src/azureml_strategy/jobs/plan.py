@@ -95,23 +95,19 @@ def check_words(words: Iterable[str]) -> None:
                 "`azureml-strategy train`, a folder of groups into hydra.searchpath=[...], and the arguments of a "
                 "script stand after `--`."
             )
-        _refuse_sweep(word)
+        try:
+            parsed = OverridesParser.create().parse_override(word)
+        except HydraException as error:
+            raise JobError(redact_text(f"The override {word!r} is not in Hydra's notation: {error}")) from error
+        if parsed.is_sweep_override():
+            raise JobError(
+                f"{word!r} stands for several runs, and a job is one. Sweep by --sweep 'KEY=choice(...)' or by "
+                f"`azureml-strategy train RECIPE -m {word} hydra/launcher=azureml`, or put a value with commas in "
+                "quotation marks: \"'...'\"."
+            )
         if word.startswith("cluster="):
             refuse_retired(word.removeprefix("cluster="))
     refuse_secrets(override_texts(words))
-
-
-def _refuse_sweep(text: str) -> None:
-    try:
-        override = OverridesParser.create().parse_override(text)
-    except HydraException as error:
-        raise JobError(redact_text(f"The override {text!r} is not in Hydra's notation: {error}")) from error
-    if override.is_sweep_override():
-        raise JobError(
-            f"{text!r} stands for several runs, and a job is one. Sweep by --sweep 'KEY=choice(...)' or by "
-            f"`azureml-strategy train RECIPE -m {text} hydra/launcher=azureml`, or put a value with commas in "
-            "quotation marks: \"'...'\"."
-        )
 
 
 def override_texts(overrides: Iterable[str]) -> dict[str, str]:

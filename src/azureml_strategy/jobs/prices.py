@@ -180,14 +180,16 @@ def price_for(
     if region is None:
         return None
     size, place = lookup_vm_size(vm_size).name, re.sub(r"[^a-z0-9]", "", region.lower())
-    known = _known(size, place, currency, address, offline)
+    known = _tier_prices(size, place, currency, address, offline)
     if known is None or tier not in known["prices"]:
         return None
     return Price(known["prices"][tier], currency, _SOURCE, known["date"])
 
 
-def _known(size: str, region: str, currency: str, address: str, offline: bool) -> _Cached | None:
-    file = _cache_folder() / f"{size}-{region}-{currency}.json".lower()
+def _tier_prices(size: str, region: str, currency: str, address: str, offline: bool) -> _Cached | None:
+    """The prices of a size by tier: those of today, asked of the service unless they are cached, or older ones."""
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    file = caches / "azureml_strategy" / "prices" / f"{size}-{region}-{currency}.json".lower()
     cached: _Cached | None = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
     today = datetime.now(UTC).date().isoformat()
     if offline or (cached is not None and cached["date"] == today):
@@ -200,18 +202,9 @@ def _known(size: str, region: str, currency: str, address: str, offline: bool) -
             "Azure Retail Prices gave no answer for %s in %s (%s). %s", size, region, redact_text(str(error)), instead
         )
         return cached
-    _write(file, json.dumps(fresh))
-    return fresh
-
-
-def _cache_folder() -> Path:
-    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(caches) / "azureml_strategy" / "prices"
-
-
-def _write(file: Path, text: str) -> None:
-    """Write the file in one step, because another submission may read it at the same time."""
+    # The file appears in one step, because another submission may read it at the same time.
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_name(f"{file.name}.{os.getpid()}.part")
-    part.write_text(text, encoding="utf-8")
+    part.write_text(json.dumps(fresh), encoding="utf-8")
     os.replace(part, file)
+    return fresh

@@ -64,6 +64,12 @@ class Program:
         return Path(self.script).stem if self.script else str(self.module or self.verb).rpartition(".")[-1]
 
 
+def size_words(cluster: str | None, num_nodes: int | None) -> list[str]:
+    """A size and a number of nodes as overrides."""
+    size = [] if cluster is None else [f"cluster={cluster}"]
+    return size if num_nodes is None else [*size, f"cluster.num_nodes={num_nodes}"]
+
+
 def program_of(words: Sequence[str]) -> Program:
     """The program that the words of a command run; `python train.py --lr 0.1` is a script with arguments."""
     if words[0] in ("python", "python3") and len(words) > 1:
@@ -107,15 +113,15 @@ def plan_program(
     cluster, job = _settings([*_data_overrides(data), *overrides])
     if program.verb is not None:
         job = replace(job, outputs={})
-    code = _code(program, job)
-    job, found = _with_environment(program, code, job)
+    code = _code_folder(program, job)
+    job, environment_notes = _with_environment(program, code, job)
     names = [parameter.name for parameter in sweep.parameters] if sweep else []
     command = _command(_with_trial_options(program, sweep), code, job, names)
     refuse_secrets(_argument_texts(program))
     refuse_secret_settings(job)
-    variables, notes = _checkpoint(program, cluster, job)
+    variables, checkpoint_notes = _checkpoint(program, cluster, job)
     variables |= _python_path(code, job)
-    cluster, starter = _processes(program, cluster, job)
+    cluster, process_notes = _with_processes(program, cluster, job)
     return JobPlan(
         name=program.name,
         command=command,
@@ -125,7 +131,7 @@ def plan_program(
         needs=_in_code(program.script, code) if program.script and code else None,
         tags={"program": program.name},
         variables=variables,
-        notes=[*found, *notes, *starter, *(sweep.warnings() if sweep else ())],
+        notes=[*environment_notes, *checkpoint_notes, *process_notes, *(sweep.warnings() if sweep else ())],
         sweep=sweep,
     )
 
@@ -173,7 +179,7 @@ def _data_overrides(data: ProgramData) -> list[str]:
     """The inputs and outputs as overrides, so that later ones such as `job.inputs.images.mode=download` can follow."""
     words = []
     for name, given in data.inputs.items():
-        shown = _input(name, given)
+        shown = _input_settings(name, given)
         kind = "null" if shown.value is None else hydra_text(shown.value) if isinstance(shown.value, str) else given
         path = "null" if shown.path is None else hydra_text(shown.path)
         rest = f"type: {shown.type}, mode: {shown.mode}, access: {shown.access}, sets: null"
@@ -188,7 +194,7 @@ def _data_overrides(data: ProgramData) -> list[str]:
     return words
 
 
-def _input(name: str, given: str | float) -> InputSettings:
+def _input_settings(name: str, given: str | float) -> InputSettings:
     """Tell data from values. What is at the address decides its type; an asset's is known to the workspace alone."""
     if not isinstance(given, str):
         return InputSettings(value=given)
@@ -216,7 +222,7 @@ def _literal(text: str) -> str | float:
     return text
 
 
-def _code(program: Program, job: JobSettings) -> str | None:
+def _code_folder(program: Program, job: JobSettings) -> str | None:
     """The folder of code: `job.code`, else the git work tree, else the folder of the script or the current one."""
     if program.verb is not None or job.code == NO_CODE:
         return None
@@ -226,14 +232,9 @@ def _code(program: Program, job: JobSettings) -> str | None:
     if job.code is not None:
         return check_code(job.code)
     start = Path(program.script).resolve().parent if program.script else Path.cwd()
-    return os.path.relpath(_work_tree(start) or start)
-
-
-def _work_tree(start: Path) -> Path | None:
-    """The git work tree around a folder. A home folder that is one as a whole is nobody's project."""
-    trees = (folder for folder in (start, *start.parents) if (folder / ".git").exists())
-    found = next(trees, None)
-    return None if found in (None, Path.home().resolve(), Path("/")) else found
+    work_tree = next((folder for folder in (start, *start.parents) if (folder / ".git").exists()), start)
+    # A home folder that is a work tree as a whole is nobody's project.
+    return os.path.relpath(start if work_tree in (Path.home().resolve(), Path("/")) else work_tree)
 
 
 def _command(program: Program, code: str | None, job: JobSettings, search_space: Iterable[str]) -> str:
@@ -247,7 +248,7 @@ def _command(program: Program, code: str | None, job: JobSettings, search_space:
         check_references(program.command, references)
         return enter + program.command
     for argument in program.arguments:
-        _check_values(argument, job.inputs)
+        _refuse_shell_values(argument, job.inputs)
     if program.script is not None:
         words = ["python", _in_code(program.script, code, folder)]
     else:
@@ -267,14 +268,14 @@ def _with_environment(program: Program, code: str | None, job: JobSettings) -> t
         folders = dict.fromkeys(map(os.path.relpath, [*beside, *([code] if code else [])]))
         chosen = replace(chosen, file=find_environment_file(list(folders)))
     try:
-        said = describe_environment(chosen, code)
+        note = describe_environment(chosen, code)
     except JobError as error:
         if job.environment.file:
             raise
         raise JobError(
             f"{error} It lies beside the program; job.environment.file=none takes our image alone."
         ) from error
-    return replace(job, environment=chosen), [said]
+    return replace(job, environment=chosen), [note]
 
 
 def _python_path(code: str | None, job: JobSettings) -> dict[str, str]:
@@ -312,7 +313,7 @@ def _in_code(script: str, code: str | None, folder: str | None = None) -> str:
     return f"./{inside}" if inside.startswith("-") else inside
 
 
-def _check_values(argument: str, inputs: Mapping[str, InputSettings]) -> None:
+def _refuse_shell_values(argument: str, inputs: Mapping[str, InputSettings]) -> None:
     """Azure ML writes a value into the command as it is: refuse one that the shell would read."""
     for reference in REFERENCE.findall(argument):
         given = inputs.get(reference.removeprefix("inputs."))
@@ -324,7 +325,7 @@ def _check_values(argument: str, inputs: Mapping[str, InputSettings]) -> None:
 
 
 def _argument_texts(program: Program) -> dict[str, str]:
-    """The arguments by the option before them, and the command: `--api-key abc` and `--api-key=abc` alike."""
+    """The command, and the arguments by the option before them: `--api-key abc` and `--api-key=abc` alike."""
     texts = {} if program.command is None else {"the command": program.command}
     option = ""
     for number, argument in enumerate(program.arguments):
@@ -339,8 +340,8 @@ def _argument_texts(program: Program) -> dict[str, str]:
 
 def _checkpoint(program: Program, cluster: ClusterSettings, job: JobSettings) -> tuple[dict[str, str], list[str]]:
     """The variable by which each Trainer of the job saves and resumes, and a line about it."""
-    low = cluster.tier == "low_priority" and not job.plain and program.verb is None
-    chosen = job.checkpoint or ("auto" if low else "off")
+    preemptible = cluster.tier == "low_priority" and not job.plain and program.verb is None
+    chosen = job.checkpoint or ("auto" if preemptible else "off")
     if chosen not in _CHECKPOINTS:
         raise JobError(f"job.checkpoint is {chosen!r}. Known: {', '.join(_CHECKPOINTS)}.")
     if chosen == "off":
@@ -354,12 +355,12 @@ def _checkpoint(program: Program, cluster: ClusterSettings, job: JobSettings) ->
     return {CHECKPOINT_SWITCH: chosen}, [f"checkpoints: a Lightning Trainer saves to the output run and resumes{why}"]
 
 
-def _processes(program: Program, cluster: ClusterSettings, job: JobSettings) -> tuple[ClusterSettings, list[str]]:
+def _with_processes(program: Program, cluster: ClusterSettings, job: JobSettings) -> tuple[ClusterSettings, list[str]]:
     """Start one process on each node for a program that starts the others, and for `doctor`, which reads a node."""
     text = program.command or program.module or ""
     starter = next((each for each in _STARTERS if re.search(rf"(?<![\w.-]){re.escape(each)}(?![\w.-])", text)), None)
     asked = cluster.processes_per_node is not None or job.distribution not in ("pytorch", "mpi")
     if asked or (starter is None and program.verb != "doctor"):
         return cluster, []
-    said = [f"processes: one on each node, since {starter} starts the others"] if starter else []
-    return replace(cluster, processes_per_node=1), said
+    notes = [f"processes: one on each node, since {starter} starts the others"] if starter else []
+    return replace(cluster, processes_per_node=1), notes

@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from azureml_strategy.command_line import with_lists
-from azureml_strategy.jobs.hyperparameters import AUTOTUNING, Parameter, Sweep, autotuning_parameters
+from azureml_strategy.jobs.hyperparameters import AUTOTUNING, Sweep, autotuning_parameters
 from azureml_strategy.jobs.inputs import path_overrides
 from azureml_strategy.jobs.plan import (
     JobPlan,
@@ -109,17 +109,27 @@ def read_recipe(recipe: str, overrides: Sequence[str], sweep: Sweep | None = Non
         check_key(config, path.partition("=")[0], "is to get a path of the job")
     own_modules = any(lies_in(os.curdir, target) for _, target in named)
     if sweep is not None:
-        _refuse_both(sweep, overrides)
-        sweep = _completed(sweep, config)
+        both = [each.key for each in sweep.parameters if each.key in override_texts(overrides)]
+        if both:
+            raise JobError(f"--sweep varies {both[0]}, and an override sets it too. Leave one of the two out.")
+        sweep = _complete_sweep(sweep, config)
         paths = [*paths, *_trial_overrides(sweep, config)]
     return JobRecipe(found, tuple(overrides), tuple(paths), cluster, job, own_modules, sweep)
 
 
-def _completed(sweep: Sweep, config: DictConfig) -> Sweep:
+def _complete_sweep(sweep: Sweep, config: DictConfig) -> Sweep:
     """Take the metric and the goal from the recipe's checkpoints, and DeepSpeed's tuning space from its strategy."""
     if any(each.kind == AUTOTUNING for each in sweep.parameters):
         own = [each for each in sweep.parameters if each.kind != AUTOTUNING]
-        parameters = {each.key: each for each in [*_autotuning(config), *own]}
+        strategy = config.strategy
+        stage = strategy.get("stage") if "DeepSpeed" in str(strategy.get("_target_")) else None
+        if stage is None or OmegaConf.select(config, "data.batch_size") is None:
+            raise JobError(
+                "--sweep autotuning tries DeepSpeed's settings of a ZeRO stage, and this recipe's strategy has none. "
+                "Take strategy=deepspeed_stage_2, say, and data with a batch_size."
+            )
+        tuned = autotuning_parameters(stage, int(config.data.batch_size))
+        parameters = {each.key: each for each in [*tuned, *own]}
         sweep = replace(sweep, parameters=tuple(parameters.values()))
         best: tuple[str | None, str] = ("throughput/samples_per_second", "max")
     else:
@@ -128,23 +138,6 @@ def _completed(sweep: Sweep, config: DictConfig) -> Sweep:
     if sweep.metric is not None:
         return sweep
     return replace(sweep, metric=best[0], goal=sweep.goal or ("maximize" if best[1] == "max" else "minimize"))
-
-
-def _autotuning(config: DictConfig) -> list[Parameter]:
-    strategy = config.strategy
-    stage = strategy.get("stage") if "DeepSpeed" in str(strategy.get("_target_")) else None
-    if stage is None or OmegaConf.select(config, "data.batch_size") is None:
-        raise JobError(
-            "--sweep autotuning tries DeepSpeed's settings of a ZeRO stage, and this recipe's strategy has none. Take "
-            "strategy=deepspeed_stage_2, say, and data with a batch_size."
-        )
-    return autotuning_parameters(stage, int(config.data.batch_size))
-
-
-def _refuse_both(sweep: Sweep, overrides: Sequence[str]) -> None:
-    both = [each.key for each in sweep.parameters if each.key in override_texts(overrides)]
-    if both:
-        raise JobError(f"--sweep varies {both[0]}, and an override sets it too. Leave one of the two out.")
 
 
 def _trial_overrides(sweep: Sweep, config: DictConfig) -> list[str]:

@@ -62,14 +62,16 @@ def register_run(
             f"{job} is {found.status}. A model is registered when its job is over: its weights still change."
         )
     files = OutputFiles(client, job, output)
-    stored = _manifests(files)
+    stored = _read_manifests(files)
     chosen = choose_checkpoint(files.names, checkpoint, stored)
     tags = {**found.tags, "job": job, "checkpoint": chosen, "status": found.status}
     with TemporaryDirectory() as folder:
         local = files.fetch(chosen, Path(folder))
         fault = stored[chosen].fault(local.parent) if chosen in stored else None
         if fault is not None:
-            raise JobError(f"{chosen} of {job} is damaged: {fault}. {_listed([*stored])} Type --checkpoint PATH.")
+            raise JobError(
+                f"{chosen} of {job} is damaged: {fault}. {_list_checkpoints([*stored])} Type --checkpoint PATH."
+            )
         return register_checkpoint(
             client, name, local, version=version, tags=tags, trust_pickles=trust_pickles, overrides=overrides
         )
@@ -146,18 +148,18 @@ def choose_checkpoint(names: list[str], asked: str | None, stored: Mapping[str, 
         path = asked.strip("/")
         if path in names or any(name.startswith(path + "/") for name in names):
             return path
-        raise JobError(f"The output has no {asked}. {_listed(found)}")
+        raise JobError(f"The output has no {asked}. {_list_checkpoints(found)}")
     if stored:
         ranked = newest_first(stored.values())
-        best_one = (by_score(ranked, ranked[0].mode) or ranked)[0]
-        return next(path for path, manifest in stored.items() if manifest is best_one)
-    best = [path for path in found if not _LAST.fullmatch(PurePosixPath(path).name)]
-    if not found or len(best) > 1:
-        raise JobError(f"Which checkpoint is meant? {_listed(found)} Type --checkpoint PATH.")
-    return (best or found)[-1]
+        best = (by_score(ranked, ranked[0].mode) or ranked)[0]
+        return next(path for path, manifest in stored.items() if manifest is best)
+    not_last = [path for path in found if not _LAST.fullmatch(PurePosixPath(path).name)]
+    if not found or len(not_last) > 1:
+        raise JobError(f"Which checkpoint is meant? {_list_checkpoints(found)} Type --checkpoint PATH.")
+    return (not_last or found)[-1]
 
 
-def _manifests(files: OutputFiles) -> dict[str, Manifest]:
+def _read_manifests(files: OutputFiles) -> dict[str, Manifest]:
     """Read the output's manifests, without unreadable ones: a `JobCheckpoint` without a manifest is half-written."""
     paths = {match[0] for name in files.names if (match := _CHECKPOINT.match(name))}
     found: dict[str, Manifest] = {}
@@ -170,5 +172,5 @@ def _manifests(files: OutputFiles) -> dict[str, Manifest]:
     return found
 
 
-def _listed(found: list[str]) -> str:
+def _list_checkpoints(found: list[str]) -> str:
     return f"Its checkpoints: {', '.join(found)}." if found else "There is no checkpoint (*.ckpt) in it."

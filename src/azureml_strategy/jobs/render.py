@@ -17,7 +17,7 @@ from azureml_strategy.jobs.hyperparameters import build_sweep
 from azureml_strategy.jobs.inputs import access_patterns, data_runtime_variables, job_inputs, job_outputs
 from azureml_strategy.jobs.plan import JobPlan
 from azureml_strategy.jobs.prices import price_for
-from azureml_strategy.jobs.program import Program, ProgramData, plan_program
+from azureml_strategy.jobs.program import Program, ProgramData, plan_program, size_words
 from azureml_strategy.jobs.recipe import plan_recipe
 from azureml_strategy.jobs.resources import (
     distribution_of,
@@ -96,12 +96,6 @@ def render_script(
     return build_job(plan, name, node_price(plan, plan.cluster.region, offline=True))
 
 
-def size_words(cluster: str | None, num_nodes: int | None) -> list[str]:
-    """A size and a number of nodes as overrides."""
-    size = [] if cluster is None else [f"cluster={cluster}"]
-    return size if num_nodes is None else [*size, f"cluster.num_nodes={num_nodes}"]
-
-
 def build_offline(plan: JobPlan, name: str | None = None) -> Command | SweepJob:
     """Render a plan, as a sweep if it is one, with the price of a node if that is known without a request.
 
@@ -166,7 +160,7 @@ def job_yaml(job: Command | SweepJob) -> str:
             for key in _OF_THE_SERVICE:
                 part["environment"].pop(key, None)
     written = _without_empty(written)
-    ordered = {key: written[key] for key in sorted(written, key=_place)}
+    ordered = {key: written[key] for key in (*_FIRST, *sorted(written.keys() - set(_FIRST))) if key in written}
     schema = _SCHEMAS[written["type"]]
     return yaml.safe_dump({"$schema": schema, **ordered}, sort_keys=False, width=_ONE_LINE, allow_unicode=True)
 
@@ -221,7 +215,3 @@ def _without_empty(node: Any) -> Any:
     if not isinstance(node, dict):
         return node
     return {key: _without_empty(value) for key, value in node.items() if value not in ({}, None)}
-
-
-def _place(key: str) -> tuple[int, str]:
-    return (_FIRST.index(key) if key in _FIRST else len(_FIRST), key)

@@ -105,7 +105,7 @@ def read_lines(name: str, text: str) -> Iterator[Line]:
     Raises:
         JobError: the options of a line cannot be read.
     """
-    for number, joined in _joined(text):
+    for number, joined in _join_lines(text):
         line = _COMMENT.sub("", joined).strip()
         if not line:
             continue
@@ -118,7 +118,7 @@ def read_lines(name: str, text: str) -> Iterator[Line]:
         yield Line(f"{name}, line {number}", " ".join(tokens[:first]).strip(), options)
 
 
-def _joined(text: str) -> Iterator[tuple[int, str]]:
+def _join_lines(text: str) -> Iterator[tuple[int, str]]:
     """Join each line that ends in a backslash with the next one, as pip does."""
     parts: list[str] = []
     begin = 1
@@ -203,7 +203,7 @@ class Requirements:
             {
                 str(pin)
                 for each in self.packages.values()
-                if (pin := _tested().get(canonicalize_name(each.name))) is not None
+                if (pin := _tested_versions().get(canonicalize_name(each.name))) is not None
                 and each.url is None
                 and all(each.specifier.contains(one.version, prereleases=True) for one in pin.specifier)
             }
@@ -230,14 +230,15 @@ class Requirements:
             package = Requirement(text)
         except InvalidRequirement as error:
             if _ADDRESS.match(text) or "${" in text:
-                _refuse_here(line, text)
+                _refuse_local(line, text)
                 return
             path = re.sub(r"\[[^\]]*\]$", "", re.split(r"\s;|;\s", text)[0].strip())
             if "/" not in path and not path.startswith(".") and not (self.base / path).exists():
-                raise JobError(f"{line.place}: {text!r} is no requirement: {_first_line(error)}.") from error
+                why = str(error).splitlines()[0].rstrip(".")
+                raise JobError(f"{line.place}: {text!r} is no requirement: {why}.") from error
             self._copy(line, self.base / path)
             return
-        _refuse_here(line, package.url or "")
+        _refuse_local(line, package.url or "")
         self.packages[f"{line.place}: {text}"] = package
 
     def _copy(self, line: Line, path: Path) -> None:
@@ -250,11 +251,7 @@ class Requirements:
         return Path(os.path.normpath(path))
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0].rstrip(".")
-
-
-def _refuse_here(line: Line, address: str) -> None:
+def _refuse_local(line: Line, address: str) -> None:
     if address.startswith("file:"):
         raise JobError(
             f"{line.place}: {address} is a place on this machine. Name a version (`pip list --format=freeze` shows "
@@ -263,7 +260,7 @@ def _refuse_here(line: Line, address: str) -> None:
 
 
 @cache
-def _tested() -> dict[str, Requirement]:
+def _tested_versions() -> dict[str, Requirement]:
     """The tested set as our own image has it, by name."""
     lines = read_lines("constraints.txt", shipped_constraints())
     pins = (Requirement(line.requirement) for line in lines)

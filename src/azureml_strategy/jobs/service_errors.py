@@ -54,10 +54,11 @@ def service_errors() -> Iterator[None]:
         raise translate(error) from error
     # azure-ai-ml raises these when an answer is not JSON, or has null in place of an object.
     except (json.JSONDecodeError, AttributeError, TypeError, KeyError) as error:
-        if not _is_of_azure(error):
+        frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+        if not any(str(frame.f_globals.get("__name__")).startswith("azure.") for frame in frames):
             raise
         failure = _unreadable(f"{type(error).__name__}: {error}")
-        raise ServiceError(_told(failure), code=failure.code) from error
+        raise ServiceError(_describe(failure), code=failure.code) from error
 
 
 def translate(error: AzureError) -> ServiceError:
@@ -70,23 +71,17 @@ def translate(error: AzureError) -> ServiceError:
         An error whose text contains no subscription ids, tokens or signatures.
     """
     failure = _failure(error)
-    return ServiceError(_told(failure), code=failure.code, status=failure.status)
+    return ServiceError(_describe(failure), code=failure.code, status=failure.status)
 
 
-def _told(failure: Failure) -> str:
+def _describe(failure: Failure) -> str:
     status = f", HTTP {failure.status}" if failure.status else ""
     return f"{failure.message} ({failure.code}{status}). {advice_for(failure)}"
 
 
-def _is_of_azure(error: Exception) -> bool:
-    """Whether the traceback passes through one of Azure's packages."""
-    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    return any(str(frame.f_globals.get("__name__")).startswith("azure.") for frame in frames)
-
-
 def _unreadable(why: str) -> Failure:
-    told = f"Azure's answer cannot be read ({_sentence(why)})"
-    return Failure(code=UNREADABLE, status=None, message=told, url="")
+    message = f"Azure's answer cannot be read ({_sentence(why)})"
+    return Failure(code=UNREADABLE, status=None, message=message, url="")
 
 
 def _failure(error: AzureError) -> Failure:
@@ -97,52 +92,44 @@ def _failure(error: AzureError) -> Failure:
         if isinstance(inner, DecodeError):  # raised also for a truncated answer
             return _unreadable(str(inner.message))
         if isinstance(inner, HttpResponseError) and inner.response is not None:
-            return _answer(inner)
+            code, message = _innermost(inner)
+            request: Any = getattr(inner.response, "request", None)
+            # The service reports an operation that it accepted and that then failed with status 200.
+            status = inner.status_code if inner.status_code and inner.status_code >= 400 else None
+            return Failure(code=code, status=status, message=_sentence(message), url=getattr(request, "url", ""))
         inner = inner.__cause__ or getattr(inner, "inner_exception", None)
     message = str(error.message)
     if message.startswith("DefaultAzureCredential"):
-        return _no_sign_in(type(error).__name__, message)
+        return _failed_sign_in(type(error).__name__, message)
     return Failure(code=type(error).__name__, status=None, message=_sentence(message), url="")
 
 
-def _no_sign_in(code: str, message: str) -> Failure:
+def _failed_sign_in(code: str, message: str) -> Failure:
     """Pick the first credential that was present but failed from azure-identity's list of all that it tried."""
     tried = [line.strip() for line in message.splitlines()[2:] if line.startswith("\t")]
     failed = [line for line in tried if not _ABSENT.search(line)]
     if failed and _UNREACHABLE.search(failed[0]):
         return Failure(code="ServiceRequestError", status=None, message="Azure's sign-in cannot be reached", url="")
-    told = f"Signing in failed: {_sentence(failed[0])}" if failed else "Nobody is signed in to Azure here"
-    return Failure(code=code, status=None, message=told, url="")
-
-
-def _answer(error: HttpResponseError) -> Failure:
-    code, message = _innermost(error)
-    request: Any = getattr(error.response, "request", None)
-    # The service reports an operation that it accepted and that then failed with status 200.
-    status = error.status_code if error.status_code and error.status_code >= 400 else None
-    return Failure(code=code, status=status, message=_sentence(message), url=getattr(request, "url", ""))
+    message = f"Signing in failed: {_sentence(failed[0])}" if failed else "Nobody is signed in to Azure here"
+    return Failure(code=code, status=None, message=message, url="")
 
 
 def _innermost(error: HttpResponseError) -> tuple[str, str]:
     """Code and message of the cause. Azure Resource Manager nests errors in `details`, Azure ML in `innererror`."""
-    told: Any = error.error
-    precise = _deepest(getattr(told, "innererror", None))
-    # Blob Storage answers in XML, which azure-storage has already parsed into `error_code`.
-    code = getattr(told, "code", None) or getattr(error, "error_code", None) or error.reason or "Unknown"
-    message = getattr(told, "message", None) or error.message
-    while told is not None and code in _OUTER_CODES:
-        details = getattr(told, "details", None)
-        told = details[0] if details else None
-        if told is not None:
-            code, message = told.code or code, told.message or message
-    return str(precise if code in _OUTER_CODES and precise else code), str(message)
-
-
-def _deepest(inner: Any) -> str | None:
-    code = None
+    outer: Any = error.error
+    precise: Any = None
+    inner = getattr(outer, "innererror", None)
     while isinstance(inner, dict):
-        code, inner = inner.get("code") or code, inner.get("innererror") or inner.get("innerError")
-    return code
+        precise, inner = inner.get("code") or precise, inner.get("innererror") or inner.get("innerError")
+    # Blob Storage answers in XML, which azure-storage has already parsed into `error_code`.
+    code = getattr(outer, "code", None) or getattr(error, "error_code", None) or error.reason or "Unknown"
+    message = getattr(outer, "message", None) or error.message
+    while outer is not None and code in _OUTER_CODES:
+        details = getattr(outer, "details", None)
+        outer = details[0] if details else None
+        if outer is not None:
+            code, message = outer.code or code, outer.message or message
+    return str(precise if code in _OUTER_CODES and precise else code), str(message)
 
 
 def _sentence(text: str) -> str:

@@ -33,7 +33,7 @@ def _service(place: str, kind: str, given: ServiceSettings) -> Any:
         raise JobError(f"{place}.log_dir is for type tensor_board, and this one is {kind}.")
     nodes: Any = given.nodes  # azure-ai-ml annotates the one word it takes
     if kind == "ssh":
-        return SshJobService(nodes=nodes, ssh_public_keys=_public_key(place, given.ssh_public_keys))
+        return SshJobService(nodes=nodes, ssh_public_keys=_read_public_key(place, given.ssh_public_keys))
     if kind == "tensor_board":
         return TensorBoardJobService(nodes=nodes, log_dir=given.log_dir)
     if kind == "vs_code":
@@ -43,7 +43,7 @@ def _service(place: str, kind: str, given: ServiceSettings) -> Any:
     raise JobError(f"{place} has type {kind!r}. Known: {', '.join(SERVICES)}.")
 
 
-def _public_key(place: str, given: str | None) -> str:
+def _read_public_key(place: str, given: str | None) -> str:
     """The text of a public key, which the user gives as text or as a file."""
     if given is None:
         raise JobError(

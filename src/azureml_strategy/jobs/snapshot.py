@@ -144,7 +144,6 @@ def list_snapshot(folder: str) -> Snapshot:
     Raises:
         JobError: no file is left to upload, or a file cannot be read.
     """
-
     files = _walk(folder, LeftOut(folder))
     if not files:
         raise JobError(f"job.code is {folder}, which holds no file, or only such as its .amlignore or we leave out.")

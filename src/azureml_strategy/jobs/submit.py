@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, TypedDict
 
 from typing_extensions import Unpack
 
-from azureml_strategy.jobs.client import WorkspaceSettings, connect
+from azureml_strategy.jobs.client import connect
 from azureml_strategy.jobs.follow import SubmittedJob
 from azureml_strategy.jobs.hyperparameters import Sweep, build_sweep
 from azureml_strategy.jobs.inputs import check_data
+from azureml_strategy.jobs.places import WorkspaceSettings
 from azureml_strategy.jobs.plan import JobPlan
-from azureml_strategy.jobs.program import Program, ProgramData, plan_program
+from azureml_strategy.jobs.program import Program, ProgramData, plan_program, size_words
 from azureml_strategy.jobs.recipe import plan_recipe
-from azureml_strategy.jobs.render import build_job, node_price, size_words
+from azureml_strategy.jobs.render import build_job, node_price
 from azureml_strategy.jobs.service_errors import UNREADABLE, ServiceError, service_errors
 from azureml_strategy.jobs.settings import ClusterSettings
 from azureml_strategy.jobs.snapshot import Snapshot, upload_snapshot
@@ -159,7 +160,7 @@ def submit_plan(plan: JobPlan, **how: Unpack[Submission]) -> SubmittedJob:
         for note in plan.notes:
             tell(note)
     if snapshot is not None:
-        _tell(snapshot, tell)
+        _report_upload(snapshot, tell)
     if client is None:
         client = connect((how.get("workspace") or WorkspaceSettings()).over(plan.job.workspace.settings()))
     check_data(plan.job.inputs, client)
@@ -176,7 +177,7 @@ def submit_plan(plan: JobPlan, **how: Unpack[Submission]) -> SubmittedJob:
     return SubmittedJob(client, str(created.name), str(created.studio_url))
 
 
-def _tell(snapshot: Snapshot, tell: Callable[[str], object] | None) -> None:
+def _report_upload(snapshot: Snapshot, tell: Callable[[str], object] | None) -> None:
     line = ". ".join(filter(None, [snapshot.describe(), snapshot.advice()]))
     if tell is not None:
         tell(line)
@@ -185,6 +186,12 @@ def _tell(snapshot: Snapshot, tell: Callable[[str], object] | None) -> None:
 
 
 def _create(client: MLClient, job: Command | SweepJob) -> Job:
+    from azure.core.exceptions import ServiceRequestError, ServiceResponseError
+
+    unknown = (
+        f"Whether job {job.name} was made is not known. The same command with --name {job.name} takes it up, or makes "
+        "it."
+    )
     try:
         with service_errors():
             created: Job = client.jobs.create_or_update(job)
@@ -192,27 +199,13 @@ def _create(client: MLClient, job: Command | SweepJob) -> Job:
             raise ServiceError("Azure's answer is none about the job.", code=UNREADABLE)
         return created
     except ServiceError as error:
-        if not _may_have_been_done(error):
+        # The service may have carried out the request although its answer is an error or was lost.
+        lost = isinstance(error.__cause__, (ServiceRequestError, ServiceResponseError))
+        if not (lost or error.code == UNREADABLE or (error.status is not None and error.status >= 500)):
             raise
-        raise ServiceError(f"{error} {_unknown(job)}", code=error.code, status=error.status) from error
+        raise ServiceError(f"{error} {unknown}", code=error.code, status=error.status) from error
     except KeyboardInterrupt as interrupt:
-        raise KeyboardInterrupt(f"Interrupted. {_unknown(job)}") from interrupt
-
-
-def _unknown(job: Command | SweepJob) -> str:
-    return (
-        f"Whether job {job.name} was made is not known. The same command with --name {job.name} takes it up, or makes "
-        "it."
-    )
-
-
-def _may_have_been_done(error: ServiceError) -> bool:
-    """Whether the service may have carried out the request although its answer is an error or was lost."""
-    from azure.core.exceptions import ServiceRequestError, ServiceResponseError
-
-    if error.code == UNREADABLE or isinstance(error.__cause__, (ServiceRequestError, ServiceResponseError)):
-        return True
-    return error.status is not None and error.status >= 500
+        raise KeyboardInterrupt(f"Interrupted. {unknown}") from interrupt
 
 
 def new_job_name(name: str) -> str:

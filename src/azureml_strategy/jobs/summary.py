@@ -24,8 +24,17 @@ def summarize(plan: JobPlan, job: Command, price: Price | None) -> Iterator[str]
         job: the same, rendered.
         price: of one node; None if it is not known.
     """
-    yield from _uploads(plan, job)
-    yield from _price(plan, price)
+    build = getattr(job.environment, "build", None)
+    if build is not None and build.path:
+        # A user's own folder of a build is named by the line about the environment.
+        yield f"image: built by Azure ML from {_describe(Path(build.path))}, unless the workspace has it already"
+    for name, each in plan.job.inputs.items():
+        if each.path and Path(each.path).exists():
+            yield f"input {name}: {os.path.relpath(each.path)}, {_describe(Path(each.path))}"
+    if price is not None:
+        nodes = plan.cluster.num_nodes
+        total = f", {nodes * price.per_hour:,.10g} {price.currency}/h for {nodes} nodes" if nodes > 1 else ""
+        yield f"price: a node {price}{total}"
     names = list(needed_names(plan, job))
     if names:
         yield f"the workspace must have: {', '.join(names)} (azureml-strategy submit ... --check asks)"
@@ -40,23 +49,6 @@ def needed_names(plan: JobPlan, job: Command) -> Iterator[str]:
             yield f"data {each.path}"
     if isinstance(job.environment, str):
         yield f"environment {job.environment}"
-
-
-def _uploads(plan: JobPlan, job: Command) -> Iterator[str]:
-    build = getattr(job.environment, "build", None)
-    if build is not None and build.path:
-        # A user's own folder of a build is named by the line about the environment.
-        yield f"image: built by Azure ML from {_describe(Path(build.path))}, unless the workspace has it already"
-    for name, each in plan.job.inputs.items():
-        if each.path and Path(each.path).exists():
-            yield f"input {name}: {os.path.relpath(each.path)}, {_describe(Path(each.path))}"
-
-
-def _price(plan: JobPlan, price: Price | None) -> Iterator[str]:
-    nodes = plan.cluster.num_nodes
-    if price is not None:
-        total = f", {nodes * price.per_hour:,.10g} {price.currency}/h for {nodes} nodes" if nodes > 1 else ""
-        yield f"price: a node {price}{total}"
 
 
 def _describe(path: Path) -> str:

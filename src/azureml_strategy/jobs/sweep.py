@@ -155,7 +155,7 @@ def run_sweep(recipe: str, jobs: Sequence[SweepJob], options: SweepOptions) -> N
     Raises:
         JobError: the first job could not be submitted, so that none was.
     """
-    waiting, running = deque(jobs), list[_Running]()
+    waiting, running = deque(jobs), list[_RunningJob]()
     while waiting or running:
         while waiting and len(running) < (options.max_concurrent or len(jobs)):
             job = waiting.popleft()
@@ -168,7 +168,7 @@ def run_sweep(recipe: str, jobs: Sequence[SweepJob], options: SweepOptions) -> N
             time.sleep(options.poll_interval_s)
 
 
-def _submit(recipe: str, job: SweepJob, is_first: bool) -> _Running | None:
+def _submit(recipe: str, job: SweepJob, is_first: bool) -> _RunningJob | None:
     try:
         submitted = submit_recipe(recipe, job.overrides, name=job.name)
     except JobError as error:
@@ -179,40 +179,41 @@ def _submit(recipe: str, job: SweepJob, is_first: bool) -> _Running | None:
         return None
     job.status, job.studio_url = "Submitted", submitted.studio_url
     log.info("%s: %s", job.describe(), job.studio_url)
-    return _Running(job, submitted)
+    return _RunningJob(job, submitted)
 
 
-class _Running:
+class _RunningJob:
     """A job that is queued or running."""
 
     def __init__(self, job: SweepJob, submitted: SubmittedJob) -> None:
         self._job = job
         self._submitted = submitted
-        self._silent = 0
+        self._unanswered = 0
 
     def is_over(self) -> bool:
         """Update the status of the job, and read its metrics once it is over. True also if the job is given up."""
         try:
             self._job.status = self._submitted.status()
         except ServiceError as error:  # the job goes on without the connection
-            return self._gives_up(error)
-        self._silent = 0
+            self._unanswered += 1
+            log.warning("%s: how it is doing is not known: %s", self._job.describe(), error)
+            if self._unanswered < _PATIENCE and error.status not in (401, 403, 404):
+                return False
+            self._job.error = f"How it ended is not known; it may go on. {error}"
+            return True
+        self._unanswered = 0
         if self._job.status not in FINAL:
             return False
-        self._job.metrics = _metrics(self._submitted)
-        log.info("%s: %s %s", self._job.describe(), self._job.status, _in_short(self._job.metrics))
-        return True
-
-    def _gives_up(self, error: ServiceError) -> bool:
-        self._silent += 1
-        log.warning("%s: how it is doing is not known: %s", self._job.describe(), error)
-        if self._silent < _PATIENCE and error.status not in (401, 403, 404):
-            return False
-        self._job.error = f"How it ended is not known; it may go on. {error}"
+        metrics = self._job.metrics = _read_metrics(self._submitted)
+        # The train, validation and test metrics, without those of speed.
+        shown = [
+            f"{name} {metrics[name]:.4g}" for name in sorted(metrics) if name.startswith(("train/", "val/", "test/"))
+        ]
+        log.info("%s: %s %s", self._job.describe(), self._job.status, ", ".join(shown))
         return True
 
 
-def _metrics(submitted: SubmittedJob) -> dict[str, float]:
+def _read_metrics(submitted: SubmittedJob) -> dict[str, float]:
     from mlflow.exceptions import MlflowException
 
     try:
@@ -220,12 +221,6 @@ def _metrics(submitted: SubmittedJob) -> dict[str, float]:
     except (MlflowException, ServiceError) as error:
         log.warning("The metrics of %s could not be read: %s", submitted.name, error)
         return {}
-
-
-def _in_short(metrics: dict[str, float]) -> str:
-    """The train, validation and test metrics, without those of speed."""
-    shown = {name: value for name, value in sorted(metrics.items()) if name.startswith(("train/", "val/", "test/"))}
-    return ", ".join(f"{name} {value:.4g}" for name, value in shown.items())
 
 
 def sweep_of_application(

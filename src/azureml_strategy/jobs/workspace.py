@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -98,24 +99,17 @@ def create_workspace(client: MLClient, workspace: Workspace) -> Workspace:
         JobError: a workspace of this name exists. It is not changed, because most settings cannot be changed later.
         ServiceError: the user has no permission, or a part of the workspace is not available.
     """
+    from azure.core.exceptions import ResourceNotFoundError
+
     with service_errors():
-        if _exists(client, str(workspace.name)):
+        with suppress(ResourceNotFoundError):
+            client.workspaces.get(str(workspace.name))
             raise JobError(
                 f"There is a workspace {workspace.name} in this resource group: see `azureml-strategy workspace show`. "
                 "Give another name to make another."
             )
         made: Workspace = client.workspaces.begin_create(workspace).result()
     return made
-
-
-def _exists(client: MLClient, name: str) -> bool:
-    from azure.core.exceptions import ResourceNotFoundError
-
-    try:
-        client.workspaces.get(name)
-    except ResourceNotFoundError:
-        return False
-    return True
 
 
 def show_workspace(client: MLClient, name: str | None = None) -> Workspace:

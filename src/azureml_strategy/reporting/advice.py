@@ -6,6 +6,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import islice
 from typing import Any, NamedTuple
 
 from azureml_strategy.reporting.collect import Ranks, RunRecord
@@ -85,14 +86,14 @@ def _slow_ranks(record: RunRecord) -> tuple[tuple[str, ...], float]:
     seen = Counter(rank for window in windows for rank in _mapping(window.get("slow")))
     slow = [rank for rank, times in seen.most_common(_SHOWN_RANKS) if times >= max(2, _SLOW_WINDOWS * len(windows))]
     step_s = record.metric("summary/step_time_median_s", "throughput/step_time_median_s")
-    waits = [_behind(window) for window in windows if any(rank in _mapping(window.get("slow")) for rank in slow)]
+    waits = [_lag_s(window) for window in windows if any(rank in _mapping(window.get("slow")) for rank in slow)]
     if not slow or not waits or not step_s:
         return (), 0.0
     share = statistics.median(waits) / step_s * len(waits) / len(windows)
     return tuple(describe_rank(record.ranks[-1], rank) for rank in slow), min(share, 1.0)
 
 
-def _behind(window: dict[str, Any]) -> float:
+def _lag_s(window: dict[str, Any]) -> float:
     """Seconds of a step by which the slowest rank is behind the median one."""
     own = [
         compute + waited
@@ -125,13 +126,13 @@ def last_stop(record: RunRecord) -> Event | None:
 
 def next_steps(record: RunRecord, verdict: Verdict) -> list[NextStep]:
     """The three things to do next, the most urgent one first."""
-    return list(_steps(record, verdict))[:_MOST_STEPS]
+    return list(islice(_all_steps(record, verdict), _MOST_STEPS))
 
 
-def _steps(record: RunRecord, verdict: Verdict) -> Iterator[NextStep]:
+def _all_steps(record: RunRecord, verdict: Verdict) -> Iterator[NextStep]:
     is_recipe = _keys(record) is not None
     yield from _after_stop(record)
-    yield from _after_nonsense(record, is_recipe)
+    yield from _after_nan_loss(record, is_recipe)
     for place, advice in enumerate(verdict.advice):
         # Why the first part takes so long is said in the verdict already.
         yield NextStep(_TITLES[advice.part], f"{advice.why} {advice.action}" if place else advice.action, advice.gain)
@@ -167,7 +168,7 @@ def _after_stop(record: RunRecord) -> Iterator[NextStep]:
         yield NextStep("Go on", "The same command with the same output folder goes on from the newest checkpoint.")
 
 
-def _after_nonsense(record: RunRecord, is_recipe: bool) -> Iterator[NextStep]:
+def _after_nan_loss(record: RunRecord, is_recipe: bool) -> Iterator[NextStep]:
     clip = "trainer.gradient_clip_val" if is_recipe else "gradient_clip_val of the Trainer"
     for name, series in record.series.items():
         if "loss" in name and series.missing:

@@ -27,7 +27,12 @@ class Artifacts:
     def __init__(self, uri: str, tracking_uri: str, since_ms: int = 0) -> None:
         self._uri = uri.rstrip("/")
         self._tracking_uri = tracking_uri
-        self._folder = _local_folder(uri)
+        parts = urlparse(uri)
+        self._folder: Path | None = None  # None where a server hands out the files
+        if parts.scheme == "file":
+            self._folder = Path(unquote(parts.path))
+        elif uri and not parts.scheme:
+            self._folder = Path(uri)
         self._since_s = since_ms / 1000
         self.problems: list[str] = []
 
@@ -41,7 +46,8 @@ class Artifacts:
 
     def attempts(self, folder: str, suffix: str) -> Iterator[tuple[int, str]]:
         """Return the content of `FOLDER/attempt_N.SUFFIX` of each attempt N of a job, in order."""
-        numbers = sorted(self._numbers(folder, suffix))
+        stems = [name.removeprefix("attempt_").removesuffix(f".{suffix}") for name in self.names(folder)]
+        numbers = sorted(int(stem) for stem in stems if stem.isdecimal())
         if len(numbers) > _ATTEMPTS:
             self.problems.append(f"{folder} has files of {len(numbers):,} attempts; the newest {_ATTEMPTS} are read.")
         for number in numbers[-_ATTEMPTS:]:
@@ -52,24 +58,16 @@ class Artifacts:
     def names(self, folder: str) -> list[str]:
         """Return the names of the files in a folder; none if it is missing or unreadable."""
         try:
-            return self._names(folder)
+            if self._folder:
+                found = (self._folder / folder).glob("*")
+                return [path.name for path in found if path.stat().st_mtime >= self._since_s]
+            from mlflow.artifacts import list_artifacts
+
+            listed = list_artifacts(artifact_uri=f"{self._uri}/{folder}", tracking_uri=self._tracking_uri)
+            return [Path(each.path).name for each in listed]
         except Exception as error:  # as above
             self.problems.append(f"{folder} could not be read ({type(error).__name__}).")
             return []
-
-    def _numbers(self, folder: str, suffix: str) -> list[int]:
-        names = self.names(folder)
-        stems = [name.removeprefix("attempt_").removesuffix(f".{suffix}") for name in names]
-        return [int(stem) for stem in stems if stem.isdecimal()]
-
-    def _names(self, folder: str) -> list[str]:
-        if self._folder:
-            found = (self._folder / folder).glob("*")
-            return [path.name for path in found if path.stat().st_mtime >= self._since_s]
-        from mlflow.artifacts import list_artifacts
-
-        listed = list_artifacts(artifact_uri=f"{self._uri}/{folder}", tracking_uri=self._tracking_uri)
-        return [Path(each.path).name for each in listed]
 
     def _local(self, path: Path) -> str | None:
         if not path.is_file() or self._is_too_large(path.name, path.stat().st_size):
@@ -96,10 +94,3 @@ class Artifacts:
                 artifact_uri=f"{parent}/{name}", dst_path=folder, tracking_uri=self._tracking_uri
             )
             return self._local(Path(found))
-
-
-def _local_folder(uri: str) -> Path | None:
-    parts = urlparse(uri)
-    if parts.scheme == "file":
-        return Path(unquote(parts.path))
-    return Path(uri) if uri and not parts.scheme else None

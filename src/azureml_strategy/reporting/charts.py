@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from html import escape
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
@@ -91,6 +92,32 @@ def ink(name: str) -> str:
     return _INKS[name]
 
 
+_STYLE: Any = {
+    "legend.frameon": False,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "azureml-strategy",
+    "text.parse_math": False,
+    "font.family": "DejaVu Sans",
+    "font.size": 11,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": ink("muted"),
+    "axes.labelcolor": ink("muted"),
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": ink("grid"),
+    "grid.linewidth": 0.8,
+    "text.color": ink("ink"),
+    "xtick.color": ink("muted"),
+    "ytick.color": ink("muted"),
+    "ytick.left": False,
+    "lines.linewidth": 1.8,
+    "lines.solid_capstyle": "round",
+    "path.simplify": False,  # the series are small already, and keep their extremes
+}
+
+
 def plain(text: str, length: int = 60) -> str:
     """Text of a user's for a chart: on one line, without control characters, not too long."""
     kept = "".join(each if unicodedata.category(each)[0] != "C" else " " for each in text)
@@ -115,32 +142,10 @@ def drawing(
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    style: Any = {
-        "axes.prop_cycle": cycler(color=[ink(name) for name in LINES]),
-        "legend.frameon": False,
-        "svg.fonttype": "none",
-        "svg.hashsalt": "azureml-strategy",
-        "text.parse_math": False,
-        "font.family": "DejaVu Sans",
-        "font.size": 11,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.edgecolor": ink("muted"),
-        "axes.labelcolor": ink("muted"),
-        "axes.grid": True,
-        "axes.grid.axis": "y",
-        "axes.axisbelow": True,
-        "grid.color": ink("grid"),
-        "grid.linewidth": 0.8,
-        "text.color": ink("ink"),
-        "xtick.color": ink("muted"),
-        "ytick.color": ink("muted"),
-        "ytick.left": False,
-        "lines.linewidth": 1.8,
-        "lines.solid_capstyle": "round",
-        "path.simplify": False,  # the series are small already, and keep their extremes
-    }
-    with rc_context(style), warnings.catch_warnings():
+    with (
+        rc_context({**_STYLE, "axes.prop_cycle": cycler(color=[ink(name) for name in LINES])}),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")  # of letters that the font for measuring text does not have
         figure = Figure(figsize=(width, height))
         units_wide, units_high = 72 * width, 72 * height
@@ -165,32 +170,19 @@ def _svg(figure: Figure, title: str) -> str:
     drawn = content.getvalue()
     drawn = drawn[drawn.index("<svg") :]
     (viewed,) = re.findall(r'viewBox="[^"]*"', drawn)[:1]
-    drawn = re.sub(r"<svg[^>]*>", f'<svg {viewed} role="img" aria-label="{_attribute(title)}">', drawn, count=1)
+    drawn = re.sub(r"<svg[^>]*>", f'<svg {viewed} role="img" aria-label="{escape(plain(title))}">', drawn, count=1)
     # Several charts share one page, so their names must differ.
     own = f"c{crc32((title + drawn).encode()):x}-"
     drawn = re.sub(r'\bid="', f'id="{own}', drawn)
     drawn = drawn.replace("url(#", f"url(#{own}").replace('href="#', f'href="#{own}').replace("xlink:href", "href")
-    drawn = re.sub(r' d="[^"]*"', _shorter, drawn)
+    # Paths to a tenth of a unit, which is less than a pixel.
+    drawn = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d)\d+", r"\1", path[0]), drawn)
     drawn = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font: \1 var(--sans)", drawn)
     drawn = drawn.replace("#000000", "var(--ink)")  # what the pictures of study and bench draw in black
     for name, colour in _INKS.items():
         drawn = drawn.replace(colour, f"var(--{name})")
-    return re.sub(r"<!--.*?-->|<metadata>.*?</metadata>|\n\s*", _space, drawn, flags=re.S)
-
-
-def _shorter(path: re.Match[str]) -> str:
-    """A path to a tenth of a unit, which is less than a pixel."""
-    return re.sub(r"(\.\d)\d+", r"\1", path[0])
-
-
-def _space(found: re.Match[str]) -> str:
-    return " " if found[0].startswith("\n") else ""
-
-
-def _attribute(text: str) -> str:
-    from html import escape
-
-    return escape(plain(text), quote=True)
+    unseen = r"<!--.*?-->|<metadata>.*?</metadata>|\n\s*"
+    return re.sub(unseen, lambda found: " " if found[0].startswith("\n") else "", drawn, flags=re.S)
 
 
 def line_chart(
@@ -220,17 +212,17 @@ def line_chart(
         text: a sentence below the chart.
         wide: whether it takes the whole width of the page.
     """
-    lines = [replace(line, series=_drawable(line.series)) for line in lines]
+    lines = [replace(line, series=_clipped(line.series)) for line in lines]
     from matplotlib.ticker import MaxNLocator
 
     places = {id(line): line.series.times_ms - start_ms if over == "time" else line.series.steps for line in lines}
-    scale, x_unit = _scale(over, max(float(each[-1]) for each in places.values()))
+    scale, x_unit = _axis_unit(over, max(float(each[-1]) for each in places.values()))
     labels = [plain(line.label, _LONGEST_LABEL) for line in lines] if len(lines) > 1 else []
     with drawing(WIDTH * (1.9 if wide else 1), right=labels) as (figure, finish):
         axes = figure.add_subplot()
         for line in lines:
-            _draw(axes, places[id(line)] / scale, line, gaps=over == "time")
-        _scale_values(axes, [line.series for line in lines], percent, from_zero)
+            _draw_line(axes, places[id(line)] / scale, line, gaps=over == "time")
+        _scale_value_axis(axes, [line.series for line in lines], percent, from_zero)
         only = {float(place) for each in places.values() for place in each}
         if len(only) == 1:  # matplotlib would count hundredths of a step around it
             axes.set_xticks([only.pop() / scale])
@@ -245,7 +237,7 @@ def line_chart(
         return Chart(title, finish(title), text, wide)
 
 
-def _drawable(series: Series) -> Series:
+def _clipped(series: Series) -> Series:
     """A series whose values matplotlib can reckon with: the range of an axis must be a number too."""
     import numpy as np
 
@@ -253,7 +245,7 @@ def _drawable(series: Series) -> Series:
     return replace(series, **clipped)
 
 
-def _scale(over: str, largest: float) -> tuple[float, str]:
+def _axis_unit(over: str, largest: float) -> tuple[float, str]:
     """What to divide places on an axis by, and what the axis then shows."""
     if over == "step":
         return 1.0, "step"
@@ -277,7 +269,7 @@ def drawn_chart(title: str, draw: Callable[[Axes], None], x_unit: str, wide: boo
         return Chart(title, finish(title), wide=wide)
 
 
-def _draw(axes: Axes, places: Any, line: Line, gaps: bool) -> None:
+def _draw_line(axes: Axes, places: Any, line: Line, gaps: bool) -> None:
     import numpy as np
 
     colour, series = ink(line.colour), line.series
@@ -292,13 +284,13 @@ def _draw(axes: Axes, places: Any, line: Line, gaps: bool) -> None:
     axes.plot(places, means, color=colour, marker="o" if len(places) <= 12 else None, ms=6 if alone else 3.5)
 
 
-def _scale_values(axes: Axes, all_series: Sequence[Series], percent: bool, from_zero: bool) -> None:
+def _scale_value_axis(axes: Axes, all_series: Sequence[Series], percent: bool, from_zero: bool) -> None:
     import numpy as np
     from matplotlib.ticker import FuncFormatter, NullFormatter
 
     low = min(float(each.lows.min()) for each in all_series)
     high = max(float(each.highs.max()) for each in all_series)
-    form = FuncFormatter(lambda value, _: f"{100 * value:.3g}%" if percent else _short(value))
+    form = FuncFormatter(lambda value, _: f"{100 * value:.3g}%" if percent else _axis_number(value))
     usual = np.quantile(np.concatenate([each.means for each in all_series]), (0.1, 0.9))
     if from_zero and low >= 0:
         axes.set_ylim(0, 1.12 * high if high > 0 else 1)
@@ -306,11 +298,10 @@ def _scale_values(axes: Axes, all_series: Sequence[Series], percent: bool, from_
         axes.set_yscale("log")
         axes.yaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_major_formatter(form)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _axis_number(value)))
 
 
-def _short(value: float) -> str:
-    """A number for an axis."""
+def _axis_number(value: float) -> str:
     if abs(value) >= 1e15:
         return f"{value:.3g}"
     for length, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):

@@ -114,7 +114,12 @@ class RunRecord:
     def last_step(self) -> int | None:
         """The largest step of which anything was logged; None if nothing was."""
         return max(
-            (each.last_step for name, each in self.series.items() if each.last_step is not None and _counts(name)),
+            # System metrics count steps of their own, and the last values of ours are logged beyond the last step.
+            (
+                each.last_step
+                for name, each in self.series.items()
+                if each.last_step is not None and not name.startswith((_SYSTEM, "time/", "ranks/"))
+            ),
             default=None,
         )
 
@@ -142,16 +147,13 @@ class RunRecord:
             return self.metric(f"time/{name}_s")
         order = np.argsort(series.times_ms, kind="stable")
         times, seconds = series.times_ms[order], series.highs[order]
-        ends = np.unique([np.searchsorted(times, at) - 1 for at in self._resets()])
-        return float(seconds[ends[ends >= 0].astype(int)].sum() + seconds[-1])
-
-    def _resets(self) -> list[float]:
-        """When the time that was trained began at zero again, in ms since 1970."""
-        series = self.series.get("time/training_s")
-        if series is None:
-            return []
-        order = np.argsort(series.times_ms, kind="stable")
-        return list(series.times_ms[order][1:][np.diff(series.highs[order]) < 0])
+        restarts = np.empty(0)  # when the time that was trained began at zero again, in ms since 1970
+        trained = self.series.get("time/training_s")
+        if trained is not None:
+            order = np.argsort(trained.times_ms, kind="stable")
+            restarts = trained.times_ms[order][1:][np.diff(trained.highs[order]) < 0]
+        ends = np.unique(np.searchsorted(times, restarts) - 1)
+        return float(seconds[ends[ends >= 0]].sum() + seconds[-1])
 
     @property
     def _windows(self) -> dict[str, Series]:
@@ -164,11 +166,6 @@ class RunRecord:
         series = self._windows[name]
         points = max(each.points for each in self._windows.values())
         return float((series.means**power * series.counts).sum() / points)
-
-
-def _counts(name: str) -> bool:
-    """Whether the metric's last step is one of the training: system metrics count for themselves, ours beyond it."""
-    return not name.startswith((_SYSTEM, "time/", "ranks/"))
 
 
 def collect_run(
@@ -197,37 +194,37 @@ def collect_run(
     artifacts = Artifacts(run.artifact_uri, tracking_uri)
     places = [artifacts, *([Artifacts(str(folder.absolute()), "", run.started_ms or 0)] if folder is not None else [])]
     unread: list[str] = []
-    events = [(number, _events(number, text, unread)) for number, text in artifacts.attempts("events", "jsonl")]
-    ranks = [_ranks(number, text, unread) for number, text in artifacts.attempts("ranks", "json")]
+    events = [(number, _read_events(number, text, unread)) for number, text in artifacts.attempts("events", "jsonl")]
+    ranks = [_read_ranks(number, text, unread) for number, text in artifacts.attempts("ranks", "json")]
     place = locate(tracking_uri, run.experiment, run.experiment_id, run.run_id, run.name)
     return RunRecord(
-        run=_discreet_run(run),
+        run=_redact_run(run),
         store=describe_store(tracking_uri),
         open_with=without_secrets(place.open_with),
         series={redact_text(name): each for name, each in series.items()},
         events=sorted((each for _, some in events for each in some), key=lambda event: event.time_ms),
         attempts=[number for number, _ in events],
         ranks=[each for each in ranks if each is not None],
-        network=_network(artifacts.text("network.json"), unread),
+        network=_read_network(artifacts.text("network.json"), unread),
         config=redact_text(artifacts.text("config.yaml") or ""),
         profiles=read_profiles(places),
         notes=[*_notes(series, wanted, unwanted), *(text for place in places for text in place.problems), *unread],
     )
 
 
-def _discreet_run(run: StoredRun) -> StoredRun:
-    """Without secrets: a stranger's logger may have recorded some, in names too."""
+def _redact_run(run: StoredRun) -> StoredRun:
+    """The run without secrets: any logger may have recorded some, in names too."""
     return replace(
         run,
         name=redact_text(run.name),
         experiment=redact_text(run.experiment),
-        tags=_discreet(run.tags),
-        params=_discreet(run.params),
+        tags=_redact_values(run.tags),
+        params=_redact_values(run.params),
         metrics={redact_text(name): value for name, value in run.metrics.items()},
     )
 
 
-def _discreet(values: Mapping[str, str]) -> dict[str, str]:
+def _redact_values(values: Mapping[str, str]) -> dict[str, str]:
     return {redact_text(name): redact_text(str(redact(name, value))) for name, value in values.items()}
 
 
@@ -259,30 +256,30 @@ def _notes(series: Mapping[str, Series], wanted: list[str], unwanted: int) -> It
         yield "A band in a chart joins several points: it reaches from their smallest to their largest value."
 
 
-def _events(attempt: int, text: str, unread: list[str]) -> list[Event]:
+def _read_events(attempt: int, text: str, unread: list[str]) -> list[Event]:
     """Read the lines that are whole; a run that was killed may have left half of one."""
     lines = text.splitlines()
-    events = [event for line in lines if (event := _event(line)) is not None]
+    events = [event for line in lines if (event := _parse_event(line)) is not None]
     _note_unread(unread, f"events/attempt_{attempt}.jsonl", len(lines) - len(events), len(lines), "lines")
     return events
 
 
-def _event(line: str) -> Event | None:
+def _parse_event(line: str) -> Event | None:
     with suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
         content = json.loads(line)
         if content["kind"] in get_args(Kind):
-            said = redact_text(str(content["text"]))
-            return Event(content["kind"], said, int(content["step"]), int(content["time_ms"]))
+            shown = redact_text(str(content["text"]))
+            return Event(content["kind"], shown, int(content["step"]), int(content["time_ms"]))
     return None
 
 
-def _ranks(attempt: int, text: str, unread: list[str]) -> Ranks | None:
+def _read_ranks(attempt: int, text: str, unread: list[str]) -> Ranks | None:
     file, content = f"ranks/attempt_{attempt}.json", _mapping(text)
     ranks, windows = content.get("ranks"), content.get("windows")
     if not isinstance(ranks, list) or not isinstance(windows, list):
         unread.append(f"{file} is no table of ranks, or was cut off: it is left out.")
         return None
-    whole = [_window(each) for each in windows if isinstance(each, dict) and _is_number(each.get("step"))]
+    whole = [_readable_window(each) for each in windows if isinstance(each, dict) and _is_number(each.get("step"))]
     known = _dicts(ranks)
     _note_unread(unread, file, len(ranks) - len(known), len(ranks), "ranks")
     seconds = sum(bool(each["compute_s"]) for each in whole)
@@ -295,7 +292,7 @@ def _note_unread(unread: list[str], file: str, lost: int, of: int, what: str) ->
         unread.append(f"{file}: {lost:,} of {of:,} {what} cannot be read and are left out.")
 
 
-def _window(given: dict[str, Any]) -> dict[str, Any]:
+def _readable_window(given: dict[str, Any]) -> dict[str, Any]:
     """A window of which only what can be read is left."""
     slow, seconds = given.get("slow"), given.get("compute_s")
     readable = isinstance(seconds, list) and all(map(_is_number, seconds))
@@ -306,7 +303,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def _network(text: str | None, unread: list[str]) -> dict[str, Any]:
+def _read_network(text: str | None, unread: list[str]) -> dict[str, Any]:
     """What `network.json` says of each node; of settings, those that can be read."""
     content = redact("", _mapping(text))
     given = content.get("nodes")

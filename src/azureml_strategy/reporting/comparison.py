@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 
 from azureml_strategy.reporting.advice import NextStep, verdict_of
 from azureml_strategy.reporting.charts import LINES, Chart, Line, line_chart, plain
@@ -27,7 +26,9 @@ def compare_page(records: Sequence[RunRecord]) -> Page:
     """
     names = _names(records)
     drawn = dict(list(zip(_labels(names), records, strict=True))[:_MOST_RUNS])
-    differing = _settings(records)
+    params = sorted({name for record in records for name in record.run.params})
+    settings = [[name, *(record.run.params.get(name, "") for record in records)] for name in params]
+    differing = [row for row in settings if len(set(row[1:])) > 1]
     return Page(
         title=" and ".join(names) if len(names) == 2 else count(len(names), "run"),
         kicker="Comparison of runs",
@@ -92,22 +93,28 @@ def _headline(records: Sequence[RunRecord], names: Sequence[str]) -> str:
 
 
 def _figures(records: Sequence[RunRecord]) -> list[list[str]]:
+    percent = "{:.1%}".format
     rows: list[tuple[str, Callable[[RunRecord], str]]] = [
         ("status", lambda record: record.run.status.lower()),
         ("samples per second", lambda record: _text(record.metric(*_RATES))),
         ("per device", lambda record: _text(record.metric(*(f"{name}_per_device" for name in _RATES)))),
-        ("step, median ms", lambda record: _text(_times(1000, record.metric("summary/step_time_median_s")))),
-        ("MFU", lambda record: _mfu(record.metric("summary/mfu", "throughput/mfu"))),
-        ("waiting for data", lambda record: _percent(record.shares.get("data_wait"))),
-        ("exposed communication", lambda record: _percent(record.shares.get("communication"))),
-        ("goodput", lambda record: _percent(record.metric("time/goodput"))),
+        (
+            "step, median ms",
+            lambda record: _text(record.metric("summary/step_time_median_s"), lambda s: figure(1000 * s)),
+        ),
+        ("MFU", lambda record: _text(record.metric("summary/mfu", "throughput/mfu"), mfu_text)),
+        ("waiting for data", lambda record: _text(record.shares.get("data_wait"), percent)),
+        ("exposed communication", lambda record: _text(record.shares.get("communication"), percent)),
+        ("goodput", lambda record: _text(record.metric("time/goodput"), percent)),
         ("devices", lambda record: _text(record.metric("summary/devices"))),
         ("took", _took),
         ("cost", lambda record: _cost(record, "cost/run")),
         ("cost per million samples", lambda record: _cost(record, "cost/per_million_samples")),
     ]
-    rows += [(name, partial(_last, name)) for name in _own(records)[:_MOST_OWN]]
     filled = [[title, *(value(record) for record in records)] for title, value in rows]
+    filled += [
+        [name, *(_text(record.run.metrics.get(name)) for record in records)] for name in _own(records)[:_MOST_OWN]
+    ]
     return [row for row in filled if any(row[1:])]
 
 
@@ -121,24 +128,8 @@ def _took(record: RunRecord) -> str:
     return "" if started is None or ended is None else duration((ended - started) / 1000)
 
 
-def _last(name: str, record: RunRecord) -> str:
-    return _text(record.run.metrics.get(name))
-
-
-def _times(factor: float, value: float | None) -> float | None:
-    return None if value is None else factor * value
-
-
-def _text(value: float | None) -> str:
-    return "" if value is None else figure(value)
-
-
-def _percent(value: float | None) -> str:
-    return "" if value is None else f"{value:.1%}"
-
-
-def _mfu(value: float | None) -> str:
-    return "" if value is None else mfu_text(value)
+def _text(value: float | None, write: Callable[[float], str] = figure) -> str:
+    return "" if value is None else write(value)
 
 
 def _cost(record: RunRecord, name: str) -> str:
@@ -165,26 +156,13 @@ def _shared(records: dict[str, RunRecord]) -> list[str]:
 
 
 def _charts(records: dict[str, RunRecord]) -> list[Chart]:
-    return [
-        line_chart(
-            name,
-            _lines(records, name),
-            percent=name.endswith(("_share", "/mfu")),
-            from_zero=name.startswith("throughput/"),
-        )
-        for name in _shared(records)[:_MOST_CHARTS]
-    ]
-
-
-def _lines(records: dict[str, RunRecord], name: str) -> list[Line]:
-    return [
-        Line(label, record.series[name], LINES[place])
-        for place, (label, record) in enumerate(records.items())
-        if name in record.series and record.series[name].points
-    ]
-
-
-def _settings(records: Sequence[RunRecord]) -> list[list[str]]:
-    names = sorted({name for record in records for name in record.run.params})
-    rows = [[name, *(record.run.params.get(name, "") for record in records)] for name in names]
-    return [row for row in rows if len(set(row[1:])) > 1]
+    charts = []
+    for name in _shared(records)[:_MOST_CHARTS]:
+        lines = [
+            Line(label, record.series[name], LINES[place])
+            for place, (label, record) in enumerate(records.items())
+            if name in record.series and record.series[name].points
+        ]
+        percent, from_zero = name.endswith(("_share", "/mfu")), name.startswith("throughput/")
+        charts.append(line_chart(name, lines, percent=percent, from_zero=from_zero))
+    return charts

@@ -96,7 +96,10 @@ def read_profiles(places: Iterable[Artifacts]) -> list[RankProfile]:
     found: dict[int, RankProfile] = {}
     for place in places:
         names = place.names(FOLDER)
-        traces = _traces(names)
+        traces: dict[int, list[str]] = {}
+        for name in sorted(names, key=_last_step):
+            if match := _TRACE.fullmatch(name):
+                traces.setdefault(int(match[1]), []).append(name)
         with_summary = {int(match[1]) for name in names if (match := _SUMMARY.fullmatch(name))}
         for rank in sorted({*traces, *with_summary}):
             known = found.get(rank)
@@ -104,13 +107,6 @@ def read_profiles(places: Iterable[Artifacts]) -> list[RankProfile]:
                 read = rank in with_summary and sum(each.summary is not None for each in found.values()) < _MOST_RANKS
                 found[rank] = _rank_profile(place, rank, traces.get(rank, []), rank in with_summary, read)
     return [found[rank] for rank in sorted(found)]
-
-
-def _traces(names: Iterable[str]) -> dict[int, list[str]]:
-    traces: dict[int, list[str]] = {}
-    for name in sorted((each for each in names if _TRACE.fullmatch(each)), key=_last_step):
-        traces.setdefault(int(_TRACE.fullmatch(name)[1]), []).append(name)  # type: ignore[index]
-    return traces
 
 
 def _last_step(trace: str) -> int:

@@ -9,7 +9,7 @@ from azureml_strategy.reporting.collect import RunRecord
 from azureml_strategy.reporting.formats import count, duration, figure, moment, money
 from azureml_strategy.reporting.page import Page, Text, Tile
 from azureml_strategy.reporting.run_sections import run_sections
-from azureml_strategy.tracking.verdict import Verdict, mfu_text
+from azureml_strategy.tracking.verdict import mfu_text
 
 _STATUS = {
     "FINISHED": ("finished", "good"),
@@ -28,13 +28,14 @@ def run_page(record: RunRecord) -> Page:
         record: as `collect_run` returns it.
     """
     verdict = verdict_of(record)
+    first = verdict.advice[0] if verdict.advice else None
     status, tone = _STATUS.get(record.run.status, (record.run.status.lower(), ""))
     return Page(
         title=record.run.name,
         kicker=f"Report on a run of {record.run.tags.get('azureml_strategy.recipe') or record.run.experiment}",
         headline=verdict.headline,
-        verdict=_why(verdict),
-        verdict_tone="" if verdict.advice else "good" if verdict.measured else "neutral",
+        verdict={"Why": first.why, "What to try": first.action, "What it would gain": first.gain} if first else {},
+        verdict_tone="" if first else "good" if verdict.measured else "neutral",
         status=status,
         tone=tone,
         facts=list(_facts(record)),
@@ -44,13 +45,6 @@ def run_page(record: RunRecord) -> Page:
         sections=list(run_sections(record)),
         notes=record.notes,
     )
-
-
-def _why(verdict: Verdict) -> dict[str, str]:
-    if not verdict.advice:
-        return {}
-    first = verdict.advice[0]
-    return {"Why": first.why, "What to try": first.action, "What it would gain": first.gain}
 
 
 def _facts(record: RunRecord) -> Iterator[str]:
@@ -94,20 +88,12 @@ def _tiles(record: RunRecord) -> Iterator[Tile]:
     goodput = record.metric("time/goodput")
     if goodput is not None:
         yield Tile("goodput", f"{goodput:.0%}", "of the time trained")
-    yield from _money_tiles(record, unit)
-    yield from _metric_tiles(record)
-
-
-def _money_tiles(record: RunRecord, unit: str) -> Iterator[Tile]:
     cost, currency = record.metric("cost/run"), record.run.tags.get("cost.currency", "USD")
     if cost is not None:
         per_million = record.metric("cost/per_million_samples")
         more = f"{money(per_million, currency)} per million {unit}" if per_million is not None else ""
         yield Tile("cost", money(cost, currency), more)
-
-
-def _metric_tiles(record: RunRecord) -> Iterator[Tile]:
-    """The last value of the metric that a reader looks for first."""
+    # The metric that a reader looks for first.
     names = sorted(record.run.metrics, key=lambda name: (not name.startswith(("val", "eval", "test")), name))
     for word in ("top1", "acc", "loss"):
         found = next((name for name in names if word in name.lower() and name in record.series), None)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from azureml_strategy.reporting.advice import describe_rank
-from azureml_strategy.reporting.charts import LINES, Chart, Line, Marks, line_chart
+from azureml_strategy.reporting.charts import LINES, Line, Marks, line_chart
 from azureml_strategy.reporting.collect import RunRecord
 from azureml_strategy.reporting.formats import duration, figure, moment, money
 from azureml_strategy.reporting.page import LegendEntry, Section, Table, Text
@@ -30,7 +31,9 @@ _OURS = ("step/", "time/", "ranks/", "throughput/", "system/")
 
 def run_sections(record: RunRecord) -> Iterator[Section]:
     """The sections, in order; some may be empty."""
-    start_ms, marks = _start_ms(record), marks_of(record)
+    starts = [float(each.times_ms[0]) for each in record.series.values() if len(each.times_ms)]
+    starts += [record.run.started_ms] if record.run.started_ms is not None else []
+    start_ms, marks = min(starts, default=0.0), marks_of(record)
     yield _time_section(record, start_ms, marks)
     yield _throughput(record, start_ms, marks)
     yield _own_metrics(record, marks)
@@ -40,11 +43,6 @@ def run_sections(record: RunRecord) -> Iterator[Section]:
     yield _cost(record)
     yield _events(record)
     yield _what_ran(record)
-
-
-def _start_ms(record: RunRecord) -> float:
-    first = [float(each.times_ms[0]) for each in record.series.values() if len(each.times_ms)]
-    return min([*first, *([record.run.started_ms] if record.run.started_ms is not None else [])], default=0.0)
 
 
 def marks_of(record: RunRecord) -> Marks:
@@ -90,17 +88,14 @@ def _time_section(record: RunRecord, start_ms: float, marks: Marks) -> Section:
         charts.append(
             line_chart("Time of a step", step_times, unit="seconds", over="time", start_ms=start_ms, from_zero=True)
         )
-    return Section("Where the time goes", charts=charts, legend=_legend(shares, times))
-
-
-def _legend(shares: Mapping[str, float], times: Mapping[str, float]) -> dict[str, list[LegendEntry]]:
     whole = sum(times.values())
     step = [LegendEntry(PART_COLOURS[name], NAMES[name], f"{share:.1%}") for name, share in shares.items()]
     run = [
         LegendEntry(PART_COLOURS[name], PHASES[name], f"{duration(seconds)}, {seconds / whole:.1%}")
         for name, seconds in times.items()
     ]
-    return {name: entries for name, entries in (("A step", step), ("The run", run)) if entries}
+    legend = {name: entries for name, entries in (("A step", step), ("The run", run)) if entries}
+    return Section("Where the time goes", charts=charts, legend=legend)
 
 
 def _throughput(record: RunRecord, start_ms: float, marks: Marks) -> Section:
@@ -127,23 +122,23 @@ def _own_metrics(record: RunRecord, marks: Marks) -> Section:
         if not name.startswith(_OURS) and len(series.means):
             lines = groups.setdefault(_PART_OF_DATA.sub("", name), [])
             lines.append(Line(name, series, LINES[len(lines) % len(LINES)]))
-    charts = [_metric_chart(title, lines, marks) for title, lines in groups.items()]
+    charts, marks = [], replace(marks, checkpoints=())
+    for title, lines in groups.items():
+        missing = [
+            f"{line.label}: {line.series.missing:,} values are NaN or infinite, the first at step "
+            f"{line.series.first_missing}."
+            for line in lines
+            if line.series.missing
+        ]
+        charts.append(
+            line_chart(title if len(lines) > 1 else lines[0].label, lines, marks=marks, text=" ".join(missing))
+        )
     return Section("Loss and metrics", charts=charts)
-
-
-def _metric_chart(title: str, lines: list[Line], marks: Marks) -> Chart:
-    lost = [f"{line.label}: {_lost(line.series)}" for line in lines if line.series.missing]
-    title = title if len(lines) > 1 else lines[0].label
-    return line_chart(title, lines, marks=Marks(marks.restarts, (), marks.alarms), text=" ".join(lost))
-
-
-def _lost(series: Series) -> str:
-    return f"{series.missing:,} values are NaN or infinite, the first at step {series.first_missing}."
 
 
 def _ranks(record: RunRecord) -> Section:
     title = "Ranks beside one another"
-    windows = [window for each in record.ranks for window in each.windows if _numbers(window.get("compute_s"))]
+    windows = [window for each in record.ranks for window in each.windows if _are_numbers(window.get("compute_s"))]
     if windows:
         width = max(len(window["compute_s"]) for window in windows)
         values = np.array([_behind_median(window["compute_s"], width) for window in windows]).T
@@ -157,7 +152,9 @@ def _ranks(record: RunRecord) -> Section:
             restarts=[int(end) for end in ends if end < len(windows)],
         )
         text = "Time that a rank computes before it waits for others, against the median rank of the same window."
-        return Section(title, text, [chart], [Table(list(_slow(record)), ("rank", "slow in", "at"), "Slow ranks")])
+        return Section(
+            title, text, [chart], [Table(list(_slow_ranks(record)), ("rank", "slow in", "at"), "Slow ranks")]
+        )
     lines = [
         Line(label, series, colour)
         for label, colour in (("max", "line2"), ("median", "line1"), ("min", "line3"))
@@ -166,7 +163,7 @@ def _ranks(record: RunRecord) -> Section:
     return Section(title, charts=[line_chart("Computing time over ranks", lines, unit="seconds")] if lines else [])
 
 
-def _numbers(values: Any) -> bool:
+def _are_numbers(values: Any) -> bool:
     return isinstance(values, list) and bool(values) and all(isinstance(each, int | float) for each in values)
 
 
@@ -180,7 +177,7 @@ def _rank_name(record: RunRecord, rank: int) -> str:
     return f"{rank}  {found['host']}" if "host" in found else str(rank)
 
 
-def _slow(record: RunRecord) -> Iterator[tuple[str, str, str]]:
+def _slow_ranks(record: RunRecord) -> Iterator[tuple[str, str, str]]:
     windows = [window for each in record.ranks for window in each.windows]
     seen = [(str(rank), str(at)) for window in windows for rank, at in dict(window.get("slow") or {}).items()]
     for rank, times in Counter(rank for rank, _ in seen).most_common(8):
@@ -198,19 +195,16 @@ def _counters(record: RunRecord, start_ms: float, marks: Marks) -> Section:
             lines = groups.setdefault(_GPU.sub("gpu_", counter).replace("_", " "), [])
             lines.append(Line(label, series, LINES[len(lines) % len(LINES)]))
     zero = [title for title, lines in groups.items() if not any(line.series.highs.any() for line in lines)]
-    without_saves = Marks(marks.restarts, (), marks.alarms)
-    charts = [
-        _counter_chart(title, lines, start_ms, without_saves) for title, lines in groups.items() if title not in zero
-    ]
+    charts, marks = [], replace(marks, checkpoints=())
+    for title, lines in groups.items():
+        if title in zero:
+            continue
+        text = ""
+        if len(lines) > 4:
+            text = f"Mean of {len(lines)} nodes or devices; the band reaches from the lowest to the highest."
+            lines = [Line("", join([line.series for line in lines]))]
+        charts.append(line_chart(title, lines, over="time", start_ms=start_ms, marks=marks, from_zero=True, text=text))
     return Section("Counters", f"Zero all the time: {', '.join(zero)}." if zero else "", charts)
-
-
-def _counter_chart(title: str, lines: list[Line], start_ms: float, marks: Marks) -> Chart:
-    text = ""
-    if len(lines) > 4:
-        text = f"Mean of {len(lines)} nodes or devices; the band reaches from the lowest to the highest."
-        lines = [Line("", join([line.series for line in lines]))]
-    return line_chart(title, lines, over="time", start_ms=start_ms, marks=marks, from_zero=True, text=text)
 
 
 def _cost(record: RunRecord) -> Section:

@@ -113,10 +113,10 @@ def _unknown_run(run_id: str, uri: str) -> ReportError:
     )
 
 
-def _away(uri: str, error: Exception) -> ReportError:
-    said = redact_text(" ".join(str(error).split()))[:_LONGEST_TEXT]
+def _no_answer(uri: str, error: Exception) -> ReportError:
+    why = redact_text(" ".join(str(error).split()))[:_LONGEST_TEXT]
     return ReportError(
-        f"The store {describe_store(uri)} does not answer: {type(error).__name__}: {said}. Check its address "
+        f"The store {describe_store(uri)} does not answer: {type(error).__name__}: {why}. Check its address "
         "(--store URI or MLFLOW_TRACKING_URI), the network and your rights."
     )
 
@@ -151,11 +151,12 @@ class DatabaseStore:
             (row,) = found
             tags, params = self._pairs("tags", run_id), self._pairs("params", run_id)
             latest = self._rows(select(last.key, last.value, last.is_nan).where(last.run_uuid == run_id))
-            experiment = self._experiment(row.experiment_id)
+            experiments = _table("experiments", "experiment_id", "name").c
+            named = self._rows(select(experiments.name).where(experiments.experiment_id == row.experiment_id))
         return StoredRun(
             run_id=run_id,
             name=tags.get("mlflow.runName") or row.name or run_id,
-            experiment=experiment,
+            experiment=str(named[0][0]) if named else "",
             experiment_id=str(row.experiment_id),
             status=row.status,
             started_ms=row.start_time,
@@ -173,9 +174,10 @@ class DatabaseStore:
             sizes = self._sizes(run_id)
             for name in names:
                 if name in sizes and time.monotonic() < until:
-                    size = sizes[name]
-                    read = self._exactly if size.points <= _MOST_POINTS else self._summed_up
-                    found[name] = read(run_id, name, size)
+                    summed_up = sizes[name].points > _MOST_POINTS
+                    found[name] = (
+                        self._read_buckets(run_id, name, sizes[name]) if summed_up else self._read_points(run_id, name)
+                    )
         return found
 
     def _sizes(self, run_id: str) -> dict[str, _Size]:
@@ -187,7 +189,7 @@ class DatabaseStore:
         rows = self._rows(query.where(points.run_uuid == run_id).group_by(points.key))
         return {row[0]: _Size(row[1], row[2], row[3]) for row in rows}
 
-    def _exactly(self, run_id: str, name: str, size: _Size) -> Series:
+    def _read_points(self, run_id: str, name: str) -> Series:
         from sqlalchemy import select
 
         points = _points("metrics")
@@ -197,7 +199,7 @@ class DatabaseStore:
         numbers = np.where(np.array(missing, bool), np.nan, np.array(values, np.float64))
         return reduce_points(np.array(steps, np.int64), np.array(times, np.int64), numbers)
 
-    def _summed_up(self, run_id: str, name: str, size: _Size) -> Series:
+    def _read_buckets(self, run_id: str, name: str, size: _Size) -> Series:
         from sqlalchemy import func, select
 
         points = _points("metrics")
@@ -237,13 +239,6 @@ class DatabaseStore:
         ((step,),) = self._rows(query)
         return None if step is None else int(step)
 
-    def _experiment(self, experiment_id: int) -> str:
-        from sqlalchemy import select
-
-        experiments = _table("experiments", "experiment_id", "name")
-        found = self._rows(select(experiments.c.name).where(experiments.c.experiment_id == experiment_id))
-        return str(found[0][0]) if found else ""
-
     def _pairs(self, name: str, run_id: str) -> dict[str, str]:
         from sqlalchemy import select
 
@@ -262,7 +257,7 @@ class DatabaseStore:
         try:
             yield
         except (SQLAlchemyError, ModuleNotFoundError) as error:
-            raise _away(self._uri, error) from None
+            raise _no_answer(self._uri, error) from None
 
 
 def _connect(uri: str) -> Engine:
@@ -320,13 +315,13 @@ class ServerStore:
         from azureml_strategy.tracking.store import one_attempt_client
 
         self._uri = uri
-        self._client = self._asked(lambda: one_attempt_client(uri))
+        self._client = self._ask(lambda: one_attempt_client(uri))
 
     def run(self, run_id: str) -> StoredRun:
         """See `RunStore`."""
-        run = self._asked(lambda: self._client.get_run(run_id), run_id)
+        run = self._ask(lambda: self._client.get_run(run_id), run_id)
         info, data = run.info, run.data
-        experiment = self._asked(lambda: self._client.get_experiment(info.experiment_id))
+        experiment = self._ask(lambda: self._client.get_experiment(info.experiment_id))
         return StoredRun(
             run_id=run_id,
             name=info.run_name or run_id,
@@ -358,7 +353,7 @@ class ServerStore:
             if time.monotonic() > until:
                 left_out = None
             else:
-                page = self._asked(lambda: next(pages, None))
+                page = self._ask(lambda: next(pages, None))
                 if page is None:
                     break
                 points += [(each.step, each.timestamp, each.value) for each in page]
@@ -368,7 +363,7 @@ class ServerStore:
         arrays = np.array(steps, np.int64), np.array(times, np.int64), np.array(values, np.float64)
         return reduce_points(*arrays, left_out=left_out)
 
-    def _asked(self, question: Callable[[], Any], run_id: str | None = None) -> Any:
+    def _ask(self, question: Callable[[], Any], run_id: str | None = None) -> Any:
         from mlflow.exceptions import MlflowException
 
         try:
@@ -377,4 +372,4 @@ class ServerStore:
             unknown = isinstance(error, MlflowException) and error.error_code == "RESOURCE_DOES_NOT_EXIST"
             if run_id is not None and unknown:
                 raise _unknown_run(run_id, self._uri) from None
-            raise _away(self._uri, error) from None
+            raise _no_answer(self._uri, error) from None

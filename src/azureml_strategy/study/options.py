@@ -58,9 +58,9 @@ class StudyOptions:
 
     def __post_init__(self) -> None:
         if self.runs:
-            self._check_reading()
+            self._check_runs_to_read()
         else:
-            self._check_starting()
+            self._check_runs_to_start()
         if self.price_per_hour is not None and not 0 <= self.price_per_hour < float("inf"):
             raise StudyError(f"--price-per-hour {self.price_per_hour} is no price. Give that of one node and hour.")
 
@@ -71,7 +71,7 @@ class StudyOptions:
             return None
         return Price(self.price_per_hour, self.currency, "--price-per-hour")
 
-    def _check_reading(self) -> None:
+    def _check_runs_to_read(self) -> None:
         starting = {
             "a recipe": self.recipe,
             "a command": self.command,
@@ -87,7 +87,7 @@ class StudyOptions:
             )
         _refuse_repeated("--runs", self.runs)
 
-    def _check_starting(self) -> None:
+    def _check_runs_to_start(self) -> None:
         if self.store is not None:
             raise StudyError("--store says where --runs are. Add --runs ID,ID, or leave it out.")
         if self.recipe is None and not self.command:

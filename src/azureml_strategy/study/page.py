@@ -32,7 +32,11 @@ def study_page(content: Mapping[str, Any]) -> Page:
         scaling = read_scaling(content)
     except StudyError as error:
         raise ReportError(str(error)) from None
-    largest = _largest(scaling)
+    measured = [row for row in scaling.rows if row.efficiency is not None]
+    largest = max(measured, key=lambda row: row.figures.devices or 0, default=None)
+    columns = study_columns(scaling)
+    rows = [[column.value(row) or "-" for column in columns] for row in scaling.rows]
+    table = Table(rows, [column.heading for column in columns], numbers=range(len(columns)))
     good = largest is not None and (largest.efficiency or 0) >= _GOOD_EFFICIENCY
     emulated = ", emulated" if scaling.emulated else ""
     charts = [drawn_chart(title, draw, "devices") for title, draw in panels(scaling).items()] if scaling.base else []
@@ -51,7 +55,7 @@ def study_page(content: Mapping[str, Any]) -> Page:
         steps=list(_steps(scaling, largest)),
         sections=[
             Section(f"Against ideal scaling{emulated}", charts=charts),
-            Section(f"Each size{emulated}", tables=[_table(scaling)]),
+            Section(f"Each size{emulated}", tables=[table]),
         ],
         notes=list(_notes(scaling)),
     )
@@ -68,11 +72,6 @@ def _notes(scaling: Scaling) -> Iterator[str]:
         yield f"{scaling.measured}: charts, speed-up and efficiency are without the others."
     if scaling.differences:
         yield f"The runs differ in more than size: {', '.join(scaling.differences)}."
-
-
-def _largest(scaling: Scaling) -> Row | None:
-    measured = [row for row in scaling.rows if row.efficiency is not None]
-    return max(measured, key=lambda row: row.figures.devices or 0, default=None)
 
 
 def _cheapest(scaling: Scaling) -> Row | None:
@@ -119,17 +118,11 @@ def _tiles(scaling: Scaling, largest: Row | None) -> Iterator[Tile]:
 def _steps(scaling: Scaling, largest: Row | None) -> Iterator[NextStep]:
     failed = [row.figures for row in scaling.rows if row.figures.problem]
     if failed and failed[0].run_id:
-        said = f": {failed[0].error.rstrip('.')}" if failed[0].error else ""
-        problem = f"{failed[0].name or failed[0].run_id}: {failed[0].problem}{said}."
+        error = f": {failed[0].error.rstrip('.')}" if failed[0].error else ""
+        problem = f"{failed[0].name or failed[0].run_id}: {failed[0].problem}{error}."
         yield NextStep("Look at the run that failed", f"{problem} `azureml-strategy report {failed[0].run_id}`")
     if largest is not None and largest.figures is not scaling.base:
         run = largest.figures.run_id
         yield NextStep("See what the largest size waits for", f"`azureml-strategy report {run}` says it.")
     if scaling.currency is None:
         yield NextStep("Tell the study a price", "`azureml-strategy study --runs ID,ID --price-per-hour X` adds costs.")
-
-
-def _table(scaling: Scaling) -> Table:
-    columns = [each for each in study_columns(scaling) if any(each.value(row) for row in scaling.rows)]
-    rows = [[column.value(row) or "-" for column in columns] for row in scaling.rows]
-    return Table(rows, [column.heading for column in columns], numbers=range(len(columns)))

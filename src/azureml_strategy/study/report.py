@@ -31,7 +31,7 @@ class Column(NamedTuple):
 def print_study(scaling: Scaling, options: StudyOptions, files: Sequence[Path]) -> None:
     """Print the table, remarks about it, and the paths of the written files."""
     table = Table()
-    columns = [each for each in study_columns(scaling) if any(each.value(row) for row in scaling.rows)]
+    columns = study_columns(scaling)
     for column in columns:
         table.add_column(column.heading, justify="left" if column.heading in ("transport", "result") else "right")
     for row in scaling.rows:
@@ -41,9 +41,9 @@ def print_study(scaling: Scaling, options: StudyOptions, files: Sequence[Path]) 
 
 
 def study_columns(scaling: Scaling) -> list[Column]:
-    """The columns of the table."""
+    """The columns of the table in which some row has a text."""
     unit = scaling.unit
-    return [
+    columns = [
         Column("nodes", lambda row: _text(row.figures.nodes, "d")),
         Column("devices", lambda row: _text(row.figures.devices, "d")),
         Column(f"{unit}/s", lambda row: _text(row.figures.samples_per_second, ",.1f")),
@@ -55,6 +55,7 @@ def study_columns(scaling: Scaling) -> list[Column]:
         Column("transport", lambda row: row.figures.transport or ""),
         Column("result", lambda row: row.figures.problem),
     ]
+    return [each for each in columns if any(each.value(row) for row in scaling.rows)]
 
 
 def _text(value: float | None, form: str) -> str:

@@ -43,16 +43,15 @@ def read_runs(options: StudyOptions) -> Iterator[Figures]:
     """
     from mlflow.tracking import MlflowClient
 
-    client = MlflowClient(resolve_tracking_uri(_workspace_store() if options.store == WORKSPACE else options.store))
+    store = options.store
+    if store == WORKSPACE:
+        from azureml_strategy.jobs import connect
+        from azureml_strategy.jobs.metrics import tracking_uri
+
+        store = tracking_uri(connect())
+    client = MlflowClient(resolve_tracking_uri(store))
     for run_id in options.runs:
         yield read_figures(client, run_id)
-
-
-def _workspace_store() -> str:
-    from azureml_strategy.jobs import connect
-    from azureml_strategy.jobs.metrics import tracking_uri
-
-    return tracking_uri(connect())
 
 
 def emulate_sizes(options: StudyOptions) -> Iterator[Figures]:
@@ -62,16 +61,16 @@ def emulate_sizes(options: StudyOptions) -> Iterator[Figures]:
         StudyError: the recipe or an override is misspelt, or nothing can be emulated here.
         KeyboardInterrupt: the user, or SIGTERM, ended a job.
     """
-    command = ["env", f"OMP_NUM_THREADS={threads_per_process(options)}", *(options.command or _train(options))]
+    command = ["env", f"OMP_NUM_THREADS={threads_per_process(options)}", *(options.command or _train_command(options))]
     processes = options.processes_per_node or 1
     # Sizes that ran on GPUs beside others that did not would compare devices, not sizes.
     gpus = None if enough_gpus(max(options.nodes), processes) else 0
     for nodes, heading in headings(options):
         print(f"\n{heading}", flush=True)
-        yield _emulate(EmulatedJob(command, nodes, processes, gpus_per_node=gpus))
+        yield _emulate_size(EmulatedJob(command, nodes, processes, gpus_per_node=gpus))
 
 
-def _train(options: StudyOptions) -> list[str]:
+def _train_command(options: StudyOptions) -> list[str]:
     overrides = run_overrides(options)
     register_resolvers()
     try:
@@ -91,7 +90,7 @@ def threads_per_process(options: StudyOptions) -> str:
     return os.environ.get("OMP_NUM_THREADS") or str(max((os.cpu_count() or 1) // processes, 1))
 
 
-def _emulate(job: EmulatedJob) -> Figures:
+def _emulate_size(job: EmulatedJob) -> Figures:
     from mlflow.tracking import MlflowClient
 
     try:
@@ -127,15 +126,19 @@ def submit_sizes(options: StudyOptions) -> Iterator[Figures]:
     for nodes, heading in headings(options):
         jobs[nodes] = submit_plan(plans[nodes], client=client)
         print(f"{heading}: job {jobs[nodes].name}, {jobs[nodes].studio_url}", flush=True)
-    print(_how_to_go_on(list(jobs.values())), flush=True)
+    names = ",".join(job.name for job in jobs.values())
+    print(
+        f"They go on without this command. Their table later: azureml-strategy study --runs {names} --store azureml",
+        flush=True,
+    )
     for nodes, job in jobs.items():
         status = job.wait()
-        error = _error_of(job) if status == "Failed" else ""
+        error = _failure_of(job) if status == "Failed" else ""
         print(f"{job.name}: {status}{f'. {error}' if error else ''}", flush=True)
         yield replace(read_figures(MlflowClient(store), job.run_id, nodes), error=error)
 
 
-def _error_of(job: SubmittedJob) -> str:
+def _failure_of(job: SubmittedJob) -> str:
     """Say why a job failed: by the end of its first process's log, else by Azure ML's own words."""
     from azureml_strategy.jobs.listing import job_failure
 
@@ -158,25 +161,15 @@ def _plan(options: StudyOptions, nodes: int) -> JobPlan:
     from azureml_strategy.jobs.program import plan_program, program_of
     from azureml_strategy.jobs.recipe import plan_recipe
 
-    overrides = _overrides(options, nodes)
-    if options.command:
-        return plan_program(program_of(options.command), overrides)
-    return plan_recipe(str(options.recipe), overrides)
-
-
-def _overrides(options: StudyOptions, nodes: int) -> list[str]:
     own = [each for each in options.overrides if each.lstrip("+~").startswith("cluster.num_nodes=")]
     if own:
         raise JobError(f"{own[0]} is one size, and --nodes names them all. Leave the override out.")
-    size = [f"cluster.num_nodes={nodes}"]
+    overrides = [*run_overrides(options), f"cluster.num_nodes={nodes}"]
     if options.processes_per_node is not None:
-        size.append(f"cluster.processes_per_node={options.processes_per_node}")
-    return [*run_overrides(options), *size]
-
-
-def _how_to_go_on(jobs: list[SubmittedJob]) -> str:
-    names = ",".join(job.name for job in jobs)
-    return f"They go on without this command. Their table later: azureml-strategy study --runs {names} --store azureml"
+        overrides.append(f"cluster.processes_per_node={options.processes_per_node}")
+    if options.command:
+        return plan_program(program_of(options.command), overrides)
+    return plan_recipe(str(options.recipe), overrides)
 
 
 def run_study(options: StudyOptions) -> int:
@@ -198,14 +191,14 @@ def run_study(options: StudyOptions) -> int:
             figures.append(each.priced(options.price))
     except KeyboardInterrupt:
         if figures:
-            _report(compare([*figures, *_unread(options, len(figures))]), options)
+            _report(compare([*figures, *_unmeasured(options, len(figures))]), options)
         return 130
     scaling = compare(figures)
     _report(scaling, options)
     return 0 if scaling.complete else 1
 
 
-def _unread(options: StudyOptions, read: int) -> list[Figures]:
+def _unmeasured(options: StudyOptions, read: int) -> list[Figures]:
     """The sizes or runs after those that were read."""
     problem = "not read: the study was ended before"
     if options.runs:

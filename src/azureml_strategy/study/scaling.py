@@ -115,9 +115,9 @@ def _get_run(client: MlflowClient, run_id: str) -> Run:
                 f"The store has no run {run_id}. Name the one that has it with --store URI, --store azureml for the "
                 "workspace's, or MLFLOW_TRACKING_URI."
             ) from error
-        said = redact_text(" ".join(str(error).split()))[:_LONGEST]
+        why = redact_text(" ".join(str(error).split()))[:_LONGEST]
         raise StudyError(
-            f"The store did not give run {run_id}: {said}. Check its address, the network and your rights, and read "
+            f"The store did not give run {run_id}: {why}. Check its address, the network and your rights, and read "
             f"what was measured with --runs {run_id} later."
         ) from error
 
@@ -178,7 +178,7 @@ class Scaling:
     @property
     def currency(self) -> str | None:
         """Currency of the costs; None if there are none."""
-        return next((row.figures.currency for row in self.rows if _costs(row.figures)), None)
+        return next((row.figures.currency for row in self.rows if _has_cost(row.figures)), None)
 
     @property
     def emulated(self) -> bool:
@@ -214,8 +214,10 @@ def compare(runs: Sequence[Figures]) -> Scaling:
         StudyError: the runs count different things, or have costs in different currencies.
     """
     measured = [run for run in runs if run.samples_per_second and run.devices]
-    _refuse_mixture("count", {run.unit for run in measured})
-    _refuse_mixture("have costs in", {run.currency or "" for run in measured if _costs(run)})
+    currencies = {run.currency or "" for run in measured if _has_cost(run)}
+    for verb, values in (("count", {run.unit for run in measured}), ("have costs in", currencies)):
+        if len(values) > 1:
+            raise StudyError(f"The runs {verb} {' and '.join(sorted(values))}: they are not one study. Leave some out.")
     base = min(measured, key=lambda run: (run.devices, -(run.samples_per_second or 0)), default=None)
     ordered = sorted(runs, key=lambda run: (run.nodes or 0, run.devices or 0, run.name))
     return Scaling([_row(run, base) for run in ordered], base, dict(_differences(measured)))
@@ -228,13 +230,8 @@ def _row(run: Figures, base: Figures | None) -> Row:
     return Row(run, speed_up, speed_up / (run.devices / base.devices))
 
 
-def _costs(run: Figures) -> bool:
+def _has_cost(run: Figures) -> bool:
     return run.cost_per_million_samples is not None
-
-
-def _refuse_mixture(verb: str, values: set[str]) -> None:
-    if len(values) > 1:
-        raise StudyError(f"The runs {verb} {' and '.join(sorted(values))}: they are not one study. Leave some out.")
 
 
 def _differences(runs: Sequence[Figures]) -> Iterator[tuple[str, list[str]]]:
