@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 
-from azureml_strategy.data.storage import StorageError
+from azureml_strategy.data.storage.folder import StorageError
 
 _FORMS = (
     "az://CONTAINER/PATH, https://ACCOUNT.blob.core.windows.net/CONTAINER/PATH, "

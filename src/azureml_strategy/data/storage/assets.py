@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from azureml_strategy.cluster.job import read_job
 from azureml_strategy.cluster.redaction import redact_text
-from azureml_strategy.data.storage import StorageError
 from azureml_strategy.data.storage.addresses import BlobFolder, DataAsset, DatastoreFolder, make_folder, parse_address
 from azureml_strategy.data.storage.credentials import find_identity, lent_variables
+from azureml_strategy.data.storage.folder import StorageError
 from azureml_strategy.lazy import install_line
 
 if TYPE_CHECKING:

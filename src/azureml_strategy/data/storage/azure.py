@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 from typing_extensions import override
 
-from azureml_strategy.data.storage import Storage, StorageError
 from azureml_strategy.data.storage.addresses import BlobFolder, parse_address
 from azureml_strategy.data.storage.assets import find_folder
 from azureml_strategy.data.storage.credentials import Credential, IdentityCredential, find_credential
 from azureml_strategy.data.storage.faults import BEHIND_END, Fault, Kind, Patience, Pauses, UnusableAnswerError, explain
+from azureml_strategy.data.storage.folder import Storage, StorageError
 from azureml_strategy.lazy import install_line
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from azureml_strategy.cluster.redaction import redact_text
-from azureml_strategy.data.storage import StorageError
 from azureml_strategy.data.storage.addresses import EMULATOR_ACCOUNT, uses_emulator
+from azureml_strategy.data.storage.folder import StorageError
 from azureml_strategy.data.storage.variables import storage_variables
 from azureml_strategy.lazy import install_line
 
