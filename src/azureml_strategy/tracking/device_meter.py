@@ -87,12 +87,7 @@ class KernelTimes:
             hold(1)  # CUDA loads the kernel that spins at its first launch: on the host, for milliseconds
 
     def plan(self, count: int, step: Sequence[Mark]) -> bool:
-        """Whether to hold the next step.
-
-        Args:
-            count: of the steps so far.
-            step: the last one that was as usual.
-        """
+        """Whether to hold the next step, after so many steps, of which this was the last usual one."""
         self.learn()
         if count == _TRIED:
             self._spin(_TRIAL)
