@@ -48,10 +48,7 @@ _DYING_SECONDS = 5.0
 class HangReporter:
     """Reports what happens in a run that hangs: on standard error, in files, and as tags of the MLflow run.
 
-    Args:
-        trainer: the Trainer of the run.
-        folder: where `hang.attempt_N` goes. None means the Trainer's `default_root_dir`. If that is the working folder
-            of an Azure ML job, which is lost with the node, None means `logs`, which is uploaded.
+    The files go to `hang.attempt_N` in a folder, by default the `run_folder`.
     """
 
     def __init__(self, trainer: Trainer, folder: str | os.PathLike[str] | None) -> None:
@@ -143,12 +140,9 @@ def store_server() -> str:
 
 @dataclass(frozen=True)
 class Outcome(Message):
-    """The part of a verdict that all ranks read.
+    """The part of a verdict that all ranks read, and the rank that reached it: -1 if none did in time.
 
-    Attributes:
-        headline: headline of the verdict.
-        final: whether the processes that wait are to end.
-        judge: the rank that reached the verdict; -1 if none did in time.
+    If it is final, the processes that wait are to end.
     """
 
     headline: str
@@ -164,12 +158,8 @@ class Outcome(Message):
 class AlarmHandler:
     """Handles the alarms on this rank, one after the other.
 
-    Args:
-        store: shared by the ranks.
-        peers: the heartbeats of the other ranks.
-        main_thread: the main thread's `threading.get_ident`.
-        reporter: reports the verdict, and keeps it and this rank's flight recorder.
-        kill: whether any alarm on which this rank reaches the verdict ends the job.
+    The reporter reports the verdict, and keeps it and this rank's flight recorder. With `kill`, any alarm on which this
+    rank reaches the verdict ends the job.
     """
 
     def __init__(self, store: ControlStore, peers: Peers, main_thread: int, reporter: HangReporter, kill: bool) -> None:

@@ -81,14 +81,10 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known about an alarm.
+    """What is known about an alarm, of each rank.
 
-    Attributes:
-        alarm: the alarm.
-        members: the process of each rank, except ranks that never joined.
-        heartbeats: the last heartbeat of each rank, except ranks that never sent one.
-        reports: the reports of the ranks that answered the alarm.
-        world_size: number of ranks.
+    `members` lacks ranks that never joined, `heartbeats` those that never sent one, and `reports` those that did not
+    answer the alarm.
     """
 
     alarm: Alarm

@@ -97,10 +97,8 @@ def _is_standard(file: str) -> bool:
 class Progress:
     """The progress of the main thread, which the watch thread reads.
 
-    Args:
-        stall_after_s: seconds that a healthy run may go without progress.
-        slow_after_s: the same up to the end of the first batch, and later in all phases but training: validations,
-            ends of epochs, checkpoints.
+    A healthy run may go without progress for `stall_after_s`; for `slow_after_s` up to the end of the first batch, and
+    later in all phases but training: validations, ends of epochs, checkpoints.
     """
 
     def __init__(self, stall_after_s: float, slow_after_s: float) -> None:

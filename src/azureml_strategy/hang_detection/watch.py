@@ -44,9 +44,7 @@ _VANISHED_TIMES, _ASKED_TIMES = 2, 4
 class Failure:
     """An exception on this rank's main thread.
 
-    Attributes:
-        text: type and message of the exception.
-        of_others: whether it only reports a closed connection, so that another rank is the cause.
+    It is `of_others` if it only reports a closed connection, so that another rank is the cause.
     """
 
     text: str
@@ -122,12 +120,11 @@ class Watch:
         threading.Thread(target=self._run, name="hang-watch", daemon=True).start()
 
     def fail(self, failure: Failure) -> str | None:
-        """Report an exception of the main thread, and find out whether another rank failed first.
-
-        The main thread calls this. It returns in bounded time.
+        """Report an exception of the main thread, which calls this, and find out whether another rank failed first.
 
         Returns:
-            The headline of the verdict on the other rank; None if this rank failed first, or there is no verdict.
+            In bounded time, the headline of the verdict on the other rank; None if this rank failed first, or there is
+            no verdict.
         """
         self._progress.note(self._progress.phase)
         self._failure = failure

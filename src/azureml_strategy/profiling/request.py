@@ -37,14 +37,9 @@ class Details:
 
 @dataclass(frozen=True)
 class Profile:
-    """One profile.
+    """A profile of the steps `first` to `last`, as metrics count them, on some ranks.
 
-    Attributes:
-        first: its first step, as metrics count them.
-        last: its last step, included.
-        ranks: those that record.
-        details: what they record besides operators.
-        key: identifies the request; empty if nobody waits for an answer.
+    The key identifies the request. It is empty if nobody waits for an answer.
     """
 
     first: int
@@ -61,13 +56,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class ProfileRequest:
-    """A request to a running job.
-
-    Attributes:
-        count: how many steps.
-        ranks: the ranks that record.
-        details: what they record besides operators.
-    """
+    """A request to a running job for a profile of so many steps on some ranks."""
 
     count: int
     ranks: tuple[int, ...]

@@ -13,7 +13,7 @@ from azureml_strategy.cluster.environ import CLI_CONFIG_SWITCH
 from azureml_strategy.cluster.isolation import IsolatedCallback
 from azureml_strategy.cluster.job import read_job
 from azureml_strategy.cluster.redaction import redact_text
-from azureml_strategy.tracking.logger import JobMLFlowLogger
+from azureml_strategy.tracking.logger import JobMLFlowLogger, job_loggers
 
 
 class LightningCLIConfig(IsolatedCallback):
@@ -40,9 +40,8 @@ class LightningCLIConfig(IsolatedCallback):
     @rank_zero_only
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         for callback in _saving(trainer):
-            for logger in trainer.loggers:
-                if isinstance(logger, JobMLFlowLogger):
-                    logger.log_text(redact_text(callback.parser.dump(callback.config)), callback.config_filename)
+            for logger in job_loggers(trainer):
+                logger.log_text(redact_text(callback.parser.dump(callback.config)), callback.config_filename)
 
 
 def _saving(trainer: Trainer) -> list[SaveConfigCallback]:

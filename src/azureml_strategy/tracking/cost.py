@@ -11,7 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from typing_extensions import override
 
 from azureml_strategy.cluster.job import Price, read_price
-from azureml_strategy.tracking.logger import JobMLFlowLogger
+from azureml_strategy.tracking.logger import job_loggers
 from azureml_strategy.tracking.throughput import find_throughput
 from azureml_strategy.tracking.time_budget import process_age_s
 
@@ -96,10 +96,9 @@ class CostTracker(Callback):
         }
         if self.price.date:
             tags["cost.date"] = self.price.date
-        for logger in trainer.loggers:
-            if isinstance(logger, JobMLFlowLogger):
-                self._previous_cost = logger.metric_at_start(_RUN) or 0.0
-                logger.log_tags(tags)
+        for logger in job_loggers(trainer):
+            self._previous_cost = logger.metric_at_start(_RUN) or 0.0
+            logger.log_tags(tags)
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

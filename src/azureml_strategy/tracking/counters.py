@@ -70,7 +70,7 @@ class NodeCounters(Callback):
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._close()  # of a previous run that failed in a way that calls no hook
-        store = _meet(trainer)
+        store = _shared_store(trainer)
         if trainer.local_rank == 0:
             self._thread = _CounterThread(trainer, self.interval_s, self.sysfs, store)
         elif store is not None:
@@ -119,13 +119,9 @@ class NodeCounters(Callback):
 
 
 class _CounterThread:
-    """Samples this node. On rank 0 it collects what all nodes have found; on others it sends it there.
+    """Samples this node. On rank 0 it collects the samples of all nodes; on others it sends its own there.
 
-    Args:
-        trainer: of the run.
-        interval_s: seconds between two samples.
-        sysfs: mount point of sysfs.
-        store: shared by the ranks; None for one node, or without a connection. It is closed with the thread.
+    The store, which the ranks share, is closed with the thread. It is None for one node, or without a connection.
 
     Attributes:
         figures: for the training thread of rank 0: the newest ones of each node, until they are taken.
@@ -232,8 +228,8 @@ class _CounterThread:
         return Path(folder).absolute() if folder and "://" not in str(folder) else None
 
 
-def _meet(trainer: Trainer) -> ControlStore | None:
-    """Meet the other ranks, if there are other nodes; None if there are not, or some rank has no connection."""
+def _shared_store(trainer: Trainer) -> ControlStore | None:
+    """Share a store with the other ranks; None if there is one node only, or some rank has no connection."""
     if trainer.num_nodes == 1 or not dist.is_available() or not dist.is_initialized():
         return None
     shared: SharedStore[None] = open_shared_store(

@@ -12,11 +12,7 @@ _BEGIN, _END = "<!-- azureml-strategy -->", "<!-- end of azureml-strategy -->"
 
 
 def markdown_table(rows: Iterable[tuple[str, str]]) -> list[str]:
-    """The lines of a table of two columns, without a header.
-
-    Args:
-        rows: a name and a value each; neither is taken for Markdown.
-    """
+    """The lines of a table of names and values, neither of which is taken for Markdown. It has no header."""
     lines = [f"| {_cell(name)} | {_cell(value)} |" for name, value in rows]
     return ["| | |", "|---|---|", *lines] if lines else []
 

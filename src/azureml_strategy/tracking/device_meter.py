@@ -67,12 +67,9 @@ class KernelTimes:
     at one of them waits for the next. A step is held for a second at most, and all holds together take a quarter of a
     second and 0.5 % of the time, as measured. A run whose host is ahead is not held.
 
-    A hold lasts for cycles of the GPU. Their rate is measured by a trial, and anew around each hold.
-
-    Args:
-        clock: records the moments.
-        hold: makes the device spin for a number of its cycles, after all work queued so far. None holds no step.
-        read: the host's clock, in seconds.
+    A hold lasts for cycles of the GPU. Their rate is measured by a trial, and anew around each hold. `hold` makes the
+    device spin for a number of its cycles, after all work queued so far; None holds no step. `read` is the host's
+    clock.
     """
 
     def __init__(self, clock: Clock, hold: Callable[[int], None] | None, read: Callable[[], float]) -> None:
@@ -90,12 +87,7 @@ class KernelTimes:
             hold(1)  # CUDA loads the kernel that spins at its first launch: on the host, for milliseconds
 
     def plan(self, count: int, step: Sequence[Mark]) -> bool:
-        """Whether to hold the next step.
-
-        Args:
-            count: of the steps so far.
-            step: the last one that was as usual.
-        """
+        """Whether to hold the next step, after so many steps, of which this was the last usual one."""
         self.learn()
         if count == _TRIED:
             self._spin(_TRIAL)
@@ -163,10 +155,7 @@ class DeviceMeter:
     `HOST`, as far as the host was still launching: never more than that, and less where something in an interval makes
     the host wait for the GPU, or where an interval has more kernels than the driver queues (about a thousand).
 
-    Args:
-        clock: records the moments.
-        hold: makes the device spin for a number of its cycles, after all work queued so far; None leaves HOST empty.
-        read: the host's clock, in seconds.
+    Without `hold` there is no `HOST`.
 
     Attributes:
         exposed_share: part of the backward pass, 0 to 1, in which gradients were sent and nothing computed.

@@ -81,12 +81,9 @@ def convolutions_in_tf32() -> bool:
 
 
 def gpu_peak_flops(name: str, precision: str, tf32: bool = False) -> float | None:
-    """The peak of a GPU by its name, such as `NVIDIA H100 80GB HBM3`.
+    """The peak of a GPU by the driver's name, such as `NVIDIA H100 80GB HBM3`, and Lightning's name of the precision.
 
-    Args:
-        name: as the driver reports it.
-        precision: one of Lightning's.
-        tf32: whether operations on float32 may be in TF32.
+    With `tf32`, operations on float32 may be in TF32.
     """
     peaks = next((peaks for pattern, peaks in _PEAKS.items() if re.fullmatch(pattern, name)), {})
     kind = _KINDS.get(precision)
@@ -111,11 +108,9 @@ class Flops(Protocol):
 def flops_of(module: LightningModule) -> Flops | None:
     """Return what counts the operations of training on a batch; None if the module supports no count.
 
-    It is the module's own `training_flops`; otherwise torch counts, once for each shape of a sample. Call this before
-    the strategy splits the module: the count is of the whole model, whichever rank computes which part.
-
-    Args:
-        module: one that is a `CountsFlops` or a `NamesInputs`.
+    A `CountsFlops` counts by its own `training_flops`. For a `NamesInputs` torch counts, once for each shape of a
+    sample. Call this before the strategy splits the module: the count is of the whole model, whichever rank computes
+    which part.
     """
     if isinstance(module, CountsFlops):
         return _StatedFlops(module)

@@ -36,12 +36,7 @@ _NEGLIGIBLE = 0.03
 
 
 class LoaderHeadroom(NamedTuple):
-    """What was measured, in seconds a step: medians over the rounds.
-
-    Attributes:
-        loader_s: with the run's own loader.
-        memory_s: with batches that are in memory already.
-    """
+    """Seconds a step, with the run's own loader and with batches from memory: medians over the rounds."""
 
     loader_s: float
     memory_s: float
@@ -193,12 +188,7 @@ class DataHeadSpace(Callback):
 
 
 class _ReplayedBatches(Iterator[Any]):
-    """Stands between the Trainer and its loader. It passes batches on and keeps the last ones, or repeats these.
-
-    Attributes:
-        loader: where batches come from.
-        repeats: whether to give the kept batches again.
-    """
+    """Stands between the Trainer and its loader. It passes batches on and keeps the last ones, or `repeats` these."""
 
     def __init__(self, size: int) -> None:
         self._kept: deque[Any] = deque(maxlen=size)

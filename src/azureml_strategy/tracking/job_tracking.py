@@ -23,7 +23,7 @@ from azureml_strategy.cluster.isolation import IsolatedCallback, fault_text
 from azureml_strategy.cluster.job import read_job
 from azureml_strategy.cluster.launch import Launch, PartialLaunch
 from azureml_strategy.lightning_internals import mlflow_arguments, mlflow_store
-from azureml_strategy.tracking.logger import JobMLFlowLogger
+from azureml_strategy.tracking.logger import JobMLFlowLogger, job_loggers
 from azureml_strategy.tracking.report import RunReport
 from azureml_strategy.tracking.run import JobRun, TrackingError, describe_store, job_run
 from azureml_strategy.tracking.summary import Totals
@@ -79,9 +79,8 @@ class JobTracking(IsolatedCallback):
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         # Lightning finalizes loggers before the last hooks, in which callbacks may log.
-        for logger in trainer.loggers:
-            if isinstance(logger, JobMLFlowLogger):
-                logger.flush(_END_S)
+        for logger in job_loggers(trainer):
+            logger.flush(_END_S)
 
     @override
     def _give_up(self, trainer: Trainer | None) -> None:
@@ -172,7 +171,7 @@ class JobThroughput(IsolatedCallback, ThroughputCallback, RunReport):
 
     @override
     def _loggers(self, trainer: Trainer) -> list[Logger]:
-        return [each for each in trainer.loggers if isinstance(each, JobMLFlowLogger)]
+        return [*job_loggers(trainer)]
 
     @override
     def _over_ranks(self, trainer: Trainer, totals: Totals) -> Totals:

@@ -49,6 +49,7 @@ from azureml_strategy.tracking.values import (
 from azureml_strategy.tracking.writer import BatchWriter
 
 if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
     from lightning.pytorch.callbacks import ModelCheckpoint
     from mlflow.tracking import MlflowClient
 
@@ -141,8 +142,8 @@ class JobMLFlowLogger(MLFlowLogger):
         self._checkpoint_callback = None
         self.tags: dict[str, Any] = tags or {}
         # The environment decides what is None.
-        self._tracking_uri, self._experiment_name = tracking_uri, experiment_name
-        self._run_name, self._artifact_location = run_name, artifact_location
+        self._wanted_uri, self._wanted_experiment = tracking_uri, experiment_name
+        self._wanted_name, self._wanted_location = run_name, artifact_location
         self._flush_interval_s = flush_interval_s
         self._folder = folder
         self._session: _Session | None = None
@@ -281,7 +282,7 @@ class JobMLFlowLogger(MLFlowLogger):
 
     def run_and_store(self) -> tuple[str | None, str]:
         """The run's id, None until it is known, and its tracking store without secrets."""
-        return self.run_id, describe_store(resolve_tracking_uri(self._tracking_uri))
+        return self.run_id, describe_store(resolve_tracking_uri(self._wanted_uri))
 
     def send_file(self, run_id: str, file: Path, folder: str) -> None:
         """Put a file among a run's artifacts now, from any rank.
@@ -295,7 +296,7 @@ class JobMLFlowLogger(MLFlowLogger):
             StoreAwayError, StoreRefusedError: the store does not take it.
         """
         with store_errors():
-            client = one_attempt_client(resolve_tracking_uri(self._tracking_uri))
+            client = one_attempt_client(resolve_tracking_uri(self._wanted_uri))
             send_file(client, run_id, file, f"{folder}/{file.name}")
 
     @rank_zero_only
@@ -429,12 +430,12 @@ class JobMLFlowLogger(MLFlowLogger):
     def _open(self) -> _Session:
         if self._session is None:
             request = request_run(
-                resolve_tracking_uri(self._tracking_uri),
+                resolve_tracking_uri(self._wanted_uri),
                 self._run_id or os.environ.get("MLFLOW_RUN_ID"),
-                self._experiment_name,
-                self._run_name,
+                self._wanted_experiment,
+                self._wanted_name,
                 self.tags,
-                self._artifact_location,
+                self._wanted_location,
                 self._suggested_name,
             )
             folder = self._folder if self._folder is not None else _JOB_FOLDER if read_job() is not None else "."
@@ -446,6 +447,11 @@ class JobMLFlowLogger(MLFlowLogger):
     def __getstate__(self) -> dict[str, Any]:
         # A thread cannot be copied. The copy joins the run, and the original ends it.
         return {**self.__dict__, "_session": None}
+
+
+def job_loggers(trainer: Trainer) -> list[JobMLFlowLogger]:
+    """Return the Trainer's loggers into MLflow runs of jobs."""
+    return [each for each in trainer.loggers if isinstance(each, JobMLFlowLogger)]
 
 
 def _is_rank_zero() -> bool:

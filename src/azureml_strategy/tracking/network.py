@@ -9,7 +9,7 @@ from typing_extensions import override
 from azureml_strategy.cluster.environ import NETWORK_RECORD_SWITCH
 from azureml_strategy.cluster.isolation import IsolatedCallback
 from azureml_strategy.network.record import RunNetwork
-from azureml_strategy.tracking.logger import JobMLFlowLogger
+from azureml_strategy.tracking.logger import job_loggers
 
 ARTIFACT = "network.json"
 
@@ -30,10 +30,9 @@ class NetworkRecorder(IsolatedCallback):
         network = run_network(trainer)
         if network is None:
             return
-        for logger in trainer.loggers:
-            if isinstance(logger, JobMLFlowLogger):
-                logger.log_tags(network.tags)
-                logger.log_text(network.to_json(), ARTIFACT)
+        for logger in job_loggers(trainer):
+            logger.log_tags(network.tags)
+            logger.log_text(network.to_json(), ARTIFACT)
 
 
 def run_network(trainer: Trainer) -> RunNetwork | None:

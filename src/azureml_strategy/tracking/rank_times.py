@@ -22,7 +22,7 @@ from azureml_strategy.control.channel import Channel, StoreLostError, lease_chan
 from azureml_strategy.control.store import ControlStore
 from azureml_strategy.interfaces import HasStages
 from azureml_strategy.tracking.events import record_event
-from azureml_strategy.tracking.logger import JobMLFlowLogger
+from azureml_strategy.tracking.logger import job_loggers
 from azureml_strategy.tracking.slow_ranks import Cause, RankWindow, Slowest, StragglerDetector, describe, hint
 from azureml_strategy.tracking.step_meters import Part
 from azureml_strategy.tracking.step_timer import Step
@@ -170,9 +170,8 @@ class RankTimes:
         job = read_job()
         places = [self._places.get(rank, {"rank": rank}) for rank in range(self._world_size)]
         text = json.dumps({"ranks": places, "windows": self.history.windows})
-        for logger in trainer.loggers:
-            if isinstance(logger, JobMLFlowLogger):
-                logger.log_text(text, f"ranks/attempt_{job.attempt if job is not None else 0}.json")
+        for logger in job_loggers(trainer):
+            logger.log_text(text, f"ranks/attempt_{job.attempt if job is not None else 0}.json")
 
     def close(self) -> None:
         """Take part no more."""

@@ -114,14 +114,9 @@ class LoggedMetrics:
 
 @dataclass(frozen=True)
 class OpenRun:
-    """A run that can be written to.
+    """A run that can be written to, as it was when it was opened. The address of its store may hold credentials.
 
-    Attributes:
-        client: talks to the store.
-        tracking_uri: the store; may hold credentials.
-        run: the run as it was when it was opened.
-        experiment_name: the name of its experiment.
-        owned: whether it was opened here and not joined, so that it must also be ended here.
+    It is `owned` if it was opened here and not joined, so that it must also be ended here.
     """
 
     client: MlflowClient

@@ -86,13 +86,9 @@ class RankWindow:
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that holds up the others.
+    """A rank that holds up the others. An excess of 0.3 prolongs the step by 30 %.
 
-    Attributes:
-        rank: the global rank.
-        cause: what it is slow at.
-        excess: by how much it prolongs the step; 0.3 is 30 %.
-        peer: for a link, the address at its other end.
+    For a link, `peer` is the address at its other end.
     """
 
     rank: int

@@ -222,14 +222,7 @@ def command(folder: Path) -> str:
 
 
 def upload(queue: OfflineQueue, tracking_uri: str) -> str:
-    """Send what the store does not have of a file, and delete the file once the store has all of it.
-
-    Args:
-        queue: the file, held.
-        tracking_uri: the store.
-
-    Returns:
-        The id of the run.
+    """Send what the store does not have of a held file, delete the file once all is sent, and return the run's id.
 
     Raises:
         ValueError: the file is not one of ours.

@@ -71,13 +71,7 @@ _ROUTES = {
 
 
 class Line:
-    """The time of one named action, without the time of other actions inside of it. It is a context manager.
-
-    Attributes:
-        name: of the action.
-        seconds: all its time so far.
-        calls: how often it was entered.
-    """
+    """The time of one named action so far, without that of other actions inside of it. It is a context manager."""
 
     __slots__ = ("_breakdown", "_metered", "calls", "name", "part", "seconds")
 
@@ -124,12 +118,7 @@ class Line:
 
 
 class Breakdown:
-    """The time of a run by parts and by names, on the thread that made it.
-
-    Args:
-        meter: measures what the host's clock does not show.
-        begun: when the run began, by the clock: its start belongs to it.
-        clock: the host's, in seconds.
+    """The time of a run by parts and by names, on the thread that made it, since it began by the host's clock.
 
     Attributes:
         totals: seconds of each part so far, by the host's clock.
@@ -191,14 +180,7 @@ class Breakdown:
         self.last = self.since = now
 
     def cut_step(self, end: Any = None) -> Any:
-        """A step ends now, and the next one begins: what the meter keeps of it.
-
-        Args:
-            end: this moment on the clock that measures steps; by default the meter records it.
-
-        Returns:
-            The step, for `meter`; None for one that must not count.
-        """
+        """A step ends now, and the next one begins; see `Meter.cut`."""
         self.flush()
         parts = list(map(sub, self.totals, self._cut_at))
         self._cut_at = self.totals.copy()

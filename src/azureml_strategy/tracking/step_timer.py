@@ -124,9 +124,7 @@ class StepRecorder:
     def take(self, wait: bool = False) -> list[Step]:
         """The steps that have ended since the last call, in order.
 
-        Args:
-            wait: make the host wait for the steps that the device has yet to finish; otherwise a later call returns
-                them.
+        With `wait`, the host waits for the steps that the device has yet to finish. Else a later call returns them.
         """
         for done in self._done if wait else ():
             for moment in self._moments_of(done):

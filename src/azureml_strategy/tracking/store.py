@@ -32,9 +32,7 @@ class StoreRefusedError(RuntimeError):
 class StoreAwayError(RuntimeError):
     """The store does not answer as it should, so it is unknown whether it took the request.
 
-    Args:
-        text: what was observed, without secrets.
-        pause_s: seconds for which the store asks not to be called.
+    It may ask not to be called for `pause_s`. The text has no secrets.
     """
 
     def __init__(self, text: str, pause_s: float = 0.0) -> None:

@@ -39,10 +39,8 @@ def read_links(leave_out: frozenset[int] = frozenset()) -> dict[str, Link]:
     """The connections of this process to other machines by the address there; empty on other systems than Linux.
 
     Of several to one address, which share the link, the busiest counts. A connection within this machine crosses no
-    network, so that a loaded machine alone makes it slow.
-
-    Args:
-        leave_out: ports at the other end that do not count, such as the store's.
+    network, so that a loaded machine alone makes it slow. Neither counts one to a port of `leave_out`, such as the
+    store's.
     """
     links: dict[str, Link] = {}
     for number in _sockets():

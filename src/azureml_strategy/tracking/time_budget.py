@@ -54,14 +54,10 @@ class WallClock:
 
 
 class GoodputMeter:
-    """The wall clock of an attempt so far.
-
-    Args:
-        breakdown: of this attempt.
-        steps_before: optimizer steps that previous attempts had done.
+    """The wall clock of an attempt so far. Previous attempts had done `steps_before` optimizer steps.
 
     Attributes:
-        may_redo: whether steps may be some that a previous attempt had done.
+        may_redo: whether the next steps may be some that a previous attempt had done.
     """
 
     def __init__(self, breakdown: Breakdown, steps_before: float = 0.0) -> None:

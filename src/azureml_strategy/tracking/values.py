@@ -20,11 +20,7 @@ _STEPS = range(-(2**63), 2**63)
 
 
 class DeviceValue:
-    """A number that a GPU may still be computing, until `copy_to_host` and for a while after it.
-
-    Args:
-        tensor: has one element and is on a CUDA device.
-    """
+    """A CUDA tensor of one element, which the GPU may still be computing until a while after `copy_to_host`."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor.detach()

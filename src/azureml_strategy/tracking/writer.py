@@ -107,10 +107,7 @@ class BatchWriter:
         self._close_at_exit()
 
     def wait_for_run(self, timeout_s: float | None) -> None:
-        """Wait until the run is open, or the first attempt to open it has failed.
-
-        Args:
-            timeout_s: maximum time to wait, in seconds; None waits without limit.
+        """Wait until the run is open, or the first attempt to open it has failed; None waits without limit.
 
         Raises:
             TrackingError: the store says that there is no such run, or is a file or database that cannot be opened.
