@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import time
 import warnings
@@ -37,9 +38,6 @@ from azureml_strategy.checkpoint.monitor import (
     FALLBACK_MODE,
     is_absent,
     never_validates,
-    say_fallback,
-    say_newest_is_best,
-    say_not_logged,
     say_unranked,
 )
 from azureml_strategy.checkpoint.random_state import find_generators, random_state, set_random_state
@@ -269,7 +267,11 @@ class JobCheckpoint(ModelCheckpoint):
             self._save(trainer, "end")  # the training has ended where no boundary between two steps was
         self._finish(trainer)
         if self.monitor and not self.best_k_models and self.last_model_path:
-            _say(trainer, say_newest_is_best(self.monitor, self.last_model_path))
+            _say(
+                trainer,
+                f"No checkpoint has a {self.monitor!r}, so that none is the best of this training. The newest takes "
+                f"its place: {self.last_model_path}",
+            )
             self.best_model_path = self.last_model_path
         if self._hugging_face and self.best_model_path:
             _announce_writing(trainer)
@@ -404,11 +406,25 @@ class JobCheckpoint(ModelCheckpoint):
         if not absent or self._unvalidated:  # the latter was said before the first step
             return ""
         if self.monitor_is_default:
-            _say(trainer, say_fallback(self.monitor, FALLBACK in logged))
-            if FALLBACK in logged:
+            found = FALLBACK in logged
+            instead = "the newest checkpoints stay, and none is kept as the best"
+            if found:
+                instead = f"the best checkpoint is that of the lowest {FALLBACK}"
+            _say(
+                trainer,
+                f"Nobody logs {self.monitor!r}, by which this recipe ranks its checkpoints: {instead}. "
+                "`checkpoint.monitor=NAME` names another.",
+            )
+            if found:
                 self.monitor, self.mode = FALLBACK, FALLBACK_MODE
             return ""
-        words = say_not_logged(self.monitor, logged)
+        near = difflib.get_close_matches(self.monitor, logged, n=3) or sorted(logged)
+        there = f"Logged are: {', '.join(near)}." if near else "Nothing is logged."
+        words = (
+            f"JobCheckpoint(monitor={self.monitor!r}), but nobody has logged that. {there} Give one of these names (in "
+            f"a recipe, `checkpoint.monitor=NAME`), call self.log({self.monitor!r}, value) in the module, or leave "
+            "`monitor` out."
+        )
         if not FitLoopState.of(trainer).ends:
             return words
         _say(trainer, words)
