@@ -176,10 +176,10 @@ class CheckpointWriter:
 
     def _settle(self, name: str, summed: Summed, exchange: Exchange) -> dict[str, StoredFile]:
         """Make all files reach the disk and sum them, each on one of the ranks."""
-        files = exchange.together(lambda: self.folder.listing(name))
+        files = exchange.on_all_ranks(lambda: self.folder.listing(name))
         if not any(files):
             raise StepError("nothing was written")
-        settled = exchange.together(lambda: self.folder.settle(_share(files, exchange.rank), summed))
+        settled = exchange.on_all_ranks(lambda: self.folder.settle(_share(files, exchange.rank), summed))
         return dict(sorted(item for each in settled for item in each.items()))
 
     def _clear_away(self, written: Manifest) -> dict[str, float]:
@@ -356,7 +356,7 @@ def _at_once(trainer: Trainer, checkpoint: dict[str, Any]) -> WriteParts:
     """Write as `Trainer.save_checkpoint` does, but without its final barrier, which a failed rank would not reach."""
 
     def write(path: Path, exchange: Exchange) -> None:
-        exchange.together(lambda: trainer.strategy.save_checkpoint(checkpoint, str(path)))
+        exchange.on_all_ranks(lambda: trainer.strategy.save_checkpoint(checkpoint, str(path)))
 
     return write
 
@@ -364,7 +364,7 @@ def _at_once(trainer: Trainer, checkpoint: dict[str, Any]) -> WriteParts:
 def _content(exchange: Exchange, get: Callable[[], Any]) -> Any:
     """Return what this rank writes, if all ranks have theirs."""
     content: list[Any] = []
-    exchange.together(lambda: content.append(get()))
+    exchange.on_all_ranks(lambda: content.append(get()))
     return content[0]
 
 
