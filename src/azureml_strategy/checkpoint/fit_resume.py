@@ -98,7 +98,8 @@ class FitResume:
         _require_no_contradiction(callbacks)
         self.checkpoint, given = None, given_checkpoint(trainer)
         if given is not None:
-            _say(trainer, f"fit goes on from {given}, as it was told; resume={self._resume} is not asked.")
+            if trainer.is_global_zero:
+                log.warning("fit goes on from %s, as it was told; resume=%s is not asked.", given, self._resume)
         else:
             self.checkpoint = choose_together(self._resume, folder, trainer.global_rank, trainer.world_size)
         self.elastic = ElasticRestart(self.checkpoint, self._global_batch)
@@ -135,8 +136,3 @@ def _require_no_contradiction(callbacks: list[Callback]) -> None:
             "checkpoint's weights, and Lightning would then forget the rest of the checkpoint. Search before the fit, "
             "with lightning.pytorch.tuner.Tuner(trainer), or leave `resume` out."
         )
-
-
-def _say(trainer: Trainer, words: str) -> None:
-    if trainer.is_global_zero:
-        log.warning("%s", words)

@@ -222,7 +222,7 @@ class JobCheckpoint(ModelCheckpoint):
         self._last_checkpoint_saved, self._monitor_known = "", False
         self._unvalidated = never_validates(trainer)
         if self.monitor and not trainer.fast_dev_run and self._unvalidated:  # type: ignore[attr-defined]
-            _say(trainer, say_unranked(self.monitor, self._unvalidated))
+            _warn(trainer, say_unranked(self.monitor, self._unvalidated))
         warn_of_what_is_lost(trainer)
         log_pending(trainer, self._pending_metrics)
         self._pending_metrics = []
@@ -267,7 +267,7 @@ class JobCheckpoint(ModelCheckpoint):
             self._save(trainer, "end")  # the training has ended where no boundary between two steps was
         self._finish(trainer)
         if self.monitor and not self.best_k_models and self.last_model_path:
-            _say(
+            _warn(
                 trainer,
                 f"No checkpoint has a {self.monitor!r}, so that none is the best of this training. The newest takes "
                 f"its place: {self.last_model_path}",
@@ -410,7 +410,7 @@ class JobCheckpoint(ModelCheckpoint):
             instead = "the newest checkpoints stay, and none is kept as the best"
             if found:
                 instead = f"the best checkpoint is that of the lowest {FALLBACK}"
-            _say(
+            _warn(
                 trainer,
                 f"Nobody logs {self.monitor!r}, by which this recipe ranks its checkpoints: {instead}. "
                 "`checkpoint.monitor=NAME` names another.",
@@ -427,7 +427,7 @@ class JobCheckpoint(ModelCheckpoint):
         )
         if not FitLoopState.of(trainer).ends:
             return words
-        _say(trainer, words)
+        _warn(trainer, words)
         return ""
 
     def _finish(self, trainer: Trainer) -> None:
@@ -488,7 +488,7 @@ def _announce_writing(trainer: Trainer) -> None:
             callback.writes_checkpoint()
 
 
-def _say(trainer: Trainer, words: str) -> None:
+def _warn(trainer: Trainer, words: str) -> None:
     """Warn by our own logger: a recipe's console hides Lightning's lines, and Python repeats no warning."""
     if trainer.is_global_zero:
         log.warning("%s", words)

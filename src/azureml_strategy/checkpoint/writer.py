@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, TypeVar
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -343,13 +343,25 @@ class BackgroundWriter:
         self._threads, self._broken = None, False
 
     def _write_copy(self, content: Any, write: WriteStaged) -> WriteParts:
-        """Copy the content, and return a function that writes the copy."""
+        """Copy the content, and return a function that writes the copy. It fails on all ranks if one has no copy."""
+        failed: OSError | None = None
         try:
             copy = self._buffer.copy(content)
         except Exception as error:  # whatever it is, the other ranks must not wait for this one
             failed = OSError(f"its state cannot be copied ({type(error).__name__}: {error})")
-            return lambda path, exchange: write(_content(exchange, lambda: _raise(failed)), path, exchange)
-        return lambda path, exchange: write(_content(exchange, copy.content), path, exchange)
+
+        def write_copy(path: Path, exchange: Exchange) -> Summed | None:
+            own: list[Any] = []
+
+            def get_copy() -> None:
+                if failed is not None:
+                    raise failed
+                own.append(copy.content())
+
+            exchange.on_all_ranks(get_copy)
+            return write(own[0], path, exchange)
+
+        return write_copy
 
 
 def _at_once(trainer: Trainer, checkpoint: dict[str, Any]) -> WriteParts:
@@ -359,17 +371,6 @@ def _at_once(trainer: Trainer, checkpoint: dict[str, Any]) -> WriteParts:
         exchange.on_all_ranks(lambda: trainer.strategy.save_checkpoint(checkpoint, str(path)))
 
     return write
-
-
-def _content(exchange: Exchange, get: Callable[[], Any]) -> Any:
-    """Return what this rank writes, if all ranks have theirs."""
-    content: list[Any] = []
-    exchange.on_all_ranks(lambda: content.append(get()))
-    return content[0]
-
-
-def _raise(error: Exception) -> NoReturn:
-    raise error
 
 
 def _report(writer: CheckpointWriter, written: Written | None, started: float, stood_still: float) -> None:
