@@ -155,7 +155,7 @@ class ForgivingCheckpoint(JobCheckpoint):
 
     def __init__(self, resume: str, process: str | None = None) -> None:
         super().__init__(every_minutes=_MINUTES, every_n_epochs=0, resume=resume)
-        self._fit_resume = FitResume(resume, beside_others=True, process=process)
+        self._fit_resume = FitResume(resume, skip_other_runs=True, process=process)
         self._given_up = False
         self._saving = False
 
@@ -213,7 +213,7 @@ class ForgivingCheckpoint(JobCheckpoint):
         """Leave the strategy's: the script's own checkpoints are written by it."""
 
     @override
-    def _reading(self, strategy: Strategy) -> AbstractContextManager[None]:
+    def _read_context(self, strategy: Strategy) -> AbstractContextManager[None]:
         return _own_io(self, strategy)
 
     @override

@@ -13,7 +13,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
-from azureml_strategy.checkpoint.folder import Summed
+from azureml_strategy.checkpoint.folder import FileChecksums
 from azureml_strategy.checkpoint.manifest import PART, StoredFile, sync_folder
 from azureml_strategy.checkpoint.plain_data import (
     PlainDataStrategy,
@@ -78,7 +78,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         part = target.with_name(target.name + PART)
         try:
             with open(part, "wb") as file:
-                summed = _SummedFile(file)
+                summed = _ChecksumWriter(file)
                 torch.save(checkpoint, summed)  # type: ignore[arg-type] # torch.save needs no more than this
                 file.flush()
                 os.fsync(file.fileno())
@@ -103,7 +103,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         return from_plain(loaded, Names(run, trusted=weights_only is False))
 
 
-class _SummedFile:
+class _ChecksumWriter:
     """Computes the checksum of a file while it is written, so that nobody has to read it back."""
 
     def __init__(self, file: BinaryIO) -> None:
@@ -175,7 +175,7 @@ def stage(strategy: Strategy, checkpoint: dict[str, Any]) -> tuple[Any, WriteSta
     # A subclass may change the content or write something else, so its own `save_checkpoint` must be called.
     save = checkpoint_io.write if ours else checkpoint_io.save_checkpoint
 
-    def write(content: Any, path: Path, exchange: Exchange) -> Summed | None:
+    def write(content: Any, path: Path, exchange: Exchange) -> FileChecksums | None:
         stored = exchange.on_rank_zero(lambda: save(content, path))
         return None if stored is None else {path.name: stored}
 

@@ -22,7 +22,7 @@ from azureml_strategy.interfaces import ContinuesRun
 from azureml_strategy.lightning_internals import given_checkpoint, only_searches, restore_from
 
 log = logging.getLogger(__name__)
-Reading = Callable[[], AbstractContextManager[None]]
+ReadContext = Callable[[], AbstractContextManager[None]]
 
 
 class FitResume:
@@ -31,7 +31,7 @@ class FitResume:
     Args:
         resume: as in `checkpoint_to_resume`: `auto`, `any`, `never`, or the path of a checkpoint.
         global_batch: as in `ElasticRestart`.
-        beside_others: pass over folders with another run's checkpoints, where `auto` would refuse to start.
+        skip_other_runs: pass over folders with another run's checkpoints, where `auto` would refuse to start.
         process: `this_process()` of the script, where a process that it forked or spawned for the fit makes this.
 
     Attributes:
@@ -45,12 +45,12 @@ class FitResume:
         self,
         resume: str,
         global_batch: Literal["keep", "change"] = "keep",
-        beside_others: bool = False,
+        skip_other_runs: bool = False,
         process: str | None = None,
     ) -> None:
         self._resume = resume
         self._global_batch = global_batch
-        self._beside_others = beside_others
+        self._skip_other_runs = skip_other_runs
         self._process = process or this_process()
         self.checkpoint: Path | None = None
         self.elastic = ElasticRestart(None, global_batch)
@@ -68,7 +68,7 @@ class FitResume:
         """
         fit, run_id = name_of_fit(trainer, module), this_run()
         in_place = self._resume == AUTO and run_id is not None
-        own_only = self._beside_others and self._resume == AUTO
+        own_only = self._skip_other_runs and self._resume == AUTO
 
         def take() -> Path:
             usable = (lambda folder: is_of_this_run(folder, run_id)) if own_only else (lambda folder: True)
@@ -81,7 +81,9 @@ class FitResume:
         except StepError as error:
             raise ResumeError(f"No checkpoint can be kept in {base}: {error}. Give another dirpath.") from error
 
-    def setup(self, trainer: Trainer, module: LightningModule, folder: Path, reading: Reading = nullcontext) -> None:
+    def setup(
+        self, trainer: Trainer, module: LightningModule, folder: Path, reading: ReadContext = nullcontext
+    ) -> None:
         """Prepare the fit to resume. Call it in a callback's `setup`, on all ranks.
 
         Args:

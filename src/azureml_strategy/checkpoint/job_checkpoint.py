@@ -199,7 +199,7 @@ class JobCheckpoint(ModelCheckpoint):
         restore_as_given(trainer)  # a fit that failed early may have left it otherwise
         self._replace_checkpoint_io(trainer.strategy)
         if resumes is not None:
-            resumes.setup(trainer, pl_module, Path(self.dirpath), lambda: self._reading(trainer.strategy))
+            resumes.setup(trainer, pl_module, Path(self.dirpath), lambda: self._read_context(trainer.strategy))
         if trainer.is_global_zero and stage == "fit":
             warn_of_own_disk(Path(self.dirpath))
             self._remove_leftovers()
@@ -370,7 +370,7 @@ class JobCheckpoint(ModelCheckpoint):
         if type(checkpoint_io(strategy)) in (type(None), TorchCheckpointIO):
             set_checkpoint_io(strategy, AtomicCheckpointIO(reads_through_io(strategy), strategy))
 
-    def _reading(self, strategy: Strategy) -> AbstractContextManager[None]:
+    def _read_context(self, strategy: Strategy) -> AbstractContextManager[None]:
         """A context that is entered while Lightning reads the checkpoint that this callback has chosen."""
         return nullcontext()
 
