@@ -39,8 +39,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         plain: convert what torch's weights-only unpickler refuses to plain form, and refuse to write what a restart
             could not load. Set False for a strategy that does not read its files through this class: it could not
             convert them back.
-        strategy: the strategy that reads through this class. What its run holds may be named in what is read; one of
-            ours restores what it reads itself.
+        strategy: the strategy that reads through this class. A file may name the functions and classes that its run
+            holds. One of our strategies restores by itself what it reads.
     """
 
     plain = True  # default for subclasses of users whose `__init__` does not set it
@@ -104,7 +104,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 class _ChecksumWriter:
-    """Computes the checksum of a file while it is written, so that nobody has to read it back."""
+    """Computes the checksum of a file while it is written, so that the file is not read back for it."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -128,7 +128,7 @@ def reads_through_io(strategy: Strategy) -> bool:
 
 
 def make_plain(strategy: Strategy, checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Add the strategy's own entries, and convert the checkpoint to plain form if this is left to us; a collective.
+    """Add the strategy's own entries, and convert to plain form what our CheckpointIO will write; a collective.
 
     Args:
         strategy: the Trainer's.

@@ -222,7 +222,7 @@ class _OtherLoad(ModuleType):
 
 
 class _Inert:
-    """Replace an object that nobody needs."""
+    """Stands for an object whose content is not needed."""
 
     def __init__(self, *arguments: Any) -> None:
         pass
@@ -444,7 +444,7 @@ def _read_distributed(path: Path, trust_pickles: bool) -> dict[str, Any]:
 
 
 def _reason(error: CheckpointException) -> str:
-    """What one of the ranks says; the error holds those of all, with their stacks."""
+    """The reason that one rank gives. The error holds those of all ranks, with their stacks."""
     reason = str(next(iter(error.failures.values()))[0])
     if "Weights only load failed" in reason:  # between advice that does not apply here
         reason = reason.partition("\n\nCheck the documentation")[0].splitlines()[-1].strip()

@@ -66,7 +66,7 @@ class RestoredParts:
 
 
 class FreshScheduler:
-    """What is known of a scheduler before a state is loaded, which adds whatever names it holds.
+    """The names in a scheduler's state before a checkpoint is loaded, which adds the names that it has.
 
     Args:
         scheduler: of the training.

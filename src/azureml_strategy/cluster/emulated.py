@@ -34,9 +34,9 @@ _FAMILIES = re.compile(
     r"(?:AZUREML_|AZ_BATCH|AMLARC_|OMPI_COMM_WORLD_|OMPI_WORLD_|MV2_COMM_WORLD_|PMI_|PMIX_(?!MCA_|INSTALL_PREFIX$)"
     r"|SLURM_(?!CONF$))\w+"
 )
-# Only a job has set these, where the shell is one of a job.
+# Removed only if the shell is one of a job: then the job has set them.
 _PATHS_OF_A_JOB = re.compile(r"AZURE_ML_(?:INPUT|OUTPUT)_\w+")
-# Only mpirun has set these, where it has started the shell: by them MPI_Init finds it. Sources: setup_fork and
+# Removed only if mpirun has started the shell: by these, MPI_Init finds mpirun. Sources: setup_fork and
 # setup_child in schizo_ompi.c of Open MPI 3 and 4; for 5, pmdl_ompi.c of OpenPMIx.
 _OF_MPIRUN = re.compile(
     r"OMPI_MCA_(?:ess|ess_base_jobid|ess_base_vpid|pmix|initial_wdir|num_procs|cpu_type|shmem_RUNTIME_QUERY_hint"

@@ -21,7 +21,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 # Set on an exception that a callback lets through on purpose.
 _INTENDED = "_azureml_strategy_intended"
 # Set on a method that isolates by itself what may fail.
-_NOT_ISOLATED = "_azureml_strategy_bare"
+_NOT_ISOLATED = "_azureml_strategy_not_isolated"
 
 
 def not_isolated(method: Method) -> Method:
@@ -74,11 +74,11 @@ def isolated(method: Callable[..., Any]) -> Callable[..., Any]:
 class Isolated:
     """A part of a run whose own faults do not end it.
 
-    Each public method of a subclass is wrapped unless it is `not_isolated`, also one that it inherits from a class that is not
-    isolated. An unexpected exception becomes one warning, with its traceback and the switch that disables the part, and
-    the part does nothing more until the next `setup`. Exceptions that end a run on purpose pass through: LaunchError,
-    all that are not an `Exception` (SIGTERMException, SystemExit, KeyboardInterrupt), and those raised inside
-    `run_user_code`.
+    Each public method of a subclass is wrapped unless it is `not_isolated`, also one that it inherits from a class that
+    is not isolated. An unexpected exception becomes one warning, with its traceback and the switch that disables the
+    part, and the part does nothing more until the next `setup`. Exceptions that end a run on purpose pass through:
+    LaunchError, all that are not an `Exception` (SIGTERMException, SystemExit, KeyboardInterrupt), and those raised
+    inside `run_user_code`.
 
     A method with a collective must take part in it even if something fails on its rank: see `CapturedResult`.
 

@@ -6,6 +6,7 @@ import os
 import re
 from codecs import getincrementaldecoder
 from collections.abc import Iterable, Iterator
+from itertools import takewhile
 from typing import Protocol, Union, runtime_checkable
 
 from azureml_strategy.network.nccl_log.devices import LIMIT, Route, parse_route
@@ -60,25 +61,15 @@ def read_lines(log: Log) -> Iterator[list[str]]:
 
 
 def _pieces(log: Log) -> Iterator[str]:
-    if isinstance(log, bytes):
-        return _decoded(log[start : start + PIECE] for start in range(0, len(log), PIECE))
-    if isinstance(log, str):
-        return (log[start : start + PIECE] for start in range(0, len(log), PIECE))
-    if isinstance(log, os.PathLike):
-        return _file(log)
-    if isinstance(log, Stream):
-        return _decoded(_stream(log))
-    return (f"{line}\n" for line in log)
-
-
-def _file(path: os.PathLike[str]) -> Iterator[str]:
-    with open(path, "rb") as file:
-        yield from _decoded(_stream(file))
-
-
-def _stream(stream: Stream) -> Iterator[str | bytes]:
-    while piece := stream.read(PIECE):
-        yield piece
+    if isinstance(log, (bytes, str)):
+        yield from _decoded(log[start : start + PIECE] for start in range(0, len(log), PIECE))
+    elif isinstance(log, os.PathLike):
+        with open(log, "rb") as file:
+            yield from _pieces(file)
+    elif isinstance(log, Stream):
+        yield from _decoded(takewhile(bool, iter(lambda: log.read(PIECE), None)))
+    else:
+        yield from (f"{line}\n" for line in log)
 
 
 def _decoded(pieces: Iterable[str | bytes]) -> Iterator[str]:
