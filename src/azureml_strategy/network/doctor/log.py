@@ -52,10 +52,10 @@ def explain_log(name: str, root: str | Path = "/", environ: Mapping[str, str] | 
             f"The log {name} cannot be read: {error.strerror}. Give the path of a file, or - for standard input."
         ) from error
     messages = []
-    for error in (*transport.errors, *transport.findings):
-        times = f" ({error.count} times)" if error.count > 1 else ""
-        text = f'"{error.text}"{times} {error.explanation}'
-        messages.append(Finding(_VERDICTS[error.severity], error.name, text, error.fix))
+    for found in (*transport.errors, *transport.findings):
+        times = f" ({found.count} times)" if found.count > 1 else ""
+        text = f'"{found.text}"{times} {found.explanation}'
+        messages.append(Finding(_VERDICTS[found.severity], found.name, text, found.fix))
     sections = (
         Section("Transport", (*_transport(transport), *_machine(transport, Path(root)))),
         Section("Messages", tuple(messages)),
