@@ -371,7 +371,7 @@ class _ValuesPlanner(DefaultLoadPlanner):
 def _numbers_of_numpy() -> AbstractContextManager[Any]:
     """While this is entered, torch loads numpy's numbers, such as a learning rate that a lambda computed."""
     kinds = [type(np.dtype(kind)) for kind in np.typecodes["AllInteger"] + np.typecodes["Float"] + "?"]
-    needed = [np.float64(0).__reduce__()[0], np.dtype, *dict.fromkeys(kinds)]
+    needed: list[Any] = [np.float64(0).__reduce__()[0], np.dtype, *dict.fromkeys(kinds)]
     known = torch.serialization.get_safe_globals()  # what the user has registered stays so
     return torch.serialization.safe_globals([each for each in needed if each not in known])
 
