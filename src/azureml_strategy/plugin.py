@@ -179,7 +179,7 @@ def _load(module: str, name: str) -> Any:
     return getattr(import_module(module), name)
 
 
-def _termination(launch: Launch | PartialLaunch | None = None) -> Callback:
+def _termination() -> Callback:
     from azureml_strategy.preemption.termination import TerminateTogether
 
     return TerminateTogether()
@@ -217,7 +217,7 @@ def _checkpoint(launch: Launch | PartialLaunch | None = None) -> Callback | None
 _PARTS: dict[str, Callable[[Launch | PartialLaunch], Callback | None]] = {
     GUARD_SWITCH: lambda launch: _load("azureml_strategy.cluster.guard", "LaunchGuard")(launch),
     HANG_WATCH_SWITCH: lambda _: _load("azureml_strategy.hang_detection", "HangWatch")(),
-    TERMINATION_SWITCH: _termination,
+    TERMINATION_SWITCH: lambda _: _termination(),
     NETWORK_RECORD_SWITCH: lambda _: _load("azureml_strategy.tracking.network", "NetworkRecorder")(),
     DATA_CHECK_SWITCH: lambda _: _load("azureml_strategy.data.check", "DataCheck")(),
     REPLICA_CHECK_SWITCH: lambda _: _load("azureml_strategy.strategies.replica_check", "ReplicaCheck")(),

@@ -177,7 +177,7 @@ def _node_variables(launch: Launch, addresses: Sequence[str]) -> dict[str, str]:
     return variables
 
 
-def _pytorch(launch: Launch, addresses: Sequence[str]) -> dict[str, str]:
+def _pytorch(launch: Launch) -> dict[str, str]:
     return {
         "MASTER_ADDR": launch.main_address,
         "MASTER_PORT": str(launch.main_port),
@@ -188,7 +188,7 @@ def _pytorch(launch: Launch, addresses: Sequence[str]) -> dict[str, str]:
     }
 
 
-def _mpi(launch: Launch, addresses: Sequence[str]) -> dict[str, str]:
+def _mpi(launch: Launch) -> dict[str, str]:
     return {
         "OMPI_COMM_WORLD_RANK": str(launch.rank),
         "OMPI_COMM_WORLD_SIZE": str(launch.world_size),
@@ -211,8 +211,8 @@ def _tensorflow(launch: Launch, addresses: Sequence[str]) -> dict[str, str]:
 
 
 _LAUNCHERS: dict[str, Callable[[Launch, Sequence[str]], dict[str, str]]] = {
-    "pytorch": _pytorch,
-    "mpi": _mpi,
+    "pytorch": lambda launch, addresses: _pytorch(launch),
+    "mpi": lambda launch, addresses: _mpi(launch),
     "tensorflow": _tensorflow,
     "none": lambda launch, addresses: {},
 }
