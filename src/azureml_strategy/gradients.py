@@ -123,7 +123,7 @@ def clip_grad_value(module: nn.Module, clip: float) -> None:
 
 
 def full_gradients(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield each parameter's name and whole gradient, to look at: a change of it need not count.
+    """Yield each parameter's name and whole gradient, for reading: a change may have no effect.
 
     One gradient after the other is gathered on all ranks, so that there is memory for one at a time. All ranks must
     go through to the end. In a pipeline they are those of this rank's stage.

@@ -99,7 +99,7 @@ def _join_job_run(fluent: ModuleType) -> None:
 
 @cache
 def _warn_of_variables() -> None:
-    """Name variables of ours that do nothing, once a process."""
+    """Warn once in a process of our variables that have no effect."""
     from azureml_strategy.cluster.own_variables import variables_without_effect
 
     for text in variables_without_effect(os.environ):
@@ -332,7 +332,7 @@ CONNECTORS = (
     "pytorch_lightning.trainer.connectors.accelerator_connector",
     "lightning_fabric.connector",
 )
-# Names of Lightning's whose strategies start the script anew, or are started by a launcher.
+# Lightning's names of strategies that start the script again for each process, or are started by a launcher.
 _REPLACED = {"ddp", "ddp_find_unused_parameters_true", "ddp_find_unused_parameters_false"}
 # The strategies that Fabric has too: the class for the Trainer, and the class for Fabric.
 _IN_FABRIC = {

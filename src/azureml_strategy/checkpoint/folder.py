@@ -1,4 +1,4 @@
-"""Keep a run's checkpoints in one folder: tell complete ones from incomplete ones, and delete what is not needed."""
+"""Keep a run's checkpoints in one folder: find the complete ones, and delete what is not needed."""
 
 from __future__ import annotations
 

@@ -348,7 +348,7 @@ SINGLE_FILE = CheckpointFormat("a single Lightning file", Path.is_file, _read_si
 
 
 class _ValuesPlanner(DefaultLoadPlanner):
-    """Loads entries that are no tensors, such as a module's extra state, without running code of theirs."""
+    """Loads entries that are no tensors, such as a module's extra state, without running code that they bring along."""
 
     def __init__(self, trust_pickles: bool, nested: bool = False) -> None:
         super().__init__(flatten_state_dict=nested, flatten_sharded_tensors=nested)

@@ -279,7 +279,7 @@ class JobCheckpoint(ModelCheckpoint):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Write no new checkpoint: it needs all ranks, and other ranks may not have met the exception."""
+        """Write no new checkpoint: it needs all ranks, and other ranks may not have had the exception."""
         restore_as_given(trainer)
         self._adopt(trainer, self._background.close())
 

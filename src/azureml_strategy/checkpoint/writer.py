@@ -175,7 +175,7 @@ class CheckpointWriter:
         return name
 
     def _flush_and_checksum(self, name: str, summed: FileChecksums, exchange: Exchange) -> dict[str, StoredFile]:
-        """Make all files reach the disk and sum them, each on one of the ranks."""
+        """Flush all files to disk and compute their checksums, each file on one of the ranks."""
         files = exchange.on_all_ranks(lambda: self.folder.listing(name))
         if not any(files):
             raise StepError("nothing was written")

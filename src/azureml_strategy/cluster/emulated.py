@@ -43,11 +43,11 @@ _OF_MPIRUN = re.compile(
     r"|mpi_oversubscribe|orte_(?:hnp_uri|local_daemon_uri|app_num|num_nodes|num_restarts|launch|tmpdir_base"
     r"|bound_at_launch|base_applied_binding|precondition_transports|top_session_dir|jobfam_session_dir|ess_\w+))"
 )
-# Variables of ours that the user sets, or that belong to settings that stay.
+# Our variables that stay in the environment: the user sets them, or they belong to settings that stay.
 _KEPT = (*SWITCHES, EVENTS_VARIABLE, PLANNED_VARIABLES)
 
 
-# Name of the cluster that an emulated job says it runs on.
+# The cluster name of an emulated job.
 _CLUSTER = "emulated"
 
 

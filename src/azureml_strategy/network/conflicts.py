@@ -73,7 +73,7 @@ class _Configured:
         return number is not None and int(number[1]) != 0
 
     def finding(self, verdict: Verdict, name: str, text: str, advice: str | None = None) -> Finding:
-        """A finding about a variable. Without other advice, it says from where to remove the variable."""
+        """A finding about a variable. The default advice is to remove the variable, and from where."""
         value, source = self.settings[name]
         place = "" if source == "environment" else f" in {source}"
         origin = source if place else "the job's environment variables, the image and the script"

@@ -44,7 +44,7 @@ def name_plugin(evidence: Evidence, verdict: Verdict) -> str | None:
 
 
 def relaxed_ordering(evidence: Evidence, plugin: str | None) -> bool | None:
-    """Whether adapters may write out of order; None if unknown. Only NCCL's own network always tells, since 2.12."""
+    """Whether adapters may write out of order; None if unknown. Only NCCL's own network always logs it, since 2.12."""
     if evidence.relaxed_ordering:
         return True
     version = tuple(int(part) for part in (evidence.version or "0").split("."))
