@@ -118,7 +118,7 @@ class Messages:
                 else:
                     self._line(line[:MAX_LINE], key)
             elif (self._open or self._wanted) and line.strip():
-                self._line_behind(line[:MAX_LINE].strip())
+                self._continue_message(line[:MAX_LINE].strip())
 
     def close(self) -> None:
         """Pass on the counted channel lines, and the first line of a message that is still incomplete."""
@@ -132,7 +132,7 @@ class Messages:
         if self._open:
             host, level, lines = self._open
             self._open = None
-            self._hand_over(host, level, lines[0])
+            self._sink.message(host, level, lines[0].rstrip())
 
     def _line(self, line: str, key: tuple[str, str]) -> None:
         self._close_message()
@@ -163,9 +163,9 @@ class Messages:
             self._close_message()
             self._open = (host, level, [text])
         else:
-            self._hand_over(host, level, text)
+            self._sink.message(host, level, text.rstrip())
 
-    def _line_behind(self, line: str) -> None:
+    def _continue_message(self, line: str) -> None:
         if self._open is None:
             self._wanted = max(self._wanted - 1, self._sink.other(line))
             return
@@ -177,9 +177,6 @@ class Messages:
             self._message(host, level, whole)
         elif len(lines) == _MOST_LINES:
             self._close_message()
-
-    def _hand_over(self, host: str | None, level: str, text: str) -> None:
-        self._sink.message(host, level, text.rstrip())
 
 
 def _process(prefix: str) -> str:
