@@ -23,7 +23,6 @@ import torch.distributed as dist
 from lightning.fabric.wrappers import is_wrapped
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
-from torch.amp import GradScaler
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
@@ -68,7 +67,7 @@ def grad_norm(module: nn.Module, norm_type: float | str = 2, group_separator: st
     Raises:
         ConfigurationError: at this moment there are no gradients, or they are not those of the step.
     """
-    found, p = _Found.of(module), _checked(norm_type)
+    found, p = _Gradients.of(module), _checked(norm_type)
     norms = found.norms(p)
     names = [f"grad_{p}_norm{group_separator}{each.name}" for each in found.gradients]
     return {**dict(zip(names, norms.each, strict=True)), f"grad_{p}_norm_total": norms.total} if names else {}
@@ -87,7 +86,7 @@ def total_norm(module: nn.Module, norm_type: float | str = 2) -> Tensor:
     Raises:
         ConfigurationError: as for `grad_norm`.
     """
-    return _Found.of(module).norms(_checked(norm_type)).total
+    return _Gradients.of(module).norms(_checked(norm_type)).total
 
 
 def clip_grad_norm(module: nn.Module, max_norm: float, norm_type: float | str = 2) -> Tensor:
@@ -104,7 +103,7 @@ def clip_grad_norm(module: nn.Module, max_norm: float, norm_type: float | str = 
     Raises:
         ConfigurationError: as for `grad_norm`.
     """
-    found = _Found.of(module)
+    found = _Gradients.of(module)
     norm = found.norms(_checked(norm_type)).total
     clip_norm(found.gradients, max_norm, norm)
     return norm
@@ -120,11 +119,11 @@ def clip_grad_value(module: nn.Module, clip: float) -> None:
     Raises:
         ConfigurationError: as for `grad_norm`.
     """
-    clip_value(_Found.of(module).gradients, clip)
+    clip_value(_Gradients.of(module).gradients, clip)
 
 
 def full_gradients(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield each parameter's name and whole gradient, to look at: a change of it need not count.
+    """Yield each parameter's name and whole gradient, for reading: a change may have no effect.
 
     One gradient after the other is gathered on all ranks, so that there is memory for one at a time. All ranks must
     go through to the end. In a pipeline they are those of this rank's stage.
@@ -138,7 +137,7 @@ def full_gradients(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     Raises:
         ConfigurationError: as for `grad_norm`; or AutoTP has cut a parameter.
     """
-    for each in _Found.of(module).gradients:
+    for each in _Gradients.of(module).gradients:
         yield each.name, _unscaled(each)
 
 
@@ -157,7 +156,7 @@ def edit_gradients(module: nn.Module, edit: Callable[[str, Tensor], Tensor | Non
     Raises:
         ConfigurationError: as for `full_gradients`.
     """
-    found = _Found.of(module)
+    found = _Gradients.of(module)
     with torch.no_grad(), found.same_random_numbers():
         for each in found.gradients:
             gradient = _unscaled(each)
@@ -176,11 +175,11 @@ def scale_gradients(module: nn.Module, factor: float) -> None:
     Raises:
         ConfigurationError: as for `grad_norm`.
     """
-    change_parts(_Found.of(module).gradients, lambda part, _: part * factor)
+    change_parts(_Gradients.of(module).gradients, lambda part, _: part * factor)
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Gradients:
     """The gradients of a module, and the ranks that have parts of them.
 
     Args:
@@ -198,8 +197,12 @@ class _Found:
     copied: bool
 
     @classmethod
-    def of(cls, module: nn.Module) -> _Found:
-        """Look for them, or say why they are not there at this moment."""
+    def of(cls, module: nn.Module) -> _Gradients:
+        """Collect the gradients.
+
+        Raises:
+            ConfigurationError: they are not complete at this moment, or of a part of a pipeline's module.
+        """
         trainer = trainer_of(module)
         _refuse_scaled(module)
         whole = module.module if is_wrapped(module) or isinstance(module, DistributedDataParallel) else module
@@ -226,7 +229,7 @@ class _Found:
 
     @contextmanager
     def same_random_numbers(self) -> Iterator[None]:
-        """Draw rank 0's numbers on all ranks that make the same step."""
+        """Draw rank 0's random numbers on all ranks that make the same step."""
         if not self.copied:
             yield
             return
@@ -252,17 +255,16 @@ _ACCUMULATING = (
 def _refuse_scaled(module: nn.Module) -> None:
     """Refuse gradients that a GradScaler may have multiplied."""
     scaler = getattr(precision_of(module), "scaler", None)
-    if scaler is not None and scaler.is_enabled() and not _has_unscaled(scaler):
+    if scaler is None or not scaler.is_enabled():
+        return
+    # whether the scale has been taken off the gradients of a step that is not made yet
+    unscaled = any(state["stage"].name == "UNSCALED" for state in scaler._per_optimizer_states.values())
+    if not unscaled:
         raise ConfigurationError(
             "The gradients may be multiplied with the loss scale of precision='16-mixed' at this moment. Look at them "
             "in on_before_optimizer_step(); with Fabric, call "
             "fabric.strategy.precision.unscale_gradients(optimizer) before."
         )
-
-
-def _has_unscaled(scaler: GradScaler) -> bool:
-    """Whether the scale has been taken off the gradients of a step that is not made yet."""
-    return any(state["stage"].name == "UNSCALED" for state in scaler._per_optimizer_states.values())
 
 
 def _unscaled(gradient: Gradient) -> Tensor:

@@ -44,7 +44,7 @@ class _OneModule:
     ) -> ModuleSpec | None:
         if fullname != self._module or self._looking:
             return None
-        self._looking = True  # the line below asks all finders; this one must stay out
+        self._looking = True  # the line below asks all finders again; this one must answer None then
         try:
             spec = importlib.util.find_spec(fullname)
         finally:

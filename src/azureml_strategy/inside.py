@@ -1,4 +1,4 @@
-"""Names and folders that others may have chosen: a name from a file stays in its folder, and a folder is our own."""
+"""Checks names and folders that others may have chosen: a name must stay in its folder, a folder must be our own."""
 
 from __future__ import annotations
 

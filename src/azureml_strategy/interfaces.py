@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from torch import Tensor
 
-    from azureml_strategy.checkpoint.folder import Summed
+    from azureml_strategy.checkpoint.folder import FileChecksums
     from azureml_strategy.control.gather import Exchange
 
 # The ranks that agree where every rank holds the same.
@@ -143,7 +143,7 @@ class ContinuesRun(Protocol):
 class WriteStaged(Protocol):
     """Writes staged content or a copy of it. All ranks call it, on any thread."""
 
-    def __call__(self, content: Any, path: Path, exchange: Exchange) -> Summed | None:
+    def __call__(self, content: Any, path: Path, exchange: Exchange) -> FileChecksums | None:
         """Write this rank's files below a path, in steps that all ranks take together, so that all of them fail alike.
 
         Args:

@@ -99,7 +99,7 @@ def _join_job_run(fluent: ModuleType) -> None:
 
 @cache
 def _warn_of_variables() -> None:
-    """Name variables of ours that do nothing, once a process."""
+    """Warn once in a process of our variables that have no effect."""
     from azureml_strategy.cluster.own_variables import variables_without_effect
 
     for text in variables_without_effect(os.environ):
@@ -179,7 +179,7 @@ def _load(module: str, name: str) -> Any:
     return getattr(import_module(module), name)
 
 
-def _termination(launch: Launch | PartialLaunch | None = None) -> Callback:
+def _termination() -> Callback:
     from azureml_strategy.preemption.termination import TerminateTogether
 
     return TerminateTogether()
@@ -217,7 +217,7 @@ def _checkpoint(launch: Launch | PartialLaunch | None = None) -> Callback | None
 _PARTS: dict[str, Callable[[Launch | PartialLaunch], Callback | None]] = {
     GUARD_SWITCH: lambda launch: _load("azureml_strategy.cluster.guard", "LaunchGuard")(launch),
     HANG_WATCH_SWITCH: lambda _: _load("azureml_strategy.hang_detection", "HangWatch")(),
-    TERMINATION_SWITCH: _termination,
+    TERMINATION_SWITCH: lambda _: _termination(),
     NETWORK_RECORD_SWITCH: lambda _: _load("azureml_strategy.tracking.network", "NetworkRecorder")(),
     DATA_CHECK_SWITCH: lambda _: _load("azureml_strategy.data.check", "DataCheck")(),
     REPLICA_CHECK_SWITCH: lambda _: _load("azureml_strategy.strategies.replica_check", "ReplicaCheck")(),
@@ -332,7 +332,7 @@ CONNECTORS = (
     "pytorch_lightning.trainer.connectors.accelerator_connector",
     "lightning_fabric.connector",
 )
-# Names of Lightning's whose strategies start the script anew, or are started by a launcher.
+# Lightning's names of strategies that start the script again for each process, or are started by a launcher.
 _REPLACED = {"ddp", "ddp_find_unused_parameters_true", "ddp_find_unused_parameters_false"}
 # The strategies that Fabric has too: the class for the Trainer, and the class for Fabric.
 _IN_FABRIC = {

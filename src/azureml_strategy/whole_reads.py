@@ -1,6 +1,7 @@
-"""Reads files to the last byte that was asked for: a mount may give less at once, and a system call says so only by it.
+"""Reads files to the last byte that was asked for: a mount may return fewer bytes at once than a read call asks for.
 
-What is left out of a file in silence becomes another image, or a shorter text.
+Only the length of what it returns says so. Bytes that are silently left out would become another image, or a shorter
+text.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ class ShortReadError(OSError):
     """A file gave fewer bytes than it has."""
 
     def __init__(self, got: int, wanted: int, offset: int, size: int) -> None:
-        told = f"{got:,} of {wanted:,} bytes came from byte {offset:,} on, of a file of {size:,} bytes"
-        super().__init__(errno.EIO, told)
+        text = f"{got:,} of {wanted:,} bytes came from byte {offset:,} on, of a file of {size:,} bytes"
+        super().__init__(errno.EIO, text)
 
 
 def read_range(file: int, length: int, offset: int) -> bytes:

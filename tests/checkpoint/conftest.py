@@ -36,7 +36,7 @@ def put_checkpoint(
     for part in [path / name] if not shards else [path / name / "inner" / f"{shard}.pt" for shard in range(shards)]:
         part.parent.mkdir(parents=True, exist_ok=True)
         part.write_bytes(b"weights of %d " % step * 100)
-    files = folder.settle(folder.listing(name), {})
+    files = folder.flush_and_checksum(folder.listing(name), {})
     at = float(step) if saved_at is None else saved_at
     manifest = Manifest(name, step, 0, at, 1, "test", score, "max", files, **fields)
     folder.commit(manifest)

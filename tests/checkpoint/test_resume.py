@@ -31,9 +31,9 @@ from azureml_strategy.checkpoint.resume import (
     ResumeError,
     checkpoint_to_resume,
     children_resume_from,
+    distribute_files,
     follow,
     newest_valid,
-    shared_out,
     time_limit,
 )
 from azureml_strategy.cluster import Launch
@@ -46,7 +46,7 @@ RANKS = 3
 @given(st.lists(st.integers(0, 10**12), min_size=1, max_size=60), st.integers(1, 9))
 def test_each_file_on_one_rank_and_about_as_many_bytes_on_each(sizes: list[int], ranks: int) -> None:
     files = {f"step=1.ckpt/{number}": StoredFile(size, 0) for number, size in enumerate(sizes)}
-    shares = shared_out(files, range(ranks))
+    shares = distribute_files(files, range(ranks))
     assert sorted(name for share in shares.values() for name in share) == sorted(files)
     loads = [sum(files[name].size for name in share) for share in shares.values()]
     assert max(loads) - min(loads) <= max(sizes) + len(sizes), "no rank could give one away and all be better off"
@@ -282,7 +282,7 @@ class _Ranks:
     def _choose(self, rank: int) -> None:
         launch = Launch("pytorch", rank, 2, 0, 1, rank, 2, "127.0.0.1", self.port)
         try:
-            self.found[rank] = resume._agreed(launch, "auto", self.folders[rank])
+            self.found[rank] = resume._choose_before_group(launch, "auto", self.folders[rank])
         except ResumeError as error:
             self.found[rank] = error
 

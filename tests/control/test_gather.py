@@ -96,7 +96,7 @@ def test_a_failure_on_one_rank_is_one_on_all_even_inside_another_step(error: Exc
             if exchange.rank == 2:
                 raise error
 
-        exchange.together(lambda: exchange.together(inner))
+        exchange.on_all_ranks(lambda: exchange.on_all_ranks(inner))
 
     assert on_all(work) == [said] * RANKS
 
@@ -167,7 +167,7 @@ def test_a_rank_that_cannot_be_heard_any_more_is_given_up(served: Callable[[], S
     def work(exchange: StoreExchange) -> None:
         exchange.gather(1)
         cut.ended |= exchange.rank == 2
-        exchange.together(lambda: exchange.gather(2))
+        exchange.on_all_ranks(lambda: exchange.gather(2))
 
     lost = "nothing has been heard of rank 2 for 2 s"
     assert all_of(work, exchanges) == [lost, lost, "rank 2: StoreLostError: the rendezvous store has ended"]
@@ -183,7 +183,7 @@ def test_a_rank_that_never_comes_is_given_up(served: Callable[[], Store], hasty:
 
 def test_a_rank_that_takes_its_time_is_waited_for(hasty: None) -> None:
     def work(exchange: StoreExchange) -> list[None]:
-        return exchange.together(lambda: time.sleep(4 if exchange.rank == 1 else 0))
+        return exchange.on_all_ranks(lambda: time.sleep(4 if exchange.rank == 1 else 0))
 
     assert on_all(work) == [[None] * RANKS] * RANKS
 
@@ -233,9 +233,9 @@ def until(condition: Callable[[], object]) -> None:
 
 def test_alone() -> None:
     for exchange in (StoreExchange(shared(1)[0]), GroupExchange(0)):
-        assert exchange.together(lambda: 3) == [3]
+        assert exchange.on_all_ranks(lambda: 3) == [3]
         with pytest.raises(StepError, match="rank 0: ZeroDivisionError"):
-            exchange.together(lambda: 1 // 0)
+            exchange.on_all_ranks(lambda: 1 // 0)
         exchange.leave()
 
 

@@ -6,6 +6,7 @@ import logging
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -77,7 +78,7 @@ class AutomaticCheckpoint(IsolatedCallback):
             return False
         for each in _callbacks(trainer):
             if isinstance(each, (LearningRateFinder, BatchSizeFinder)):
-                _say(trainer, f"A fit with a {type(each).__name__} cannot be resumed. {_WITHOUT}")
+                _warn(trainer, f"A fit with a {type(each).__name__} cannot be resumed. {_WITHOUT}")
                 return False
         return True
 
@@ -89,9 +90,9 @@ class AutomaticCheckpoint(IsolatedCallback):
 
 
 class RestartNotice(IsolatedCallback):
-    """Says in a restarted job that a fit begins at step 0, and how it would go on instead; once in a process.
+    """Warns in a restarted job that a fit begins at step 0, and says how to resume instead; once in a process.
 
-    It says nothing where the script resumes by itself, or has a JobCheckpoint that was told whether to resume.
+    It does not warn if the script resumes by itself, or has a JobCheckpoint with `resume`.
     """
 
     switch = CHECKPOINT_SWITCH
@@ -140,13 +141,12 @@ def _earlier_progress(trainer: Trainer, attempt: int) -> str:
 class ForgivingCheckpoint(JobCheckpoint):
     """A JobCheckpoint whose faults do not end the training: all ranks warn once, and go on without it.
 
-    It is written at intervals of time, when the ranks are stopped, and at the end of a fit; not after epochs, as the
-    script's own ModelCheckpoint is. Nothing of the script's changes: checkpoints that it writes itself are as Lightning
-    makes them, and loggers are not given ours.
+    Checkpoints are written at intervals of time, when the ranks are stopped, and at the end of a fit; not after epochs,
+    as the script's own ModelCheckpoint does. Nothing changes for the script: the checkpoints that it writes itself are
+    those of Lightning, and loggers are not told of ours.
 
-    Only a resume that fails ends the training: this job has trained up to the checkpoint with this model, so that to
-    begin anew would lose that, and a half restored state is none. Other jobs' checkpoints are passed over, and damaged
-    ones are left out.
+    Only a resume that fails ends the training: to begin anew would lose what this job has trained, and a half restored
+    state must not be trained on. Other jobs' checkpoints are passed over, and damaged ones are left out.
 
     Args:
         resume: `auto`, `any` or `never`, as in `JobCheckpoint`.
@@ -155,13 +155,13 @@ class ForgivingCheckpoint(JobCheckpoint):
 
     def __init__(self, resume: str, process: str | None = None) -> None:
         super().__init__(every_minutes=_MINUTES, every_n_epochs=0, resume=resume)
-        self._fit_resume = FitResume(resume, beside_others=True, process=process)
+        self._fit_resume = FitResume(resume, skip_other_runs=True, process=process)
         self._given_up = False
         self._saving = False
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._on_all_ranks(trainer, lambda: super(ForgivingCheckpoint, self).setup(trainer, pl_module, stage))
+        self._on_all_ranks(trainer, partial(super().setup, trainer, pl_module, stage))
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -169,11 +169,11 @@ class ForgivingCheckpoint(JobCheckpoint):
         if self._fit_resume.checkpoint is not None and not self._given_up:
             super().on_fit_start(trainer, pl_module)  # a part of the resume
         else:
-            self._on_all_ranks(trainer, lambda: super(ForgivingCheckpoint, self).on_fit_start(trainer, pl_module))
+            self._on_all_ranks(trainer, partial(super().on_fit_start, trainer, pl_module))
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._on_all_ranks(trainer, lambda: super(ForgivingCheckpoint, self).on_train_start(trainer, pl_module))
+        self._on_all_ranks(trainer, partial(super().on_train_start, trainer, pl_module))
 
     @override
     def on_step_boundary(self, trainer: Trainer) -> None:
@@ -182,7 +182,7 @@ class ForgivingCheckpoint(JobCheckpoint):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._on_all_ranks(trainer, lambda: super(ForgivingCheckpoint, self).on_train_end(trainer, pl_module))
+        self._on_all_ranks(trainer, partial(super().on_train_end, trainer, pl_module))
 
     @override
     def save_now(self, trainer: Trainer, reason: str) -> str | None:
@@ -204,7 +204,7 @@ class ForgivingCheckpoint(JobCheckpoint):
         self._saving = True
         try:
             with _own_io(self, trainer.strategy):
-                self._on_all_ranks(trainer, lambda: super(ForgivingCheckpoint, self)._save(trainer, reason))
+                self._on_all_ranks(trainer, partial(super()._save, trainer, reason))
         finally:
             self._saving = False
 
@@ -213,7 +213,7 @@ class ForgivingCheckpoint(JobCheckpoint):
         """Leave the strategy's: the script's own checkpoints are written by it."""
 
     @override
-    def _reading(self, strategy: Strategy) -> AbstractContextManager[None]:
+    def _read_context(self, strategy: Strategy) -> AbstractContextManager[None]:
         return _own_io(self, strategy)
 
     @override
@@ -224,7 +224,7 @@ class ForgivingCheckpoint(JobCheckpoint):
     def _on_all_ranks(self, trainer: Trainer, action: Callable[[], None]) -> None:
         """Act on all ranks. If any fails, all give up, with one warning.
 
-        A rank that fails takes part in exactly one gather more: the one that the others are at, within the action or
+        A rank that fails takes part in exactly one more gather: that in which the others wait, within the action or
         after it.
         """
         if self._given_up:
@@ -249,7 +249,7 @@ class ForgivingCheckpoint(JobCheckpoint):
         self._given_up = True
         self._background.close()
         restore_as_given(trainer)
-        _say(trainer, f"This training cannot be kept in checkpoints. {why.rstrip('.')}. {_WITHOUT}")
+        _warn(trainer, f"This training cannot be kept in checkpoints. {why.rstrip('.')}. {_WITHOUT}")
 
 
 @contextmanager
@@ -267,6 +267,6 @@ def _callbacks(trainer: Trainer) -> list[Callback]:
     return trainer.callbacks  # type: ignore[attr-defined, no-any-return]
 
 
-def _say(trainer: Trainer, words: str) -> None:
+def _warn(trainer: Trainer, words: str) -> None:
     if trainer.is_global_zero:
         log.warning("%s", words)

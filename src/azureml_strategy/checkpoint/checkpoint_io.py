@@ -13,7 +13,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
-from azureml_strategy.checkpoint.folder import Summed
+from azureml_strategy.checkpoint.folder import FileChecksums
 from azureml_strategy.checkpoint.manifest import PART, StoredFile, sync_folder
 from azureml_strategy.checkpoint.plain_data import (
     PlainDataStrategy,
@@ -39,8 +39,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         plain: convert what torch's weights-only unpickler refuses to plain form, and refuse to write what a restart
             could not load. Set False for a strategy that does not read its files through this class: it could not
             convert them back.
-        strategy: the strategy that reads through this class. What its run holds may be named in what is read; one of
-            ours restores what it reads itself.
+        strategy: the strategy that reads through this class. A file may name the functions and classes that its run
+            holds. One of our strategies restores by itself what it reads.
     """
 
     plain = True  # default for subclasses of users whose `__init__` does not set it
@@ -78,7 +78,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         part = target.with_name(target.name + PART)
         try:
             with open(part, "wb") as file:
-                summed = _SummedFile(file)
+                summed = _ChecksumWriter(file)
                 torch.save(checkpoint, summed)  # type: ignore[arg-type] # torch.save needs no more than this
                 file.flush()
                 os.fsync(file.fileno())
@@ -103,8 +103,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         return from_plain(loaded, Names(run, trusted=weights_only is False))
 
 
-class _SummedFile:
-    """Computes the checksum of a file while it is written, so that nobody has to read it back."""
+class _ChecksumWriter:
+    """Computes the checksum of a file while it is written, so that the file is not read back for it."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -128,7 +128,7 @@ def reads_through_io(strategy: Strategy) -> bool:
 
 
 def make_plain(strategy: Strategy, checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Add the strategy's own entries, and convert the checkpoint to plain form if this is left to us; a collective.
+    """Add the strategy's own entries, and convert to plain form what our CheckpointIO will write; a collective.
 
     Args:
         strategy: the Trainer's.
@@ -175,7 +175,7 @@ def stage(strategy: Strategy, checkpoint: dict[str, Any]) -> tuple[Any, WriteSta
     # A subclass may change the content or write something else, so its own `save_checkpoint` must be called.
     save = checkpoint_io.write if ours else checkpoint_io.save_checkpoint
 
-    def write(content: Any, path: Path, exchange: Exchange) -> Summed | None:
+    def write(content: Any, path: Path, exchange: Exchange) -> FileChecksums | None:
         stored = exchange.on_rank_zero(lambda: save(content, path))
         return None if stored is None else {path.name: stored}
 

@@ -217,7 +217,7 @@ class ElasticRestart(Callback):
         if error:
             raise ResumeError(error)
         if saved is None:
-            _say(trainer, f"{self._checkpoint} does not say its global batch: nothing is done to keep it.")
+            _warn(trainer, f"{self._checkpoint} does not say its global batch: nothing is done to keep it.")
             return
         asked = configured_global_batch(trainer)
         saved, asked = saved.as_known_by(asked), asked.as_known_by(saved)
@@ -254,7 +254,7 @@ class ElasticRestart(Callback):
         fit_loop = checkpoint["loops"]["fit_loop"]
         rescale(fit_loop, self._ratio, self._epoch_batches)
         if counts_batches_itself(fit_loop):
-            _say(
+            _warn(
                 trainer,
                 "The data loader keeps its own place in the epoch, which need not fit other batches: some samples of "
                 "this epoch may come twice or not at all. azureml_strategy.data.ResumableLoader counts samples.",
@@ -299,17 +299,17 @@ class ElasticRestart(Callback):
         self, trainer: Trainer, saved: GlobalBatch, asked: GlobalBatch, now: GlobalBatch, changes: Batches
     ) -> None:
         if now.size != saved.size:
-            _say(trainer, f"The global batch changes from {saved.size} ({saved}) to {now.size} ({now}).")
+            _warn(trainer, f"The global batch changes from {saved.size} ({saved}) to {now.size} ({now}).")
         elif now != asked or self._ratio != 1:
             counted = ", ".join(f"{name}={value}" for name, value in changes.items())
-            _say(
+            _warn(
                 trainer,
                 f"The global batch stays {saved.size}: it was {saved}, and is {now}."
                 + (f" Counted in these batches, {counted}." if counted else ""),
             )
         steps = replace(now, epoch_batches=self._epoch_batches).epoch_steps
         if steps is not None and steps != saved.epoch_steps:
-            _say(
+            _warn(
                 trainer,
                 f"An epoch has {steps} steps instead of {saved.epoch_steps}: what was its last one is too small for a "
                 f"batch on each of {now.replicas} data-parallel ranks.",
@@ -355,6 +355,6 @@ def _saved_global_batch(checkpoint: Path) -> tuple[GlobalBatch | None, str]:
         return None, f"{manifest_path(checkpoint)} cannot be read: {error}. Go on from another checkpoint."
 
 
-def _say(trainer: Trainer, words: str) -> None:
+def _warn(trainer: Trainer, words: str) -> None:
     if trainer.is_global_zero:
         log.warning("%s", words)

@@ -188,7 +188,7 @@ def warn_of_what_is_lost(trainer: Trainer) -> None:
     Args:
         trainer: about to train, with its loaders made.
     """
-    reasons = [*_of_loaders(trainer), *_of_hooks(trainer), *_of_ddp(trainer)]
+    reasons = [*_reasons_in_loaders(trainer), *_reasons_in_hooks(trainer), *_reasons_in_ddp(trainer)]
     if reasons:
         listed = "".join(f"\n- {each}" for each in reasons)
         rank_zero_warn(f"After a restart this training goes on, but not exactly as without one:{listed}")
@@ -215,7 +215,7 @@ def warn_of_ranks_apart(trainer: Trainer) -> None:
         )
 
 
-def _of_loaders(trainer: Trainer) -> Iterator[str]:
+def _reasons_in_loaders(trainer: Trainer) -> Iterator[str]:
     if isinstance(data_fetcher(trainer), DataLoaderIterDataFetcher):
         yield (
             "training_step(self, dataloader_iter) reads as many batches as it likes: within an epoch their number is "
@@ -243,7 +243,7 @@ def _is_ours(part: Any) -> bool:
     return type(part).__module__.startswith("azureml_strategy.")
 
 
-def _of_hooks(trainer: Trainer) -> Iterator[str]:
+def _reasons_in_hooks(trainer: Trainer) -> Iterator[str]:
     """Report `on_train_epoch_start` hooks: Lightning does not repeat them in an epoch that another process began."""
     owners = [(trainer.lightning_module, LightningModule), *((each, Callback) for each in _callbacks(trainer))]
     for owner, base in owners:
@@ -255,7 +255,7 @@ def _of_hooks(trainer: Trainer) -> Iterator[str]:
             )
 
 
-def _of_ddp(trainer: Trainer) -> Iterator[str]:
+def _reasons_in_ddp(trainer: Trainer) -> Iterator[str]:
     strategy = trainer.strategy
     state = hook_state(strategy) if isinstance(strategy, DDPStrategy) else None
     if state is not None:

@@ -83,7 +83,7 @@ def _without_shared_memory(weights: Mapping[str, Any]) -> Iterator[tuple[str, Te
 
 
 def _metadata(content: Mapping[str, Any]) -> dict[str, str]:
-    """The texts that tell of the training. Warns of what cannot be a text."""
+    """The metadata about the training, as texts. Warns of what cannot be a text."""
     plain = {name: str(content[name]) for name in _AS_TEXT if name in content}
     hyperparameters = content.get("hyper_parameters", {})
     saved = {name: each for name, each in hyperparameters.items() if _is_json(each)}
@@ -164,7 +164,8 @@ def _exported(module: LightningModule, example: Tensor) -> Any:
     batch = torch.export.Dim("batch")
     try:
         with _without_logs():
-            # by torch.export itself: given a module, torch 2.8 falls back on one trace, whatever the forward decides
+            # torch.export itself is called: given a module, torch.onnx of torch 2.8 falls back on a trace of one input,
+            # and would lose what the forward decides by its values
             program = torch.export.export(module, (example,), dynamic_shapes=({0: batch},))
             return torch.onnx.export(
                 program, dynamo=True, verbose=False, input_names=[INPUT_NAME], output_names=[OUTPUT_NAME]

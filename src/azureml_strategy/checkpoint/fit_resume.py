@@ -22,7 +22,7 @@ from azureml_strategy.interfaces import ContinuesRun
 from azureml_strategy.lightning_internals import given_checkpoint, only_searches, restore_from
 
 log = logging.getLogger(__name__)
-Reading = Callable[[], AbstractContextManager[None]]
+ReadContext = Callable[[], AbstractContextManager[None]]
 
 
 class FitResume:
@@ -31,7 +31,7 @@ class FitResume:
     Args:
         resume: as in `checkpoint_to_resume`: `auto`, `any`, `never`, or the path of a checkpoint.
         global_batch: as in `ElasticRestart`.
-        beside_others: pass over folders with another run's checkpoints, where `auto` would refuse to start.
+        skip_other_runs: pass over folders with another run's checkpoints, where `auto` would refuse to start.
         process: `this_process()` of the script, where a process that it forked or spawned for the fit makes this.
 
     Attributes:
@@ -45,12 +45,12 @@ class FitResume:
         self,
         resume: str,
         global_batch: Literal["keep", "change"] = "keep",
-        beside_others: bool = False,
+        skip_other_runs: bool = False,
         process: str | None = None,
     ) -> None:
         self._resume = resume
         self._global_batch = global_batch
-        self._beside_others = beside_others
+        self._skip_other_runs = skip_other_runs
         self._process = process or this_process()
         self.checkpoint: Path | None = None
         self.elastic = ElasticRestart(None, global_batch)
@@ -68,7 +68,7 @@ class FitResume:
         """
         fit, run_id = name_of_fit(trainer, module), this_run()
         in_place = self._resume == AUTO and run_id is not None
-        own_only = self._beside_others and self._resume == AUTO
+        own_only = self._skip_other_runs and self._resume == AUTO
 
         def take() -> Path:
             usable = (lambda folder: is_of_this_run(folder, run_id)) if own_only else (lambda folder: True)
@@ -81,7 +81,9 @@ class FitResume:
         except StepError as error:
             raise ResumeError(f"No checkpoint can be kept in {base}: {error}. Give another dirpath.") from error
 
-    def setup(self, trainer: Trainer, module: LightningModule, folder: Path, reading: Reading = nullcontext) -> None:
+    def setup(
+        self, trainer: Trainer, module: LightningModule, folder: Path, reading: ReadContext = nullcontext
+    ) -> None:
         """Prepare the fit to resume. Call it in a callback's `setup`, on all ranks.
 
         Args:
@@ -98,7 +100,8 @@ class FitResume:
         _require_no_contradiction(callbacks)
         self.checkpoint, given = None, given_checkpoint(trainer)
         if given is not None:
-            _say(trainer, f"fit goes on from {given}, as it was told; resume={self._resume} is not asked.")
+            if trainer.is_global_zero:
+                log.warning("fit goes on from %s, as it was told; resume=%s is not asked.", given, self._resume)
         else:
             self.checkpoint = choose_together(self._resume, folder, trainer.global_rank, trainer.world_size)
         self.elastic = ElasticRestart(self.checkpoint, self._global_batch)
@@ -135,8 +138,3 @@ def _require_no_contradiction(callbacks: list[Callback]) -> None:
             "checkpoint's weights, and Lightning would then forget the rest of the checkpoint. Search before the fit, "
             "with lightning.pytorch.tuner.Tuner(trainer), or leave `resume` out."
         )
-
-
-def _say(trainer: Trainer, words: str) -> None:
-    if trainer.is_global_zero:
-        log.warning("%s", words)

@@ -1,4 +1,4 @@
-"""Keep a run's checkpoints in one folder: tell complete ones from incomplete ones, and delete what is not needed."""
+"""Keep a run's checkpoints in one folder: find the complete ones, and delete what is not needed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from azureml_strategy.cluster.job import read_job
 # never touch other files.
 _LONGEST_MARK_BYTES = 1024
 
-Summed = Mapping[str, StoredFile]
+FileChecksums = Mapping[str, StoredFile]
 """Files whose size and checksum are known, by their path relative to the folder."""
 
 
@@ -99,7 +99,7 @@ class CheckpointFolder:
         found = [path] if path.is_file() else (each for each in path.rglob("*") if each.is_file())
         return sorted(str(each.relative_to(self.path)) for each in found)
 
-    def settle(self, files: Iterable[str], summed: Summed) -> dict[str, StoredFile]:
+    def flush_and_checksum(self, files: Iterable[str], summed: FileChecksums) -> dict[str, StoredFile]:
         """Flush files to disk and compute their checksums.
 
         Args:

@@ -222,7 +222,7 @@ class _OtherLoad(ModuleType):
 
 
 class _Inert:
-    """Replace an object that nobody needs."""
+    """Stands for an object whose content is not needed."""
 
     def __init__(self, *arguments: Any) -> None:
         pass
@@ -348,7 +348,7 @@ SINGLE_FILE = CheckpointFormat("a single Lightning file", Path.is_file, _read_si
 
 
 class _ValuesPlanner(DefaultLoadPlanner):
-    """Loads entries that are no tensors, such as a module's extra state, without running code of theirs."""
+    """Loads entries that are no tensors, such as a module's extra state, without running code that they bring along."""
 
     def __init__(self, trust_pickles: bool, nested: bool = False) -> None:
         super().__init__(flatten_state_dict=nested, flatten_sharded_tensors=nested)
@@ -371,7 +371,7 @@ class _ValuesPlanner(DefaultLoadPlanner):
 def _numbers_of_numpy() -> AbstractContextManager[Any]:
     """While this is entered, torch loads numpy's numbers, such as a learning rate that a lambda computed."""
     kinds = [type(np.dtype(kind)) for kind in np.typecodes["AllInteger"] + np.typecodes["Float"] + "?"]
-    needed = [np.float64(0).__reduce__()[0], np.dtype, *dict.fromkeys(kinds)]
+    needed: list[Any] = [np.float64(0).__reduce__()[0], np.dtype, *dict.fromkeys(kinds)]
     known = torch.serialization.get_safe_globals()  # what the user has registered stays so
     return torch.serialization.safe_globals([each for each in needed if each not in known])
 
@@ -444,7 +444,7 @@ def _read_distributed(path: Path, trust_pickles: bool) -> dict[str, Any]:
 
 
 def _reason(error: CheckpointException) -> str:
-    """What one of the ranks says; the error holds those of all, with their stacks."""
+    """The reason that one rank gives. The error holds those of all ranks, with their stacks."""
     reason = str(next(iter(error.failures.values()))[0])
     if "Weights only load failed" in reason:  # between advice that does not apply here
         reason = reason.partition("\n\nCheck the documentation")[0].splitlines()[-1].strip()

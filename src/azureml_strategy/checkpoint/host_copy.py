@@ -31,7 +31,7 @@ class HostCopy:
 
     Args:
         structure: the pickled state without its tensors.
-        tensors: copies of the tensors, in the order in which the pickler met them.
+        tensors: copies of the tensors, in the order of the pickler.
         gpus_done: one event for each GPU, which marks the end of its copies.
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import time
 import warnings
@@ -37,9 +38,6 @@ from azureml_strategy.checkpoint.monitor import (
     FALLBACK_MODE,
     is_absent,
     never_validates,
-    say_fallback,
-    say_newest_is_best,
-    say_not_logged,
     say_unranked,
 )
 from azureml_strategy.checkpoint.random_state import find_generators, random_state, set_random_state
@@ -201,7 +199,7 @@ class JobCheckpoint(ModelCheckpoint):
         restore_as_given(trainer)  # a fit that failed early may have left it otherwise
         self._replace_checkpoint_io(trainer.strategy)
         if resumes is not None:
-            resumes.setup(trainer, pl_module, Path(self.dirpath), lambda: self._reading(trainer.strategy))
+            resumes.setup(trainer, pl_module, Path(self.dirpath), lambda: self._read_context(trainer.strategy))
         if trainer.is_global_zero and stage == "fit":
             warn_of_own_disk(Path(self.dirpath))
             self._remove_leftovers()
@@ -224,7 +222,7 @@ class JobCheckpoint(ModelCheckpoint):
         self._last_checkpoint_saved, self._monitor_known = "", False
         self._unvalidated = never_validates(trainer)
         if self.monitor and not trainer.fast_dev_run and self._unvalidated:  # type: ignore[attr-defined]
-            _say(trainer, say_unranked(self.monitor, self._unvalidated))
+            _warn(trainer, say_unranked(self.monitor, self._unvalidated))
         warn_of_what_is_lost(trainer)
         log_pending(trainer, self._pending_metrics)
         self._pending_metrics = []
@@ -269,7 +267,11 @@ class JobCheckpoint(ModelCheckpoint):
             self._save(trainer, "end")  # the training has ended where no boundary between two steps was
         self._finish(trainer)
         if self.monitor and not self.best_k_models and self.last_model_path:
-            _say(trainer, say_newest_is_best(self.monitor, self.last_model_path))
+            _warn(
+                trainer,
+                f"No checkpoint has a {self.monitor!r}, so that none is the best of this training. The newest takes "
+                f"its place: {self.last_model_path}",
+            )
             self.best_model_path = self.last_model_path
         if self._hugging_face and self.best_model_path:
             _announce_writing(trainer)
@@ -277,7 +279,7 @@ class JobCheckpoint(ModelCheckpoint):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Write no new checkpoint: it needs all ranks, and other ranks may not have met the exception."""
+        """Write no new checkpoint: it needs all ranks, and other ranks may not have had the exception."""
         restore_as_given(trainer)
         self._adopt(trainer, self._background.close())
 
@@ -368,7 +370,7 @@ class JobCheckpoint(ModelCheckpoint):
         if type(checkpoint_io(strategy)) in (type(None), TorchCheckpointIO):
             set_checkpoint_io(strategy, AtomicCheckpointIO(reads_through_io(strategy), strategy))
 
-    def _reading(self, strategy: Strategy) -> AbstractContextManager[None]:
+    def _read_context(self, strategy: Strategy) -> AbstractContextManager[None]:
         """A context that is entered while Lightning reads the checkpoint that this callback has chosen."""
         return nullcontext()
 
@@ -404,14 +406,28 @@ class JobCheckpoint(ModelCheckpoint):
         if not absent or self._unvalidated:  # the latter was said before the first step
             return ""
         if self.monitor_is_default:
-            _say(trainer, say_fallback(self.monitor, FALLBACK in logged))
-            if FALLBACK in logged:
+            found = FALLBACK in logged
+            instead = "the newest checkpoints stay, and none is kept as the best"
+            if found:
+                instead = f"the best checkpoint is that of the lowest {FALLBACK}"
+            _warn(
+                trainer,
+                f"Nobody logs {self.monitor!r}, by which this recipe ranks its checkpoints: {instead}. "
+                "`checkpoint.monitor=NAME` names another.",
+            )
+            if found:
                 self.monitor, self.mode = FALLBACK, FALLBACK_MODE
             return ""
-        words = say_not_logged(self.monitor, logged)
+        near = difflib.get_close_matches(self.monitor, logged, n=3) or sorted(logged)
+        there = f"Logged are: {', '.join(near)}." if near else "Nothing is logged."
+        words = (
+            f"JobCheckpoint(monitor={self.monitor!r}), but nobody has logged that. {there} Give one of these names (in "
+            f"a recipe, `checkpoint.monitor=NAME`), call self.log({self.monitor!r}, value) in the module, or leave "
+            "`monitor` out."
+        )
         if not FitLoopState.of(trainer).ends:
             return words
-        _say(trainer, words)
+        _warn(trainer, words)
         return ""
 
     def _finish(self, trainer: Trainer) -> None:
@@ -472,7 +488,7 @@ def _announce_writing(trainer: Trainer) -> None:
             callback.writes_checkpoint()
 
 
-def _say(trainer: Trainer, words: str) -> None:
+def _warn(trainer: Trainer, words: str) -> None:
     """Warn by our own logger: a recipe's console hides Lightning's lines, and Python repeats no warning."""
     if trainer.is_global_zero:
         log.warning("%s", words)

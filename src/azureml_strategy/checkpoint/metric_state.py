@@ -53,7 +53,7 @@ _REDUCTIONS: dict[str, Any] = {
 
 
 def metric_settings(trainer: Trainer) -> Settings:
-    """Record the attributes that the script gave each metric, so that `metric_state` can tell what updates changed.
+    """Record the attributes that the script gave each metric, so that `metric_state` finds what updates have changed.
 
     Args:
         trainer: the Trainer in `on_fit_start`, when the metrics exist and have seen no data.

@@ -79,9 +79,9 @@ def make_module(content: dict[str, Any]) -> LightningModule:
     # Whatever the file names, `_check` lets only functions of torch.nn and classes of modules and optimizers pass.
     content = from_plain(content, Names(trusted=True, imports=False))
     if kind is not None:
-        module = _called(kind, _hyperparameters(kind, content), "model")
+        module = _construct(kind, _hyperparameters(kind, content), "model")
     elif CONFIG in content[MODULE]:
-        module = _made(content[MODULE][CONFIG], "model")
+        module = _instantiate(content[MODULE][CONFIG], "model")
     else:
         raise CheckpointFormatError("The file tells neither the class nor the configuration of its module.")
     if not isinstance(module, LightningModule):
@@ -91,10 +91,10 @@ def make_module(content: dict[str, Any]) -> LightningModule:
     return module.eval()
 
 
-def _made(node: Any, place: str) -> Any:
+def _instantiate(node: Any, place: str) -> Any:
     """Make what a node of a configuration names, and everything inside it."""
     if isinstance(node, list):
-        return [_made(each, f"{place}[{number}]") for number, each in enumerate(node)]
+        return [_instantiate(each, f"{place}[{number}]") for number, each in enumerate(node)]
     if isinstance(node, str) and "${" in node:
         raise CheckpointFormatError(
             f"{place} was {node} in the training, which depends on the machine, so that the file does not tell it. "
@@ -107,8 +107,8 @@ def _made(node: Any, place: str) -> Any:
         )
     if not isinstance(node, dict):
         return node
-    arguments = {name: _made(each, f"{place}.{name}") for name, each in node.items() if name not in _IGNORED}
-    return _called(_class(node["_target_"], place), arguments, place) if "_target_" in node else arguments
+    arguments = {name: _instantiate(each, f"{place}.{name}") for name, each in node.items() if name not in _IGNORED}
+    return _construct(_class(node["_target_"], place), arguments, place) if "_target_" in node else arguments
 
 
 def _class(path: str, place: str) -> type:
@@ -155,7 +155,7 @@ def _hyperparameters(kind: type, content: Mapping[str, Any]) -> dict[str, Any]:
     return {each.name: given[each.name] for each in parameters if each.name in given}
 
 
-def _called(kind: type, arguments: dict[str, Any], place: str) -> Any:
+def _construct(kind: type, arguments: dict[str, Any], place: str) -> Any:
     for name, value in arguments.items():
         _check(value, f"{place}.{name}")
     try:
@@ -229,7 +229,7 @@ def _load(module: LightningModule, weights: Mapping[str, Any]) -> None:
     own = module.state_dict()
     missing, unknown = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
     if missing or unknown:
-        what = f"lacks {_shown(missing)}" if missing else f"has {_shown(unknown)}, which the class does not have"
+        what = f"lacks {_listed(missing)}" if missing else f"has {_listed(unknown)}, which the class does not have"
         raise CheckpointFormatError(
             f"The weights do not fit {type(module).__name__}: the file {what}. Name the class that was trained, in the "
             "version that was trained."
@@ -241,5 +241,5 @@ def _load(module: LightningModule, weights: Mapping[str, Any]) -> None:
         raise CheckpointFormatError(f"The weights do not fit {type(module).__name__}: {reason}") from error
 
 
-def _shown(names: list[str]) -> str:
+def _listed(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

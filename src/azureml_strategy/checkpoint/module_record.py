@@ -19,7 +19,7 @@ from torch import Tensor
 from azureml_strategy.checkpoint.formats import CheckpointFormatError
 
 MODULE = "azureml_strategy_module"
-"""The entry of a checkpoint that tells of its module: `class`, and where they are known `config` and `input`."""
+"""The entry of a checkpoint about its module: `class`, and where they are known `config` and `input`."""
 CLASS, CONFIG, INPUT = "class", "config", "input"
 """A dotted path; a mapping with `_target_`, as in a recipe; `{"shape": sizes of one sample, "dtype": name}`."""
 # The most numbers of a sample: an export and an endpoint make one of zeros. Our choice.
@@ -63,7 +63,7 @@ def remember_input(module: LightningModule, batch: Any) -> None:
 
 
 def module_entry(module: LightningModule | None) -> dict[str, Any]:
-    """The entry of a checkpoint that tells of a module; empty without one."""
+    """The entry of a checkpoint about its module; empty without a module."""
     if module is None:
         return {}
     record: dict[str, Any] = {CLASS: class_path(type(module))}
@@ -129,7 +129,7 @@ def read_input(record: Mapping[str, Any]) -> tuple[tuple[int | None, ...], torch
 
 
 def recorded_class(file: Path) -> str | None:
-    """The class in a user's module that a consolidated file needs, or else that of its module; None if it tells none.
+    """The class of the user's that a consolidated file needs, or else its module's class; None if none is recorded.
 
     Args:
         file: what `consolidate` has written.
@@ -151,7 +151,7 @@ def _targets(node: Any) -> Iterator[str]:
 def module_overrides(
     class_name: str | None = None, sizes: tuple[int, ...] | None = None, dtype: str | None = None
 ) -> dict[str, Any]:
-    """What a user tells of a module whose checkpoint does not, in the form of an entry.
+    """An entry with what a user states about a module, in place of what its checkpoint records.
 
     Args:
         class_name: dotted path of its class, in place of the class or the configuration that is recorded.

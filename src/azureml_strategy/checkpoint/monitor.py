@@ -7,9 +7,7 @@ checkpoints stay.
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Collection
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
@@ -90,50 +88,4 @@ def say_unranked(monitor: str, why: str) -> str:
     return (
         f"No validation runs in this training: {why}. Unless the training itself logs {monitor!r}, which "
         "JobCheckpoint(monitor=...) asks for, the newest checkpoints stay, and none is kept as the best."
-    )
-
-
-def say_not_logged(monitor: str, logged: Collection[str]) -> str:
-    """Say at a checkpoint that nobody has logged the metric, and which names there are.
-
-    Args:
-        monitor: name of the metric.
-        logged: names of the metrics that were logged.
-    """
-    near = difflib.get_close_matches(monitor, logged, n=3) or sorted(logged)
-    there = f"Logged are: {', '.join(near)}." if near else "Nothing is logged."
-    return (
-        f"JobCheckpoint(monitor={monitor!r}), but nobody has logged that. {there} Give one of these names (in a "
-        f"recipe, `checkpoint.monitor=NAME`), call self.log({monitor!r}, value) in the module, or leave `monitor` out."
-    )
-
-
-def say_fallback(monitor: str, found: bool) -> str:
-    """Say that nobody logs the metric that a shipped recipe ranks by, and what takes its place.
-
-    Args:
-        monitor: the recipe's.
-        found: whether `FALLBACK` is logged.
-    """
-    instead = (
-        f"the best checkpoint is that of the lowest {FALLBACK}"
-        if found
-        else "the newest checkpoints stay, and none is kept as the best"
-    )
-    return (
-        f"Nobody logs {monitor!r}, by which this recipe ranks its checkpoints: {instead}. `checkpoint.monitor=NAME` "
-        "names another."
-    )
-
-
-def say_newest_is_best(monitor: str, newest: str) -> str:
-    """Say at the end that no checkpoint was ranked, and where the newest is.
-
-    Args:
-        monitor: name of the metric.
-        newest: path of the newest checkpoint.
-    """
-    return (
-        f"No checkpoint has a {monitor!r}, so that none is the best of this training. The newest takes its place: "
-        f"{newest}"
     )

@@ -266,7 +266,7 @@ class _Decoder:
 
     def _new(self, kind: str, content: Any) -> Any:
         if kind in _KINDS:
-            return _KINDS[kind].whole(_parts(kind, self.decode(content)))
+            return _KINDS[kind].whole(_require_plain_parts(kind, self.decode(content)))
         if kind in SEQUENCES:
             items = [self.decode(each) for each in content]
             _require_hashable(items if kind in ("set", "frozenset") else ())
@@ -286,7 +286,7 @@ class _Decoder:
         function, arguments, keywords = (self.decode(each) for each in content)
         if type(function) not in (*REFERENCES, functools.partial) and not issubclass(type(function), type):
             raise ValueError("a partial of what is no function")
-        return self._names.partial(function, _exactly(tuple, arguments), _exactly(dict, keywords))
+        return self._names.partial(function, _require_type(tuple, arguments), _require_type(dict, keywords))
 
     def _enum(self, content: Any) -> Any:
         kind = self._class(content[0])
@@ -301,7 +301,7 @@ class _Decoder:
         kind = self._class(content[0])
         if not issubclass(kind, tuple):
             raise ValueError(f"{type_name(kind)} is no tuple")
-        return tuple.__new__(kind, _exactly(tuple, self.decode(content[1])))
+        return tuple.__new__(kind, _require_type(tuple, self.decode(content[1])))
 
     def _numpy_array(self, content: Any) -> Any:
         descriptor, shape, data = content
@@ -313,7 +313,7 @@ class _Decoder:
         return np.ndarray(shape, dtype, data.numpy().tobytes()).copy()
 
     def _numpy_objects(self, content: Any) -> Any:
-        shape, items = content[0], _exactly(list, self.decode(content[1]))
+        shape, items = content[0], _require_type(list, self.decode(content[1]))
         array = np.empty(len(items), dtype=object)
         for i, each in enumerate(items):  # numpy would turn lists into further dimensions
             array[i] = each
@@ -350,25 +350,25 @@ class _Decoder:
         "named tuple": _named_tuple,
         "numpy array": _numpy_array,
         "numpy objects": _numpy_objects,
-        "numpy scalar": lambda decoder, content: _exactly(np.ndarray, decoder.decode(content))[()],
+        "numpy scalar": lambda decoder, content: _require_type(np.ndarray, decoder.decode(content))[()],
         "numpy dtype": lambda decoder, content: np.lib.format.descr_to_dtype(content),
         "config": _config,
         "object": _object,
     }
 
 
-def _exactly(kind: type, value: Any) -> Any:
+def _require_type(kind: type, value: Any) -> Any:
     """Require exactly this class: an object of another could run code of its own."""
     if type(value) is not kind:
         raise ValueError(f"a {type_name(type(value))} in the place of a {type_name(kind)}")
     return value
 
 
-def _parts(name: str, parts: Any) -> Any:
+def _require_plain_parts(name: str, parts: Any) -> Any:
     """Check that no part has code of its own that would run when the value is made, and return the parts."""
     if name in _HOLDERS:
         index, kind = _HOLDERS[name]
-        _exactly(kind, parts if index is None else _exactly(tuple, parts)[index])
+        _require_type(kind, parts if index is None else _require_type(tuple, parts)[index])
         return parts
     left = [parts]
     while left:

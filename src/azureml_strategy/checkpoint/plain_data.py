@@ -34,7 +34,7 @@ from azureml_strategy.lightning_internals import trainer_of
 MOVED = "azureml_strategy_moved"
 """The entry of a checkpoint with the moved values: a list of `{"at": its keys, "value": its plain form}`."""
 HUGGING_FACE = "azureml_strategy_hugging_face"
-"""The entry of a checkpoint that tells of its transformers models: `azureml_strategy.huggingface.record`."""
+"""The entry of a checkpoint about its transformers models: `azureml_strategy.huggingface.record`."""
 WRITTEN_APART = ("state_dict", "optimizer_states")
 """Entries that sharded strategies write into files of their own, not beside Lightning's other entries."""
 # No restart needs these: they serve to build the module, which exists before a checkpoint is read.

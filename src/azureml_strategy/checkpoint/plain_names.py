@@ -1,8 +1,8 @@
 """Which functions and classes a checkpoint may name.
 
-A file gives a name, and the training calls what the name leads to: so a name alone can run anything that is installed.
-What a file names counts if it can do no harm, if the user has registered it, or if this run holds it already. No module
-is imported on the word of a file. All of this falls away for a file that the user trusts.
+A file gives a name, and the training calls the function or class of that name: so a name alone can run anything that
+is installed. A name is accepted if what it stands for can do no harm, if the user has registered it, or if this run
+holds it already. No module is imported because a file names it. None of this applies to a file that the user trusts.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Names:
     def data_class(self, module: str, name: str) -> type:
         """Find a class to make an object of by its fields, or to take a member of.
 
-        It may be a class of the modules that the run's own classes are of, or one that only holds data.
+        Classes are accepted that only hold data, and those in the modules of the run's own classes.
 
         Raises:
             NameRefusedError: it may not be named.
@@ -110,7 +110,7 @@ class Names:
         return found  # type: ignore[no-any-return]
 
     def partial(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """Make a partial. One of a function of the user's has to be one that the run holds, arguments and all.
+        """Make a partial. If its function is the user's, the run must hold a partial with the same arguments.
 
         Raises:
             NameRefusedError: it may not be made.
@@ -150,7 +150,7 @@ def _without_code(module: str, name: str) -> Any:
 
 
 def _is_harmless(found: Any) -> bool:
-    """Whether calling it only computes, with whatever arguments; or the user has said that a file may name it."""
+    """Whether calling it only computes, with any arguments, or the user has registered it with torch."""
     if any(found is (each[0] if type(each) is tuple else each) for each in torch.serialization.get_safe_globals()):
         return True
     if not isinstance(found, type):

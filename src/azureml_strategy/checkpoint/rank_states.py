@@ -19,8 +19,8 @@ from typing_extensions import override
 from azureml_strategy.checkpoint.host_copy import TensorPickler, TensorUnpickler
 from azureml_strategy.control.gather import gather_sound
 
-# Of all states of a rank together. Larger ones are averages of weights and the like, which the ranks or the strategy
-# keep equal.
+# The limit for all states of a rank together. Larger states are averages of weights and similar, which the ranks or the
+# strategy keep equal.
 _MOST_BYTES = 1 << 20
 _CALLBACKS, _DATA = "callbacks", "data module"
 

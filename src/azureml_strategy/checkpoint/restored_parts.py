@@ -5,7 +5,7 @@ Lightning restores them in pairs, and leaves out whatever has no partner.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,28 +48,25 @@ class RestoredParts:
             optimizers: of the training.
             schedulers: of the training; None if a callback replaces and restores them.
         """
-        found = [*self._optimizers(optimizers), *(self._schedulers(schedulers) if schedulers is not None else ())]
-        for text in found:
-            rank_zero_warn(f"{text} Let configure_optimizers return what it returned, to go on with what they were.")
-
-    def _optimizers(self, now: Sequence[Optimizer]) -> Iterator[str]:
-        if self.optimizers is not None and self.optimizers != len(now):
-            yield _unequal("optimizers", self.optimizers, [type(each).__name__ for each in now])
-
-    def _schedulers(self, now: Sequence[FreshScheduler]) -> Iterator[str]:
-        if len(self.schedulers) != len(now):
-            yield _unequal("schedulers of learning rates", len(self.schedulers), [each.kind for each in now])
-        for saved, each in zip(self.schedulers, now, strict=False):  # of the others it is said already
+        found = []
+        if self.optimizers is not None and self.optimizers != len(optimizers):
+            found.append(_unequal("optimizers", self.optimizers, [type(each).__name__ for each in optimizers]))
+        if schedulers is not None and len(self.schedulers) != len(schedulers):
+            kinds = [each.kind for each in schedulers]
+            found.append(_unequal("schedulers of learning rates", len(self.schedulers), kinds))
+        for saved, each in zip(self.schedulers, schedulers or (), strict=False):  # of the others it is said already
             unread = sorted(saved - each.names) if each.is_torchs else ()
             if unread:
-                yield (
+                found.append(
                     f"The checkpoint has a scheduler of learning rates with {', '.join(unread)}, which {each.kind} "
                     "does not read: it was another one, whose settings are left out."
                 )
+        for text in found:
+            rank_zero_warn(f"{text} Let configure_optimizers return what it returned, to go on with what they were.")
 
 
 class FreshScheduler:
-    """What is known of a scheduler before a state is loaded, which adds whatever names it holds.
+    """The names in a scheduler's state before a checkpoint is loaded, which adds the names that it has.
 
     Args:
         scheduler: of the training.

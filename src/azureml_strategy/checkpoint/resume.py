@@ -66,7 +66,7 @@ class NotVerifiedError(RuntimeError):
     """A share was not checked in time, or its check failed: it is unknown whether the checkpoint is whole."""
 
 
-def shared_out(files: Mapping[str, StoredFile], ranks: Iterable[int]) -> dict[int, list[str]]:
+def distribute_files(files: Mapping[str, StoredFile], ranks: Iterable[int]) -> dict[int, list[str]]:
     """Distribute files over ranks, so that each rank reads about as many bytes.
 
     Args:
@@ -121,7 +121,7 @@ class Leader:
         listed = {name: [stored.size, stored.crc32] for name, stored in files.items()}
         self._send("order", {"folder": str(folder), "files": listed})
         sees = self._received(self._others, "sees", time.monotonic() + _ARRIVAL_SECONDS)
-        shares = shared_out(files, [0, *(rank for rank, has_files in sees.items() if has_files)])
+        shares = distribute_files(files, [0, *(rank for rank, has_files in sees.items() if has_files)])
         seconds = time_limit(files, shares)
         self._send("shares", {"shares": shares, "seconds": seconds})
         deadline = time.monotonic() + seconds
@@ -250,8 +250,8 @@ def checkpoint_to_resume(resume: str, folder: Path) -> Path | None:
         return None
     launch = learn_launch()
     if launch is None or launch.world_size == 1:
-        return _chosen(resume, folder, _check_alone)
-    return _agreed(launch, resume, folder)
+        return _choose(resume, folder, _check_alone)
+    return _choose_before_group(launch, resume, folder)
 
 
 def choose_together(resume: str, folder: Path, rank: int, world_size: int) -> Path | None:
@@ -269,14 +269,14 @@ def choose_together(resume: str, folder: Path, rank: int, world_size: int) -> Pa
     if resume == NEVER:
         return None
     if world_size == 1:
-        return _chosen(resume, folder, _check_alone)
+        return _choose(resume, folder, _check_alone)
     store = another_connection(world_size, timedelta(seconds=MEETING_SECONDS))
     ranks = gather((store is not None, uuid.uuid4().hex))
     if store is not None and all(connected for connected, _ in ranks):
         own_keys = PrefixStore(f"azureml_strategy/resume/{ranks[0][1]}", store)
-        return _agreed_through(own_keys, rank, world_size, resume, folder)
+        return _choose_through(own_keys, rank, world_size, resume, folder)
     try:  # ranks without a common store wait in a collective while rank 0 reads all files
-        chosen: Path | None = GroupExchange(rank).on_rank_zero(lambda: _chosen(resume, folder, _check_alone))
+        chosen: Path | None = GroupExchange(rank).on_rank_zero(lambda: _choose(resume, folder, _check_alone))
     except StepError as error:
         raise ResumeError(str(error)) from error
     return chosen if chosen is None or rank == 0 else _visible(chosen, rank, with_manifest=False)
@@ -352,13 +352,13 @@ def _readable(path: Path) -> Manifest | None:
     return None
 
 
-def _chosen(resume: str, folder: Path, check: Check) -> Path | None:
+def _choose(resume: str, folder: Path, check: Check) -> Path | None:
     if resume in (AUTO, ANY):
         return newest_valid(folder.absolute(), check, this_run() if resume == AUTO else None)
-    return _given(Path(resume), check)
+    return _require_valid(Path(resume), check)
 
 
-def _given(path: Path, check: Check) -> Path:
+def _require_valid(path: Path, check: Check) -> Path:
     if not path.exists():
         raise ResumeError(
             f"resume={path}, but there is nothing. Give the path of a checkpoint, a file or a folder; `resume={AUTO}` "
@@ -387,15 +387,15 @@ def _may_be_torchs(path: Path) -> bool:
         return file.read(1) == b"\x80"
 
 
-def _agreed(launch: Launch, resume: str, folder: Path) -> Path | None:
+def _choose_before_group(launch: Launch, resume: str, folder: Path) -> Path | None:
     """Agree on rank 0's choice, through the store: Lightning needs it before there is a process group."""
     store = open_store(launch, timedelta(seconds=MEETING_SECONDS), f"resume/{next(_choices)}")
     if launch.rank == 0:
         _kept_open.append(store)
-    return _agreed_through(store, launch.rank, launch.world_size, resume, folder)
+    return _choose_through(store, launch.rank, launch.world_size, resume, folder)
 
 
-def _agreed_through(store: Store, rank: int, world_size: int, resume: str, folder: Path) -> Path | None:
+def _choose_through(store: Store, rank: int, world_size: int, resume: str, folder: Path) -> Path | None:
     try:
         if rank > 0:
             answer = follow(store, rank)
@@ -409,7 +409,7 @@ def _agreed_through(store: Store, rank: int, world_size: int, resume: str, folde
 
 def _lead(leader: Leader, resume: str, folder: Path) -> Path | None:
     try:
-        chosen = _chosen(resume, folder, leader.fault)
+        chosen = _choose(resume, folder, leader.fault)
     except Exception as error:  # whatever it is, the others must not wait for it
         leader.end({"error": str(error)}, stay=True)
         raise
@@ -421,7 +421,7 @@ def _lead(leader: Leader, resume: str, folder: Path) -> Path | None:
 def _visible(path: Path, rank: int, with_manifest: bool = True) -> Path:
     """Wait until this node sees the files that were checked."""
     deadline = time.monotonic() + _VISIBLE_SECONDS
-    while (fault := _unseen(path, with_manifest)) is not None and time.monotonic() < deadline:
+    while (fault := _missing_here(path, with_manifest)) is not None and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
     if fault is None:
         return path
@@ -431,7 +431,7 @@ def _visible(path: Path, rank: int, with_manifest: bool = True) -> Path:
     )
 
 
-def _unseen(path: Path, with_manifest: bool) -> str | None:
+def _missing_here(path: Path, with_manifest: bool) -> str | None:
     if with_manifest and not manifest_path(path).is_file():
         return "its manifest is missing"
     try:

@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, TypeVar
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from azureml_strategy.checkpoint.checkpoint_io import make_plain, stage
-from azureml_strategy.checkpoint.folder import CheckpointFolder, Summed, by_score, superfluous
+from azureml_strategy.checkpoint.folder import CheckpointFolder, FileChecksums, by_score, superfluous
 from azureml_strategy.checkpoint.host_copy import HostCopyBuffer
 from azureml_strategy.checkpoint.manifest import Manifest, StoredFile, look
 from azureml_strategy.cluster.redaction import redact_text
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 # Free disk space needed in addition to the size of the last checkpoint, for the manifest and for what others write.
 _SPARE_BYTES = 16 << 20
-WriteParts = Callable[[Path, Exchange], Summed | None]
+WriteParts = Callable[[Path, Exchange], FileChecksums | None]
 """Writes this rank's files of a checkpoint to a path. All ranks call it, and it fails on all of them alike.
 
 It returns, on all ranks, the files that are already on disk and summed; None if every file must be read back.
@@ -145,7 +145,7 @@ class CheckpointWriter:
         try:
             name = exchange.on_rank_zero(lambda: self._begin(draft.name))
             summed = write_parts(self.folder.path / name, exchange) or {}
-            files = self._settle(name, summed, exchange)
+            files = self._flush_and_checksum(name, summed, exchange)
             complete = replace(draft, name=name, files=files)
             manifest = exchange.on_rank_zero(lambda: self.folder.commit(complete))
         except StepError as error:
@@ -174,12 +174,12 @@ class CheckpointWriter:
             raise OSError(f"the disk has {free:,} bytes left, and it takes about {needed:,}")
         return name
 
-    def _settle(self, name: str, summed: Summed, exchange: Exchange) -> dict[str, StoredFile]:
-        """Make all files reach the disk and sum them, each on one of the ranks."""
-        files = exchange.together(lambda: self.folder.listing(name))
+    def _flush_and_checksum(self, name: str, summed: FileChecksums, exchange: Exchange) -> dict[str, StoredFile]:
+        """Flush all files to disk and compute their checksums, each file on one of the ranks."""
+        files = exchange.on_all_ranks(lambda: self.folder.listing(name))
         if not any(files):
             raise StepError("nothing was written")
-        settled = exchange.together(lambda: self.folder.settle(_share(files, exchange.rank), summed))
+        settled = exchange.on_all_ranks(lambda: self.folder.flush_and_checksum(_share(files, exchange.rank), summed))
         return dict(sorted(item for each in settled for item in each.items()))
 
     def _clear_away(self, written: Manifest) -> dict[str, float]:
@@ -298,7 +298,7 @@ class BackgroundWriter:
             The checkpoint; None if there was none to wait for, or it failed.
         """
         started = time.monotonic()
-        written, self._written = self._agreed() if self._background.busy else self._written, None
+        written, self._written = self._outcome_of_rank_zero() if self._background.busy else self._written, None
         waited = time.monotonic() - started
         if waited > _LONG_WAIT_SECONDS:
             rank_zero_info(f"Training has waited {waited:.1f} s for a checkpoint to be written.")
@@ -328,7 +328,7 @@ class BackgroundWriter:
         self._disconnect()
         return written
 
-    def _agreed(self) -> Written | None:
+    def _outcome_of_rank_zero(self) -> Written | None:
         """Return rank 0's outcome on all ranks: if the threads lost one another, only some ranks know it."""
         written = self._background.finish()
         outcomes = gather((written is not None, self._threads is not None and self._threads.broken))
@@ -343,33 +343,34 @@ class BackgroundWriter:
         self._threads, self._broken = None, False
 
     def _write_copy(self, content: Any, write: WriteStaged) -> WriteParts:
-        """Copy the content, and return a function that writes the copy."""
+        """Copy the content, and return a function that writes the copy. It fails on all ranks if one has no copy."""
+        failed: OSError | None = None
         try:
             copy = self._buffer.copy(content)
         except Exception as error:  # whatever it is, the other ranks must not wait for this one
             failed = OSError(f"its state cannot be copied ({type(error).__name__}: {error})")
-            return lambda path, exchange: write(_content(exchange, lambda: _raise(failed)), path, exchange)
-        return lambda path, exchange: write(_content(exchange, copy.content), path, exchange)
+
+        def write_copy(path: Path, exchange: Exchange) -> FileChecksums | None:
+            own: list[Any] = []
+
+            def get_copy() -> None:
+                if failed is not None:
+                    raise failed
+                own.append(copy.content())
+
+            exchange.on_all_ranks(get_copy)
+            return write(own[0], path, exchange)
+
+        return write_copy
 
 
 def _at_once(trainer: Trainer, checkpoint: dict[str, Any]) -> WriteParts:
     """Write as `Trainer.save_checkpoint` does, but without its final barrier, which a failed rank would not reach."""
 
     def write(path: Path, exchange: Exchange) -> None:
-        exchange.together(lambda: trainer.strategy.save_checkpoint(checkpoint, str(path)))
+        exchange.on_all_ranks(lambda: trainer.strategy.save_checkpoint(checkpoint, str(path)))
 
     return write
-
-
-def _content(exchange: Exchange, get: Callable[[], Any]) -> Any:
-    """Return what this rank writes, if all ranks have theirs."""
-    content: list[Any] = []
-    exchange.together(lambda: content.append(get()))
-    return content[0]
-
-
-def _raise(error: Exception) -> NoReturn:
-    raise error
 
 
 def _report(writer: CheckpointWriter, written: Written | None, started: float, stood_still: float) -> None:

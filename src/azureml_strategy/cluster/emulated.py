@@ -34,20 +34,20 @@ _FAMILIES = re.compile(
     r"(?:AZUREML_|AZ_BATCH|AMLARC_|OMPI_COMM_WORLD_|OMPI_WORLD_|MV2_COMM_WORLD_|PMI_|PMIX_(?!MCA_|INSTALL_PREFIX$)"
     r"|SLURM_(?!CONF$))\w+"
 )
-# Only a job has set these, where the shell is one of a job.
+# Removed only if the shell is one of a job: then the job has set them.
 _PATHS_OF_A_JOB = re.compile(r"AZURE_ML_(?:INPUT|OUTPUT)_\w+")
-# Only mpirun has set these, where it has started the shell: by them MPI_Init finds it. Sources: setup_fork and
+# Removed only if mpirun has started the shell: by these, MPI_Init finds mpirun. Sources: setup_fork and
 # setup_child in schizo_ompi.c of Open MPI 3 and 4; for 5, pmdl_ompi.c of OpenPMIx.
 _OF_MPIRUN = re.compile(
     r"OMPI_MCA_(?:ess|ess_base_jobid|ess_base_vpid|pmix|initial_wdir|num_procs|cpu_type|shmem_RUNTIME_QUERY_hint"
     r"|mpi_oversubscribe|orte_(?:hnp_uri|local_daemon_uri|app_num|num_nodes|num_restarts|launch|tmpdir_base"
     r"|bound_at_launch|base_applied_binding|precondition_transports|top_session_dir|jobfam_session_dir|ess_\w+))"
 )
-# Variables of ours that the user sets, or that belong to settings that stay.
+# Our variables that stay in the environment: the user sets them, or they belong to settings that stay.
 _KEPT = (*SWITCHES, EVENTS_VARIABLE, PLANNED_VARIABLES)
 
 
-# Name of the cluster that an emulated job says it runs on.
+# The cluster name of an emulated job.
 _CLUSTER = "emulated"
 
 
@@ -177,7 +177,7 @@ def _node_variables(launch: Launch, addresses: Sequence[str]) -> dict[str, str]:
     return variables
 
 
-def _pytorch(launch: Launch, addresses: Sequence[str]) -> dict[str, str]:
+def _pytorch(launch: Launch) -> dict[str, str]:
     return {
         "MASTER_ADDR": launch.main_address,
         "MASTER_PORT": str(launch.main_port),
@@ -188,7 +188,7 @@ def _pytorch(launch: Launch, addresses: Sequence[str]) -> dict[str, str]:
     }
 
 
-def _mpi(launch: Launch, addresses: Sequence[str]) -> dict[str, str]:
+def _mpi(launch: Launch) -> dict[str, str]:
     return {
         "OMPI_COMM_WORLD_RANK": str(launch.rank),
         "OMPI_COMM_WORLD_SIZE": str(launch.world_size),
@@ -211,8 +211,8 @@ def _tensorflow(launch: Launch, addresses: Sequence[str]) -> dict[str, str]:
 
 
 _LAUNCHERS: dict[str, Callable[[Launch, Sequence[str]], dict[str, str]]] = {
-    "pytorch": _pytorch,
-    "mpi": _mpi,
+    "pytorch": lambda launch, addresses: _pytorch(launch),
+    "mpi": lambda launch, addresses: _mpi(launch),
     "tensorflow": _tensorflow,
     "none": lambda launch, addresses: {},
 }

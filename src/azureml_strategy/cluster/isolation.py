@@ -21,10 +21,10 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 # Set on an exception that a callback lets through on purpose.
 _INTENDED = "_azureml_strategy_intended"
 # Set on a method that isolates by itself what may fail.
-_BARE = "_azureml_strategy_bare"
+_NOT_ISOLATED = "_azureml_strategy_not_isolated"
 
 
-def bare(method: Method) -> Method:
+def not_isolated(method: Method) -> Method:
     """Do not wrap a public method. It is for methods that run at each step and mostly do nothing.
 
     The wrapper would take some microseconds of each step, more than such a method. What may fail in it must be
@@ -33,7 +33,7 @@ def bare(method: Method) -> Method:
     Args:
         method: what cannot fail by itself.
     """
-    setattr(method, _BARE, True)
+    setattr(method, _NOT_ISOLATED, True)
     return method
 
 
@@ -74,11 +74,11 @@ def isolated(method: Callable[..., Any]) -> Callable[..., Any]:
 class Isolated:
     """A part of a run whose own faults do not end it.
 
-    Each public method of a subclass is wrapped unless it is `bare`, also one that it inherits from a class that is not
-    isolated. An unexpected exception becomes one warning, with its traceback and the switch that disables the part, and
-    the part does nothing more until the next `setup`. Exceptions that end a run on purpose pass through: LaunchError,
-    all that are not an `Exception` (SIGTERMException, SystemExit, KeyboardInterrupt), and those raised inside
-    `run_user_code`.
+    Each public method of a subclass is wrapped unless it is `not_isolated`, also one that it inherits from a class that
+    is not isolated. An unexpected exception becomes one warning, with its traceback and the switch that disables the
+    part, and the part does nothing more until the next `setup`. Exceptions that end a run on purpose pass through:
+    LaunchError, all that are not an `Exception` (SIGTERMException, SystemExit, KeyboardInterrupt), and those raised
+    inside `run_user_code`.
 
     A method with a collective must take part in it even if something fails on its rank: see `CapturedResult`.
 
@@ -95,7 +95,12 @@ class Isolated:
             owner = next(each for each in cls.__mro__ if name in vars(each))
             member = vars(owner)[name]
             is_theirs = owner is cls or not (owner is Callback or issubclass(owner, Isolated))
-            if is_theirs and inspect.isfunction(member) and not name.startswith("_") and not hasattr(member, _BARE):
+            if (
+                is_theirs
+                and inspect.isfunction(member)
+                and not name.startswith("_")
+                and not hasattr(member, _NOT_ISOLATED)
+            ):
                 setattr(cls, name, isolated(member))
 
     def _give_up(self, trainer: Trainer | None) -> None:

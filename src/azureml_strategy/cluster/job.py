@@ -19,7 +19,7 @@ _GPU_COUNTS = (
 
 @dataclass(frozen=True)
 class Job:
-    """What Azure ML tells a process about its job. An attribute is None if Azure ML does not tell it.
+    """What a process knows of its job from Azure ML's variables. An attribute is None if no variable gives it.
 
     Attributes:
         run_id: the job's name, which is also the id of its MLflow run. It stays the same after a retry.

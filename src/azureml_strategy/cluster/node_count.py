@@ -30,8 +30,8 @@ from azureml_strategy.cluster.launchers import detect_launch
 
 log = logging.getLogger(__name__)
 
-# torch's own limit for a process group, which the ranks are about to start: whoever may be late there, because rank 0
-# downloads the data first, say, may be late here.
+# torch's own limit for a process group, which the ranks are about to start. A rank that may be late there may be late
+# here, for example because rank 0 downloads the data first.
 _TIMEOUT = timedelta(minutes=30)
 _REMIND_SECONDS = 60.0
 _PAUSE_SECONDS = 0.1  # between two attempts to reach rank 0

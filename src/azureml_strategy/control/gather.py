@@ -154,7 +154,7 @@ class Exchange(ABC):
         """Tell the other ranks that this rank will make no further calls."""
         return
 
-    def together(self, step: Callable[[], Value]) -> list[Value]:
+    def on_all_ranks(self, step: Callable[[], Value]) -> list[Value]:
         """Run a step on each rank.
 
         Returns:

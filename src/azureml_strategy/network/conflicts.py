@@ -72,16 +72,12 @@ class _Configured:
         number = _NUMBER.match(self.value(name) or "")
         return number is not None and int(number[1]) != 0
 
-    def finding(self, verdict: Verdict, name: str, text: str, advice: str) -> Finding:
+    def finding(self, verdict: Verdict, name: str, text: str, advice: str | None = None) -> Finding:
+        """A finding about a variable. The default advice is to remove the variable, and from where."""
         value, source = self.settings[name]
         place = "" if source == "environment" else f" in {source}"
-        return Finding(verdict, f"{name}={value}{place}", text, advice)
-
-    def remove(self, name: str) -> str:
-        source = self.settings[name][1]
-        return f"Remove {name} from " + (
-            "the job's environment variables, the image and the script." if source == "environment" else f"{source}."
-        )
+        origin = source if place else "the job's environment variables, the image and the script"
+        return Finding(verdict, f"{name}={value}{place}", text, advice or f"Remove {name} from {origin}.")
 
 
 def find_conflicts(node: Node, configured: Mapping[str, tuple[str, str]], num_nodes: int) -> Iterator[Finding]:
@@ -120,7 +116,7 @@ def _infiniband_off(node: Node, settings: _Configured) -> Iterator[Finding]:
     rate = f" with {total:g} GB/s" if total else ""
     text = f"{len(node.usable_hcas)} InfiniBand adapter(s){rate} stay unused; {_sockets(node)}."
     for name in filter(off.get, off):
-        yield settings.finding("problem", name, text, settings.remove(name))
+        yield settings.finding("problem", name, text)
 
 
 def _sockets(node: Node) -> str:
@@ -143,10 +139,10 @@ def _no_infiniband(node: Node, settings: _Configured) -> Iterator[Finding]:
     }
     for name in filter(wanted.get, wanted) if ethernet else ():
         text = f"NCCL would take accelerated networking ({', '.join(ethernet)}) for InfiniBand and run RoCE over it."
-        yield settings.finding("warning", name, text, settings.remove(name))
+        yield settings.finding("warning", name, text)
     if (settings.value("NCCL_NET") or "").lower() == "ib":
         text = "no InfiniBand port is usable here, and NCCL ends with an error where it may use nothing else."
-        yield settings.finding("problem", "NCCL_NET", text, settings.remove("NCCL_NET"))
+        yield settings.finding("problem", "NCCL_NET", text)
 
 
 def _adapters(node: Node, settings: _Configured) -> Iterator[Finding]:
@@ -162,7 +158,6 @@ def _adapters(node: Node, settings: _Configured) -> Iterator[Finding]:
             "problem",
             "NCCL_IB_HCA",
             f"it selects none of the usable InfiniBand ports ({present}); {_sockets(node)}.",
-            settings.remove("NCCL_IB_HCA"),
         )
     elif len(selected) < len(node.usable_hcas):
         yield settings.finding(
@@ -170,14 +165,12 @@ def _adapters(node: Node, settings: _Configured) -> Iterator[Finding]:
             "NCCL_IB_HCA",
             f"it selects {len(selected)} of {len(node.usable_hcas)} usable InfiniBand ports: "
             f"{total_gbytes(node, selected):g} of {total_gbytes(node):g} GB/s.",
-            settings.remove("NCCL_IB_HCA"),
         )
     if selected and ethernet:
         yield settings.finding(
             "warning",
             "NCCL_IB_HCA",
             f"it also selects {', '.join(ethernet)}, which is Ethernet: NCCL would mix RoCE with InfiniBand.",
-            settings.remove("NCCL_IB_HCA"),
         )
 
 
@@ -216,7 +209,7 @@ def _gpudirect_off(node: Node, settings: _Configured) -> Iterator[Finding]:
         )
     name = "NCCL_IB_PCI_RELAXED_ORDERING"
     if node.virtual and settings.value(name) == "0":
-        yield settings.finding("warning", name, "GPUDirect RDMA writes are slow in a VM.", settings.remove(name))
+        yield settings.finding("warning", name, "GPUDirect RDMA writes are slow in a VM.")
 
 
 def _interfaces(node: Node, settings: _Configured, num_nodes: int) -> Iterator[Finding]:
@@ -239,10 +232,10 @@ def _judge_interfaces(
     if not complete:
         present = ", ".join(interface.name for interface in up)
         text = f"no interface that is up has this name; there are {present}. Nodes cannot meet."
-        yield settings.finding("problem", name, text, settings.remove(name))
+        yield settings.finding("problem", name, text)
     elif num_nodes > 1 and all(interface.kind == "loopback" for interface in selected):
         text = "it leaves only the loopback interface, by which no other node is reached."
-        yield settings.finding("problem", name, text, settings.remove(name))
+        yield settings.finding("problem", name, text)
 
 
 def _missing_files(node: Node, settings: _Configured) -> Iterator[Finding]:
@@ -261,7 +254,6 @@ def _missing_files(node: Node, settings: _Configured) -> Iterator[Finding]:
             "warning",
             "NCCL_GRAPH_FILE",
             "it fixes NCCL's search for one machine; with fewer GPUs or adapters NCCL fails to start.",
-            settings.remove("NCCL_GRAPH_FILE"),
         )
 
 
@@ -284,7 +276,6 @@ def _inside_node(node: Node, settings: _Configured) -> Iterator[Finding]:
         "warning",
         "NCCL_P2P_DISABLE",
         f"GPUs of one node talk through the host's memory{expected}.",
-        settings.remove("NCCL_P2P_DISABLE"),
     )
 
 
@@ -294,7 +285,6 @@ def _traps(settings: _Configured) -> Iterator[Finding]:
             "warning",
             "CUDA_LAUNCH_BLOCKING",
             "each kernel waits for the one before: a tool for debugging only.",
-            settings.remove("CUDA_LAUNCH_BLOCKING"),
         )
     if settings.value("NCCL_MIN_CHANNELS"):
         yield settings.finding(
@@ -305,5 +295,4 @@ def _traps(settings: _Configured) -> Iterator[Finding]:
             "warning",
             "NCCL_DEBUG_SUBSYS",
             "WARN is a level (NCCL_DEBUG), no subsystem: the log stays empty.",
-            settings.remove("NCCL_DEBUG_SUBSYS"),
         )

@@ -43,7 +43,7 @@ def stage_slowly(*arguments: Any) -> Any:
     content, write = staged
 
     def write_slowly(content: Any, path: Path, exchange: Any) -> None:
-        exchange.together(lambda: take_time(path))
+        exchange.on_all_ranks(lambda: take_time(path))
         write(content, path, exchange)
 
     return content, write_slowly

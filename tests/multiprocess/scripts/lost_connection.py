@@ -47,7 +47,7 @@ def stage_and_lose(*arguments: Any) -> Any:
     content, write = stage(*arguments)
 
     def write_and_lose(content: Any, path: Path, exchange: Any) -> None:
-        exchange.together(lambda: lose_connection(path))
+        exchange.on_all_ranks(lambda: lose_connection(path))
         write(content, path, exchange)
 
     return content, write_and_lose

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -131,7 +132,9 @@ def check_storage(facts: Facts) -> Iterator[Finding]:
 
 
 def _local(facts: Facts, mounts: tuple[Mount, ...]) -> Iterator[Finding]:
-    here = _working_directory()
+    here = None
+    with suppress(OSError):  # the folder was removed
+        here = Path.cwd()
     if here:
         yield from _space("working directory", here)
     yield from _space("/tmp", facts.root / "tmp")
@@ -162,13 +165,6 @@ def judge_space(name: str, free_gb: float, total_gb: float) -> Finding:
     if free_gb >= _LITTLE_GB:
         return Finding("ok", name, text)
     return Finding("warning", name, f"{text}: checkpoints or caches may not fit.", "Remove what is not needed.")
-
-
-def _working_directory() -> Path | None:
-    try:
-        return Path.cwd()
-    except OSError:  # it was removed
-        return None
 
 
 def _outputs() -> Iterator[Finding]:

@@ -68,7 +68,11 @@ def read_facts(root: Path, environ: Mapping[str, str], versions: Mapping[str, st
         environ: environment variables of a process of the job.
         versions: version of each package, from `installed_versions`.
     """
-    launch, launch_error = _read_launch(environ)
+    launch, launch_error = None, None
+    try:
+        launch = detect_launch(environ)
+    except LaunchError as error:
+        launch_error = error
     node = read_node(root, environ)
     plan = plan_nccl(node, num_nodes=launch.separate_machines if launch else 1, environ=environ, root=root)
     return Facts(
@@ -87,10 +91,3 @@ def has_accelerators(node: Node) -> bool:
     """Whether the machine has GPUs or RDMA adapters, or should have GPUs according to its VM size."""
     promised = node.vm_size.gpus != 0 if node.vm_size else False
     return bool(node.gpus.models or node.hcas or promised)
-
-
-def _read_launch(environ: Mapping[str, str]) -> tuple[Launch | None, LaunchError | None]:
-    try:
-        return detect_launch(environ), None
-    except LaunchError as error:
-        return None, error

@@ -11,7 +11,7 @@ from pathlib import Path
 from azureml_strategy.network.doctor.report import Report, Section, without_secrets
 from azureml_strategy.network.findings import Finding, Verdict
 from azureml_strategy.network.infiniband import read_hcas
-from azureml_strategy.network.nccl_log import LogError, Transport, describe, read_transport
+from azureml_strategy.network.nccl_log import Transport, describe, read_transport
 
 _VERDICTS: Mapping[str, Verdict] = {"problem": "problem", "warning": "warning", "info": "ok"}
 _EVIDENCE = {
@@ -51,7 +51,11 @@ def explain_log(name: str, root: str | Path = "/", environ: Mapping[str, str] | 
         raise UnreadableLog(
             f"The log {name} cannot be read: {error.strerror}. Give the path of a file, or - for standard input."
         ) from error
-    messages = (_message(error) for error in (*transport.errors, *transport.findings))
+    messages = []
+    for found in (*transport.errors, *transport.findings):
+        times = f" ({found.count} times)" if found.count > 1 else ""
+        text = f'"{found.text}"{times} {found.explanation}'
+        messages.append(Finding(_VERDICTS[found.severity], found.name, text, found.fix))
     sections = (
         Section("Transport", (*_transport(transport), *_machine(transport, Path(root)))),
         Section("Messages", tuple(messages)),
@@ -75,7 +79,9 @@ def _transport(transport: Transport) -> Iterator[Finding]:
 
 
 def _details(transport: Transport) -> Iterator[tuple[str, str]]:
-    yield "evidence", _EVIDENCE[transport.evidence] + _channels(transport)
+    over_network, inside = transport.network_channels, transport.local_channels
+    channels = f": {over_network:,} over a network, {inside:,} inside nodes" if over_network or inside else ""
+    yield "evidence", _EVIDENCE[transport.evidence] + channels
     if transport.nccl_version or transport.plugin:
         plugin = f", plugin {transport.plugin}" if transport.plugin else ""
         yield "library", f"{transport.library.upper()} {transport.nccl_version or 'of unknown version'}{plugin}"
@@ -104,20 +110,9 @@ def _paths(transport: Transport) -> Iterator[tuple[str, str]]:
         yield "PXN", "used: a GPU passes data on to the adapter of another"
 
 
-def _channels(transport: Transport) -> str:
-    if not (transport.network_channels or transport.local_channels):
-        return ""
-    return f": {transport.network_channels:,} over a network, {transport.local_channels:,} inside nodes"
-
-
 def _names(names: Sequence[str]) -> str:
     rest = len(names) - _MOST_NAMES
     return ", ".join(names[:_MOST_NAMES]) + (f" and {rest} more" if rest > 0 else "")
-
-
-def _message(error: LogError) -> Finding:
-    times = f" ({error.count} times)" if error.count > 1 else ""
-    return Finding(_VERDICTS[error.severity], error.name, f'"{error.text}"{times} {error.explanation}', error.fix)
 
 
 def _machine(transport: Transport, root: Path) -> Iterator[Finding]:

@@ -29,7 +29,9 @@ def check_adapters(facts: Facts) -> Iterator[Finding]:
     """Check what carries traffic between nodes: adapters, GPUDirect RDMA, topology file and interface."""
     yield from _adapters(facts)
     yield from find_faults(facts.node)
-    yield from _gpudirect(facts)
+    node = facts.node
+    if node.usable_hcas and node.gpus.models and node.gpudirect:
+        yield Finding("ok", "GPUDirect RDMA", f"by {node.gpudirect}")
     yield from _topology(facts)
     yield from _interface(facts)
 
@@ -41,14 +43,11 @@ def _adapters(facts: Facts) -> Iterator[Finding]:
     if not node.hcas and not judged:
         yield Finding("ok", "InfiniBand", "none")
     infiniband_first = sorted(node.hcas, key=lambda hca: not hca.is_infiniband)
-    for _, group in itertools.groupby(infiniband_first, key=_alike):
+    alike = itertools.groupby(infiniband_first, key=lambda hca: (hca.link_layer, hca.state, hca.rate_gbps, hca.fault))
+    for _, group in alike:
         hcas = list(group)
         if not (judged and hcas[0].is_infiniband and hcas[0].fault):
             yield Finding("ok", "HCAs" if hcas[0].is_infiniband else "RDMA over Ethernet", _describe_adapters(hcas))
-
-
-def _alike(hca: HCA) -> tuple[object, ...]:
-    return hca.link_layer, hca.state, hca.rate_gbps, hca.fault
 
 
 def _describe_adapters(hcas: Sequence[HCA]) -> str:
@@ -66,12 +65,6 @@ def _describe_adapters(hcas: Sequence[HCA]) -> str:
     if not first.is_infiniband:
         return f"{text}. Accelerated networking or RoCE, no InfiniBand, whatever NCCL calls it."
     return f"{text}; not usable: {first.fault}" if first.fault else text
-
-
-def _gpudirect(facts: Facts) -> Iterator[Finding]:
-    node = facts.node
-    if node.usable_hcas and node.gpus.models and node.gpudirect:
-        yield Finding("ok", "GPUDirect RDMA", f"by {node.gpudirect}")
 
 
 def _topology(facts: Facts) -> Iterator[Finding]:
@@ -108,9 +101,16 @@ def _interface(facts: Facts) -> Iterator[Finding]:
 
 def check_gpus(facts: Facts) -> Iterator[Finding]:
     """Check the number of GPUs against job, VM size and launch, the driver against CUDA, torch's build against GPUs."""
-    present, promised = len(facts.node.gpus.models), _promised(facts)
+    size, present = facts.node.vm_size, len(facts.node.gpus.models)
+    promised = (facts.job and facts.job.gpus_per_node) or (size and size.gpus) or 0
     if present < promised:
-        yield _missing(present, promised, facts)
+        yield Finding(
+            "problem",
+            "GPUs",
+            f"{promised} are promised, {f'only {_names(facts)}' if present else 'none'} can be seen here.",
+            "Replace the node if a GPU has failed (restart the job with a fresh one). If the container was started by "
+            "you, give it all GPUs: `docker run --gpus all`.",
+        )
     elif present:
         yield Finding("ok", "GPUs", _names(facts))
     else:
@@ -121,25 +121,9 @@ def check_gpus(facts: Facts) -> Iterator[Finding]:
         yield from _processes(facts, present)
 
 
-def _promised(facts: Facts) -> int:
-    size = facts.node.vm_size
-    return (facts.job and facts.job.gpus_per_node) or (size and size.gpus) or 0
-
-
 def _names(facts: Facts) -> str:
     names = Counter(name or "GPU (the driver hides its model)" for name in facts.node.gpus.models)
     return ", ".join(f"{count} x {name}" for name, count in names.items())
-
-
-def _missing(present: int, promised: int, facts: Facts) -> Finding:
-    seen = f"only {_names(facts)}" if present else "none"
-    return Finding(
-        "problem",
-        "GPUs",
-        f"{promised} are promised, {seen} can be seen here.",
-        "Replace the node if a GPU has failed (restart the job with a fresh one). If the container was started by you, "
-        "give it all GPUs: `docker run --gpus all`.",
-    )
 
 
 def _driver(facts: Facts) -> Iterator[Finding]:
@@ -197,7 +181,12 @@ def check_size(facts: Facts) -> Iterator[Finding]:
         return
     yield _describe_size(size, facts.node.vm_size_source)
     if size.retired:
-        yield _retired(size)
+        yield Finding(
+            "warning",
+            _SUBJECT,
+            f"Azure retired {size.name} on {size.retired}: no new nodes can be had.",
+            "Make a cluster of a current size.",
+        )
     if facts.num_nodes > 1 and size.gpus != 0 and not size.infiniband:
         yield _without_infiniband(size, facts.num_nodes)
 
@@ -229,15 +218,6 @@ def _promises(size: VMSize) -> Iterator[str]:
         yield f"Ethernet {size.ethernet_gbps:g} Gb/s"
     if size.bus_bandwidth:
         yield f"all-reduce bus bandwidth of one node at least {size.bus_bandwidth:g} GB/s"
-
-
-def _retired(size: VMSize) -> Finding:
-    return Finding(
-        "warning",
-        _SUBJECT,
-        f"Azure retired {size.name} on {size.retired}: no new nodes can be had.",
-        "Make a cluster of a current size.",
-    )
 
 
 def _without_infiniband(size: VMSize, num_nodes: int) -> Finding:

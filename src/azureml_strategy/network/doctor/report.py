@@ -103,22 +103,19 @@ def without_secrets(report: Report, environ: Mapping[str, str]) -> Report:
         environ: environment variables. The values of those with secret names are removed from the report, as is
             everything that looks like a secret.
     """
-    sections = tuple(
-        Section(
-            section.title,
-            tuple(
-                replace(
-                    finding,
-                    subject=printable(finding.subject, environ),
-                    text=printable(finding.text, environ),
-                    advice=printable(finding.advice, environ),
-                )
-                for finding in section.findings
-            ),
+    sections = []
+    for section in report.sections:
+        findings = (
+            replace(
+                finding,
+                subject=printable(finding.subject, environ),
+                text=printable(finding.text, environ),
+                advice=printable(finding.advice, environ),
+            )
+            for finding in section.findings
         )
-        for section in report.sections
-    )
-    return Report(sections, printable(report.facts, environ))
+        sections.append(Section(section.title, tuple(findings)))
+    return Report(tuple(sections), printable(report.facts, environ))
 
 
 def printable(value: Any, environ: Mapping[str, str]) -> Any:

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from azureml_strategy.cluster.environ import in_azure_ml
 from azureml_strategy.cluster.job import Job
-from azureml_strategy.cluster.launch import Launch, UnknownNodesError
+from azureml_strategy.cluster.launch import UnknownNodesError
 from azureml_strategy.lazy import install_line
 from azureml_strategy.network.doctor.facts import Facts
 from azureml_strategy.network.findings import Finding, find_faults
@@ -21,21 +21,20 @@ def check_launch(facts: Facts) -> Iterator[Finding]:
         trains = isinstance(facts.launch_error, UnknownNodesError)
         yield Finding("warning" if trains else "problem", "launch", str(facts.launch_error))
     elif facts.launch:
-        yield Finding("ok", "launch", _describe_launch(facts.launch))
+        launch = facts.launch
+        yield Finding(
+            "ok",
+            "launch",
+            f"{launch.launcher}: global rank {launch.rank} of {launch.world_size}, local rank {launch.local_rank} of "
+            f"{launch.local_world_size}, node {launch.node_rank} of {launch.num_nodes}; rank 0 at "
+            f"{launch.main_address}:{launch.main_port}",
+        )
     elif in_azure_ml(facts.environ):
         yield Finding("ok", "launch", "one process, without a launcher: Lightning's own defaults hold.")
     else:
         yield Finding("ok", "launch", "not in an Azure ML job: Lightning's own defaults hold.")
     if facts.job:
         yield Finding("ok", "job", _describe_job(facts.job))
-
-
-def _describe_launch(launch: Launch) -> str:
-    return (
-        f"{launch.launcher}: global rank {launch.rank} of {launch.world_size}, local rank {launch.local_rank} of "
-        f"{launch.local_world_size}, node {launch.node_rank} of {launch.num_nodes}; rank 0 at "
-        f"{launch.main_address}:{launch.main_port}"
-    )
 
 
 def _describe_job(job: Job) -> str:
@@ -59,13 +58,10 @@ def check_settings(facts: Facts) -> Iterator[Finding]:
     wrong = {finding.subject.partition("=")[0] for finding in conflicts}
     for setting in facts.plan.kept:
         if setting.variable not in wrong:
-            text = f"{setting.value}  Set already, in {_describe_source(setting.source)}; it stays."
+            source = "the environment" if setting.source == "environment" else setting.source
+            text = f"{setting.value}  Set already, in {source}; it stays."
             yield Finding("ok", setting.variable, text)
     yield from conflicts
-
-
-def _describe_source(source: str) -> str:
-    return "the environment" if source == "environment" else source
 
 
 _NUMBER = re.compile(r"(\d+)\.(\d+)")

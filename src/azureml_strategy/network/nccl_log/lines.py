@@ -6,6 +6,7 @@ import os
 import re
 from codecs import getincrementaldecoder
 from collections.abc import Iterable, Iterator
+from itertools import takewhile
 from typing import Protocol, Union, runtime_checkable
 
 from azureml_strategy.network.nccl_log.devices import LIMIT, Route, parse_route
@@ -60,25 +61,15 @@ def read_lines(log: Log) -> Iterator[list[str]]:
 
 
 def _pieces(log: Log) -> Iterator[str]:
-    if isinstance(log, bytes):
-        return _decoded(log[start : start + PIECE] for start in range(0, len(log), PIECE))
-    if isinstance(log, str):
-        return (log[start : start + PIECE] for start in range(0, len(log), PIECE))
-    if isinstance(log, os.PathLike):
-        return _file(log)
-    if isinstance(log, Stream):
-        return _decoded(_stream(log))
-    return (f"{line}\n" for line in log)
-
-
-def _file(path: os.PathLike[str]) -> Iterator[str]:
-    with open(path, "rb") as file:
-        yield from _decoded(_stream(file))
-
-
-def _stream(stream: Stream) -> Iterator[str | bytes]:
-    while piece := stream.read(PIECE):
-        yield piece
+    if isinstance(log, (bytes, str)):
+        yield from _decoded(log[start : start + PIECE] for start in range(0, len(log), PIECE))
+    elif isinstance(log, os.PathLike):
+        with open(log, "rb") as file:
+            yield from _pieces(file)
+    elif isinstance(log, Stream):
+        yield from _decoded(takewhile(bool, iter(lambda: log.read(PIECE), None)))
+    else:
+        yield from (f"{line}\n" for line in log)
 
 
 def _decoded(pieces: Iterable[str | bytes]) -> Iterator[str]:
@@ -127,7 +118,7 @@ class Messages:
                 else:
                     self._line(line[:MAX_LINE], key)
             elif (self._open or self._wanted) and line.strip():
-                self._line_behind(line[:MAX_LINE].strip())
+                self._continue_message(line[:MAX_LINE].strip())
 
     def close(self) -> None:
         """Pass on the counted channel lines, and the first line of a message that is still incomplete."""
@@ -141,7 +132,7 @@ class Messages:
         if self._open:
             host, level, lines = self._open
             self._open = None
-            self._hand_over(host, level, lines[0])
+            self._sink.message(host, level, lines[0].rstrip())
 
     def _line(self, line: str, key: tuple[str, str]) -> None:
         self._close_message()
@@ -172,9 +163,9 @@ class Messages:
             self._close_message()
             self._open = (host, level, [text])
         else:
-            self._hand_over(host, level, text)
+            self._sink.message(host, level, text.rstrip())
 
-    def _line_behind(self, line: str) -> None:
+    def _continue_message(self, line: str) -> None:
         if self._open is None:
             self._wanted = max(self._wanted - 1, self._sink.other(line))
             return
@@ -186,9 +177,6 @@ class Messages:
             self._message(host, level, whole)
         elif len(lines) == _MOST_LINES:
             self._close_message()
-
-    def _hand_over(self, host: str | None, level: str, text: str) -> None:
-        self._sink.message(host, level, text.rstrip())
 
 
 def _process(prefix: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
 
 from azureml_strategy.network.nccl_log.devices import Kind
 from azureml_strategy.network.nccl_log.evidence import Evidence
@@ -26,17 +25,6 @@ def uses_gpudirect(evidence: Evidence, kind: Kind) -> bool | None:
     return False if decided == {False} else None
 
 
-def list_hcas(evidence: Evidence, kind: Kind) -> tuple[str, ...]:
-    """The adapters with the link layer of the verdict, and those whose link layer no line shows."""
-    return tuple(evidence.devices.with_link("RoCE" if kind == "roce" else "IB", None))
-
-
-def list_other_devices(evidence: Evidence, hcas: Collection[str]) -> tuple[str, ...]:
-    """The adapters that are not in `hcas`."""
-    known = set(hcas)
-    return tuple(name for name in evidence.devices.with_link("IB", "RoCE", None) if name not in known)
-
-
 def count_channels(evidence: Evidence) -> tuple[int, Counter[str]]:
     """Count channel lines over networks, and those inside nodes by route."""
     network, local = 0, Counter[str]()
@@ -56,12 +44,12 @@ def name_plugin(evidence: Evidence, verdict: Verdict) -> str | None:
 
 
 def relaxed_ordering(evidence: Evidence, plugin: str | None) -> bool | None:
-    """Whether adapters may write out of order; None if unknown. Only NCCL's own network always tells, since 2.12."""
+    """Whether adapters may write out of order; None if unknown. Only NCCL's own network always logs it, since 2.12."""
     if evidence.relaxed_ordering:
         return True
     version = tuple(int(part) for part in (evidence.version or "0").split("."))
-    is_told = evidence.relaxed_ordering is False and plugin == "IB" and version >= (2, 12)
-    return False if is_told else None
+    is_off = evidence.relaxed_ordering is False and plugin == "IB" and version >= (2, 12)
+    return False if is_off else None
 
 
 def sharp_state(evidence: Evidence) -> Sharp | None:
@@ -90,11 +78,9 @@ def read_transport(log: Log) -> Transport:
     for lines in read_lines(log):
         messages.read(lines)
     messages.close()
-    return _conclude(evidence, judge(evidence))
-
-
-def _conclude(evidence: Evidence, verdict: Verdict) -> Transport:
-    hcas = list_hcas(evidence, verdict.kind)
+    verdict = judge(evidence)
+    # The adapters with the link layer of the verdict, and those whose link layer no line shows.
+    hcas = tuple(evidence.devices.with_link("RoCE" if verdict.kind == "roce" else "IB", None))
     plugin = name_plugin(evidence, verdict)
     network, local = count_channels(evidence)
     return Transport(
@@ -113,7 +99,7 @@ def _conclude(evidence: Evidence, verdict: Verdict) -> Transport:
         network_channels=network,
         local_channels=local.total(),
         intra_node=next((name for name, _ in local.most_common(1)), None),
-        other_devices=list_other_devices(evidence, hcas),
+        other_devices=tuple(name for name in evidence.devices.with_link("IB", "RoCE", None) if name not in hcas),
         interfaces=tuple(evidence.interfaces),
         relaxed_ordering=relaxed_ordering(evidence, plugin),
         sharp=sharp_state(evidence),

@@ -87,9 +87,10 @@ def describe(transport: Transport) -> str:
 
 
 def _details(transport: Transport) -> list[str]:
-    details = []
-    if transport.kind in ("ib", "roce") and transport.hcas:
-        details.append(_adapters(transport.hcas))
+    details, names = [], transport.hcas
+    if transport.kind in ("ib", "roce") and names:
+        shown = ", ".join(names) if len(names) <= _MOST_ADAPTERS else f"{names[0]} ... {names[-1]}"
+        details.append(f"{len(names)} HCA{'s' if len(names) > 1 else ''} ({shown})")
     if transport.kind in ("ib", "roce", "ofi") and transport.gpudirect is not None:
         details.append("GPUDirect RDMA" if transport.gpudirect else "no GPUDirect RDMA")
     if transport.kind == "socket" and transport.interface:
@@ -101,11 +102,6 @@ def _details(transport: Transport) -> list[str]:
     if transport.evidence in ("init", "error"):
         details.append("no channel seen yet")
     return details
-
-
-def _adapters(names: tuple[str, ...]) -> str:
-    shown = ", ".join(names) if len(names) <= _MOST_ADAPTERS else f"{names[0]} ... {names[-1]}"
-    return f"{len(names)} HCA{'s' if len(names) > 1 else ''} ({shown})"
 
 
 # These errors are about the way between nodes.
@@ -140,7 +136,10 @@ def judge(evidence: Evidence) -> Verdict:
     Channel lines decide first, then the networks selected at start, then the fastest network found at start: NCCL 2.4
     mentions sockets, for its bootstrap, even if it uses InfiniBand.
     """
-    if uses := _channel_uses(evidence):
+    uses = _distinct(
+        _use(evidence, host, route.network, route.device) for host, route in evidence.routes if route.network
+    )
+    if uses:
         is_net = any(route.network and not route.collnet for _, route in evidence.routes)
         return Verdict(slowest(use.kind for use in uses), "channels" if is_net else "collnet", uses)
     if evidence.routes and _is_one_node(evidence):
@@ -164,12 +163,6 @@ def _judge_by_errors(evidence: Evidence) -> Verdict:
     if any(error.name in _NOTHING_ESTABLISHED for error in evidence.errors):
         return Verdict("p2p-only", "error")
     return Verdict("unknown", "none")
-
-
-def _channel_uses(evidence: Evidence) -> tuple[Use, ...]:
-    return _distinct(
-        _use(evidence, host, route.network, route.device) for host, route in evidence.routes if route.network
-    )
 
 
 def _is_one_node(evidence: Evidence) -> bool:

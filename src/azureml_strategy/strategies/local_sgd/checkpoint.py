@@ -64,7 +64,7 @@ def writer(checkpoint_io: CheckpointIO) -> WriteStaged:
     def write(content: Any, path: Path, exchange: Exchange) -> None:
         averaged, own = content
         exchange.on_rank_zero(lambda: _begin(path))
-        exchange.together(lambda: save(own, _rank_file(path, exchange.rank)))
+        exchange.on_all_ranks(lambda: save(own, _rank_file(path, exchange.rank)))
         # Last, so that a folder without it is none, and one with it is whole.
         exchange.on_rank_zero(lambda: save(averaged, path / AVERAGED))
 

@@ -108,7 +108,7 @@ def write_distributed(content: tuple[dict[str, Any], dict[str, Any] | None], pat
         writer.set_up_storage_writer(leads)
         return writer.prepare_local_plan(saving.create_local_plan())
 
-    own = exchange.together(plan_own)
+    own = exchange.on_all_ranks(plan_own)
 
     index: list[Metadata] = []  # rank 0's only
 
@@ -118,7 +118,7 @@ def write_distributed(content: tuple[dict[str, Any], dict[str, Any] | None], pat
         return writer.prepare_global_plan(plans)
 
     plan = saving.finish_plan(exchange.on_rank_zero(plan_all)[exchange.rank])
-    results = exchange.together(lambda: writer.write_data(plan, saving).wait())
+    results = exchange.on_all_ranks(lambda: writer.write_data(plan, saving).wait())
 
     def finish() -> None:
         writer.finish(index[0], results)

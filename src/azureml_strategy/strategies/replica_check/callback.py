@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from azureml_strategy.cluster.environ import REPLICA_CHECK_SWITCH
-from azureml_strategy.cluster.isolation import IsolatedCallback, bare, isolated
+from azureml_strategy.cluster.isolation import IsolatedCallback, isolated, not_isolated
 from azureml_strategy.control.channel import Channel, lease_channel
 from azureml_strategy.strategies.replica_check.copies import copies_of, equalizes_buffers
 from azureml_strategy.strategies.replica_check.looks import Difference, Look, Told, apart, differences, digests
@@ -95,14 +95,14 @@ class ReplicaCheck(IsolatedCallback):
             self._channel, self._give_back = lease
 
     @override
-    @bare
+    @not_isolated
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._batches >= self._next_visit:
             self._visit(trainer)
         self._batches += 1
 
     @override
-    @bare
+    @not_isolated
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         if self._watch is not None and self._watch.is_due(optimizer):
             self._observe(self._watch, optimizer)

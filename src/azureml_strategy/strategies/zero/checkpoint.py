@@ -71,7 +71,7 @@ class StagedDeepSpeedStrategy(
         files, write_files = collect(self.deepspeed_engine, save)
 
         def write(content: Any, path: Path, exchange: Exchange) -> None:
-            exchange.together(lambda: write_files(content, path))
+            exchange.on_all_ranks(lambda: write_files(content, path))
 
         return files, write
 
