@@ -104,11 +104,11 @@ def test_bus_factors(world_size: int) -> None:
 def test_the_clock_does_not_count_waiting_for_the_start(
     alone: Place, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    meet = Place.meet
+    meet = Place.barrier
 
     def waits(place: Place) -> None:
         clock.now += 50
         meet(place)
 
-    monkeypatch.setattr(Place, "meet", waits)
+    monkeypatch.setattr(Place, "barrier", waits)
     assert measure(Counted(clock, 9, 1, 2, 3), alone, 64, FAST).median_s == 2

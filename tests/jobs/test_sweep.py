@@ -74,7 +74,7 @@ def test_a_workspace_that_does_not_answer_is_no_metric(azure_service: AzureServi
     azure_service.fail("GET", r"/workspaces/workspace$", 403, "AuthorizationFailed", "No permission.", times=2)
     with pytest.raises(ServiceError, match="AuthorizationFailed"):
         tracking_uri(client)
-    assert sweep._metrics(SubmittedJob(client, "job", "")) == {}
+    assert sweep._read_metrics(SubmittedJob(client, "job", "")) == {}
 
 
 def test_metrics_that_cannot_be_read_are_left_out(azure_service: AzureService) -> None:

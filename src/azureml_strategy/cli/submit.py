@@ -182,17 +182,16 @@ def _sweep(options: argparse.Namespace) -> Sweep | None:
 
 
 def _print_job(plan: JobPlan, name: str | None) -> int:
-    from azureml_strategy.jobs.render import build_job, build_offline, job_yaml, node_price
+    from azureml_strategy.jobs.render import render_offline
     from azureml_strategy.jobs.summary import summarize
 
-    text = job_yaml(build_offline(plan, name))
+    job, price, text = render_offline(plan, name)
     snapshot = plan.snapshot()
     for note in plan.notes:
         _tell(note)
     if snapshot is not None:
         _tell(". ".join(filter(None, [snapshot.describe(), snapshot.advice()])))
-    price = node_price(plan, plan.cluster.region, offline=True)
-    for line in summarize(plan, build_job(plan, name, price), price):
+    for line in summarize(plan, job, price):
         _tell(line)
     print_text(text.rstrip())
     return 0

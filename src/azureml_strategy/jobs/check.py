@@ -12,7 +12,6 @@ from azureml_strategy.jobs.inputs import asset_of, check_data, datastore_of
 from azureml_strategy.jobs.places import WorkspaceSettings
 from azureml_strategy.jobs.plan import JobPlan
 from azureml_strategy.jobs.render import build_job
-from azureml_strategy.jobs.resources import node_size
 from azureml_strategy.jobs.service_errors import JobError, service_errors
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ def check_submission(plan: JobPlan, workspace: WorkspaceSettings | None = None) 
     Raises:
         JobError: the job itself is invalid, or no workspace is configured.
     """
-    job = build_job(plan, None, None)
+    job = build_job(plan, None)
     client = connect((workspace or WorkspaceSettings()).over(plan.job.workspace.settings()))
     signed_in = _asked("login", _sign_in)
     yield signed_in
@@ -96,7 +95,7 @@ def _workspace(client: MLClient) -> str:
 
 def _compute(plan: JobPlan, client: MLClient, name: str) -> str | Finding:
     found: Any = client.compute.get(name)
-    size, nodes = node_size(plan.cluster), plan.cluster.num_nodes
+    size, nodes = plan.size, plan.cluster.num_nodes
     if plain(found.type).lower() != "amlcompute":
         return f"{name}, {plain(found.type)}"
     cluster: AmlCompute = found
@@ -112,7 +111,7 @@ def _compute(plan: JobPlan, client: MLClient, name: str) -> str | Finding:
 
 def _quota(plan: JobPlan, client: MLClient) -> Finding:
     """Compare the cores of the nodes with what the size's family has left. Nodes that run already count as used."""
-    size = node_size(plan.cluster)
+    size = plan.size
     if size is None or size.vcpus is None:
         return Finding("quota", "the cores of the nodes are not known; cluster=SIZE names their size", None)
     region = plan.cluster.region

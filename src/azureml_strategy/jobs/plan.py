@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
@@ -12,10 +13,11 @@ from hydra.errors import HydraException
 from azureml_strategy.cluster.redaction import is_secret, redact_text
 from azureml_strategy.command_line import is_override
 from azureml_strategy.jobs.hyperparameters import Sweep
-from azureml_strategy.jobs.resources import refuse_retired
+from azureml_strategy.jobs.resources import node_size, refuse_retired
 from azureml_strategy.jobs.service_errors import JobError
 from azureml_strategy.jobs.settings import ClusterSettings, JobSettings
 from azureml_strategy.jobs.snapshot import Snapshot, list_snapshot
+from azureml_strategy.network.vm_sizes import VMSize
 
 _INSTEAD = (
     "A job's command and variables can be read by everybody with access to the workspace. Put it into the workspace's "
@@ -53,6 +55,15 @@ class JobPlan:
     notes: Sequence[str] = ()
     sweep: Sweep | None = None
     title: str | None = None
+
+    @cached_property
+    def size(self) -> VMSize | None:
+        """The VM size of the nodes; None if only the name of the compute is known.
+
+        Raises:
+            JobError: see `node_size`.
+        """
+        return node_size(self.cluster)
 
     def snapshot(self) -> Snapshot | None:
         """List the files that the job gets; None if it needs no code.

@@ -10,13 +10,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from azureml_strategy.cluster.job import Price
 from azureml_strategy.cluster.redaction import redact_text
 from azureml_strategy.jobs.client import quiet_sdk
+from azureml_strategy.jobs.resources import SERVERLESS
 from azureml_strategy.jobs.service_errors import JobError
 from azureml_strategy.network.vm_sizes import lookup_vm_size
+
+if TYPE_CHECKING:
+    from azure.ai.ml.entities import Command
+
+    from azureml_strategy.jobs.plan import JobPlan
 
 ADDRESS = "https://prices.azure.com/api/retail/prices"
 _ENDINGS = {" Spot": "spot", " Low Priority": "low_priority"}
@@ -142,6 +148,36 @@ class _Cached(TypedDict):
 
     date: str
     prices: dict[str, float]
+
+
+def add_price(plan: JobPlan, job: Command, region: str | None, *, offline: bool) -> Price | None:
+    """Find the price of one node, and give it to the job in its environment variables, unless the job is a plain one.
+
+    Args:
+        plan: the plan that names the cluster.
+        job: what was made of the plan. The user's own variables take precedence.
+        region: region of the cluster.
+        offline: make no request, and use the cached prices only.
+
+    Returns:
+        The price; None if it is unknown.
+
+    Raises:
+        JobError: the price that the user gives is invalid.
+    """
+    cluster, size = plan.cluster, plan.size
+    if size is None and cluster.price_per_hour is None:
+        return None
+    name = size.name if size else ""
+    # Low-priority nodes on serverless compute have the spot price, not that of a cluster.
+    tier = "spot" if cluster.compute == SERVERLESS and cluster.tier == "low_priority" else cluster.tier
+    try:
+        price = price_for(name, region, tier, cluster.price_per_hour, currency=cluster.currency, offline=offline)
+    except ValueError as error:
+        raise JobError(str(error)) from error
+    if price is not None and not plan.job.plain:
+        job.environment_variables = {**price.as_variables(), **job.environment_variables}
+    return price
 
 
 def price_for(

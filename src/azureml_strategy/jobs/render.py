@@ -16,19 +16,16 @@ from azureml_strategy.jobs.environments import check_image, job_environment
 from azureml_strategy.jobs.hyperparameters import build_sweep
 from azureml_strategy.jobs.inputs import access_patterns, data_runtime_variables, job_inputs, job_outputs
 from azureml_strategy.jobs.plan import JobPlan
-from azureml_strategy.jobs.prices import price_for
+from azureml_strategy.jobs.prices import add_price
 from azureml_strategy.jobs.program import Program, ProgramData, plan_program, size_words
 from azureml_strategy.jobs.recipe import plan_recipe
 from azureml_strategy.jobs.resources import (
     distribution_of,
     identity_of,
-    node_size,
-    price_tier,
     resources_of,
 )
 from azureml_strategy.jobs.service_errors import JobError
 from azureml_strategy.jobs.services import services_of
-from azureml_strategy.network.vm_sizes import VMSize
 
 if TYPE_CHECKING:
     from azure.ai.ml.entities import Command
@@ -57,8 +54,8 @@ def render_job(recipe: str, overrides: Sequence[str], name: str | None = None) -
     Raises:
         JobError: the recipe, an override, the cluster or the job is invalid.
     """
-    plan = plan_recipe(recipe, overrides)
-    return build_job(plan, name, node_price(plan, plan.cluster.region, offline=True))
+    job, _ = _build_with_price(plan_recipe(recipe, overrides), name)
+    return job
 
 
 def render_script(
@@ -92,8 +89,21 @@ def render_script(
     """
     words = [*size_words(cluster, num_nodes), *overrides]
     program = Program(script=script, arguments=tuple(arguments))
-    plan = plan_program(program, words, ProgramData(inputs or {}, outputs or {}))
-    return build_job(plan, name, node_price(plan, plan.cluster.region, offline=True))
+    job, _ = _build_with_price(plan_program(program, words, ProgramData(inputs or {}, outputs or {})), name)
+    return job
+
+
+def render_offline(plan: JobPlan, name: str | None) -> tuple[Command, Price | None, str]:
+    """Render a plan without a request.
+
+    Returns:
+        The job, of a sweep that of a trial; the price of a node, if it is known; and the YAML of the job or the sweep.
+
+    Raises:
+        JobError: the cluster, the name, the job or the sweep is invalid.
+    """
+    job, price = _build_with_price(plan, name)
+    return job, price, job_yaml(build_sweep(job, plan.sweep) if plan.sweep else job)
 
 
 def build_offline(plan: JobPlan, name: str | None = None) -> Command | SweepJob:
@@ -102,17 +112,22 @@ def build_offline(plan: JobPlan, name: str | None = None) -> Command | SweepJob:
     Raises:
         JobError: the cluster, the name, the job or the sweep is invalid.
     """
-    job = build_job(plan, name, node_price(plan, plan.cluster.region, offline=True))
+    job, _ = _build_with_price(plan, name)
     return build_sweep(job, plan.sweep) if plan.sweep else job
 
 
-def build_job(plan: JobPlan, name: str | None, price: Price | None) -> Command:
-    """Render a plan; see `render_job`.
+def _build_with_price(plan: JobPlan, name: str | None) -> tuple[Command, Price | None]:
+    """Render a plan, with the price of a node if that is known without a request."""
+    job = build_job(plan, name)
+    return job, add_price(plan, job, plan.cluster.region, offline=True)
+
+
+def build_job(plan: JobPlan, name: str | None) -> Command:
+    """Render a plan, without the price of a node; `add_price` adds it.
 
     Args:
         plan: what the job runs.
         name: name of the job. With None, the service chooses one.
-        price: the price of a node, if it is known.
 
     Raises:
         JobError: the cluster, the name or the job is invalid.
@@ -120,28 +135,41 @@ def build_job(plan: JobPlan, name: str | None, price: Price | None) -> Command:
     quiet_sdk()
     from azure.ai.ml import command
 
-    cluster, job, size = plan.cluster, plan.job, node_size(plan.cluster)
+    cluster, job, size = plan.cluster, plan.job, plan.size
+    nodes = {
+        "distribution": distribution_of(cluster, job, size),
+        "identity": identity_of(job.identity),
+        **resources_of(cluster, job, size),
+    }
     check_image(job.environment, size)
     if name is not None and not _JOB_NAME.fullmatch(name):
         raise JobError(
             f"{name!r} is no name of a job. Use letters, digits, - and _, the first a letter or digit, at most 255."
         )
+    environment = job_environment(job.environment, plan.code)
+    display_name, experiment, tags = job.display_name, job.experiment, dict(job.tags)
+    variables = {**plan.variables, **job.environment_variables}  # the user's own take precedence
+    if not job.plain:
+        where = size.short_name if size else cluster.compute
+        display_name = display_name or f"{plan.title or plan.name}, {cluster.num_nodes} x {where}"
+        experiment = experiment or plan.name
+        known = {"vm_size": size.name} if size else {}
+        tags = {**plan.tags, "nodes": str(cluster.num_nodes), "tier": cluster.tier, **known, **tags}
+        variables = {**data_runtime_variables(access_patterns(job.inputs), size), **variables}
     made = command(
         name=name,
-        display_name=job.display_name or _display_name(plan, size),
-        experiment_name=job.experiment or (None if job.plain else plan.name),
+        display_name=display_name,
+        experiment_name=experiment,
         description=job.description,
-        tags={**_tags(plan, size), **job.tags},
+        tags=tags,
         command=plan.command,
         code=plan.code,
-        environment=job_environment(job.environment, plan.code),
-        environment_variables=_variables(plan, size, price),
-        distribution=distribution_of(cluster, job, size),
+        environment=environment,
+        environment_variables=variables,
         inputs=job_inputs(job.inputs),
         outputs=job_outputs(job.outputs),
-        identity=identity_of(job.identity),
         services=services_of(job.services) or None,
-        **resources_of(cluster, job, size),
+        **nodes,
     )
     if job.max_instance_count is not None:
         made.resources.max_instance_count = job.max_instance_count  # no argument of `command` sets it
@@ -163,52 +191,6 @@ def job_yaml(job: Command | SweepJob) -> str:
     ordered = {key: written[key] for key in (*_FIRST, *sorted(written.keys() - set(_FIRST))) if key in written}
     schema = _SCHEMAS[written["type"]]
     return yaml.safe_dump({"$schema": schema, **ordered}, sort_keys=False, width=_ONE_LINE, allow_unicode=True)
-
-
-def node_price(plan: JobPlan, region: str | None, *, offline: bool) -> Price | None:
-    """The price of one node of a plan's cluster, or None if it is unknown.
-
-    Args:
-        plan: the plan that names the cluster.
-        region: region of the cluster.
-        offline: make no request, and use the cached prices only.
-
-    Raises:
-        JobError: the price that the user gives is invalid.
-    """
-    cluster, size = plan.cluster, node_size(plan.cluster)
-    if size is None and cluster.price_per_hour is None:
-        return None
-    name = size.name if size else ""
-    try:
-        return price_for(
-            name, region, price_tier(cluster), cluster.price_per_hour, currency=cluster.currency, offline=offline
-        )
-    except ValueError as error:
-        raise JobError(str(error)) from error
-
-
-def _variables(plan: JobPlan, size: VMSize | None, price: Price | None) -> dict[str, str]:
-    """The environment variables of the job's processes. The user's own take precedence."""
-    own = plan.job.environment_variables
-    if plan.job.plain:
-        return {**plan.variables, **own}
-    data = data_runtime_variables(access_patterns(plan.job.inputs), size)
-    return {**data, **(price.as_variables() if price else {}), **plan.variables, **own}
-
-
-def _display_name(plan: JobPlan, size: VMSize | None) -> str | None:
-    if plan.job.plain:
-        return None
-    where = size.short_name if size else plan.cluster.compute
-    return f"{plan.title or plan.name}, {plan.cluster.num_nodes} x {where}"
-
-
-def _tags(plan: JobPlan, size: VMSize | None) -> dict[str, str]:
-    if plan.job.plain:
-        return {}
-    known = {"vm_size": size.name} if size else {}
-    return {**plan.tags, "nodes": str(plan.cluster.num_nodes), "tier": plan.cluster.tier, **known}
 
 
 def _without_empty(node: Any) -> Any:

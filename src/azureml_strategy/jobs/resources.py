@@ -268,11 +268,6 @@ def resources_of(cluster: ClusterSettings, job: JobSettings, size: VMSize | None
     }
 
 
-def price_tier(cluster: ClusterSettings) -> str:
-    """The tier of the price list: low-priority nodes on serverless compute have the spot price, not a cluster's."""
-    return "spot" if cluster.compute == SERVERLESS and cluster.tier == "low_priority" else cluster.tier
-
-
 def identity_of(
     identity: IdentitySettings,
 ) -> ManagedIdentityConfiguration | UserIdentityConfiguration | AmlTokenConfiguration | None:

@@ -17,9 +17,10 @@ from azureml_strategy.jobs.hyperparameters import Sweep, build_sweep
 from azureml_strategy.jobs.inputs import check_data
 from azureml_strategy.jobs.places import WorkspaceSettings
 from azureml_strategy.jobs.plan import JobPlan
+from azureml_strategy.jobs.prices import add_price
 from azureml_strategy.jobs.program import Program, ProgramData, plan_program, size_words
 from azureml_strategy.jobs.recipe import plan_recipe
-from azureml_strategy.jobs.render import build_job, node_price
+from azureml_strategy.jobs.render import build_job
 from azureml_strategy.jobs.service_errors import UNREADABLE, ServiceError, service_errors
 from azureml_strategy.jobs.settings import ClusterSettings
 from azureml_strategy.jobs.snapshot import Snapshot, upload_snapshot
@@ -152,7 +153,7 @@ def submit_plan(plan: JobPlan, **how: Unpack[Submission]) -> SubmittedJob:
         JobError, ServiceError, KeyboardInterrupt: as for `submit_recipe`.
     """
     client, tell = how.get("client"), how.get("tell")
-    job = build_job(plan, how.get("name") or new_job_name(plan.name), None)
+    job = build_job(plan, how.get("name") or new_job_name(plan.name))
     if plan.sweep is not None:
         build_sweep(job, plan.sweep)  # what is wrong with it is known before anything is sent
     snapshot = plan.snapshot()
@@ -164,9 +165,7 @@ def submit_plan(plan: JobPlan, **how: Unpack[Submission]) -> SubmittedJob:
     if client is None:
         client = connect((how.get("workspace") or WorkspaceSettings()).over(plan.job.workspace.settings()))
     check_data(plan.job.inputs, client)
-    price = None if plan.job.plain else node_price(plan, _region(plan.cluster, client), offline=False)
-    if price is not None:
-        job.environment_variables = {**price.as_variables(), **job.environment_variables}
+    price = None if plan.job.plain else add_price(plan, job, _region(plan.cluster, client), offline=False)
     if tell is not None:
         for line in summarize(plan, job, price):
             tell(line)

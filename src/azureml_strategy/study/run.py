@@ -67,7 +67,7 @@ def emulate_sizes(options: StudyOptions) -> Iterator[Figures]:
     gpus = None if enough_gpus(max(options.nodes), processes) else 0
     for nodes, heading in headings(options):
         print(f"\n{heading}", flush=True)
-        yield _emulate_size(EmulatedJob(command, nodes, processes, gpus_per_node=gpus))
+        yield _emulate(EmulatedJob(command, nodes, processes, gpus_per_node=gpus))
 
 
 def _train_command(options: StudyOptions) -> list[str]:
@@ -90,7 +90,7 @@ def threads_per_process(options: StudyOptions) -> str:
     return os.environ.get("OMP_NUM_THREADS") or str(max((os.cpu_count() or 1) // processes, 1))
 
 
-def _emulate_size(job: EmulatedJob) -> Figures:
+def _emulate(job: EmulatedJob) -> Figures:
     from mlflow.tracking import MlflowClient
 
     try:
