@@ -191,27 +191,23 @@ def tuning_of(
     steps: int = 0,
 ) -> Tuning:
     """A result, with its measurements in plain numbers."""
-    trials = trials or Trials()
-    rows = sorted((_row(settings, seconds) for settings, seconds in trials.seconds.items()), key=_median)
+    trials, rows = trials or Trials(), list[dict[str, Any]]()
+    for settings, seconds in trials.seconds.items():
+        low, median, high = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
+        rows.append(
+            {
+                "settings": settings.words(),
+                "accuracy_cost": settings.accuracy_cost,
+                "steps": len(seconds),
+                "median_s": median,
+                "low_s": low,
+                "high_s": high,
+            }
+        )
+    rows.sort(key=lambda row: float(row["median_s"]))
     measured = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     pairs = tuple(trials.pairs)
     return Tuning(conditions, request, pick, why, tuple(rows), tuple(alone_s), pairs, steps, measured)
-
-
-def _row(settings: Settings, seconds: list[float]) -> dict[str, Any]:
-    low, median, high = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
-    return {
-        "settings": settings.words(),
-        "accuracy_cost": settings.accuracy_cost,
-        "steps": len(seconds),
-        "median_s": median,
-        "low_s": low,
-        "high_s": high,
-    }
-
-
-def _median(row: dict[str, Any]) -> float:
-    return float(row["median_s"])
 
 
 def write_tuning(path: Path, tuning: Tuning) -> None:
