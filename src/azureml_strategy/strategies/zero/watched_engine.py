@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -89,22 +89,19 @@ class WatchedEngine:
             optimizer.add_param_group = refuse_group
 
     def _watch_outputs(self, engine: nn.Module, inputs: object, outputs: Any) -> None:
+        def watch(output: Tensor) -> Tensor:
+            if output.requires_grad:
+                output.register_hook(self._on_backward)  # type: ignore[no-untyped-call]
+            return output
+
         if torch.is_grad_enabled():
-            apply_to_collection(outputs, Tensor, self._watch_output)
+            apply_to_collection(outputs, Tensor, watch)
 
-    def _watch_output(self, output: Tensor) -> Tensor:
-        if output.requires_grad:
-            output.register_hook(self._reached)  # type: ignore[no-untyped-call]
-        return output
-
-    def _reached(self, _: Tensor) -> None:
+    def _on_backward(self, _: Tensor) -> None:
         if any(each._goes_backward for each in self._beside.values() if each is not self):
-            self._refuse_pass_of_another()
-
-    def _refuse_pass_of_another(self) -> NoReturn:
-        name = type(self._module).__name__
-        raise ConfigurationError(
-            f"A backward pass of another module goes through {name}, which has an engine of DeepSpeed's too, and no "
-            "two engines can be in one pass: gradients would be left to the next step. Use strategy='azureml_ddp', or "
-            "'azureml_model_parallel', which shards parameters too."
-        )
+            name = type(self._module).__name__
+            raise ConfigurationError(
+                f"A backward pass of another module goes through {name}, which has an engine of DeepSpeed's too, and "
+                "no two engines can be in one pass: gradients would be left to the next step. Use "
+                "strategy='azureml_ddp', or 'azureml_model_parallel', which shards parameters too."
+            )
