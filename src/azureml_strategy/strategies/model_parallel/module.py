@@ -78,7 +78,7 @@ def plan_of(module: nn.Module, size: int) -> Mapping[str, str]:
                 "Write tensor_parallel_size=1, which shards it by blocks without cutting them; or give "
                 f"{type(module).__name__} a method tensor_parallel_plan()."
             )
-        plan |= {_below(name, layer): style for layer, style in own.items()}
+        plan |= {f"{name}.{layer}" if name else layer: style for layer, style in own.items()}
     if not plan:
         raise MissingPlanError(
             f"tensor_parallel_size={size}, but {type(module).__name__} does not say how to cut its layers. Give it a "
@@ -123,7 +123,3 @@ def refuse_two_checkpointings(module: nn.Module) -> None:
                 f"activation_checkpointing=True, and gradient_checkpointing_enable() was called on the "
                 f"{type(model).__name__}: each block would be computed three times. Leave one of them out."
             )
-
-
-def _below(name: str, layer: str) -> str:
-    return f"{name}.{layer}" if name else layer

@@ -166,7 +166,7 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
             self.lightning_module, self.precision_plugin.precision, self.root_device.type
         )
         if not spread_by_itself:
-            self._settle_sizes()
+            self._fall_back_to_data_parallel()
             self._spread_with_copies(trainer)
         else:
             take_whole_dictionaries(self.lightning_module)
@@ -348,7 +348,7 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
         return ("state_dict", "optimizer_states") if self._save_distributed_checkpoint else ()
 
     def _spread_with_copies(self, trainer: Trainer) -> None:
-        """Spread the module, and alike what callbacks have copied of it: they compute with both."""
+        """Spread the module and the copies of it that callbacks have made, as they compute with both."""
         assert self.lightning_module is not None
         copies = copies_in(trainer.callbacks, self.lightning_module)  # type: ignore[attr-defined]
         for each in (*filter(lambda copy: not is_parallel(copy), copies), self.lightning_module):
@@ -384,8 +384,8 @@ class AzureMLModelParallelStrategy(LaunchedStrategy, EqualBuffersStrategy, Model
             check_counts(layout.tensor_parallel_size, counts_of(module))
         return layout
 
-    def _settle_sizes(self) -> None:
-        """Give all ranks to data parallelism, if `auto` left room for a module that spreads itself, and it did not.
+    def _fall_back_to_data_parallel(self) -> None:
+        """Give all ranks to data parallelism, if `auto` kept ranks for a module that might spread itself and did not.
 
         What `configure_model` makes is unknown before. A model of transformers is cut only where a size asks for it.
         """
