@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
@@ -18,7 +18,7 @@ ONE_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 
 
 def refuse_unsupported(trainer: Trainer, module: LightningModule, sync_batchnorm: bool) -> None:
-    """Raise an error for the first thing that does not go together with local SGD.
+    """Refuse what does not go together with local SGD.
 
     Args:
         trainer: about to fit.
@@ -28,30 +28,25 @@ def refuse_unsupported(trainer: Trainer, module: LightningModule, sync_batchnorm
     Raises:
         ConfigurationError: there is such a thing.
     """
-    for words in _found(trainer, module, sync_batchnorm):
-        raise ConfigurationError(words)
-
-
-def _found(trainer: Trainer, module: LightningModule, sync_batchnorm: bool) -> Iterator[str]:
     if not module.automatic_optimization:
-        yield (
+        raise ConfigurationError(
             f"{type(module).__name__} optimizes manually, so that nobody but the module knows which of its steps ends "
             "a period. Use automatic optimization, or strategy='azureml_ddp'."
         )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
-            yield (
+            raise ConfigurationError(
                 f"{type(callback).__name__} averages over the steps of one replica, and local SGD over replicas: the "
                 "average of a replica's own steps would be another on each rank. Leave the callback out, or use "
                 "strategy='azureml_ddp'."
             )
         if isinstance(callback, ModelPruning):
-            yield (
+            raise ConfigurationError(
                 f"{type(callback).__name__} prunes by the weights of one replica, and each replica has others: their "
                 "average would not be pruned. Prune under strategy='azureml_ddp'."
             )
     if sync_batchnorm:
-        yield (
+        raise ConfigurationError(
             "Trainer(sync_batchnorm=True) has all ranks wait for one another in each forward pass, while local SGD is "
             "to spare them that. Leave it out: running statistics are averaged with the parameters."
         )

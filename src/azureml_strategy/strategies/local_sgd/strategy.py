@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -174,7 +173,7 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
         if self._saved is not None:  # the search was made at the start of an epoch
             self.on_train_start()
         if batch_idx == 0 and self._apart:
-            self._of_fit.meet(self._trainer.current_epoch)
+            self._of_fit.compare_steps(self._trainer.current_epoch)
 
     @override
     def optimizer_step(
@@ -232,7 +231,7 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
     def own_entries(self) -> dict[str, Any]:
         if self._averaging is None:
             return super().own_entries()
-        state = {"world_size": self.world_size, "rules": self._described(), **self._averaging.shared_state()}
+        state = {"world_size": self.world_size, "rules": self._plain_rules(), **self._averaging.shared_state()}
         return {**super().own_entries(), ENTRY: state}
 
     @override
@@ -271,7 +270,7 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
             return checkpoint
         self._saved = {"global_step": checkpoint.get("global_step", 0)}
         if ENTRY in checkpoint:
-            self._saved |= self._resumed(path, checkpoint, weights_only) if folder else {ENTRY: checkpoint[ENTRY]}
+            self._saved |= self._restore_own(path, checkpoint, weights_only) if folder else {ENTRY: checkpoint[ENTRY]}
         return checkpoint
 
     @override
@@ -347,26 +346,19 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
 
     def _train_apart(self) -> None:
         """Have this replica train by itself from now on: the bare module, or DDP inside the node."""
-        module = self._unwrap()
+        self._unwrap()
         if self._node_group is not None:
-            with self._in_node():
-                self.model = ddp = self._setup_model(module)
+            self.model = ddp = self._wrap_in_node(equalize=True)
             self._wrappers = Wrappers(ddp, self._wrap_in_node)
 
     def _wrap_in_node(self, equalize: bool) -> CompletingDDP:
-        with self._in_node():
-            return self._made_beside(equalize)
+        """Make DDP of the module inside the node, without the hooks of the warm-up."""
+        assert self.lightning_module is not None
+        init_sync = {} if equalize else {"init_sync": False}
+        with self._ddp_arguments({**self._ddp_kwargs, "process_group": self._node_group, **init_sync}):
+            return self._setup_model(self.lightning_module)
 
-    @contextmanager
-    def _in_node(self) -> Iterator[None]:
-        given = self._ddp_kwargs
-        self._ddp_kwargs = {**given, "process_group": self._node_group}
-        try:
-            yield
-        finally:
-            self._ddp_kwargs = given
-
-    def _described(self) -> dict[str, Any]:
+    def _plain_rules(self) -> dict[str, Any]:
         """The rules in plain values, which a restart compares; a period of the user's own by its name."""
         period = self._rules.period
         known = isinstance(period, int) or is_dataclass(period)
@@ -375,10 +367,10 @@ class AzureMLLocalSGDStrategy(AzureMLDDPStrategy):
         rules = {each.name: repr(getattr(self._rules, each.name)) for each in fields(self._rules)}
         return {**rules, "period": named, "replica": self._replica}
 
-    def _resumed(self, path: Path, checkpoint: dict[str, Any], weights_only: bool | None) -> dict[str, Any]:
+    def _restore_own(self, path: Path, checkpoint: dict[str, Any], weights_only: bool | None) -> dict[str, Any]:
         """Give the checkpoint what this rank had of its own, if ranks and rules are those that wrote it."""
         shared = checkpoint[ENTRY]
-        saved_ranks, same_rules = shared["world_size"], shared["rules"] == self._described()
+        saved_ranks, same_rules = shared["world_size"], shared["rules"] == self._plain_rules()
         source = self.global_rank % saved_ranks
 
         def read(file: Path) -> dict[str, Any]:
