@@ -201,14 +201,13 @@ class Wrappers:
         self._kept = {}
 
     def _choose(self, optimizers: Sequence[Optimizer], between_steps: bool) -> bool:
-        seen = self._look(optimizers)
-        if seen == self._seen:
+        if self._signature(optimizers) == self._seen:
             return False
         self._parameters = list(self._module.parameters())
         key = self._trained()
         added = not self._equal.issuperset(key)
         # Within a step the graph has what the parameters are now, which a broadcast would change: then before the next.
-        self._seen = None if added and not between_steps else self._look(optimizers)
+        self._seen = None if added and not between_steps else self._signature(optimizers)
         if between_steps:
             self._equal = {id(each) for each in self._parameters} & (self._equal | {*key})
         equalize = added and between_steps
@@ -218,19 +217,15 @@ class Wrappers:
         if equalize and key in self._kept:
             self._kept.pop(key).ddp.release()
         if key not in self._kept:
-            self._make_room()
+            if len(self._kept) >= _KEPT_SETS:  # the one that has not been used for longest goes
+                self._kept.pop(next(key for key in self._kept if key != self._key)).ddp.release()
             self._kept[key] = _Kept(self._wrap(equalize), self._step)
         self._key = key
         self._kept[key] = self._kept.pop(key)  # the last used is the last
         return True
 
-    def _make_room(self) -> None:
-        """Release the wrapper that has not been used for longest, if there are as many as are kept."""
-        if len(self._kept) >= _KEPT_SETS:
-            self._kept.pop(next(key for key in self._kept if key != self._key)).ddp.release()
-
-    def _look(self, optimizers: Sequence[Optimizer]) -> tuple[list[bool], list[int]]:
-        """What tells that the parameters may have changed, without a walk through all modules.
+    def _signature(self, optimizers: Sequence[Optimizer]) -> tuple[list[bool], list[int]]:
+        """Return what changes when other parameters train, without a walk through all modules.
 
         A new parameter that trains is in an optimizer.
         """
@@ -324,12 +319,12 @@ def _at_end_of_pass(function: Callable[[], None]) -> None:
 
 
 def _missing(reducer: Any) -> list[int]:
-    """The indices of the parameters that a reducer still waits for; torch tells them only in an error's words."""
+    """Return the indices of the parameters that a reducer still waits for. torch has them only in an error message."""
     try:
         reducer._check_reducer_finalized()
     except RuntimeError as error:
-        told = _MISSING.search(str(error))
-        if told is None:
+        found = _MISSING.search(str(error))
+        if found is None:
             raise
-        return [int(each) for each in re.findall(r"\d+", told.group(1))]
+        return [int(each) for each in re.findall(r"\d+", found.group(1))]
     return []

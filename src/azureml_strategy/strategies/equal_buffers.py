@@ -46,7 +46,7 @@ class EqualBuffers:
             _Buffer(owner, name)
             for owner in module.modules()
             for name, buffer in owner.named_buffers(recurse=False)
-            if _is_whole(buffer)
+            if not isinstance(buffer, DTensor) and not buffer.is_meta and buffer.layout == torch.strided
         ]
         self._statistics = [each for each in found if isinstance(each.owner, NORM_WITH_STATISTICS)]
         self._others = [each for each in found if not isinstance(each.owner, NORM_WITH_STATISTICS)]
@@ -87,12 +87,12 @@ class EqualBuffers:
     def _agree(self, buffers: Sequence[_Buffer], changed: Tensor) -> list[_Buffer]:
         """Learn which buffers have the same form on all ranks, and return those that have changed on one of them."""
         forms = torch.tensor([each.note_form() for each in buffers], device=self._device)
-        told = torch.stack([forms, -forms, changed])
-        dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
-        for each, most, least in zip(buffers, *told[:2].tolist(), strict=True):
+        reduced = torch.stack([forms, -forms, changed])
+        dist.all_reduce(reduced, dist.ReduceOp.MAX, group=self._group)
+        found = list(zip(buffers, *reduced.tolist(), strict=True))
+        for each, most, least, _ in found:
             each.alike = most == -least
-        seen = zip(buffers, told[2].tolist(), strict=True)
-        return [each for each, moved in seen if moved or each in self._changing]
+        return [each for each, _, _, has_changed in found if has_changed or each in self._changing]
 
     def _send(self, buffers: Sequence[_Buffer]) -> None:
         """Send what the first rank has. All ranks send the same number of bytes, whatever one of them has changed."""
@@ -272,7 +272,3 @@ def place_weights(device: torch.device) -> Tensor:
     """Odd numbers, the same everywhere; as many as elements are hashed together."""
     drawn = torch.randint(-(1 << 62), 1 << 62, (1 << 16,), generator=torch.Generator().manual_seed(0), device="cpu")
     return (drawn * 2 + 1).to(device)
-
-
-def _is_whole(buffer: Tensor) -> bool:
-    return not isinstance(buffer, DTensor) and not buffer.is_meta and buffer.layout == torch.strided
