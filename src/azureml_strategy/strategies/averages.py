@@ -56,7 +56,7 @@ def keep_averages(trainer: Trainer, precision: str) -> None:
             extend_swap(callback, _swap_exactly)
 
 
-def tell_rounded_averages(callbacks: Iterable[Callback], module: LightningModule) -> None:
+def warn_of_rounded_averages(callbacks: Iterable[Callback], module: LightningModule) -> None:
     """Warn of averages of the user's in 16 bits. They are not widened: a step may compute with them."""
     averages = [*module.named_modules()]
     for callback in callbacks:

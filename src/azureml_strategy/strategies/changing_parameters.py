@@ -106,7 +106,7 @@ class CompletingDDP(DistributedDataParallel):
             if not of_all[index]:
                 self.reduced[index].grad = None
 
-    def rest(self) -> None:
+    def hand_over(self) -> None:
         """Leave gradients to another wrapper."""
         if self.awaits_backward:  # a step without a loss, which Lightning allows on one rank
             self.expect_nothing()
@@ -213,7 +213,7 @@ class Wrappers:
         equalize = added and between_steps
         if not key or (key == self._key and not equalize):
             return False
-        self.current.rest()
+        self.current.hand_over()
         if equalize and key in self._kept:
             self._kept.pop(key).ddp.release()
         if key not in self._kept:

@@ -28,7 +28,7 @@ from azureml_strategy.strategies.compression import (
     communication_hook,
     for_other_buckets,
     on_any_backend,
-    tell_lost,
+    report_lost_errors,
     warn_of_used,
     was_used,
 )
@@ -95,7 +95,7 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
     _wrappers: Wrappers | None = None
     # Whether this batch has had a backward pass, and whether one by the strategy runs.
     _called_backward = False
-    _goes_backward = False
+    _in_backward = False
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        self._tell_lost()
+        self._report_lost_errors()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -174,7 +174,7 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
         if self._wrappers is not None:
             self._take_wrapper(self._wrappers.begin_step(self.optimizers))
         self._equalize_buffers()
-        with nullcontext() if self._is_automatic else after_each_backward(self._average_own):
+        with nullcontext() if self._is_automatic else after_each_backward(self._average_after_own_backward):
             output = super().training_step(*args, **kwargs)
         self._equalize_buffers()
         if isinstance(self.model, CompletingDDP) and self._is_automatic:
@@ -183,11 +183,11 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
 
     @override
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
-        self._goes_backward = True
+        self._in_backward = True
         try:
             return super().backward(*args, **kwargs)
         finally:
-            self._goes_backward = False
+            self._in_backward = False
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -287,11 +287,11 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
             self._unwrap()
             self._use(self.tuning.pick)
             self.configure_ddp()
-            self._tell_lost()
+            self._report_lost_errors()
 
-    def _tell_lost(self) -> None:
+    def _report_lost_errors(self) -> None:
         assert self.lightning_module is not None
-        tell_lost(self._ddp_comm_state, self.lightning_module.trainer.global_step)
+        report_lost_errors(self._ddp_comm_state, self.lightning_module.trainer.global_step)
 
     def _wrap_copy(self, module: LightningModule, settings: Settings, group: dist.ProcessGroup) -> CompletingDDP:
         """Make DDP of a copy of the module, for a trial over a group of its own."""
@@ -323,9 +323,9 @@ class AzureMLDDPStrategy(LaunchedStrategy, DDPStrategy):
         if isinstance(self.model, CompletingDDP) and not self._is_automatic:
             self.model.require_forward_param_sync = True
 
-    def _average_own(self) -> None:
+    def _average_after_own_backward(self) -> None:
         """Average all gradients after `loss.backward()` in place of `self.manual_backward(loss)`."""
-        if self._goes_backward or self._wrappers is None or not self._wrappers.current.require_backward_grad_sync:
+        if self._in_backward or self._wrappers is None or not self._wrappers.current.require_backward_grad_sync:
             return
         self._called_backward = True
         self._wrappers.average_all(self.optimizers)

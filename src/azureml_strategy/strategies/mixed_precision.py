@@ -253,7 +253,7 @@ def autocast_forward(module: nn.Module, device_type: str, dtype: torch.dtype) ->
 
 def _forward_in_float32(layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     own = dict(layer.named_parameters(recurse=False))
-    if not any(each.dtype in _HALVES for each in own.values()) or not _meets_float32(layer, args):
+    if not any(each.dtype in _HALVES for each in own.values()) or not _needs_float32(layer, args):
         return forward(*args, **kwargs)
     weights = {name: each.float() for name, each in own.items()}
     # They shadow the parameters: Python finds an attribute of the object itself before nn.Module is asked.
@@ -265,7 +265,7 @@ def _forward_in_float32(layer: nn.Module, forward: Callable[..., Any], *args: An
             del layer.__dict__[name]
 
 
-def _meets_float32(layer: nn.Module, args: tuple[Any, ...]) -> bool:
+def _needs_float32(layer: nn.Module, args: tuple[Any, ...]) -> bool:
     if isinstance(layer, ParametrizationList):
         return True
     statistics = getattr(layer, "running_mean", None)

@@ -19,7 +19,7 @@ from azureml_strategy.strategies.mixed_precision import NORM_WITH_STATISTICS
 _SHOWN = 4
 
 
-def tell_evaluation_modes(module: LightningModule) -> None:
+def warn_of_evaluation_modes(module: LightningModule) -> None:
     """Warn of parts in evaluation mode whose parameters an optimizer has. Nothing is changed: it may be meant."""
     found = list(trained_in_evaluation_mode(module))
     if found:

@@ -86,7 +86,7 @@ class AnyWorldDeepSpeedStrategy(StagedDeepSpeedStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         filepath = self.broadcast(filepath)
         if self.local_rank == 0:  # on each node: the folder may be on its local disk
-            universal.forget(Path(filepath))
+            universal.remove_previous_files(Path(filepath))
         self.barrier()
         super().save_checkpoint(checkpoint, filepath, storage_options)
 

@@ -114,7 +114,7 @@ def refuse_second_backward(module: nn.Module) -> NoReturn:
     )
 
 
-def tell_unfilled_steps(trainer: Trainer) -> None:
+def warn_of_unfilled_steps(trainer: Trainer) -> None:
     """Warn if the batches of an epoch do not fill whole steps, whose rest Lightning makes a step of its own."""
     batches, accumulated = trainer.num_training_batches, trainer.accumulate_grad_batches
     rest = 0 if isinf(batches) else int(batches) % accumulated

@@ -94,7 +94,7 @@ def saved_slices(checkpoint: Path) -> int:
     return len({file.name.partition("mp_rank_")[2][:2] for file in _optimizer_shards(checkpoint)})
 
 
-def forget(checkpoint: Path) -> None:
+def remove_previous_files(checkpoint: Path) -> None:
     """Remove the files that a previous save to the same path left, and nothing else. Any process may call it.
 
     DeepSpeed overwrites only the files of the current processes. The files of a previous save with more processes

@@ -39,7 +39,7 @@ class WatchedEngine:
         self, engine: Any, module: nn.Module, starting: StartingParameters, beside: Mapping[nn.Module, WatchedEngine]
     ) -> None:
         self.engine, self._module, self._starting, self._beside = engine, module, starting, beside
-        self.awaits_step = self._goes_backward = False
+        self.awaits_step = self._in_backward = False
         self._earlier: dict[int, list[Tensor]] = {}
         self.edited = EditedWeights(engine)
         self._watch_optimizer()
@@ -56,12 +56,12 @@ class WatchedEngine:
             refuse_second_backward(self._module)
         self._starting.require_same()
         self._earlier = begin_further_backward(self.engine) if self.awaits_step else {}
-        self._goes_backward = True
+        self._in_backward = True
 
     def after_backward(self) -> None:
         """Add the gradients of earlier passes."""
         end_further_backward(self.engine, self._earlier)
-        self._earlier, self._goes_backward = {}, False
+        self._earlier, self._in_backward = {}, False
         self.awaits_step = True
 
     def before_step(self) -> None:
@@ -98,7 +98,7 @@ class WatchedEngine:
             apply_to_collection(outputs, Tensor, watch)
 
     def _on_backward(self, _: Tensor) -> None:
-        if any(each._goes_backward for each in self._beside.values() if each is not self):
+        if any(each._in_backward for each in self._beside.values() if each is not self):
             name = type(self._module).__name__
             raise ConfigurationError(
                 f"A backward pass of another module goes through {name}, which has an engine of DeepSpeed's too, and "
