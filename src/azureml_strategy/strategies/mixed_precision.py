@@ -180,11 +180,7 @@ def mix_sharded_precision(module: nn.Module, precision: str, device_type: str) -
 
 
 def refuse_old_spectral_norm(module: nn.Module, device_type: str, precision: str) -> None:
-    """Refuse `torch.nn.utils.spectral_norm` on 16-bit weights on a CPU, where no autocast casts its products.
-
-    Raises:
-        ConfigurationError: a layer has it.
-    """
+    """Refuse `torch.nn.utils.spectral_norm` on 16-bit weights on a CPU, where no autocast casts its products."""
     for name, layer in module.named_modules() if device_type == "cpu" else ():
         if any(isinstance(hook, SpectralNorm) for hook in layer._forward_pre_hooks.values()):
             raise ConfigurationError(

@@ -24,9 +24,6 @@ def refuse_unsupported(trainer: Trainer, module: LightningModule, sync_batchnorm
         trainer: about to fit.
         module: what it trains.
         sync_batchnorm: as in `Trainer(sync_batchnorm=...)`.
-
-    Raises:
-        ConfigurationError: there is such a thing.
     """
     if not module.automatic_optimization:
         raise ConfigurationError(
@@ -53,11 +50,7 @@ def refuse_unsupported(trainer: Trainer, module: LightningModule, sync_batchnorm
 
 
 def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
-    """Refuse an optimizer whose state does not bear that weights are averaged.
-
-    Raises:
-        ConfigurationError: there is one.
-    """
+    """Refuse an optimizer whose state does not bear that weights are averaged."""
     if any(isinstance(each, LBFGS) for each in optimizers):
         raise ConfigurationError(
             "LBFGS learns the curvature from the differences between its own steps, which averages of replicas would "
@@ -68,10 +61,7 @@ def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
 def refuse_infiniband(num_nodes: int) -> None:
     """Refuse a job of several nodes with InfiniBand, where averaging less often saves little and costs accuracy.
 
-    A collective.
-
-    Raises:
-        ConfigurationError: on all ranks, if a node has an adapter that can be used.
+    A collective; the error is raised on all ranks.
     """
     if num_nodes == 1:
         return
@@ -94,9 +84,6 @@ def refuse_unordered_nccl(version: tuple[int, ...]) -> None:
 
     Args:
         version: of NCCL.
-
-    Raises:
-        ConfigurationError: NCCL is older, or is told not to keep the order.
     """
     if version < (2, 26):
         raise ConfigurationError(
@@ -114,13 +101,10 @@ def refuse_unordered_nccl(version: tuple[int, ...]) -> None:
 
 
 def refuse_unequal_batches(batches: float) -> None:
-    """Refuse ranks that have unequal numbers of batches in an epoch. A collective.
+    """Refuse ranks that have unequal numbers of batches in an epoch. A collective; the error is raised on all ranks.
 
     Args:
         batches: of this rank; infinite if its loader does not say.
-
-    Raises:
-        ConfigurationError: on all ranks.
     """
     numbers = gather(batches)
     if len(set(numbers)) > 1:
@@ -139,9 +123,6 @@ def refuse_long_period(period: int, warmup_steps: int, steps: float) -> None:
         period: optimizer steps.
         warmup_steps: steps before the first period.
         steps: of the whole run; infinite if it has no end, below 0 if its end is not known.
-
-    Raises:
-        ConfigurationError: no average would be taken before the end.
     """
     if warmup_steps < steps < warmup_steps + period:
         raise ConfigurationError(

@@ -156,9 +156,6 @@ def check_counts(size: int, counts: Mapping[str, int], axis: str = "tensor_paral
         size: ranks of a group, each of which gets an equal share.
         counts: what each number counts, such as `heads`, and the number.
         axis: what the user calls the size.
-
-    Raises:
-        MeshSizeError: the size does not divide one of the numbers.
     """
     for name, count in counts.items():
         if count % size:

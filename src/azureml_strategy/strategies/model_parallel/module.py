@@ -112,11 +112,7 @@ def sharded_blocks_of(module: nn.Module) -> list[nn.Module]:
 
 
 def refuse_two_checkpointings(module: nn.Module) -> None:
-    """Refuse to recompute what a model of transformers recomputes already.
-
-    Raises:
-        ConfigurationError: `gradient_checkpointing_enable()` was called.
-    """
+    """Refuse to recompute what a model of transformers recomputes already."""
     for model in find_models(module).values():
         if checkpoints_activations(model):
             raise ConfigurationError(

@@ -36,11 +36,7 @@ _EXPLAINED = {
 
 
 def refuse_callbacks(callbacks: Iterable[Callback], tensor_parallel: bool) -> None:
-    """Refuse callbacks that put other parameters in the place of sharded ones, or compare those of two meshes.
-
-    Raises:
-        ConfigurationError: there is one.
-    """
+    """Refuse callbacks that put other parameters in the place of sharded ones, or compare those of two meshes."""
     for callback in callbacks:
         if isinstance(callback, ModelPruning):
             raise ConfigurationError(
@@ -57,11 +53,7 @@ def refuse_callbacks(callbacks: Iterable[Callback], tensor_parallel: bool) -> No
 
 
 def refuse_optimizer(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that needs all parameters in one vector.
-
-    Raises:
-        ConfigurationError: it is LBFGS.
-    """
+    """Refuse an optimizer that needs all parameters in one vector."""
     if isinstance(optimizer, LBFGS):
         raise ConfigurationError(
             "LBFGS makes one vector of all parameters, and those of azureml_model_parallel are sharded. Use another "
@@ -86,11 +78,7 @@ def refuse_copies(module: nn.Module) -> None:
 
 
 def refuse_scalars(module: nn.Module) -> None:
-    """Refuse parameters without a dimension to shard, by their full names.
-
-    Raises:
-        ConfigurationError: there is one.
-    """
+    """Refuse parameters without a dimension to shard, by their full names."""
     scalars = [name for name, parameter in module.named_parameters() if parameter.dim() == 0]
     if scalars:
         raise ConfigurationError(

@@ -125,11 +125,7 @@ class Cut:
                 self._module.set_submodule(place, layer)
 
     def check_nothing_added(self) -> None:
-        """Refuse parameters that were made after the module was cut.
-
-        Raises:
-            PipelineError: there is one outside of the layers, by its name.
-        """
+        """Refuse parameters that were made after the module was cut."""
         self._refuse_outside(name for name, each in self._module.named_parameters() if each.requires_grad)
 
     def summary(self, replicas: int) -> str:

@@ -19,11 +19,7 @@ class PipelineError(ConfigurationError):
 
 
 def check_method(partition: str) -> None:
-    """Refuse an unknown way of cutting.
-
-    Raises:
-        PipelineError: `partition` is not `parameters`, `uniform` or `type:KIND`.
-    """
+    """Refuse an unknown way of cutting."""
     by_kind = partition.startswith(_BY_KIND) and partition != _BY_KIND
     if partition not in ("parameters", "uniform") and not by_kind:
         raise PipelineError(

@@ -28,9 +28,6 @@ def refuse_unsupported(trainer: Trainer, module: LightningModule, precision: str
         module: the module that it runs.
         precision: as in `Trainer(precision=...)`.
         sync_batchnorm: as in `Trainer(sync_batchnorm=...)`.
-
-    Raises:
-        PipelineError: there is such a thing; the message says what to do instead.
     """
     _refuse_run(trainer, precision, sync_batchnorm)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -46,9 +43,6 @@ def refuse_stages_of_copies(stages: Sequence[int], precision: str) -> None:
     Args:
         stages: those that have nothing else.
         precision: as in `Trainer(precision=...)`.
-
-    Raises:
-        PipelineError: there is one, in bfloat16.
     """
     if stages and precision.startswith("bf16"):
         raise PipelineError(
@@ -63,9 +57,6 @@ def refuse_changes(changes: Sequence[str]) -> None:
 
     Args:
         changes: of all ranks, in words; none where a stage trains as it began.
-
-    Raises:
-        PipelineError: there is one.
     """
     if changes:
         raise PipelineError(
@@ -80,9 +71,6 @@ def refuse_changes_in_step(module: nn.Module, changed: Sequence[str]) -> None:
     Args:
         module: whose training_step has run.
         changed: names of those parameters.
-
-    Raises:
-        PipelineError: there is one.
     """
     if changed:
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
@@ -98,9 +86,6 @@ def refuse_optimizers_of_stages(faults: Sequence[str]) -> None:
 
     Args:
         faults: the errors of all ranks' configure_optimizers, in words.
-
-    Raises:
-        PipelineError: there is one.
     """
     if faults:
         raise PipelineError(

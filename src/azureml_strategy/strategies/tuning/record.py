@@ -254,11 +254,7 @@ def read_tuning(path: Path) -> Tuning:
 
 
 def refuse_other_conditions(path: Path, tuning: Tuning, here: Conditions) -> None:
-    """Refuse a file that was measured for something else.
-
-    Raises:
-        ConfigurationError: naming what differs.
-    """
+    """Refuse a file that was measured for something else."""
     differing = tuning.conditions.differences(here)
     if differing:
         raise ConfigurationError(

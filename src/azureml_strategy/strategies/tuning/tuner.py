@@ -167,9 +167,6 @@ def refuse_straggler(alone: list[float]) -> None:
 
     Args:
         alone: seconds of a step of each rank without communication.
-
-    Raises:
-        RefusalError: naming the rank.
     """
     slowest = straggler(alone)
     if slowest is not None:

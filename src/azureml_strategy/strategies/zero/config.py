@@ -36,11 +36,7 @@ _HALVES = {"bf16": "bf16-", "fp16": "16-"}
 
 
 def require_deepspeed() -> None:
-    """Check that DeepSpeed is installed.
-
-    Raises:
-        NoDeepSpeedError: it is not installed.
-    """
+    """Check that DeepSpeed is installed."""
     if find_spec("deepspeed") is None:
         raise NoDeepSpeedError(
             "This strategy needs DeepSpeed, which is not installed here. Type: "
@@ -55,9 +51,6 @@ def require_compiler(config: Mapping[str, Any]) -> None:
 
     Args:
         config: DeepSpeed's configuration.
-
-    Raises:
-        RuntimeError: a compiler or ninja is missing; the message names what needs it.
     """
     compiled, optimizer = [], config.get("optimizer")
     if optimizer:

@@ -74,11 +74,7 @@ def cut_layers(module: nn.Module) -> list[nn.Module]:
 
 
 def check_divides(world_size: int, size: int) -> None:
-    """Check that the job's processes can be divided into tensor-parallel groups.
-
-    Raises:
-        ConfigurationError: `size` does not divide `world_size`.
-    """
+    """Check that the job's processes can be divided into tensor-parallel groups."""
     if world_size % size:
         raise ConfigurationError(
             f"tensor_parallel_size={size} does not divide the {world_size} processes of the job. Choose a divisor of "
