@@ -119,26 +119,26 @@ class _Buffer:
         self.size = 0  # in bytes
 
     def note_form(self) -> int:
-        """Note shape and type, which `to_bytes` keeps to until they are noted anew; return a number that tells them."""
+        """Note shape and type, to which `to_bytes` keeps until the next call, and return a hash of them."""
         tensor = self.owner._buffers.get(self._name)
         self._form = None if tensor is None else (tensor.shape, tensor.dtype)
         self.size = 0 if tensor is None else tensor.nbytes
         return zlib.crc32(repr(self._form).encode())
 
     def has_form(self) -> bool:
-        """Whether the buffer is there as it was noted."""
+        """Whether the buffer still has the shape and type that were noted."""
         tensor = self.owner._buffers.get(self._name)
         return tensor is not None and (tensor.shape, tensor.dtype) == self._form
 
     def to_bytes(self, device: torch.device) -> Tensor:
-        """The values; zeros if there is no buffer of that form."""
+        """Return the values as bytes; zeros if there is no buffer of that form."""
         tensor = self.owner._buffers.get(self._name)
         if tensor is None or not self.has_form():
             return torch.zeros(self.size, dtype=torch.uint8, device=device)
         return _flat(tensor).view(torch.uint8).to(device)
 
     def set(self, values: Tensor) -> None:
-        """Take values of this form, from `to_bytes` of another rank."""
+        """Set the values to those that another rank's `to_bytes` has returned."""
         tensor = self.owner._buffers[self._name]
         assert tensor is not None
         assert self._form is not None
@@ -151,7 +151,7 @@ class _Buffer:
                 tensor.copy_(new)
 
     def summary(self, device: torch.device) -> Tensor:
-        """A number, int64 of shape `()`, that tells values and their order. Versions miss what `.data` changes."""
+        """Return a hash of the values, int64 of shape `()`. torch's version counter would miss what `.data` changes."""
         tensor = self.owner._buffers.get(self._name)
         if tensor is None:
             return torch.zeros((), dtype=torch.int64, device=device)

@@ -69,7 +69,7 @@ class _ReducerPasses:
 
 
 class LoopGradients:
-    """Averages the gradients that no reducer of DDP does.
+    """Averages the gradients that no reducer of DDP averages.
 
     A reducer averages in the first backward pass after a forward pass of its module, and only the parameters that were
     trainable when it was made. A loop may call layers past the wrapper, go backward twice, unfreeze parameters, or
@@ -128,7 +128,8 @@ class LoopGradients:
         """Note the gradients before a `loss.backward()` of the user's.
 
         Returns:
-            What averages after it, unless it was of something else, which one rank may do alone.
+            A function to call after the pass. It averages if a gradient of this loop has changed: one rank alone may go
+            backward through something else.
         """
         if self._in_backward:  # the strategy's own
             return lambda: None

@@ -77,7 +77,7 @@ class MixedPrecisionStrategy(ParallelStrategy):
 
     @contextmanager
     def two_types_explained(self) -> Iterator[None]:
-        """Say what to type where a step makes a float32 tensor of its own, which nothing tells before it runs."""
+        """Explain what to write where a step makes a float32 tensor of its own. Nothing shows that before it runs."""
         try:
             yield
         except (RuntimeError, ValueError) as error:

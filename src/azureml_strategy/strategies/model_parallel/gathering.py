@@ -73,7 +73,7 @@ class Gathering:
             unit.reshard()
 
     def agree(self) -> None:
-        """Settle which of the parameters outside of the blocks train."""
+        """Apply a change of `requires_grad` to both forms of each parameter outside of the blocks."""
         for forms in self._forms.values():
             agree_on_training(forms, self._agreed)
 

@@ -230,7 +230,7 @@ class LastStage:
     def _own_parameters_only(self) -> Iterator[None]:
         """Refuse steps that go through all parameters: the last stage has a part of them.
 
-        Who takes one, as by `next(self.parameters()).device`, may have it: the refusal is to go on.
+        A step may take one, as `next(self.parameters()).device` does: only going on to a second one is refused.
         """
         every = self._module.named_parameters
 

@@ -19,9 +19,9 @@ from azureml_strategy.strategies.replica_check.transfers import Transfer
 
 # Steps are observed at powers of two, up to this one.
 _LAST_STEP = 1024
-# After how many of them something is said, beside the end of training.
-_TOLD_AFTER = (8, 64, 512, _LAST_STEP)
-# If no parameter at all has changed, so many are awaited: a module may accumulate by itself.
+# Warnings are given after these steps, and at the end of training.
+_WARNED_AFTER = (8, 64, 512, _LAST_STEP)
+# If no parameter at all has changed, a warning waits for so many steps: a module may accumulate by itself.
 _STEPS_OF_ALL = 64
 # Gradients so much smaller than the largest are rounding: a bias before a normalisation has no other.
 _NEGLIGIBLE = 1e-4
@@ -79,7 +79,7 @@ class _History:
     Attributes:
         optimizer: the class of its optimizer.
         type: of the values that the optimizer changes.
-        pushed: observed steps in which it had a gradient worth the name, while others were changed.
+        pushed: observed steps in which its gradient was more than rounding.
         changed: whether it has ever changed.
         has_gradient: whether it has ever had any, of whatever size.
     """
@@ -185,9 +185,9 @@ class UpdateWatch:
         self._outcomes: list[_Outcome] = []
         self._rates: dict[int, float] = {}
         self._rising: dict[int, bool] = {}
-        self._said_at = self._observed = 0
+        self._judged_at = self._observed = 0
         self._stepped: dict[int, int] = {}
-        self._said: set[str] = set()
+        self._warned_of: set[str] = set()
         self._had_gradient: set[int] = set()  # ids of parameters
         self._settled: dict[int, int] = {}  # how many parameters an optimizer had when all of them had changed
         self._largest = 0.0  # of all gradients that were observed
@@ -215,7 +215,7 @@ class UpdateWatch:
         """
         number = self._stepped[id(optimizer)]
         self._observed = max(self._observed, number)
-        if number in (1, *_TOLD_AFTER):
+        if number in (1, *_WARNED_AFTER):
             # Some engines clear all gradients after a step, also those that no optimizer uses.
             whole = self._trainer.lightning_module.parameters()
             self._had_gradient.update(id(each) for each in whole if each.grad is not None)
@@ -234,20 +234,20 @@ class UpdateWatch:
         self.has_news = bool(self._outcomes)
 
     def verdict(self, at_end: bool) -> list[str]:
-        """Say what does not train, once.
+        """Return a warning of each thing that does not train, once.
 
         Args:
             at_end: whether no further step follows.
         """
-        if not at_end and (self._observed == self._said_at or self._observed not in _TOLD_AFTER or self._outcomes):
+        if not at_end and (self._observed == self._judged_at or self._observed not in _WARNED_AFTER or self._outcomes):
             return []
-        self._said_at = self._observed
+        self._judged_at = self._observed
         self._count_outcomes(wait=True)
         found = [] if any(self._rising.values()) else [*self._unchanged(at_end)]
         found += [*self._in_no_optimizer(), *self._not_of_module()]
-        said = [text for key, text in found if key not in self._said]
-        self._said |= {key for key, _ in found}
-        return said
+        new = [text for key, text in found if key not in self._warned_of]
+        self._warned_of |= {key for key, _ in found}
+        return new
 
     @torch.no_grad()
     def _observe(self, optimizer: Optimizer) -> None:

@@ -60,7 +60,7 @@ class Conditions:
         devices: Sequence[str] | None = None,
         precision: str | None = None,
     ) -> Conditions:
-        """Those of a module on a process group, before its first batch.
+        """Return the conditions of a module on a process group, before its first batch.
 
         Args:
             module: what is trained.
@@ -81,7 +81,7 @@ class Conditions:
         return Conditions(model, world_size, num_nodes, backend, version, counted, precision)
 
     def differences(self, here: Conditions) -> list[str]:
-        """In which points others differ from these, where both are known."""
+        """List the conditions that differ, of those that both know."""
         measured, present = asdict(self), asdict(here)
         return [
             f"{name} {measured[name]}, and here {present[name]}"
@@ -112,7 +112,7 @@ def describe_batch(arguments: Any) -> str | None:
 
 
 def samples_of(batch: str | None) -> str | None:
-    """A batch that `describe_batch` has told, without sizes beyond the first: sequences differ in length by chance."""
+    """Leave only the first size of each tensor in what `describe_batch` returned: sequences differ in length."""
     return None if batch is None else re.sub(r"\[(\d+)[^]]*\]", r"[\1]", batch)
 
 

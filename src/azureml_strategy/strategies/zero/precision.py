@@ -60,7 +60,7 @@ class BufferedGradientsPrecision(DeepSpeedPrecision):
     _said = False
 
     def look_at(self, module: LightningModule | None) -> None:
-        """Know the module whose gradients are clipped; None after the training."""
+        """Set the module whose gradients are clipped; None after the training."""
         self._module = module
 
     @override

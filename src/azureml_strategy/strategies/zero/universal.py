@@ -22,7 +22,7 @@ _COMPLETE = "latest_universal"
 
 
 def require_zero_checkpoint(checkpoint: Path) -> None:
-    """Check that a path is a folder that Lightning's DeepSpeed strategy wrote; the error says which strategy reads it."""
+    """Check that a path is a folder that Lightning's DeepSpeed strategy wrote; the error says which one reads it."""
     shards = checkpoint / "checkpoint"
     if any(shards.glob("layer_*-model_states.pt")):
         raise UnfitCheckpointError(_refusal(checkpoint, "written by a pipeline", "azureml_deepspeed_pipeline"))
