@@ -87,7 +87,7 @@ def refuse_scalars(module: nn.Module) -> None:
         )
 
 
-class KeptData:
+class ParameterMemory:
     """Refuses the next step after `parameter.data = ...`, which FSDP2 does not see: it trains the memory that it had.
 
     Args:
@@ -98,7 +98,7 @@ class KeptData:
         sharded = [(name, each) for name, each in module.named_parameters() if isinstance(each, DTensor)]
         self._before = [(name, each, memory_of(each)) for name, each in sharded]
 
-    def require(self) -> None:
+    def require_same(self) -> None:
         """Check that nobody has replaced the data of a parameter.
 
         Raises:
